@@ -85,6 +85,10 @@ class DeltaStream(AsyncIterator[Delta]):
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Abort the request unless it has ended, without waiting for anything."""
         if not self._done:
             self._done = True
             self._client._leave(self._request_id)

@@ -23,13 +23,13 @@ from fd_core.kv.port import EffectPort
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.runner.observing import ObserverThread
 from fd_core.runner.runner import Runner
-from fd_core.scheduling.contract import Scheduler
+from fd_core.scheduling.contract import Scheduler, SchedulerHoldings
 from fd_core.structured.compiler import CompilerStats
 from fd_core.tracing.writer import TraceWriter
 from fd_core.types import AdapterInfo, Delta, FinishReason, PrefillJob, PrefillTrace, RequestSpec, StepOutput, StepPlan
 from fd_core.weights import Adapter
 
-__all__ = ["AdmissionSink", "Engine", "EngineProbe"]
+__all__ = ["AdmissionSink", "Engine", "EnginePort", "EngineProbe"]
 
 AdmissionSink = Callable[[tuple[str, ...]], None]
 """Told which requests enter a slot, before a step computes them."""
@@ -207,6 +207,10 @@ class Engine:
             grammars=grammars,
             masks=self._device.mask_stats(),
         )
+
+    def holdings(self) -> SchedulerHoldings:
+        """Return what is held now."""
+        return self._scheduler.held()
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
         """Return which prefixes the device came to hold and lost since the last call; none unless asked to tell."""

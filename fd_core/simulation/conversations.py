@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.types import IntArray
 
-__all__ = ["Conversation", "Piece", "UserTurn", "tokens_of"]
+__all__ = ["Conversation", "Piece", "UserTurn", "stirred", "to_tokens", "tokens_of"]
 
 _FIRST_TOKEN = 16
 """Tokens below are never in a text: the end of an answer is one of them."""
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _STIR = np.uint64(0xBF58476D1CE4E5B9)
+_STIR_AGAIN = np.uint64(0x94D049BB133111EB)
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -57,8 +59,22 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
 
 
 def tokens_of(piece: Piece, vocab_size: int) -> IntArray:
-    """Return the tokens of a piece, int32[piece.tokens], each in [16, vocab_size). Stirred as in SplitMix64."""
+    """Return the tokens of a piece, int32[piece.tokens], each in [16, vocab_size)."""
+    places = np.arange(piece.tokens, dtype=np.int32)
+    return to_tokens(stirred(np.uint64(piece.seed & (2**64 - 1)), places), vocab_size)
+
+
+def stirred(seeds: npt.NDArray[np.uint64] | np.uint64, places: IntArray) -> npt.NDArray[np.uint64]:
+    """Return a number for each seed and place, as SplitMix64 stirs its states (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
-        mixed = (np.arange(1, piece.tokens + 1, dtype=np.uint64) + np.uint64(piece.seed & (2**64 - 1))) * _MIX
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * _STIR
-    return (_FIRST_TOKEN + (mixed >> np.uint64(33)) % np.uint64(vocab_size - _FIRST_TOKEN)).astype(np.int32)
+        state = seeds + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        state = (state ^ (state >> np.uint64(30))) * _STIR
+        state = (state ^ (state >> np.uint64(27))) * _STIR_AGAIN
+        mixed: npt.NDArray[np.uint64] = state ^ (state >> np.uint64(31))
+    return mixed
+
+
+def to_tokens(numbers: npt.NDArray[np.uint64], vocab_size: int) -> IntArray:
+    """Return a token of a text for each number."""
+    spread = np.uint64(vocab_size - _FIRST_TOKEN)
+    return (_FIRST_TOKEN + ((numbers >> np.uint64(33)) * spread >> np.uint64(31))).astype(np.int32)

@@ -1,0 +1,173 @@
+"""The simulated device: it answers the plans of a production engine, when costs say, with made-up tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.config import Limits
+from fd_core.engine.device import Device
+from fd_core.runner.runner import Runner
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from fd_core.simulation.conversations import Piece, stirred, to_tokens
+from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.timeline import Timeline
+from fd_core.types import Admission, StepOutput, StepPlan
+
+__all__ = ["END", "AnswerOf", "PlanComputer", "ScriptedComputer", "SimulatedDevice"]
+
+END: Final = 2
+"""Token that ends an answer."""
+_ENDLESS: Final = Piece(0, 2**31 - 1)
+
+AnswerOf = Callable[[str], Piece | None]
+"""Returns the answer to a request by its id; None for a request that only computes its prompt."""
+
+
+class PlanComputer(Protocol):
+    """What turns plans into outputs, in order: `ScriptedComputer`, or a production `Runner` with a model of its own."""
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Answer a plan."""
+
+
+class ScriptedComputer:
+    """Answers with the tokens of each request's answer, by the place that the engine's own bookkeeping leads to.
+
+    A token that was lost or repeated anywhere shifts or ends what follows, so that whoever reads the answer can tell.
+    """
+
+    def __init__(self, limits: Limits, answer_of: AnswerOf, acceptance: float = 0.0) -> None:
+        """`acceptance`: chance of each draft to be kept, if those before it were."""
+        slots = limits.max_num_seqs
+        self._limits = limits
+        self._answer_of = answer_of
+        self._acceptance = acceptance
+        self._gens = np.zeros(slots, np.int32)
+        self._length = np.zeros(slots, np.int32)
+        """Tokens that each slot has."""
+        self._prompt = np.zeros(slots, np.int32)
+        """Tokens among them that are the client's prompt."""
+        self._seeds = np.zeros(slots, np.uint64)
+        self._answers = np.zeros(slots, np.int64)
+        """Tokens of each answer."""
+        self._drafts = np.zeros(slots, np.int32)
+        self._columns = np.arange(1 + limits.max_drafts)
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Answer a plan. Raises `RuntimeError` for one that computes tokens which no slot has, or too many."""
+        for admission in plan.admissions:
+            self._admit(admission)
+        width = len(self._columns)
+        tokens = np.full((len(self._gens), width), EMPTY_TOKEN_ID, np.int32)
+        slots = plan.slots
+        if len(slots):
+            drafts = np.minimum(plan.num_drafts, self._drafts[slots]) if width > 1 else plan.num_drafts
+            own = plan.num_tokens - plan.num_drafts
+            self._check(plan, own, drafts)
+            sampling = plan.samples
+            if not sampling.all():
+                slots, drafts = slots[sampling], drafts[sampling]
+            index = self._length[slots] - self._prompt[slots]
+            if width == 1:
+                delivered = self._tokens(slots, index)
+                tokens[slots, 0] = delivered
+                self._length[slots] += 1
+            else:
+                places = index[:, None] + self._columns
+                kept = self._kept(slots, places, drafts)
+                live = self._columns <= kept[:, None]
+                drawn = self._tokens(np.broadcast_to(slots[:, None], places.shape), places)
+                tokens[slots] = np.where(live, drawn, np.int32(EMPTY_TOKEN_ID))
+                self._length[slots] += 1 + kept
+                self._drafts[slots] = width - 1 if self._acceptance else 0
+        for revocation in plan.revocations:
+            tokens[revocation.slot, 0] = PREEMPTED_TOKEN_ID
+        ready = self._drafts.copy() if width > 1 else None
+        return StepOutput(plan.epoch, plan.step, tokens, self._gens.copy(), ready)
+
+    def _admit(self, admission: Admission) -> None:
+        slot = admission.slot
+        answer = self._answer_of(admission.request_id) or _ENDLESS
+        self._gens[slot] = admission.gen
+        self._length[slot] = len(admission.token_ids)
+        self._prompt[slot] = admission.prompt_len
+        self._seeds[slot] = answer.seed & (2**64 - 1)
+        self._answers[slot] = answer.tokens
+        self._drafts[slot] = 0
+
+    def _tokens(self, slots: npt.NDArray[np.int32], index: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the tokens at places `index` of the answers in `slots`, of equal shapes."""
+        drawn = to_tokens(stirred(self._seeds[slots], index), self._limits.vocab_size)
+        return np.where(index < self._answers[slots], drawn, np.int32(END))
+
+    def _kept(
+        self, slots: npt.NDArray[np.int32], places: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        """Return int32[n], how many drafts are kept: by a chance of each place, however often it is drafted."""
+        luck = stirred(~self._seeds[slots][:, None], places[:, :-1]) >> np.uint64(11)
+        kept = (luck * 2.0**-53 < self._acceptance) & (self._columns[:-1] < drafts[:, None])
+        counts: npt.NDArray[np.int32] = np.logical_and.accumulate(kept, axis=1).sum(axis=1, dtype=np.int32)
+        return counts
+
+    def _check(self, plan: StepPlan, own: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32]) -> None:
+        total = int((own + drafts).sum())
+        budget = self._limits.max_num_batched_tokens
+        if total > budget:
+            raise RuntimeError(f"step {plan.step} computes {total} tokens, the step token budget is {budget}")
+        length = self._length[plan.slots]
+        starts = np.where(plan.samples, length - own, plan.starts)
+        if ((starts > plan.starts) | (starts + own > length) | (starts < 0)).any():
+            raise RuntimeError(f"step {plan.step} computes tokens that its requests do not have")
+        if (self._gens[plan.slots] != plan.gens).any():
+            raise RuntimeError(f"step {plan.step} has a row of a request that is not in its slot")
+
+
+class SimulatedDevice(Device):
+    """Computes one plan after the other on the virtual clock; `hang` and `slowness` are for faults."""
+
+    def __init__(self, timeline: Timeline, costs: Costs, computer: PlanComputer) -> None:
+        self.slowness = 1.0
+        """Factor of the time of each step that is submitted from now on."""
+        self.busy_seconds = 0.0
+        """Time of the steps that were submitted."""
+        self._timeline = timeline
+        self._costs = costs
+        self._computer = computer
+        self._plans: deque[tuple[StepPlan, float]] = deque()
+        self._busy_until = 0.0
+        self._hangs = False
+
+    @property
+    def ready_at(self) -> float:
+        """When the oldest plan is answered; infinite if it never is."""
+        return math.inf if self._hangs else self._plans[0][1]
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begin to compute once the engine's loop is done with the plan and the device with those before it."""
+        begins = max(self._timeline.now + self._costs.turn(plan), self._busy_until)
+        seconds = self._costs.step(plan) * self.slowness
+        self.busy_seconds += seconds
+        self._busy_until = begins + seconds
+        self._plans.append((plan, self._busy_until))
+
+    def collect(self, timeout: float) -> StepOutput:
+        """Answer the oldest plan; the caller has waited until `ready_at`."""
+        return self._computer.execute(self._plans.popleft()[0])
+
+    def hang(self) -> None:
+        """Answer nothing from now on."""
+        self._hangs = True
+
+    def perform(self, change: Callable[[Runner], None]) -> None:
+        """Nothing can be changed: there is no runner with adapters."""
+        raise NotImplementedError("a simulated device holds no adapters")
+
+    def close(self) -> None:
+        """Forget what was not computed."""
+        self._plans.clear()

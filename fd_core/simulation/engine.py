@@ -1,0 +1,274 @@
+"""A production engine and its client under the virtual clock: the loop, its deaths and its restarts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fd_core.config import EngineConfig, Limits
+from fd_core.engine.adapters import EngineAdapters
+from fd_core.engine.client import SingleEngineClient
+from fd_core.engine.core import Engine, EnginePort
+from fd_core.engine.messages import ClientMessage, EngineInfo, EngineMessage, StepEvents
+from fd_core.engine.service import EngineService, tells_admissions
+from fd_core.errors import EngineDead
+from fd_core.kv.events import KVEvent
+from fd_core.kv.port import CompletionQueue, JoinedEffectPort
+from fd_core.kv.prefix import PrefixHasher
+from fd_core.plugins import SCHEDULER, SCHEDULING_POLICY, VICTIMS, Plugins
+from fd_core.scheduling.contract import Scheduler, SchedulerSetup
+from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.device import END, PlanComputer, SimulatedDevice
+from fd_core.simulation.timeline import Appointment, Timeline
+from fd_core.types import Delta
+
+__all__ = ["EngineParts", "OutsideParts", "SimulatedEngineClient"]
+
+_LOOK_SECONDS: Final = 0.005
+"""How often an engine whose requests all wait for something outside steps looks at its deadlines."""
+_CHEAP_TOKENS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideParts:
+    """What keeps and moves KV outside the device, made anew for each epoch of an engine."""
+
+    port: EnginePort
+    keep: KeepKV | None = None
+    kv_port: int | None = None
+    """Where decode workers reach a prefill worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What every epoch of one simulated engine is made from."""
+
+    config: EngineConfig
+    limits: Limits
+    costs: Costs
+    plugins: Plugins
+    computer: Callable[[], PlanComputer]
+    """Makes what answers the plans of one epoch, with an empty KV cache."""
+    outside: Callable[[CompletionQueue], OutsideParts] | None = None
+    """Makes what is outside the device; None has nothing there."""
+    hasher: PrefixHasher | None = None
+    """Names prefixes; None turns prefix caching off."""
+    scheduler: type[Scheduler] | None = None
+    """A scheduler that is under study; None takes the one that the settings name."""
+    check: bool = False
+    """Whether slots and blocks are audited after every turn."""
+    prefill_token: float = 1e-4
+    """Seconds for a token of a prompt that the engine believes before it has measured any."""
+
+
+class SimulatedEngineClient(SingleEngineClient):
+    """The production client of one engine, which it runs on the virtual clock in place of a process."""
+
+    def __init__(self, timeline: Timeline, parts: EngineParts, restart_seconds: float | None = None) -> None:
+        """Start the engine at once. `restart_seconds`: time to load another one; None never starts another."""
+        super().__init__(parts.config)
+        self.deaths = 0
+        """Epochs that died."""
+        self.on_admitted: Callable[[str], None] = lambda _: None
+        """Called with each request that enters a slot."""
+        self.on_kv_events: Callable[[Sequence[KVEvent]], None] = lambda _: None
+        """Called with what prefixes the device came to hold and lost."""
+        self.on_restart: Callable[[], None] = lambda: None
+        """Called when another epoch has begun."""
+        self._timeline = timeline
+        self._parts = parts
+        self._restart_seconds = restart_seconds
+        self._epoch = 0
+        self._inbox: list[ClientMessage] = []
+        self._next: Appointment | None = None
+        """The next turn, or the answer to the step in flight."""
+        self._in_step = False
+        self._kept: list[Delta] = []
+        """Last deltas of requests that ended before the step in flight."""
+        self._start()
+
+    @property
+    def device(self) -> SimulatedDevice:
+        """What computes in this epoch."""
+        return self._device
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of this epoch."""
+        return self._service.engine
+
+    def die(self, reason: str) -> None:
+        """End this epoch in whatever it does; another one begins later, if any is to be started."""
+        if not self.alive:
+            return
+        self.deaths += 1
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        self._inbox.clear()
+        self.engine.close()
+        if self._restart_seconds is None:
+            self._went_down(f"the engine failed: {reason}")
+        else:
+            self._went_away(f"the engine failed: {reason}")
+            self._timeline.after(self._restart_seconds, self._restart)
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """End the engine."""
+        self.end()
+
+    def end(self) -> None:
+        """End the engine for good, and every request with it."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        if self.alive:
+            self.engine.close()
+        self._restart_seconds = None
+        self._went_down("the engine was closed")
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _send(self, message: ClientMessage) -> None:
+        self._inbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the engine look at its messages and completions, unless a step is computed: then it looks afterwards."""
+        if self._in_step or not self.alive:
+            return
+        if self._next is None or self._next.when > self._timeline.now:
+            if self._next is not None:
+                self._next.cancel()
+            self._next = self._timeline.at(self._timeline.now, self._turn)
+
+    def _start(self) -> None:
+        self._epoch += 1
+        parts, timeline = self._parts, self._timeline
+        queue = CompletionQueue(self._wake)
+        outside = OutsideParts(JoinedEffectPort(queue, None, None)) if parts.outside is None else parts.outside(queue)
+        self._device = SimulatedDevice(timeline, parts.costs, parts.computer())
+        engine = Engine(
+            _info(parts, self._epoch, outside),
+            self._scheduler(outside),
+            self._device,
+            outside.port,
+            EngineAdapters(parts.config, None),
+            watchdog_seconds=parts.config.watchdog_seconds,
+            prefill_token=parts.prefill_token,
+            admitted=tells_admissions(self._deliver, self._epoch),
+            clock=timeline.clock,
+        )
+        self._service = EngineService(engine, self._deliver)
+        self._in_step = False
+        self._kept = []
+        self._came_up(engine.info)
+
+    def _restart(self) -> None:
+        if self._restart_seconds is not None:
+            self._start()
+            self.on_restart()
+
+    def _scheduler(self, outside: OutsideParts) -> Scheduler:
+        parts, config, limits, plugins = self._parts, self._parts.config, self._parts.limits, self._parts.plugins
+        drafts = None
+        if limits.max_drafts:
+            speculative = config.speculative
+            cheap = _CHEAP_TOKENS if speculative is None else speculative.cheap_tokens
+            drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, cheap, drafter=speculative is not None)
+        scheduler = parts.scheduler or plugins.load(SCHEDULER, config.scheduler)
+        return scheduler(
+            SchedulerSetup(
+                limits=limits,
+                policy=plugins.load(SCHEDULING_POLICY, config.scheduling_policy)(),
+                victims=plugins.load(VICTIMS, config.victim_policy)(),
+                hasher=parts.hasher,
+                drafts=drafts,
+                keep_kv=outside.keep,
+                paired=config.role != "mixed",
+                kv_events=bool(config.kv_events) and parts.hasher is not None,
+                epoch=self._epoch,
+            )
+        )
+
+    def _deliver(self, message: EngineMessage) -> None:
+        if not isinstance(message, StepEvents):
+            return
+        for request_id in message.admitted:
+            self.on_admitted(request_id)
+        if message.kv:
+            self.on_kv_events(message.kv)
+        self._dispatch(message)
+
+    def _turn(self) -> None:
+        """Do what `serve_engine` does until it waits: for the device, or for news."""
+        self._next = None
+        inbox, self._inbox = self._inbox, []
+        engine = self.engine
+        self._kept = self._service.take(inbox)
+        self._kept += engine.begin_steps()
+        if engine.num_in_flight:
+            self._in_step = True
+            stalls = self._timeline.now + self._parts.config.watchdog_seconds
+            ready = self._device.ready_at
+            if ready > stalls:
+                self._next = self._timeline.at(stalls, self._stalled)
+            else:
+                self._next = self._timeline.at(ready, self._answered)
+            return
+        self._tell(self._kept)
+        if self._next is None and engine.has_work:
+            self._next = self._timeline.after(_LOOK_SECONDS, self._turn)
+
+    def _answered(self) -> None:
+        """The oldest step in flight is computed: commit it, and begin the next turn."""
+        self._next = None
+        self._in_step = False
+        deltas = self._kept + self.engine.end_step(self._device.collect(math.inf))
+        self._tell(deltas)
+        if self.alive and self._next is None and (self._inbox or self.engine.has_work):
+            self._next = self._timeline.at(self._timeline.now, self._turn)
+
+    def _tell(self, deltas: list[Delta]) -> None:
+        if self._parts.check:
+            self.engine.check_integrity()
+        self._service.tell(deltas, self._timeline.now)
+
+    def _stalled(self) -> None:
+        self._next = None
+        self._in_step = False
+        seconds = self._parts.config.watchdog_seconds
+        self.die(str(EngineDead(f"a step was not answered within {seconds:g} s")))
+
+
+def _info(parts: EngineParts, epoch: int, outside: OutsideParts) -> EngineInfo:
+    config, limits = parts.config, parts.limits
+    return EngineInfo(
+        model=config.model,
+        architecture="simulated",
+        num_parameters=0,
+        backend="simulated",
+        backend_reason="",
+        scheduler=config.scheduler,
+        device="simulated",
+        dtype="none",
+        kv_dtype="none",
+        vocab_size=limits.vocab_size,
+        eos_token_ids=(END,),
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        block_size=limits.block_size,
+        num_kv_blocks=limits.num_kv_blocks,
+        kv_cache_bytes=0,
+        pipeline_depth=limits.pipeline_depth,
+        role=config.role,
+        kv_port=outside.kv_port,
+        kv_events=bool(config.kv_events),
+        structured_output=False,
+        epoch=epoch,
+    )

@@ -1,0 +1,268 @@
+"""A simulated gateway: the production router, asked and told in the order in which the gateway does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from fd_core.kv.events import KVEvent
+from fd_core.router.config import RouterConfig
+from fd_core.router.policies import RouterPolicy
+from fd_core.router.router import Router
+from fd_core.router.selection import RouteRequest, Selection
+from fd_core.router.workers import RouterWorker, WorkerState
+from fd_core.simulation.network import Network
+from fd_core.simulation.timeline import Timeline
+from fd_core.simulation.worker import SimulatedWorker
+from fd_core.types import Delta, FinishReason, RequestSpec
+
+__all__ = ["Reader", "SimulatedGateway"]
+
+_UNREACHABLE_SECONDS = 30.0
+"""Answers of a worker that no health check has reached for so long are ended, as the gateway's default is."""
+
+
+class Reader(Protocol):
+    """The client's side of a request, told at the time at which something left the gateway for the client."""
+
+    def read(self, delta: Delta, worker: int) -> None:
+        """A part of the answer."""
+
+    def broken(self, status: int, reason: str) -> None:
+        """The request ends without an answer, or without the rest of one."""
+
+    def tried(self) -> None:
+        """A worker was asked."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left."""
+
+
+class SimulatedGateway:
+    """One router process: it chooses workers, follows their health and passes answers on."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        name: str,
+        config: RouterConfig,
+        policy_class: Callable[[str], type[RouterPolicy]],
+        workers: Sequence[SimulatedWorker],
+        network: Network,
+        draw: random.Random,
+    ) -> None:
+        """Know `workers` from the start and take them for healthy."""
+        self.name = name
+        self.router = Router(config, policy_class)
+        self.checks = 0
+        """Health checks that were made."""
+        self._timeline = timeline
+        self._network = network
+        self._draw = draw
+        self._workers = {worker.url: worker for worker in workers}
+        self._attempts: dict[str, dict[_Attempt, None]] = {url: {} for url in self._workers}
+        """Attempts that wait for a worker, by its address."""
+        self._following: dict[RouterWorker, str] = {}
+        """The process whose KV events count, by incarnation."""
+        self._unreached: dict[str, float] = {}
+        """When the first of the checks in a row was made that reached nobody, by address."""
+        for worker in workers:
+            self.router.register(worker.url, worker.plan.role, timeline.now, instance=worker.instance)
+        self.check()
+
+    @property
+    def num_open(self) -> int:
+        """Attempts that have not ended."""
+        return sum(map(len, self._attempts.values()))
+
+    def ask(self, spec: RequestSpec, asked: RouteRequest, reader: Reader) -> None:
+        """Take a client's request, which has come over the network."""
+        exchange = _Exchange(self, spec, reader)
+        exchange.go(self.router.select(asked, self._timeline.now, self._draw.random()))
+
+    def leave(self, request_id: str) -> None:
+        """The client of a request has left: so does the gateway, from the worker."""
+        for attempts in self._attempts.values():
+            for attempt in attempts:
+                if attempt.exchange.spec.request_id == request_id:
+                    attempt.leave()
+                    return
+
+    def learn(self, worker: SimulatedWorker, events: Sequence[KVEvent]) -> None:
+        """Take in what a worker says of the prefixes that its device holds, where the policy can use it."""
+        known = next((each for each in self.router.workers() if each.url == worker.url), None)
+        client, reported = worker.client, self.router.reported_kv
+        if known is None or client is None or not self.router.uses_prefix(known):
+            return
+        if self._following.get(known) != worker.instance:
+            if not reported.begin(known, client.info.block_size, worker.instance):
+                return
+            self._following[known] = worker.instance
+        for event in events:
+            reported.apply(known, event)
+
+    def check(self) -> None:
+        """Ask every worker how it is, and draw the consequences for requests that wait for its answer."""
+        now = self._timeline.now
+        for known in self.router.workers():
+            worker = self._workers[known.url]
+            self.checks += 1
+            reached = worker.up and now >= worker.frozen_until and self._network.reaches(self.name, worker.plan.name)
+            ok = reached and worker.ready
+            client = worker.client
+            after = self.router.health(
+                known,
+                ok,
+                now,
+                instance=worker.instance if reached else None,
+                role=worker.plan.role if ok else None,
+                kv_port=None if client is None or not ok else client.info.kv_port,
+            )
+            if ok and worker.leaving:
+                self.router.leaving(after)
+            self._unreachable(after, reached, now)
+
+    def _unreachable(self, known: RouterWorker, reached: bool, now: float) -> None:
+        if reached:
+            self._unreached.pop(known.url, None)
+            return
+        since = self._unreached.setdefault(known.url, now)
+        member = self.router.member(known)
+        if member is None or member.state is not WorkerState.UNHEALTHY:
+            return
+        for attempt in [*self._attempts[known.url]]:
+            if not attempt.selection.started or now - since >= _UNREACHABLE_SECONDS:
+                attempt.lost("the worker cannot be reached")
+
+
+class _Exchange:
+    """One request: attempts on one worker after the other until one answers."""
+
+    def __init__(self, gateway: SimulatedGateway, spec: RequestSpec, reader: Reader) -> None:
+        self.gateway = gateway
+        self.spec = spec
+        self.reader = reader
+
+    def go(self, chosen: object) -> None:
+        """Try the workers that were chosen, or tell the client that there are none."""
+        if isinstance(chosen, Selection):
+            _Attempt(self, chosen).begin()
+        else:
+            self.reader.broken(getattr(chosen, "status", 503), getattr(chosen, "message", ""))
+
+
+class _Attempt:
+    """One request at one worker, or pair; its `Selection` is released exactly once, at its end."""
+
+    __slots__ = ("_over", "_worker", "exchange", "selection")
+
+    def __init__(self, exchange: _Exchange, selection: Selection) -> None:
+        self.exchange = exchange
+        self.selection = selection
+        self._worker = exchange.gateway._workers[selection.decode.url]
+        self._over = False
+
+    def begin(self) -> None:
+        """Send the request to the worker."""
+        self.exchange.reader.tried()
+        gateway, spec = self.exchange.gateway, self.exchange.spec
+        gateway._attempts[self._worker.url][self] = None
+        if self.selection.mode == "pd":
+            peer = gateway._workers[self.selection.prefill.url]
+            spec = msgspec.structs.replace(spec, prefill_at=f"{peer.plan.name}:{self.selection.kv_port}")
+        gateway._network.send(gateway.name, self._worker.plan.name, lambda: self._worker.take(spec, self))
+
+    def leave(self) -> None:
+        """The client is gone; the worker learns of it over the network."""
+        self._end()
+        worker, request_id = self._worker, self.exchange.spec.request_id
+        gateway = self.exchange.gateway
+        gateway._network.send(gateway.name, worker.plan.name, lambda: worker.leave(request_id))
+
+    # What the worker says, at the time at which it says it ---------------------------------------------------
+
+    def answered(self, delta: Delta) -> None:
+        """Pass a part of the answer on; only its first and its last change what is counted here."""
+        if self._over:
+            return
+        if delta.finish_reason is FinishReason.ERROR:
+            self._hear(lambda: self._failed(500, delta.error or "the engine failed"))
+            return
+        if not self.selection.started:
+            self.selection.first_token()
+            self._take_outcome(delta)
+        self.exchange.reader.read(delta, self._worker.index)
+        if delta.finish_reason is not None:
+            self._hear(self._served)
+
+    def refused(self, status: int, reason: str) -> None:
+        """The worker does not take the request: another one may, unless the request itself is wrong."""
+        self._hear(lambda: self._declined(status, reason))
+
+    def lost(self, reason: str) -> None:
+        """The connection broke off."""
+        severe = not self._worker.up
+        self._hear(lambda: self._failed(502, reason, severe=severe))
+
+    # The same, when it has come to the gateway -----------------------------------------------------------------
+
+    def _hear(self, then: Callable[[], None]) -> None:
+        gateway = self.exchange.gateway
+
+        def heard() -> None:
+            if not self._over:
+                then()
+
+        gateway._timeline.after(gateway._network.delay(self._worker.plan.name, gateway.name), heard)
+
+    def _served(self) -> None:
+        gateway = self.exchange.gateway
+        gateway.router.served(self.selection, gateway._timeline.now)
+        self._end()
+
+    def _declined(self, status: int, reason: str) -> None:
+        gateway = self.exchange.gateway
+        if status == 503:
+            gateway.router.declined(self.selection, self.selection.decode)
+            self._again(status, reason)
+        else:
+            self.selection.first_token()
+            self._end()
+            self.exchange.reader.broken(status, reason)
+
+    def _failed(self, status: int, reason: str, *, severe: bool = False) -> None:
+        gateway = self.exchange.gateway
+        gateway.router.failed(self.selection, self.selection.decode, gateway._timeline.now, severe=severe)
+        self._again(status, reason)
+
+    def _again(self, status: int, reason: str) -> None:
+        gateway, exchange, selection = self.exchange.gateway, self.exchange, self.selection
+        self._end()
+        if exchange.reader.gone:
+            return
+        if selection.started:
+            exchange.reader.broken(status, reason)
+        else:
+            exchange.go(gateway.router.retry(selection, gateway._timeline.now, gateway._draw.random()))
+
+    def _end(self) -> None:
+        self._over = True
+        self.exchange.gateway._attempts[self._worker.url].pop(self, None)
+        self.selection.release()
+
+    def _take_outcome(self, delta: Delta) -> None:
+        """Tell the router what the prefill side of a pair did."""
+        if self.selection.mode != "pd":
+            return
+        gateway, selection = self.exchange.gateway, self.selection
+        now = gateway._timeline.now
+        if delta.prefill == "transferred":
+            gateway.router.prefilled(selection, now)
+        elif delta.prefill == "refused":
+            gateway.router.declined(selection, selection.prefill)
+        elif delta.prefill in ("lost", "expired", "damaged"):
+            gateway.router.failed(selection, selection.prefill, now)

@@ -1,0 +1,153 @@
+"""A simulated worker: the front of a server, which takes requests one after the other, and an engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from fd_core.engine.client import DeltaStream
+from fd_core.errors import EngineDead, FdError
+from fd_core.router.workers import Role
+from fd_core.scheduling.requests import check_spec
+from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.engine import EngineParts, SimulatedEngineClient
+from fd_core.simulation.timeline import Timeline
+from fd_core.types import Delta, RequestSpec
+
+__all__ = ["Caller", "SimulatedWorker", "WorkerPlan"]
+
+
+class Caller(Protocol):
+    """Who sent a request to a worker. Calls are made when the worker says it; the network takes time of its own."""
+
+    def answered(self, delta: Delta) -> None:
+        """The worker sends a part of the answer."""
+
+    def refused(self, status: int, reason: str) -> None:
+        """The worker does not take the request, or cannot go on with it, and says so."""
+
+    def lost(self, reason: str) -> None:
+        """The connection breaks off: nothing more comes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """What one worker is, whenever it is started."""
+
+    name: str
+    role: Role
+    make_parts: Callable[[int], EngineParts]
+    """Makes the parts of the engine of the process with a number, from 1 on."""
+    max_queued_requests: int = 1024
+    restart_seconds: float | None = 10.0
+    """Time to load another engine in place of one that died; None has the server end with its engine."""
+
+
+class SimulatedWorker:
+    """One server process, or none between its death and its return."""
+
+    def __init__(self, timeline: Timeline, plan: WorkerPlan, index: int) -> None:
+        self.plan = plan
+        self.index = index
+        self.url = f"http://{plan.name}:8000"
+        self.processes = 0
+        """Processes that were started at this address."""
+        self.client: SimulatedEngineClient | None = None
+        self.frozen_until = 0.0
+        """Until when the whole process stands still, engine included."""
+        self.leaving = False
+        """Whether it takes no more requests, because it is to end."""
+        self.on_start: Callable[[SimulatedEngineClient], None] = lambda _: None
+        """Called with the client of each new process."""
+        self._timeline = timeline
+        self._busy_until = 0.0
+        self._callers: dict[str, tuple[Caller, DeltaStream | None]] = {}
+        self.start()
+
+    @property
+    def instance(self) -> str:
+        """Name of the process."""
+        return f"{self.plan.name}/{self.processes}"
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a process."""
+        return self.client is not None
+
+    @property
+    def ready(self) -> bool:
+        """What `/ready` says."""
+        return self.client is not None and self.client.alive and not self.leaving
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were taken and have not ended."""
+        return len(self._callers)
+
+    def start(self) -> None:
+        """Start a process with an empty engine."""
+        self.processes += 1
+        self.leaving = False
+        parts = self.plan.make_parts(self.processes)
+        self._costs: Costs = parts.costs
+        self.client = SimulatedEngineClient(self._timeline, parts, self.plan.restart_seconds)
+        self._busy_until = self._timeline.now
+        self.on_start(self.client)
+
+    def kill(self) -> None:
+        """End the process at once: whoever waits for an answer is left without one."""
+        if self.client is None:
+            return
+        client, self.client = self.client, None
+        callers, self._callers = self._callers, {}
+        client.end()
+        for caller, _ in callers.values():
+            caller.lost("the worker's process ended")
+
+    def take(self, spec: RequestSpec, caller: Caller) -> None:
+        """Take a request that has come over the network; the caller is told all that becomes of it."""
+        client = self.client
+        if client is None:
+            caller.lost("no process listens at the worker's address")
+            return
+        self._callers[spec.request_id] = caller, None
+        self._busy_until = max(self._busy_until, self._timeline.now) + self._costs.request(len(spec.prompt))
+        self._timeline.at(self._busy_until, lambda: self._submit(client, spec, caller))
+
+    def leave(self, request_id: str) -> None:
+        """The client of a request is gone: its connection was closed."""
+        _, stream = self._callers.pop(request_id, (None, None))
+        if stream is not None:
+            stream.leave()
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _submit(self, client: SimulatedEngineClient, spec: RequestSpec, caller: Caller) -> None:
+        name = spec.request_id
+        if self.client is not client or name not in self._callers:
+            return  # the process ended, or the client left
+        room = client.info.max_num_seqs + self.plan.max_queued_requests
+        try:
+            if self.leaving:
+                raise EngineDead("the server is shutting down")
+            if client.active_requests >= room:
+                raise EngineDead(f"the queue holds {self.plan.max_queued_requests} requests and has no room for more")
+            check_spec(spec, client.info.max_model_len)
+            stream = client.submit(spec)
+        except FdError as error:
+            del self._callers[name]
+            caller.refused(503 if isinstance(error, EngineDead) else 400, str(error))
+            return
+        self._callers[name] = caller, stream
+
+        def news(delta: Delta | None) -> None:
+            if delta is None:
+                if self._callers.pop(name, None) is not None:
+                    caller.lost("the engine is gone for good")
+                return
+            if delta.finish_reason is not None:
+                self._callers.pop(name, None)
+            caller.answered(delta)
+
+        stream.on_news = news

@@ -1,0 +1,373 @@
+"""A whole deployment under one virtual clock: clients, routers and workers. Nothing in it depends on the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from fd_core.config import EngineConfig, Limits
+from fd_core.kv.events import KVEvent
+from fd_core.kv.port import CompletionQueue
+from fd_core.kv.prefix import PrefixHasher
+from fd_core.metrics import read_metrics
+from fd_core.plugins import ROUTER_POLICY, Plugins
+from fd_core.router.config import RouterConfig
+from fd_core.router.selection import RouteRequest
+from fd_core.router.workers import Role
+from fd_core.scheduling.contract import Scheduler
+from fd_core.simulation.clients import SimulatedClient
+from fd_core.simulation.conversations import Conversation, Piece
+from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.device import AnswerOf, PlanComputer, ScriptedComputer
+from fd_core.simulation.engine import EngineParts, OutsideParts, SimulatedEngineClient
+from fd_core.simulation.gateway import SimulatedGateway
+from fd_core.simulation.network import Network
+from fd_core.simulation.results.outcomes import RequestOutcome, Run, WorkerSample
+from fd_core.simulation.timeline import Timeline
+from fd_core.simulation.worker import SimulatedWorker, WorkerPlan
+from fd_core.types import Delta, FinishReason, RequestSpec
+
+__all__ = ["Deployment", "Stuck", "WorkerGroup", "World"]
+
+_MAX_SAMPLES: Final = 20_000
+"""Samples of workers that are kept; beyond, every second one goes and the next ones are taken half as often."""
+
+
+class Stuck(RuntimeError):
+    """Requests have not ended by the time at which a run had to be over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGroup:
+    """Workers that are alike."""
+
+    config: EngineConfig
+    """The settings of each; `role` is among them."""
+    limits: Limits
+    costs: Costs
+    profile: str
+    """Which costs these are, and whether they were measured or calculated."""
+    count: int = 1
+    acceptance: float = 0.0
+    """Chance of a draft to be kept, if those before it were."""
+    scheduler: type[Scheduler] | None = None
+    """A scheduler under study; None takes the one that `config` names."""
+    max_queued_requests: int = 1024
+    restart_seconds: float | None = 10.0
+    """Time to load another engine in place of one that died; None has the server end with its engine."""
+    computer: Callable[[Limits, AnswerOf], PlanComputer] | None = None
+    """Makes what answers plans; None takes `ScriptedComputer`."""
+    outside: Callable[[World, str, CompletionQueue], OutsideParts] | None = None
+    """Makes what a worker has outside its device, by the worker's name; None has nothing there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What is simulated, but for the load."""
+
+    label: str
+    groups: tuple[WorkerGroup, ...]
+    routers: int = 1
+    """Gateways that clients use in turn; 0 is for one worker alone, which clients speak to."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    latency: float = 0.0002
+    """Seconds that anything takes from one place to another."""
+    sample_seconds: float = 1.0
+    """Time between two looks at what workers hold; grows in long runs."""
+    check: bool = True
+    """Whether every answer is compared, token by token, with what the model says."""
+    audit: bool = False
+    """Whether every engine is audited after every turn."""
+
+
+class World:
+    """One run: make it, let clients in, read what came of it. Equal arguments give equal runs, byte for byte."""
+
+    def __init__(self, deployment: Deployment, plugins: Plugins, seed: int = 0) -> None:
+        """`seed` decides every random choice of routers and the secret of prefix names."""
+        self.timeline = Timeline()
+        self.network = Network(self.timeline, deployment.latency)
+        self.deployment = deployment
+        self.seed = seed
+        self.outcomes: list[RequestOutcome] = []
+        self.samples: list[WorkerSample] = []
+        self.clients: dict[str, SimulatedClient] = {}
+        """Conversations in progress, by name."""
+        self.on_event: Callable[[], None] = lambda: None
+        """Called after each outcome, for whoever shows progress."""
+        self._plugins = plugins
+        self._groups: list[WorkerGroup] = []
+        self._waited = 0.0
+        """Seconds from the client's sending to a slot, summed over requests."""
+        self._answers: dict[str, Piece] = {}
+        self._sent: dict[str, float] = {}
+        self._every = deployment.sample_seconds
+        self._ticks = 0
+        self.workers = self._make_workers()
+        draw = random.Random(f"fd_core/{seed}")  # noqa: S311  # no secret
+        self.gateways = [
+            SimulatedGateway(
+                self.timeline,
+                f"router{number}",
+                deployment.router,
+                lambda name: plugins.load(ROUTER_POLICY, name),
+                self.workers,
+                self.network,
+                random.Random(draw.random()),  # noqa: S311  # no secret
+            )
+            for number in range(deployment.routers)
+        ]
+        if not self.gateways and len(self.workers) != 1:
+            raise ValueError(f"{len(self.workers)} workers need a router")
+        self._coming: Iterator[Conversation] = iter(())
+        self._more_to_come = False
+        for worker in self.workers:
+            worker.on_start = partial(self._started, worker)
+            if worker.client is not None:
+                self._started(worker, worker.client)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a client has not got all that it wants, or is still to come."""
+        return self._more_to_come or bool(self.clients)
+
+    def answer_of(self, request_id: str) -> Piece | None:
+        """Return what the model says to a request."""
+        return self._answers.get(request_id)
+
+    def run(self, conversations: Iterable[Conversation], until: float = math.inf) -> Run:
+        """Let the clients of `conversations`, which come in order of time, do what they want; return what came of it.
+
+        Raises `Stuck` if requests are left at time `until`, `WrongAnswer` for a token that is not the model's, and what
+        an engine or a router raises: none of it may happen in a healthy world.
+        """
+        began = time.perf_counter()
+        self._coming, self._more_to_come = iter(conversations), True
+        self._next_client()
+        self._sample()
+        if self.gateways:
+            self.timeline.after(self.deployment.router.health_check_interval_secs, self._check)
+        self.timeline.run(until)
+        if self.busy:
+            names = ", ".join(list(self.clients)[:4])
+            raise Stuck(f"{len(self.clients)} conversations have not ended after {until:g} s, among them {names}")
+        return self._result(time.perf_counter() - began)
+
+    # Doors --------------------------------------------------------------------------------------------------
+
+    def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
+        """Carry a client's request to a router, or to the one worker."""
+        name = spec.request_id
+        self._answers[name] = client.answer
+        self._sent[name] = self.timeline.now
+        gateway, worker = self._gateway_of(client), self.workers[0]
+
+        def arrive() -> None:
+            if client.gone:
+                return
+            if gateway is None:
+                client.tried()
+                worker.take(spec, _Direct(client))
+            else:
+                gateway.ask(spec, asked, client)
+
+        self.network.send("clients", worker.plan.name if gateway is None else gateway.name, arrive)
+
+    def leave(self, request_id: str) -> None:
+        """Carry the end of a connection."""
+        if not self.gateways:
+            worker = self.workers[0]
+            self.network.send("clients", worker.plan.name, partial(worker.leave, request_id))
+        for gateway in self.gateways:
+            self.network.send("clients", gateway.name, partial(gateway.leave, request_id))
+
+    # Inside -------------------------------------------------------------------------------------------------
+
+    def _make_workers(self) -> list[SimulatedWorker]:
+        workers: list[SimulatedWorker] = []
+        for group in self.deployment.groups:
+            role: Role = group.config.role  # type: ignore[assignment]  # one of the roles by its own constraint
+            for _ in range(group.count):
+                name = f"{role}{len(workers)}"
+                plan = WorkerPlan(
+                    name=name,
+                    role=role,
+                    make_parts=partial(self._parts, group, name),
+                    max_queued_requests=group.max_queued_requests,
+                    restart_seconds=group.restart_seconds,
+                )
+                workers.append(SimulatedWorker(self.timeline, plan, len(workers)))
+                self._groups.append(group)
+        return workers
+
+    def _parts(self, group: WorkerGroup, name: str, process: int) -> EngineParts:
+        config, limits, outside = group.config, group.limits, group.outside
+        hasher = None
+        if config.enable_prefix_caching:
+            # Workers of one deployment share a store's secret, and so the names of prefixes.
+            secret = hashlib.blake2b(f"fd_core/{self.seed}".encode()).digest()
+            hasher = PrefixHasher(block_size=limits.block_size, identity="simulated", secret=secret)
+        make = group.computer
+        return EngineParts(
+            config=config,
+            limits=limits,
+            costs=group.costs,
+            plugins=self._plugins,
+            computer=lambda: (
+                ScriptedComputer(limits, self.answer_of, group.acceptance)
+                if make is None
+                else make(limits, self.answer_of)
+            ),
+            outside=None if outside is None else lambda queue: outside(self, name, queue),
+            hasher=hasher,
+            scheduler=group.scheduler,
+            check=self.deployment.audit,
+        )
+
+    def _started(self, worker: SimulatedWorker, client: SimulatedEngineClient) -> None:
+        client.on_admitted = self._admitted
+        if not client.info.kv_events:
+            return
+
+        def tell(events: Sequence[KVEvent]) -> None:
+            for gateway in self.gateways:
+                self.network.send(worker.plan.name, gateway.name, partial(gateway.learn, worker, events))
+
+        client.on_kv_events = tell
+
+    def _admitted(self, request_id: str) -> None:
+        if (sent := self._sent.pop(request_id, None)) is not None:
+            self._waited += self.timeline.now - sent
+
+    def _gateway_of(self, client: SimulatedClient) -> SimulatedGateway | None:
+        """Return the router that a conversation always uses; None where there is none."""
+        if not self.gateways:
+            return None
+        name = client.conversation.name.encode()
+        return self.gateways[int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) % len(self.gateways)]
+
+    def _next_client(self) -> None:
+        """Have the next client come at its time; those behind it are not made before."""
+        conversation = next(self._coming, None)
+        if conversation is None:
+            self._more_to_come = False
+            return
+        if conversation.at < self.timeline.now - 1e-9:
+            raise ValueError(f"the conversation {conversation.name} is out of order: it comes at {conversation.at:g} s")
+        self.timeline.at(conversation.at, lambda: self._come(conversation))
+
+    def _come(self, conversation: Conversation) -> None:
+        self._next_client()
+        if conversation.name in self.clients:
+            raise ValueError(f"there are two conversations named {conversation.name}")
+        limits = self._groups[0].limits
+        client = self.clients[conversation.name] = SimulatedClient(
+            self.timeline,
+            self,
+            conversation,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            delay=self._delay,
+            ended=self._ended,
+            done=self._done,
+            check=self.deployment.check,
+        )
+        client.next_request()
+
+    def _delay(self) -> float:
+        hops = 2 if self.gateways else 1
+        return self._groups[0].costs.delivery() + hops * self.network.latency
+
+    def _ended(self, outcome: RequestOutcome) -> None:
+        self._answers.pop(outcome.request_id, None)
+        self._sent.pop(outcome.request_id, None)
+        self.outcomes.append(outcome)
+        self.on_event()
+
+    def _done(self, client: SimulatedClient) -> None:
+        del self.clients[client.conversation.name]
+
+    def _check(self) -> None:
+        """A round of health checks of every router."""
+        if not self.busy:
+            return
+        for gateway in self.gateways:
+            gateway.check()
+        self.timeline.after(self.deployment.router.health_check_interval_secs, self._check)
+
+    def _sample(self) -> None:
+        """Look at what every worker holds, now and every `sample_seconds`, as long as there is a client."""
+        if not self.busy:
+            return
+        for worker in self.workers:
+            if worker.client is None or not worker.client.alive:
+                self.samples.append(WorkerSample(self.timeline.now, worker.index, 0, 0, 0, 0))
+                continue
+            held = worker.client.engine.holdings()
+            self.samples.append(
+                WorkerSample(
+                    self.timeline.now, worker.index, held.waiting, held.running + held.loading, held.owned, held.cached
+                )
+            )
+        self._ticks += 1
+        if len(self.samples) > max(_MAX_SAMPLES, 64 * len(self.workers)):
+            count = len(self.workers)
+            rounds = [self.samples[at : at + count] for at in range(0, len(self.samples), 2 * count)]
+            self.samples = [sample for kept in rounds for sample in kept]
+            self._every *= 2
+        self.timeline.after(self._every, self._sample)
+
+    def _result(self, wall_seconds: float) -> Run:
+        counters: defaultdict[str, float] = defaultdict(float)
+        for worker in self.workers:
+            if worker.client is None or not worker.client.alive:
+                continue
+            for spec, samples in read_metrics(worker.client.engine.stats().scheduler):
+                if spec.kind == "counter":
+                    counters[spec.name] += sum(value for _, value in samples)
+            counters["device_busy_seconds"] += worker.client.device.busy_seconds
+        first = min((outcome.arrived for outcome in self.outcomes), default=0.0)
+        last = max((outcome.ended for outcome in self.outcomes), default=0.0)
+        profiles = dict.fromkeys(group.profile for group in self.deployment.groups)
+        return Run(
+            label=self.deployment.label,
+            seed=self.seed,
+            seconds=last - first,
+            wall_seconds=wall_seconds,
+            workers=tuple(worker.plan.name for worker in self.workers),
+            blocks=tuple(group.limits.num_kv_blocks for group in self._groups),
+            outcomes=tuple(self.outcomes),
+            samples=tuple(self.samples),
+            counters=dict(sorted(counters.items())),
+            waiting={"slot": self._waited},
+            profile="; ".join(profiles),
+        )
+
+
+class _Direct:
+    """A client at a worker without a router in between."""
+
+    def __init__(self, client: SimulatedClient) -> None:
+        self._client = client
+
+    def answered(self, delta: Delta) -> None:
+        """Pass on a part of the answer, or the error that ended it."""
+        if delta.finish_reason is FinishReason.ERROR:
+            self._client.broken(500, delta.error or "the engine failed")
+        else:
+            self._client.read(delta, 0)
+
+    def refused(self, status: int, reason: str) -> None:
+        """Tell that the worker does not take the request."""
+        self._client.broken(status, reason)
+
+    def lost(self, reason: str) -> None:
+        """Tell that the connection broke off."""
+        self._client.broken(502, reason)

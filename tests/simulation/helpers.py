@@ -1,0 +1,91 @@
+"""Small worlds for tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fd_core.config import EngineConfig, Limits
+from fd_core.plugins import installed_plugins
+from fd_core.simulation.conversations import Conversation, Piece, UserTurn
+from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.world import Deployment, WorkerGroup, World
+from fd_core.types import StepPlan
+
+SYSTEM = Piece(7, 40)
+"""What every conversation begins with."""
+
+
+class PlainCosts(Costs):
+    """Times that one can reckon with in the head."""
+
+    def step(self, plan: StepPlan) -> float:
+        return 0.01 + 1e-4 * plan.total_tokens
+
+    def turn(self, plan: StepPlan) -> float:
+        return 0.0
+
+    def request(self, tokens: int) -> float:
+        return 0.001
+
+    def delivery(self) -> float:
+        return 0.0
+
+    def host_copy(self, blocks: int) -> float:
+        return 1e-4 * blocks
+
+    def store_read(self, blocks: int) -> float:
+        return 1e-3 + 1e-4 * blocks
+
+    def store_write(self, blocks: int) -> float:
+        return 1e-3 + 1e-4 * blocks
+
+    def transfer(self, blocks: int) -> float:
+        return 1e-4 * blocks
+
+
+def limits(**changes: Any) -> Limits:
+    settings = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 1024,
+        "block_size": 16,
+        "num_kv_blocks": 200,
+        "vocab_size": 1000,
+        "pipeline_depth": 2,
+    }
+    return Limits(**{**settings, **changes})
+
+
+def group(*, config: dict[str, Any] | None = None, limit: dict[str, Any] | None = None, **changes: Any) -> WorkerGroup:
+    settings = {"model": "made-up", "watchdog_seconds": 5.0} | (config or {})
+    made = {"config": EngineConfig(**settings), "limits": limits(**(limit or {})), "costs": PlainCosts()}
+    return WorkerGroup(**{**made, "profile": "plain", **changes})
+
+
+def world(*groups: WorkerGroup, seed: int = 0, audit: bool = True, **changes: Any) -> World:
+    deployment = Deployment(label="test", groups=groups or (group(),), audit=audit, **changes)
+    return World(deployment, installed_plugins(), seed)
+
+
+def conversations(
+    count: int,
+    rate: float = 20.0,
+    *,
+    seed: int = 0,
+    turns: int = 1,
+    adjust: Callable[[UserTurn, random.Random], UserTurn] = lambda turn, _: turn,
+) -> Iterator[Conversation]:
+    """Yield conversations that come at random; `adjust` changes a turn."""
+    draw, at = random.Random(f"{seed}/conversations"), 0.0
+    for number in range(count):
+        at += draw.expovariate(rate)
+        made = []
+        for turn in range(turns):
+            seed_of = 1000 * number + 2 * turn + 10**6 * (seed + 1)
+            adds = (Piece(seed_of, draw.randint(1, 120)),)
+            answer = Piece(seed_of + 1, draw.randint(0, 60))
+            plain = UserTurn(adds if turn else (SYSTEM, *adds), answer, think=draw.random() if turn else 0.0)
+            made.append(adjust(plain, draw))
+        yield Conversation(f"c{number}", at, tuple(made))

@@ -1,0 +1,128 @@
+"""Worlds of production engines and routers: every answer is the model's, and equal arguments give equal runs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import msgspec
+import pytest
+
+from fd_core.config import SpeculativeConfig
+from fd_core.router.config import RouterConfig
+from fd_core.simulation.conversations import Conversation, Piece, UserTurn
+from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.world import Stuck, World
+from tests.simulation.helpers import conversations, group, world
+
+
+def ends(run: Run) -> Counter[str]:
+    return Counter(outcome.end for outcome in run.outcomes)
+
+
+def idle(one: World) -> bool:
+    """Whether nothing of any request is left anywhere."""
+    one.timeline.run(one.timeline.now + 1.0)
+    engines = [worker.client.engine for worker in one.workers if worker.client is not None]
+    routed = [gateway.router.snapshot() for gateway in one.gateways]
+    return (
+        all(engine.holdings().idle for engine in engines)
+        and not any(worker.num_open for worker in one.workers)
+        and all(gateway.num_open == 0 for gateway in one.gateways)
+        and all(snapshot.total.requests == 0 and snapshot.faults == 0 for snapshot in routed)
+    )
+
+
+def test_equal_seeds_give_equal_bytes() -> None:
+    runs = [world(group(count=2), routers=2, seed=3).run(conversations(30, turns=2)) for _ in range(2)]
+    first, second = (msgspec.json.encode(msgspec.structs.replace(run, wall_seconds=0.0)) for run in runs)
+    assert first == second
+
+
+@pytest.mark.parametrize("routers", [0, 1, 2])
+def test_every_request_ends_once_and_nothing_is_left(routers: int) -> None:
+    one = world(group(count=max(1, routers)), routers=routers)
+    run = one.run(conversations(30, turns=2))
+    assert ends(run) == {"stop": 60}
+    assert len({outcome.request_id for outcome in run.outcomes}) == 60
+    assert idle(one)
+
+
+def test_a_request_alone_takes_the_time_of_its_steps() -> None:
+    one = world(group(limit={"pipeline_depth": 1}), routers=0, latency=0.0)
+    run = one.run([Conversation("c", 1.0, (UserTurn((Piece(1, 100),), Piece(2, 3)),))])
+    outcome = run.outcomes[0]
+    # 1 ms in the server, a prefill of 100 tokens, and a decode for each further token, the last of them the end.
+    assert outcome.first_token == pytest.approx(1.0 + 0.001 + 0.01 + 0.01)
+    assert outcome.ended == pytest.approx(1.0 + 0.001 + 0.02 + 3 * 0.0101)
+    assert outcome.prompt_tokens == 100
+
+
+def test_preempted_requests_lose_nothing() -> None:
+    def long(turn: UserTurn, draw: random.Random) -> UserTurn:
+        return msgspec.structs.replace(turn, answer=Piece(turn.answer.seed, draw.randint(50, 300)))
+
+    one = world(group(config={"save_preempted_kv": False}, limit={"num_kv_blocks": 40}), routers=0)
+    run = one.run(conversations(30, rate=200.0, adjust=long))
+    assert ends(run) == {"stop": 30}
+    assert run.counters["preemptions"] > 0
+
+
+def test_drafts_are_kept_by_chance_and_change_no_text() -> None:
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    drafting = group(config={"speculative": speculative}, limit={"max_drafts": 3}, acceptance=0.6)
+    run = world(drafting, routers=0).run(conversations(20))
+    assert ends(run) == {"stop": 20}
+    assert 0 < run.counters["drafts_accepted_per_position_tokens"] < run.counters["drafts_proposed_per_position_tokens"]
+
+
+def test_an_engine_that_dies_goes_on_with_the_same_texts() -> None:
+    one = world(group(restart_seconds=0.5), routers=0)
+    for at in (0.4, 1.2):
+        one.timeline.at(at, lambda: one.workers[0].client.die("a fault"))
+    run = one.run(conversations(20, rate=100.0))
+    assert ends(run) == {"stop": 20}
+    assert one.workers[0].client.deaths == 2
+
+
+def test_an_engine_that_hangs_is_noticed_by_its_watchdog() -> None:
+    one = world(group(config={"watchdog_seconds": 2.0}, restart_seconds=0.5), routers=0)
+    one.timeline.at(0.4, lambda: one.workers[0].client.device.hang())
+    run = one.run(conversations(10))
+    assert ends(run) == {"stop": 10}
+    assert one.workers[0].client.deaths == 1
+
+
+def test_requests_of_a_killed_worker_that_got_no_token_are_answered_elsewhere() -> None:
+    one = world(group(count=3), router=RouterConfig(policy="round_robin"))
+    one.timeline.at(0.5, one.workers[0].kill)
+    one.timeline.at(3.0, one.workers[0].start)
+    run = one.run(conversations(60))
+    counted = ends(run)
+    assert counted["stop"] + counted["failed"] == 60
+    assert counted["failed"] <= 8
+    assert any(outcome.attempts > 1 for outcome in run.outcomes if outcome.end == "stop")
+    assert idle(one)
+
+
+def test_clients_that_leave_free_what_they_held() -> None:
+    def hasty(turn: UserTurn, draw: random.Random) -> UserTurn:
+        return msgspec.structs.replace(turn, patience=draw.uniform(0.001, 0.5))
+
+    one = world(group(count=2))
+    run = one.run(conversations(60, rate=60.0, adjust=hasty))
+    assert ends(run)["left"] > 5
+    assert idle(one)
+
+
+def test_a_prompt_that_never_fits_is_refused_with_its_reason() -> None:
+    run = world(group(count=2)).run([Conversation("c", 0.0, (UserTurn((Piece(1, 2000),), Piece(2, 3)),))])
+    assert run.outcomes[0].end == "refused"
+    assert "1024" in run.outcomes[0].reason.replace(",", "")
+
+
+def test_a_world_that_stands_still_says_who_waits() -> None:
+    one = world(group(config={"watchdog_seconds": 1000.0}), routers=0)
+    one.workers[0].client.device.hang()
+    with pytest.raises(Stuck, match="among them c0"):
+        one.run(conversations(2), until=50.0)
