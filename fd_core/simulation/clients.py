@@ -16,7 +16,7 @@ from fd_core.simulation.results.outcomes import RequestOutcome
 from fd_core.simulation.timeline import Appointment, Timeline
 from fd_core.types import Delta, IntArray, RequestSpec, SamplingParams
 
-__all__ = ["Door", "SimulatedClient", "WrongAnswer"]
+__all__ = ["ClientDoor", "SimulatedClient", "WrongAnswer"]
 
 _SHORT_PIECES: Final = 256
 """Pieces whose tokens are kept: those that many conversations share."""
@@ -26,7 +26,7 @@ class WrongAnswer(RuntimeError):
     """A token was lost, repeated or wrong: a law is broken."""
 
 
-class Door(Protocol):
+class ClientDoor(Protocol):
     """Where clients send their requests."""
 
     def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
@@ -61,7 +61,7 @@ class SimulatedClient:
     def __init__(
         self,
         timeline: Timeline,
-        door: Door,
+        door: ClientDoor,
         conversation: Conversation,
         *,
         vocab_size: int,

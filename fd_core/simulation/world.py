@@ -34,7 +34,7 @@ from fd_core.simulation.timeline import Timeline
 from fd_core.simulation.worker import SimulatedWorker, WorkerPlan
 from fd_core.types import Delta, FinishReason, RequestSpec
 
-__all__ = ["Deployment", "Stuck", "WorkerGroup", "World"]
+__all__ = ["SimulatedDeployment", "SimulatedPool", "Stuck", "World"]
 
 _MAX_SAMPLES: Final = 20_000
 """Samples of workers that are kept; beyond, every second one goes and the next ones are taken half as often."""
@@ -45,8 +45,8 @@ class Stuck(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerGroup:
-    """Workers that are alike."""
+class SimulatedPool:
+    """Workers that are alike, as a pool of a deployment."""
 
     config: EngineConfig
     """The settings of each; `role` is among them."""
@@ -69,11 +69,11 @@ class WorkerGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
+class SimulatedDeployment:
     """What is simulated, but for the load."""
 
     label: str
-    groups: tuple[WorkerGroup, ...]
+    groups: tuple[SimulatedPool, ...]
     routers: int = 1
     """Gateways that clients use in turn; 0 is for one worker alone, which clients speak to."""
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -90,7 +90,7 @@ class Deployment:
 class World:
     """One run: make it, let clients in, read what came of it. Equal arguments give equal runs, byte for byte."""
 
-    def __init__(self, deployment: Deployment, plugins: Plugins, seed: int = 0) -> None:
+    def __init__(self, deployment: SimulatedDeployment, plugins: Plugins, seed: int = 0) -> None:
         """`seed` decides every random choice of routers and the secret of prefix names."""
         self.timeline = Timeline()
         self.network = Network(self.timeline, deployment.latency)
@@ -103,7 +103,7 @@ class World:
         self.on_event: Callable[[], None] = lambda: None
         """Called after each outcome, for whoever shows progress."""
         self._plugins = plugins
-        self._groups: list[WorkerGroup] = []
+        self._groups: list[SimulatedPool] = []
         self._waited = 0.0
         """Seconds from the client's sending to a slot, summed over requests."""
         self._answers: dict[str, Piece] = {}
@@ -207,7 +207,7 @@ class World:
                 self._groups.append(group)
         return workers
 
-    def _parts(self, group: WorkerGroup, name: str, process: int) -> EngineParts:
+    def _parts(self, group: SimulatedPool, name: str, process: int) -> EngineParts:
         config, limits, outside = group.config, group.limits, group.outside
         hasher = None
         if config.enable_prefix_caching:

@@ -10,7 +10,7 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
 from fd_core.simulation.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.costs.contract import Costs
-from fd_core.simulation.world import Deployment, WorkerGroup, World
+from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 from fd_core.types import StepPlan
 
 SYSTEM = Piece(7, 40)
@@ -58,14 +58,16 @@ def limits(**changes: Any) -> Limits:
     return Limits(**{**settings, **changes})
 
 
-def group(*, config: dict[str, Any] | None = None, limit: dict[str, Any] | None = None, **changes: Any) -> WorkerGroup:
+def group(
+    *, config: dict[str, Any] | None = None, limit: dict[str, Any] | None = None, **changes: Any
+) -> SimulatedPool:
     settings = {"model": "made-up", "watchdog_seconds": 5.0} | (config or {})
     made = {"config": EngineConfig(**settings), "limits": limits(**(limit or {})), "costs": PlainCosts()}
-    return WorkerGroup(**{**made, "profile": "plain", **changes})
+    return SimulatedPool(**{**made, "profile": "plain", **changes})
 
 
-def world(*groups: WorkerGroup, seed: int = 0, audit: bool = True, **changes: Any) -> World:
-    deployment = Deployment(label="test", groups=groups or (group(),), audit=audit, **changes)
+def world(*groups: SimulatedPool, seed: int = 0, audit: bool = True, **changes: Any) -> World:
+    deployment = SimulatedDeployment(label="test", groups=groups or (group(),), audit=audit, **changes)
     return World(deployment, installed_plugins(), seed)
 
 
