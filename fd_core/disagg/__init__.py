@@ -6,6 +6,7 @@ prompt and sends its KV block by block while it still computes.
 - `decode` and `prefill` are the two sides, each in three files: the lease as a pure machine, the connections, and the
   port to the engine with the thread behind it. `transfer` is what the two ports share.
 - `messages` is what the sides say to each other, `wire` how messages and pieces are sealed, `kv_compatibility` which
-  workers fit together, `lease` what both machines share, and `connectors` how the bytes of KV travel.
+  workers fit together, `lease` what both machines share, `links` how what is said reaches the other side, and
+  `connectors` how the bytes of KV travel.
 - `ticket` is how a router names a prefill worker to a decode worker, `keys` what they derive from their common secret.
 """

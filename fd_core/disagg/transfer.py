@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fd_core.disagg.connectors.contract import Connector, KVInbox, KVOutbox
+from fd_core.kv.job_loop import MakeLoop
 from fd_core.kv.port import CompletionQueue, EffectPort
 from fd_core.kv.tally import Tally
-from fd_core.kv.thread_loop import ThreadLoop
 
 __all__ = ["ENGINE_ENDS", "KVTransfer"]
 
@@ -49,7 +49,14 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
     The thread copies one piece of a lease, then one of the next lease, so that no lease waits for a whole other one.
     """
 
-    def __init__(self, thread: str, queue: CompletionQueue, clock: Callable[[], float], stuck_seconds: float) -> None:
+    def __init__(
+        self,
+        thread: str,
+        queue: CompletionQueue,
+        clock: Callable[[], float],
+        stuck_seconds: float,
+        make_loop: MakeLoop,
+    ) -> None:
         """`thread` is the name of the thread, which the side starts once it is complete.
 
         While an operation is pending, a thread that has not turned for `stuck_seconds` is stuck in a call.
@@ -60,7 +67,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         """When the thread turned last, or the first operation began behind which it has to."""
         self._clock = clock
         self._tally = Tally()
-        self._loop = ThreadLoop(thread, self._turn, self._end_all)
+        self._loop = make_loop(thread, self._turn, self._end_all)
         self._connectors: dict[str, Connector] = {}
         self._leases: dict[str, _Kept] = {}
         self._copying: deque[_Kept] = deque()

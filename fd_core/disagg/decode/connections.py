@@ -12,6 +12,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from fd_core.disagg.links import PrefillLink
 from fd_core.disagg.messages import FromDecode, FromPrefill
 from fd_core.disagg.wire import Unfit, Unsealed, Wire
 from fd_core.kv.stores.contract import Bytes
@@ -78,21 +79,26 @@ def _endpoint(address: str, port: int) -> Endpoint:
     return (f"tcp://[{address}]:{port}" if six else f"tcp://{address}:{port}"), six
 
 
-class Peer:
-    """One prefill worker: a DEALER and its monitor. A lost connection stays lost: the next lease gets a new `Peer`."""
+class Peer(PrefillLink):
+    """One prefill worker: a DEALER and its monitor."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, wire: Wire) -> None:
+        super().__init__()
         self.address = address
-        self.leases: set[str] = set()
-        self.idle_since = 0.0
-        """When the last lease ended."""
+        self._wire = wire
         self.endpoints: list[Endpoint] = []
         """Those that were not tried."""
         self.socket: zmq.Socket[bytes] | None = None
         self.monitor: zmq.Socket[bytes] | None = None
         self._connected = False
 
-    def connect(self, context: zmq.Context[zmq.Socket[bytes]], max_frame: int) -> bool:
+    def say(self, message: FromDecode) -> None:
+        """Send a message; queued until there is a connection, lost if the endpoint is not known yet."""
+        frame = self._wire.seal_from_decode(message)
+        if self.socket is not None:
+            self.socket.send(frame, zmq.NOBLOCK)
+
+    def connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> bool:
         """Begin to connect to the next endpoint; return False if none is left. What was sent before is lost."""
         self.close()
         while self.endpoints and not self._connected:
@@ -101,7 +107,7 @@ class Peer:
             dealer.ipv6 = six
             dealer.linger = 0
             dealer.sndhwm = 0  # leases are bounded, and with them what is said
-            dealer.maxmsgsize = max_frame
+            dealer.maxmsgsize = self._wire.max_frame
             dealer.connect_timeout = _CONNECT_MS
             self.socket, self.monitor = dealer, dealer.get_monitor_socket(_EVENTS)
             try:
@@ -134,7 +140,7 @@ class Peer:
 
 
 class PrefillConnections:
-    """Prefill workers by address, with one connection for all leases at each, closed when long without a lease."""
+    """Links over ZeroMQ: a connection to each prefill worker, closed when long without a lease."""
 
     def __init__(
         self,
@@ -142,15 +148,11 @@ class PrefillConnections:
         wire: Wire,
         tally: Tally,
         *,
-        hear: Callable[[Peer, FromPrefill, Sequence[Bytes]], None],
+        hear: Callable[[PrefillLink, FromPrefill, Sequence[Bytes]], None],
         reopen: Callable[[str], None],
         gone: Callable[[str, str], None],
     ) -> None:
-        """`hear` takes a message and the frames behind it.
-
-        `reopen` takes the name of each lease whose `Open` has to be said again, `gone` the name of each lease whose
-        connection is lost, and why.
-        """
+        """See `fd_core.disagg.links.MakePrefillLinks`."""
         self._loop = loop
         self._wire = wire
         self._tally = tally
@@ -168,17 +170,11 @@ class PrefillConnections:
         peer = self._peers.get(address)
         if peer is None:
             host, port = split_address(address)
-            peer = self._peers[address] = Peer(address)
+            peer = self._peers[address] = Peer(address, self._wire)
             peer.endpoints = look_up(host, port, lambda found: self._loop.post(partial(self._found, peer, found)))
             if peer.endpoints and not self._connect(peer):
                 self._loop.post(partial(self._found, peer, []))
         return peer
-
-    def say(self, peer: Peer, message: FromDecode) -> None:
-        """Send a message; queued until there is a connection, lost if the endpoint is not known yet."""
-        frame = self._wire.seal_from_decode(message)
-        if peer.socket is not None:
-            peer.socket.send(frame, zmq.NOBLOCK)
 
     def tidy(self, now: float) -> float:
         """Close connections that were long without a lease; return the seconds until the next one may have to be."""
@@ -195,7 +191,7 @@ class PrefillConnections:
         self._context.term()
 
     def _connect(self, peer: Peer) -> bool:
-        connecting = peer.connect(self._context, self._wire.max_frame)
+        connecting = peer.connect(self._context)
         if peer.socket is not None and peer.monitor is not None:
             self._loop.watch(peer.socket, partial(self._read, peer))
             self._loop.watch(peer.monitor, partial(self._check, peer))

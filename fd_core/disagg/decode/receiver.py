@@ -14,19 +14,22 @@ from typing import Final, cast
 import msgspec
 
 from fd_core.disagg.connectors.contract import Bytes, Connector, KVInbox
-from fd_core.disagg.decode.connections import Peer, PrefillConnections
+from fd_core.disagg.decode.connections import PrefillConnections
 from fd_core.disagg.decode.lease import DecodeLease
 from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.lease import MAX_WINDOW, Action, DecodeEnd, Say, TakePiece, wanted
+from fd_core.disagg.links import MakePrefillLinks, PrefillLink
 from fd_core.disagg.messages import AbortLease, FromDecode, FromPrefill, KVPiece, Open, Refuse
 from fd_core.disagg.stats import ReceiverStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Unfit, Wire
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Completion, Effect, Fetch, Fetched
+from fd_core.kv.job_loop import MakeLoop
 from fd_core.kv.pending import PendingOperations
 from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.envelope import Damaged, Envelope
+from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.ops.contract import KVCache
 from fd_core.types import PrefillOutcome
 
@@ -42,6 +45,10 @@ _EXPECTED: Final = frozenset({"transferred", "held", "aborted"})
 """Outcomes that nobody has to be told the reason of."""
 
 
+def _random_name() -> str:
+    return secrets.token_hex(16)
+
+
 @dataclass(slots=True, eq=False)
 class _DecodeSide:
     """A lease that is not over."""
@@ -50,7 +57,7 @@ class _DecodeSide:
     opening: Open
     machine: DecodeLease
     inbox: KVInbox
-    peer: Peer
+    peer: PrefillLink
     began: float
     last_copy: float
     to_copy: deque[tuple[KVPiece, Sequence[Bytes]]] = field(default_factory=deque)
@@ -78,16 +85,20 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         silence: float = 10.0,
         longest: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
+        make_loop: MakeLoop = ThreadLoop,
+        connect: MakePrefillLinks = PrefillConnections,
+        name_lease: Callable[[], str] = _random_name,
     ) -> None:
         """Start the thread.
 
         `cache` bears `import_blocks` from that thread at any time. `window` pieces of a lease may be on their way at
         once; after `silence` seconds without a word from a prefill worker its leases expire. The connector is closed
-        with the receiver.
+        with the receiver. `connect` makes links for loops of `make_loop`, `name_lease` 32 hexadecimal digits that no
+        receiver ever gave a lease before.
         """
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"a window of {window} pieces is not within 1 to {MAX_WINDOW}")
-        super().__init__("fdcore-kv-receiver", queue, clock, silence + _GRACE_SECONDS)
+        super().__init__("fdcore-kv-receiver", queue, clock, silence + _GRACE_SECONDS, make_loop)
         self._cache = cache
         self._wire = Wire(envelope, block)
         self._compatibility = compatibility
@@ -99,7 +110,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         self._pending: PendingOperations[Fetched] = PendingOperations(queue.put)
         self._names: dict[int, str] = {}
         """Leases by operation."""
-        self._connections = PrefillConnections(
+        self._name_lease = name_lease
+        self._connections = connect(
             self._loop, self._wire, self._tally, hear=self._hear, reopen=self._reopen, gone=self._gone
         )
         self._loop.start()
@@ -168,7 +180,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         if operation not in self._pending:
             return
         opening = Open(
-            job=msgspec.structs.replace(effect.job, lease=secrets.token_hex(16)),
+            job=msgspec.structs.replace(effect.job, lease=self._name_lease()),
             compatibility=self._compatibility,
             window=self._window,
             silence=self._silence,
@@ -204,25 +216,25 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         self._names[operation] = opening.lease
         self._due = min(self._due, machine.next_tick)
         peer.leases.add(opening.lease)
-        self._connections.say(peer, opening)
+        peer.say(opening)
 
     def _abort(self, operation: int) -> None:
         lease = self._leases.get(self._names.get(operation, ""))
         if lease is not None:
             self._act(lease, lease.machine.abort())
 
-    def _hear(self, peer: Peer, message: FromPrefill, values: Sequence[Bytes]) -> None:
+    def _hear(self, peer: PrefillLink, message: FromPrefill, values: Sequence[Bytes]) -> None:
         lease = self._leases.get(message.lease)
         if lease is not None and lease.peer is peer:
             self._act(lease, lease.machine.heard(message, self._clock()), values)
             return
         self._tally.add("late_messages")
         if not isinstance(message, AbortLease | Refuse):
-            self._connections.say(peer, AbortLease(message.lease, "the lease is over"))
+            peer.say(AbortLease(message.lease, "the lease is over"))
 
     def _reopen(self, name: str) -> None:
         lease = self._leases[name]
-        self._connections.say(lease.peer, lease.opening)
+        lease.peer.say(lease.opening)
 
     def _gone(self, name: str, reason: str) -> None:
         lease = self._leases[name]
@@ -232,7 +244,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         for action in actions:
             match action:
                 case Say(message):
-                    self._connections.say(lease.peer, cast("FromDecode", message))
+                    lease.peer.say(cast("FromDecode", message))
                 case TakePiece(piece):
                     self._add(lease, (piece, values))
                 case DecodeEnd(outcome, reason):

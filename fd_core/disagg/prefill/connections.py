@@ -38,11 +38,7 @@ class DecodeConnections:
         hear: Callable[[bytes, FromDecode], object],
         turn_down: Callable[[bytes, str, str], object],
     ) -> None:
-        """Listen at `host:port`, 0 for any free port. Raises `ConfigError` if that is not possible.
-
-        `hear` takes the route and each message. `turn_down` takes route, lease and reason where a message is sealed but
-        beyond a limit. Whoever cannot seal is not answered.
-        """
+        """See `fd_core.disagg.links.MakeDecodeLinks`. Whoever cannot seal is not answered."""
         self._loop = loop
         self._hear = hear
         self._turn_down = turn_down

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, Connector, KVOutbox
 from fd_core.disagg.kv_compatibility import KVCompatibility, difference
 from fd_core.disagg.lease import Action, PrefillEnd, Say, SendPiece, wanted
+from fd_core.disagg.links import MakeDecodeLinks
 from fd_core.disagg.messages import MAX_TEXT, AbortLease, Confirm, FromDecode, FromPrefill, Open, Refuse
 from fd_core.disagg.prefill.connections import DecodeConnections
 from fd_core.disagg.prefill.lease import PrefillLease
@@ -35,9 +36,11 @@ from fd_core.kv.effects import (
     Send,
     Sent,
 )
+from fd_core.kv.job_loop import MakeLoop
 from fd_core.kv.pending import PendingOperations
 from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.envelope import Envelope
+from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.logs import ACCESS_LOGGER, one_word
 from fd_core.ops.contract import KVCache
 from fd_core.types import IntArray, PrefillTrace
@@ -97,14 +100,16 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         max_tokens: int,
         longest: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
+        make_loop: MakeLoop = ThreadLoop,
+        listen: MakeDecodeLinks = DecodeConnections,
     ) -> None:
         """Listen at `host:port`, 0 for any free port, and start the thread. Raises `ConfigError` if it cannot listen.
 
         `cache` bears `export_blocks` from that thread at any time. `make_connector` makes the connector of a name or
         raises an `FdError`. It is called on that thread, once for a name that it knows, and its connectors are closed
-        with the sender.
+        with the sender. `listen` makes links for loops of `make_loop`.
         """
-        super().__init__("fdcore-kv-sender", queue, clock, _STUCK_SECONDS)
+        super().__init__("fdcore-kv-sender", queue, clock, _STUCK_SECONDS, make_loop)
         self._cache = cache
         self._wire = Wire(envelope, block, max_tokens=max_tokens)
         self._compatibility = compatibility
@@ -115,7 +120,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._over: OrderedDict[str, None] = OrderedDict()
         self._asked_at = clock()
         """When the engine asked for completions last: an engine that does not turn computes nothing."""
-        self._connections = DecodeConnections(
+        self._connections = listen(
             self._loop, self._wire, self._tally, host, port, hear=self._hear, turn_down=self._turn_down_unfit
         )
         self.port = self._connections.port
