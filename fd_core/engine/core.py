@@ -112,7 +112,7 @@ class Engine:
     def abort(self, request_ids: Iterable[str]) -> list[Delta]:
         """Abort requests; returns the last deltas of those that ended at once. Idempotent."""
         deltas = (self._scheduler.abort(request_id) for request_id in request_ids)
-        return [delta for delta in deltas if delta is not None]
+        return self._ended([delta for delta in deltas if delta is not None])
 
     def abort_all(self) -> list[Delta]:
         """Abort everything."""
@@ -261,7 +261,13 @@ class Engine:
                         self._trace.kv.ended(completion)
                     if (end := self._scheduler.complete(completion)) is not None:
                         ended.append(end)
-        return ended
+        return self._ended(ended)
+
+    def _ended(self, deltas: list[Delta]) -> list[Delta]:
+        """Return the last deltas of requests that ended outside steps."""
+        if self._trace is not None:
+            self._trace.requests_ended(deltas)
+        return deltas
 
     def _begin_job(self, job: PrefillJob) -> None:
         reason = "the prefill worker is shutting down" if self._stopping else refusal(job, self.info.vocab_size)
@@ -280,6 +286,8 @@ class Engine:
         self._adapters.require(spec.adapter)
         self._perform(self._scheduler.add(spec))
         self._adapters.began(spec)
+        if self._trace is not None:
+            self._trace.request_came(self._nanoseconds(), spec)
 
     def _hold(self, adapters: Collection[Adapter]) -> None:
         self._device.perform(lambda runner: runner.adapters.replace(adapters))

@@ -1,6 +1,7 @@
 """The lines of a trace: what each holds, and the letters of its texts.
 
 Format version 2 added `LOADING` and the entries about KV outside the device; a trace of version 1 has none of them.
+Format version 3 added `StepLine.arrived` and `FinishEntry.tokens`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "OLDEST_VERSION",
     "PREFILL",
     "AdmissionEntry",
+    "ArrivalEntry",
     "ClosingLine",
     "DecisionEntry",
     "FinishEntry",
@@ -35,7 +37,7 @@ __all__ = [
     "total",
 ]
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 OLDEST_VERSION: Final = 1
 """The oldest format version that can be read."""
 IDLE, PREFILL, DECODE, DRAINING, LOADING = ".", "p", "d", "x", "l"
@@ -79,18 +81,29 @@ class AdmissionEntry(ResidencyEntry, frozen=True, array_like=True, gc=False):
     """Tokens at the front whose KV exists: found in the prefix cache, or loaded before the admission."""
 
 
+class ArrivalEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request came to the engine."""
+
+    request_id: str
+    at: Count
+    """Microseconds, like all times here."""
+    tokens: Small
+    """Of its prompt."""
+
+
 class FinishEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The client of a request was told its end."""
 
     request_id: str
     reason: FinishReason
+    tokens: Small | None = None
+    """Tokens that the client got; None in a trace that does not say it."""
 
 
 class DecisionEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Whether to load a prefix or to recompute it, with the estimates that decided."""
 
     at: Count
-    """Microseconds, like all times here."""
     request_id: str
     load: bool
     host_blocks: Small
@@ -154,6 +167,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One letter for each slot: drafts that were accepted. Empty if none were verified."""
     chunks: tuple[tuple[Small, Small], ...] = ()
     """(slot, tokens) of every prefill."""
+    arrived: tuple[ArrivalEntry, ...] = ()
+    """Requests that came since the line before; again those of an epoch that ended."""
     admitted: tuple[AdmissionEntry, ...] = ()
     revoked: tuple[tuple[Small, Small], ...] = msgspec.field(name="taken_back", default=())
     """(slot, gen) of every slot that was revoked; the step's output acknowledged it."""

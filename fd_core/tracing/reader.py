@@ -28,7 +28,7 @@ from fd_core.tracing.format import (
 )
 from fd_core.types import FinishReason
 
-__all__ = ["EXITS", "ResidencySpan", "TraceContents", "read_trace"]
+__all__ = ["EXITS", "ResidencySpan", "TraceContents", "read_lines", "read_trace"]
 
 EXITS: Final = ("open", *(reason.value for reason in FinishReason), "preempted", "unknown", "engine ended")
 """How a residency can end."""
@@ -113,6 +113,31 @@ def read_trace(path: Path, last: int) -> TraceContents:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error
     return reader.result()
+
+
+def read_lines(path: Path) -> Iterator[TraceHeader | StepLine]:
+    """Yield the headers and steps of a trace without keeping them; damaged lines are left out.
+
+    Raises `ConfigError` as `read_trace` does.
+    """
+    decoder = msgspec.json.Decoder(StepLine)
+    try:
+        with path.open("rb") as file:
+            header = _header(file.readline(_MAX_LINE_BYTES), path)
+            yield header
+            while raw := file.readline(_MAX_LINE_BYTES):
+                try:
+                    if raw.startswith(b'{"fdcore_trace"'):
+                        header = _header(raw, path)
+                        yield header
+                    elif raw.startswith(b'{"step"'):
+                        line = decoder.decode(raw)
+                        _check(line, header)
+                        yield line
+                except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError, ValueError):
+                    continue
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error
 
 
 class _Version(msgspec.Struct):

@@ -15,11 +15,12 @@ says so; later steps are counted and left out, so that a long run cannot fill th
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Final
 
@@ -39,6 +40,7 @@ from fd_core.tracing.format import (
     LOADING,
     PREFILL,
     AdmissionEntry,
+    ArrivalEntry,
     ClosingLine,
     DecisionEntry,
     FinishEntry,
@@ -51,7 +53,7 @@ from fd_core.tracing.format import (
     TraceHeader,
 )
 from fd_core.tracing.kv_operations import KVTrace
-from fd_core.types import Delta, StepOutput, StepPlan
+from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
 
 __all__ = ["StepRecord", "TraceWriter", "line_of", "require_trace_file"]
 
@@ -81,6 +83,9 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     loading: tuple[int, ...] = ()
     """Slots whose KV is being loaded."""
     kv_entries: tuple[KVEntry, ...] = ()
+    arrived: tuple[ArrivalEntry, ...] = ()
+    answered: tuple[int | None, ...] = ()
+    """Of each delta: tokens that its request got altogether, if it is the last."""
 
 
 def line_of(record: StepRecord) -> StepLine:
@@ -113,14 +118,15 @@ def line_of(record: StepRecord) -> StepLine:
         drafted=drafted,
         accepted=accepted,
         chunks=tuple(zip(chunked.tolist(), plan.num_tokens[prefills].tolist(), strict=True)),
+        arrived=record.arrived,
         admitted=tuple(
             AdmissionEntry(entry.slot, entry.gen, entry.request_id, len(entry.token_ids), entry.computed)
             for entry in plan.admissions
         ),
         revoked=tuple((revocation.slot, revocation.gen) for revocation in plan.revocations),
         finished=tuple(
-            FinishEntry(delta.request_id, delta.finish_reason)
-            for delta in record.deltas
+            FinishEntry(delta.request_id, delta.finish_reason, tokens)
+            for delta, tokens in itertools.zip_longest(record.deltas, record.answered)
             if delta.finish_reason is not None
         ),
         decisions=tuple(entry for entry in record.kv_entries if isinstance(entry, DecisionEntry)),
@@ -171,6 +177,10 @@ class TraceWriter:
         """Told of KV outside the device; the line of the next step carries what it collects."""
         self._occupants: dict[int, ResidencyEntry] = {}
         """Requests that hold a slot, by slot."""
+        self._arrived: list[ArrivalEntry] = []
+        """Requests that came since the last line."""
+        self._got: dict[str, int] = {}
+        """Tokens that requests which run or wait have got."""
         self._closed: ClosingLine | None = None
         self._ending = threading.Event()
         self._failed = self._full = False
@@ -201,14 +211,27 @@ class TraceWriter:
         """Note when, in nanoseconds, the turn began that commits the next step."""
         self._began = now
 
+    def request_came(self, now: int, spec: RequestSpec) -> None:
+        """Note a request, and what it got in earlier epochs."""
+        if not self._failed and not self._full:
+            self._arrived.append(ArrivalEntry(spec.request_id, self._clock(now), len(spec.prompt)))
+            self._got[spec.request_id] = len(spec.delivered)
+
+    def requests_ended(self, deltas: Iterable[Delta]) -> None:
+        """Forget requests that ended outside steps."""
+        for delta in deltas:
+            self._got.pop(delta.request_id, None)
+
     def step_ended(
         self, now: int, plan: StepPlan, output: StepOutput, deltas: list[Delta], held: SchedulerHoldings
     ) -> None:
         """Hand over a committed step with what is held after it, or count it as dropped if too many wait."""
-        self._follow(plan, deltas)
+        answered = self._follow(plan, deltas)
         if len(self._queue) >= _MAX_QUEUED or self._failed or self._full:
             self._dropped += 1
             self.kv.entries.clear()
+            if self._failed or self._full:
+                self._arrived.clear()
             return
         self._queue.append(
             StepRecord(
@@ -222,9 +245,12 @@ class TraceWriter:
                 tuple(self._occupants.values()) if self._dropped else (),
                 tuple(self.kv.loading.values()),
                 tuple(self.kv.entries),
+                tuple(self._arrived),
+                answered,
             )
         )
         self.kv.entries.clear()
+        self._arrived.clear()
         self._dropped = 0
 
     def close(self, now: int) -> None:
@@ -237,8 +263,11 @@ class TraceWriter:
         """Return a time in nanoseconds as lines have it."""
         return (now - self._origin) // 1000
 
-    def _follow(self, plan: StepPlan, deltas: list[Delta]) -> None:
-        """Keep track of which request holds which slot, through steps that are dropped as well."""
+    def _follow(self, plan: StepPlan, deltas: list[Delta]) -> tuple[int | None, ...]:
+        """Keep track of which request holds which slot and what it got, through steps that are dropped as well.
+
+        Returns what the requests that end here got, as `StepRecord.answered`.
+        """
         for entry in plan.admissions:
             self._occupants[entry.slot] = ResidencyEntry(entry.slot, entry.gen, entry.request_id)
         for revocation in plan.revocations:
@@ -246,6 +275,11 @@ class TraceWriter:
         ended = {delta.request_id for delta in deltas if delta.finish_reason is not None}
         if ended:
             self._occupants = {slot: entry for slot, entry in self._occupants.items() if entry.request_id not in ended}
+        got = self._got
+        for delta in deltas:
+            if delta.request_id in got:
+                got[delta.request_id] += len(delta.token_ids)
+        return tuple(None if delta.finish_reason is None else got.pop(delta.request_id, None) for delta in deltas)
 
     def _end(self) -> None:
         atexit.unregister(self._end)

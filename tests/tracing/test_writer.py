@@ -63,7 +63,7 @@ def test_the_trace_adds_up_to_the_counters_under_preemption_and_speculation(path
     engine.close()
     stats = engine.stats()
     [header], steps, [end] = lines_of(path)
-    assert header["fdcore_trace"] == 2
+    assert header["fdcore_trace"] == 3
     assert (header["model"], header["backend"], header["epoch"]) == ("null", "null", 1)
     assert header["limits"]["max_num_batched_tokens"] == 64
     assert abs(header["started"] - time.time()) < 60
@@ -78,6 +78,12 @@ def test_the_trace_adds_up_to_the_counters_under_preemption_and_speculation(path
     assert drafted == stats.scheduler.drafts.proposed if depth == 1 else drafted >= stats.scheduler.drafts.proposed
     assert 0 < stats.scheduler.drafts.accepted <= accepted < drafted
     assert sorted(ended.request_id for line in steps for ended in line.finished) == sorted(golden(SPECS))
+    got = {ended.request_id: ended.tokens for line in steps for ended in line.finished}
+    assert got == {name: len(tokens) for name, tokens in golden(SPECS).items()}
+    came = [arrival for line in steps for arrival in line.arrived]
+    assert [(arrival.request_id, arrival.tokens) for arrival in came] == [
+        (spec.request_id, len(spec.prompt)) for spec in SPECS
+    ]
     assert all(sum(line.kv) <= 30 for line in steps)
     assert max(line.kv[0] for line in steps) > 20
     assert max(line.waiting for line in steps) > 0
