@@ -34,11 +34,12 @@ from harness.routing.contenders import Contender, Running, Workers, body
 from harness.routing.fake_worker import Settings, text_of_messages
 from harness.routing.figures import DIRECT, RATE, Cell, Played, load_name, percentile
 from harness.routing.load import Think, WrongAnswerError, arrivals, burst, replay
-from harness.routing.trace import Conversation, Limits, conversations, read_sessions, size_of
+from harness.routing.trace import Conversation, Limits, conversations, size_of
 from peers import RESULTS
 from rich.console import Console
 
 import fd_core
+from fd_core.simulation.workloads.texts import read_sessions
 
 EVENTS = 10
 """Of a stream in the bursts: tokens, the last one and [DONE]."""

@@ -31,7 +31,7 @@ from harness.routing.load import Think
 from harness.routing.scale import Load, events, placing
 from harness.routing.scale import shown as shown_ms
 from harness.routing.simulation import LongestMatch, prompt_of, simulate
-from harness.routing.trace import Limits, conversations, read_sessions
+from harness.routing.trace import Limits, conversations
 from peers import RESULTS
 from rich.console import Console
 from rich.progress import track
@@ -41,6 +41,7 @@ from routing import ENGINE, PLAYING_WORKERS, REPLY_TOKENS, shown
 import fd_core
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.policies import RouterPolicy
+from fd_core.simulation.workloads.texts import read_sessions
 
 POLICIES = ("cache_aware", "session", "prefix_hash", "round_robin")
 HEADINGS = ("policy", "hit rate", "min to max", "TTFT p50 ms", "p95", "mean", "imbalance", "seconds")

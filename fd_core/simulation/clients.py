@@ -113,7 +113,8 @@ class SimulatedClient:
         self._turn = turn
         self._number += 1
         self._more = self._number + 1 < len(self.conversation.turns)
-        self._text = np.concatenate([self._text, *(_kept_tokens(piece, self._vocab_size) for piece in turn.adds)])
+        said = self._text[:0] if turn.fresh else self._text
+        self._text = np.concatenate([said, *(_kept_tokens(piece, self._vocab_size) for piece in turn.adds)])
         prompt = self._text
         room = max(1, self._max_model_len - len(prompt))
         most = room if turn.max_tokens is None else min(turn.max_tokens, room)
@@ -205,12 +206,22 @@ class SimulatedClient:
                 attempts=now.attempts,
             )
         )
-        if end in ("stop", "length") and self._more:
-            self._text = np.concatenate([self._text, np.array(now.tokens, np.int32)])
+        answered = end in ("stop", "length")
+        if self._more and (answered or self._begins_anew()):
+            if answered:
+                self._text = np.concatenate([self._text, np.array(now.tokens, np.int32)])
             following = self.conversation.turns[self._number + 1]
             self._timeline.after(following.think, self.next_request)
         else:
             self._done(self)
+
+    def _begins_anew(self) -> bool:
+        """Pass over turns that need what was said; returns whether one is left that does not."""
+        turns = self.conversation.turns
+        while self._number + 1 < len(turns) and not turns[self._number + 1].fresh:
+            next(self._turns)
+            self._number += 1
+        return self._number + 1 < len(turns)
 
     def _check_answer(self, now: _Reading, end: str) -> None:
         """Raise `WrongAnswer` unless the answer is the one that the model gives."""

@@ -46,7 +46,10 @@ class UserTurn(msgspec.Struct, frozen=True, gc=False):
 
 
 class Conversation(msgspec.Struct, frozen=True, gc=False):
-    """The requests of one client, one after the other. A request that fails ends its conversation."""
+    """The requests of one client, one after the other.
+
+    A request that fails or is left ends them, up to the next that begins anew.
+    """
 
     name: str
     """Unique in a workload; also what a router is told as the session."""

