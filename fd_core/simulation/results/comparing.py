@@ -6,6 +6,7 @@ have a mean and a t-interval of 95 %. With one seed there is a difference and no
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -16,7 +17,16 @@ from fd_core.errors import ConfigError
 from fd_core.simulation.results.summary import LatencyFigures, RunSummary
 
 __all__ = [
-    *("FIGURES", "ComparedFigure", "Difference", "SeedInterval", "SettingsComparison", "compare", "figure_named"),
+    *(
+        "FIGURES",
+        "USUAL_FIGURES",
+        "ComparedFigure",
+        "Difference",
+        "SeedInterval",
+        "SettingsComparison",
+        "compare",
+        "figure_named",
+    ),
     *("interval", "usual_figure"),
 ]
 
@@ -75,6 +85,17 @@ FIGURES: Final = {
 """What is compared, by name, in the order of tables. A figure that a run does not have is None."""
 
 
+USUAL_FIGURES: Final = (
+    *("goodput", "attainment", "requests_per_s", "output_tokens_per_s", "ttft_p50", "ttft_p99", "tpot_p99", "e2e_p95"),
+    *("hit_rate", "preemptions", "fairness", "worker_seconds", "price"),
+)
+"""Those that people ask for first."""
+
+
+VERDICTS: Final = ("better", "worse", "different", "noise", "one seed")
+"""`different` is for a figure that has no better; `noise` says that the interval holds 0."""
+
+
 class SeedInterval(msgspec.Struct, frozen=True):
     """A mean over seeds, and where the true one is with the confidence that was asked for."""
 
@@ -103,7 +124,7 @@ class Difference(msgspec.Struct, frozen=True):
     against: str
     more: SeedInterval
     verdict: str
-    """`better`, `worse`, `different` where neither is good or bad, `noise` if the interval holds 0, or `one seed`."""
+    """One of `VERDICTS`."""
 
 
 class SettingsComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,8 +263,9 @@ def _words(
     return f"No winner by {what}: {best} is ahead of {noise} by no more than noise: {span}, {seeds} seeds."
 
 
+@functools.cache
 def _t_quantile(share: float, freedom: int) -> float:
-    """Return the quantile of Student's t for a share above one half, by halving: exact to the last digits."""
+    """Return the quantile of Student's t for a share above one half, by halving."""
     low, high = 0.0, 1.0
     while _t_below(high, freedom) < share:
         high *= 2

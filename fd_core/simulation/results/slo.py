@@ -12,8 +12,8 @@ from fd_core.errors import ConfigError
 __all__ = ["MEASURES", "Objective", "Slo", "parse_slo"]
 
 MEASURES: Final = {
-    "ttft": "time to the first token",
-    "tpot": "time per output token after the first",
+    "ttft": "time to the first token (TTFT)",
+    "tpot": "time per output token after the first (TPOT)",
     "gap": "longest time between two deliveries",
     "e2e": "time of the whole request",
 }

@@ -8,7 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fd_core.simulation.results.comparing import FIGURES, ComparedFigure, SeedInterval, SettingsComparison
+from fd_core.simulation.results.comparing import (
+    FIGURES,
+    USUAL_FIGURES,
+    ComparedFigure,
+    SeedInterval,
+    SettingsComparison,
+)
 from fd_core.simulation.results.report import (
     Report,
     ReportCase,
@@ -22,17 +28,6 @@ from fd_core.simulation.results.summary import RunSummary
 __all__ = ["duration_text", "figure_text", "print_report"]
 
 _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "gap": "Longest gap", "e2e": "End to end"}
-_SWEEP = (
-    "goodput",
-    "attainment",
-    "requests_per_s",
-    "output_tokens_per_s",
-    "ttft_p50",
-    "ttft_p99",
-    "tpot_p99",
-    "e2e_p95",
-)
-_COMPARED = (*_SWEEP, "hit_rate", "preemptions", "fairness", "worker_seconds", "price")
 _STYLES = {"better": "green", "worse": "red", "noise": "dim", "one seed": "yellow", "different": ""}
 
 
@@ -147,7 +142,7 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
 def _print_cases(title: str, cases: Sequence[ReportCase], console: Console) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    names = [name for name in _SWEEP if any(case.figure(name) for case in cases)]
+    names = [name for name in USUAL_FIGURES[:8] if any(case.figure(name) for case in cases)]
     for name in names:
         table.add_column(FIGURES[name].title, justify="right")
     for case in cases:
@@ -167,7 +162,7 @@ def _print_comparison(values: dict[str, float | str], comparison: SettingsCompar
     for name in ("", first, *others):
         table.add_column(Text(name), justify="right" if name else "left")
     differences = {(each.setting, each.figure): each for each in comparison.differences}
-    for name in _COMPARED:
+    for name in USUAL_FIGURES:
         figure, base = FIGURES[name], comparison.figures[first].get(name)
         if base is None:
             continue

@@ -1,0 +1,211 @@
+"""Packs a report into one self-contained HTML page, in a size that grows neither with requests nor with workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fd_core.errors import ConfigError
+from fd_core.pages.assembling import assemble
+from fd_core.simulation.results.comparing import FIGURES, USUAL_FIGURES, VERDICTS, SeedInterval, SettingsComparison
+from fd_core.simulation.results.report import (
+    LOAD,
+    Report,
+    ReportCase,
+    axes_of,
+    cases_of,
+    comparisons_of,
+    is_calculated,
+    load_curves_of,
+)
+from fd_core.simulation.results.shapes import SHARES, TimeBins
+from fd_core.simulation.results.slo import MEASURES
+from fd_core.simulation.results.summary import RunSummary
+
+__all__ = ["facts_of", "page_of", "write_page"]
+
+_MOST_CASES: Final = 1000
+_CURVES_BYTES: Final = 300_000
+_BINS_BYTES: Final = 500_000
+_MOST_WORKERS: Final = 64
+
+
+def write_page(path: Path, report: Report) -> None:
+    """Write the page. Raises `ConfigError` if it cannot be written or the report has too many cases to be looked at."""
+    text = page_of(report)
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"cannot write {path}: {reason}", field="--page") from error
+
+
+def page_of(report: Report) -> str:
+    """Return the page as HTML text; raises `ConfigError` as `write_page` does."""
+    # What people named must not end the element that carries it.
+    facts = msgspec.json.encode(facts_of(report)).decode().replace("<", "\\u003c")
+    scripts = ("plots.js", "view.js")
+    return assemble(__package__, shared=("theme.css", "curves.js"), own=("page.css", *scripts), values={"facts": facts})
+
+
+def facts_of(report: Report) -> dict[str, Any]:
+    """Return what the page's scripts read: plain values, numbers with four digits."""
+    cases = cases_of(report)
+    if len(cases) > _MOST_CASES:
+        raise ConfigError(
+            f"{len(cases):,} cases are more than the {_MOST_CASES:,} that a page shows",
+            field="--page",
+            hint="write JSON, or try fewer values",
+        )
+    summaries = [run.summary for run in report.runs]
+    settings = list(dict.fromkeys(case.setting for case in cases))
+    figures = [each for each in FIGURES.values() if any(each.of(summary) is not None for summary in summaries)]
+    names = [each.name for each in figures]
+    curves, bins = _fitting(map(_curves, cases), _CURVES_BYTES), _fitting(map(_bins, cases), _BINS_BYTES)
+    return {
+        "title": report.title,
+        "command": report.command,
+        "calculated": list(dict.fromkeys(each.profile for each in summaries if is_calculated(each))),
+        "profiles": list(dict.fromkeys(each.profile for each in summaries)),
+        "seeds": sorted({each.seed for each in summaries}),
+        "slo": str(report.slo) if report.slo else None,
+        "limits": {each.name: each.limit for each in report.slo.objectives} if report.slo else {},
+        "about": [[name, _text(value)] for name, value in _flat("", report.settings)],
+        "traces": dict(report.traces),
+        "measures": {name: about[0].upper() + about[1:] for name, about in MEASURES.items()},
+        "usual": USUAL_FIGURES,
+        "figures": [[each.name, each.title, each.unit, each.more_is_better] for each in figures],
+        "names": list(cases[0].values) if cases else [],
+        "verdicts": VERDICTS,
+        "shares": SHARES,
+        "axes": axes_of(cases),
+        "load": LOAD,
+        "settings": settings,
+        "cases": [
+            {
+                "setting": settings.index(case.setting),
+                "at": list(case.values.values()),
+                "figures": _figures(case, names),
+                "held": _held(case.summaries),
+                "curves": curves.get(index),
+                "bins": bins.get(index),
+                **(_details(case.runs[0].summary) if index in bins else {}),
+            }
+            for index, case in enumerate(cases)
+        ],
+        "loadCurves": [
+            [settings.index(curve.setting), curve.values, curve.knee, curve.words] for curve in load_curves_of(cases)
+        ],
+        "comparisons": [_comparison(values, each, settings, names) for values, each in comparisons_of(report, cases)],
+    }
+
+
+def _short(value: float, digits: int = 4) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _shorts(values: Iterable[float], digits: int = 4) -> list[float]:
+    return [_short(value, digits) for value in values]
+
+
+def _span(found: SeedInterval) -> list[float]:
+    """Return the mean, and the interval behind it if there is one."""
+    return _shorts(each for each in (found.mean, found.low, found.high) if each is not None)
+
+
+def _figures(case: ReportCase, names: Iterable[str]) -> list[list[float] | None]:
+    found = [case.figure(name) for name in names]
+    return [None if each is None else _span(each) for each in found]
+
+
+def _held(summaries: Iterable[RunSummary]) -> bool | None:
+    held = [each.slo.held for each in summaries if each.slo]
+    return all(held) if held else None
+
+
+def _fitting(parts: Iterable[Any], most: int) -> dict[int, Any]:
+    """Return the parts by their place, as far as their JSON fits into so many bytes; those that are None left out."""
+    kept: dict[int, Any] = {}
+    for index, part in enumerate(parts):
+        if part is None:
+            continue
+        most -= len(msgspec.json.encode(part))
+        if most < 0:
+            break
+        kept[index] = part
+    return kept
+
+
+def _curves(case: ReportCase) -> dict[str, list[float]]:
+    """Return the means over seeds of each percentile."""
+    found = [run.curves for run in case.runs]
+    names = [name for name in MEASURES if all(name in each for each in found)]
+    return {
+        name: _shorts(sum(column) / len(found) for column in zip(*(each[name] for each in found), strict=True))
+        for name in names
+    }
+
+
+def _bins(case: ReportCase) -> dict[str, Any] | None:
+    """Return how the first of a case's runs went."""
+    bins: TimeBins | None = case.runs[0].bins
+    if bins is None:
+        return None
+    lines = ("arrivals", "completions", "waiting", "running", "kv_use")
+    return {
+        "seed": case.runs[0].summary.seed,
+        "start": _short(bins.start, 6),
+        "end": _short(bins.end, 6),
+        **{name: _shorts(getattr(bins, name)) for name in lines},
+        "rows": bins.rows,
+        "strips": {
+            name: [_shorts(row, 3) for row in getattr(bins, f"row_{name}")] for name in ("running", "waiting", "kv_use")
+        },
+    }
+
+
+def _details(summary: RunSummary) -> dict[str, Any]:
+    """Return what is shown of one run alone."""
+    lost = {name: getattr(summary, name) for name in ("left", "refused", "failed")}
+    return {
+        "lost": {name: count for name, count in lost.items() if count},
+        "reasons": summary.reasons,
+        "waited": {
+            name: _short(seconds / max(summary.requests, 1)) for name, seconds in summary.waiting_seconds.items()
+        },
+        "checks": [msgspec.structs.astuple(check) for check in summary.slo.checks] if summary.slo else [],
+        "tenants": [msgspec.structs.astuple(each) for each in summary.tenants],
+        "workers": [msgspec.structs.astuple(each) for each in summary.workers[:_MOST_WORKERS]],
+        "moreWorkers": max(len(summary.workers) - _MOST_WORKERS, 0),
+    }
+
+
+def _comparison(
+    values: Mapping[str, Any], found: SettingsComparison, settings: list[str], names: list[str]
+) -> dict[str, Any]:
+    differences = [
+        [names.index(each.figure), settings.index(each.setting), _span(each.more), VERDICTS.index(each.verdict)]
+        for each in found.differences
+    ]
+    return {
+        "at": list(values.values()),
+        "base": settings.index(found.settings[0]),
+        "words": found.words,
+        "wins": found.wins,
+        "differences": differences,
+    }
+
+
+def _flat(prefix: str, settings: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
