@@ -41,6 +41,8 @@ class OutsideParts:
     keep: KeepKV | None = None
     kv_port: int | None = None
     """Where decode workers reach a prefill worker."""
+    kill: Callable[[], None] = lambda: None
+    """Ends what is under way there, as the death of the process does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,6 @@ class EngineParts:
     """Makes what is outside the device; None has nothing there."""
     hasher: PrefixHasher | None = None
     """Names prefixes; None turns prefix caching off."""
-    scheduler: type[Scheduler] | None = None
-    """A scheduler that is under study; None takes the one that the settings name."""
     check: bool = False
     """Whether slots and blocks are audited after every turn."""
     prefill_token: float = 1e-4
@@ -110,7 +110,7 @@ class SimulatedEngineClient(SingleEngineClient):
             self._next.cancel()
             self._next = None
         self._inbox.clear()
-        self.engine.close()
+        self._outside.kill()
         if self._restart_seconds is None:
             self._went_down(f"the engine failed: {reason}")
         else:
@@ -127,7 +127,7 @@ class SimulatedEngineClient(SingleEngineClient):
             self._next.cancel()
             self._next = None
         if self.alive:
-            self.engine.close()
+            self._outside.kill()
         self._restart_seconds = None
         self._went_down("the engine was closed")
 
@@ -151,6 +151,7 @@ class SimulatedEngineClient(SingleEngineClient):
         parts, timeline = self._parts, self._timeline
         queue = CompletionQueue(self._wake)
         outside = OutsideParts(JoinedEffectPort(queue, None, None)) if parts.outside is None else parts.outside(queue)
+        self._outside = outside
         self._device = SimulatedDevice(timeline, parts.costs, parts.computer())
         engine = Engine(
             _info(parts, self._epoch, outside),
@@ -180,8 +181,7 @@ class SimulatedEngineClient(SingleEngineClient):
             speculative = config.speculative
             cheap = _CHEAP_TOKENS if speculative is None else speculative.cheap_tokens
             drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, cheap, drafter=speculative is not None)
-        scheduler = parts.scheduler or plugins.load(SCHEDULER, config.scheduler)
-        return scheduler(
+        return plugins.load(SCHEDULER, config.scheduler)(
             SchedulerSetup(
                 limits=limits,
                 policy=plugins.load(SCHEDULING_POLICY, config.scheduling_policy)(),
