@@ -86,7 +86,10 @@ class SimulatedEngineClient(SingleEngineClient):
         self._inbox: list[ClientMessage] = []
         self._next: Appointment | None = None
         """The next turn, or the answer to the step in flight."""
-        self._in_step = False
+        self._occupied = False
+        """Whether the loop is within a turn, or waits for the step in flight."""
+        self._woken = False
+        """Whether there was news meanwhile."""
         self._kept: list[Delta] = []
         """Last deltas of requests that ended before the step in flight."""
         self._start()
@@ -139,7 +142,10 @@ class SimulatedEngineClient(SingleEngineClient):
 
     def _wake(self) -> None:
         """Have the engine look at its messages and completions, unless a step is computed: then it looks afterwards."""
-        if self._in_step or not self.alive:
+        if not self.alive:
+            return
+        if self._occupied:
+            self._woken = True
             return
         if self._next is None or self._next.when > self._timeline.now:
             if self._next is not None:
@@ -165,7 +171,7 @@ class SimulatedEngineClient(SingleEngineClient):
             clock=timeline.clock,
         )
         self._service = EngineService(engine, self._deliver)
-        self._in_step = False
+        self._occupied = self._woken = False
         self._kept = []
         self._came_up(engine.info)
 
@@ -207,31 +213,35 @@ class SimulatedEngineClient(SingleEngineClient):
     def _turn(self) -> None:
         """Do what `serve_engine` does until it waits: for the device, or for news."""
         self._next = None
+        self._occupied, self._woken = True, False
         inbox, self._inbox = self._inbox, []
         engine = self.engine
         self._kept = self._service.take(inbox)
         self._kept += engine.begin_steps()
         if engine.num_in_flight:
-            self._in_step = True
             stalls = self._timeline.now + self._parts.config.watchdog_seconds
             ready = self._device.ready_at
-            if ready > stalls:
-                self._next = self._timeline.at(stalls, self._stalled)
-            else:
-                self._next = self._timeline.at(ready, self._answered)
+            late = ready > stalls
+            self._next = self._timeline.at(stalls if late else ready, self._stalled if late else self._answered)
             return
         self._tell(self._kept)
-        if self._next is None and engine.has_work:
-            self._next = self._timeline.after(_LOOK_SECONDS, self._turn)
+        self._rest(_LOOK_SECONDS)
 
     def _answered(self) -> None:
         """The oldest step in flight is computed: commit it, and begin the next turn."""
-        self._next = None
-        self._in_step = False
         deltas = self._kept + self.engine.end_step(self._device.collect(math.inf))
         self._tell(deltas)
-        if self.alive and self._next is None and (self._inbox or self.engine.has_work):
+        self._rest(0.0)
+
+    def _rest(self, seconds: float) -> None:
+        """End the turn; the next one is due at once after news, in `seconds` if there is work, else with news."""
+        self._occupied, self._next = False, None
+        if not self.alive:
+            return
+        if self._woken or self._inbox:
             self._next = self._timeline.at(self._timeline.now, self._turn)
+        elif self.engine.has_work:
+            self._next = self._timeline.after(seconds, self._turn)
 
     def _tell(self, deltas: list[Delta]) -> None:
         if self._parts.check:
@@ -239,8 +249,6 @@ class SimulatedEngineClient(SingleEngineClient):
         self._service.tell(deltas, self._timeline.now)
 
     def _stalled(self) -> None:
-        self._next = None
-        self._in_step = False
         seconds = self._parts.config.watchdog_seconds
         self.die(str(EngineDead(f"a step was not answered within {seconds:g} s")))
 
