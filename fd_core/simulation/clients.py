@@ -215,7 +215,6 @@ class SimulatedClient:
         """Pass over turns that need what was said; returns whether one is left that does not."""
         turns = self.conversation.turns
         while self._number + 1 < len(turns) and not turns[self._number + 1].fresh:
-            next(self._turns)
             self._number += 1
         return self._number + 1 < len(turns)
 
