@@ -12,6 +12,7 @@ from fd_core.config import SpeculativeConfig
 from fd_core.router.config import RouterConfig
 from fd_core.simulation.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.workloads.workload import read_workload
 from fd_core.simulation.world import Stuck, World
 from tests.simulation.helpers import conversations, group, world
 
@@ -102,6 +103,19 @@ def test_requests_of_a_killed_worker_that_got_no_token_are_answered_elsewhere() 
     assert counted["stop"] + counted["failed"] == 60
     assert counted["failed"] <= 8
     assert any(outcome.attempts > 1 for outcome in run.outcomes if outcome.end == "stop")
+    assert idle(one)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("bursts:on=1,off=1,quiet=0.2,rate=20", "19/0"), ("closed:users=4,think=exponential:0.1", "3/9")]
+)
+def test_a_workload_is_served_to_its_last_request(kind: str, name: str) -> None:
+    text = f"{kind},requests=40,turns=2,prompt=uniform:1:90,output=uniform:1:9,prefixes=2x32"
+    one = world(group(), routers=0)
+    run = one.run(read_workload(text, 1))
+    assert ends(run) == {"stop": 40}
+    assert name in {outcome.request_id for outcome in run.outcomes}
+    assert sum(outcome.cached_tokens for outcome in run.outcomes) > 40 * 16
     assert idle(one)
 
 

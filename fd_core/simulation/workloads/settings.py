@@ -134,7 +134,7 @@ def _prefixes(text: str, folder: Path) -> tuple[int, int]:
     count, mark, tokens = text.partition("x")
     if not mark:
         raise ValueError(f"{text!r} is not COUNTxTOKENS, such as 4x256")
-    return _whole(1, 1_000_000)(count, folder), _whole(1, _MAX_TOKENS)(tokens, folder)
+    return _whole(1, 100_000)(count, folder), _whole(1, _MAX_TOKENS)(tokens, folder)
 
 
 def _weighted(prefix: str) -> Parser:
@@ -145,11 +145,11 @@ def _weighted(prefix: str) -> Parser:
         found: dict[str, float] = {}
         for one in text.split("/"):
             name, _, weight = one.partition(":")
+            if not prefix:
+                name = str(_whole(-(2**31), 2**31 - 1)(name, folder))
             if not name or name in found:
                 raise ValueError(f"{text!r} names {name!r} twice" if name else f"{text!r} has a part without a name")
             found[name] = _number(0, 1e9)(weight or "1", folder)
-            if not prefix:
-                _whole(-(2**31), 2**31 - 1)(name, folder)
         if len(found) > _MAX_NAMED:
             raise ValueError(f"there are {len(found):,} of them; {_MAX_NAMED:,} can be")
         if not any(found.values()):

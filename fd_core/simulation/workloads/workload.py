@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -93,7 +94,7 @@ class Workload:
             yield from self._users(clients, draws)
             return
         left = settings.requests or MAX_REQUESTS
-        until = MAX_REQUESTS if settings.duration is None else settings.duration
+        until = math.inf if settings.duration is None else settings.duration
         begins = self._begins(draws)
         told = self._contents.conversations(settings, draws)
         for number, (at, turns, (tenant, priority)) in enumerate(zip(begins, told, clients, strict=False)):

@@ -173,6 +173,10 @@ def test_what_a_user_asks_for_does_not_depend_on_how_many_there_are():
     assert tuple(few[0].turns) != tuple(few[1].turns)
 
 
+def test_slow_arrivals_end_with_their_requests_and_not_before():
+    assert len(list(read("constant:rate=1e-6,requests=300"))) == 300
+
+
 def test_conversations_are_made_when_they_are_asked_for():
     workload = read("poisson:requests=100000000,turns=2")
     assert [one.name for one in itertools.islice(workload, 3)] == ["0", "1", "2"]

@@ -1,10 +1,13 @@
 """Texts and files to workloads: what can be written, and what is refused with which words."""
 
+import itertools
 import json
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.settings import KEYS, KINDS, workload_table
@@ -38,6 +41,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "workloads.md").read_text()
         ("poisson:tenants=a:1/a:2", "tenants: 'a:1/a:2' names 'a' twice"),
         ("poisson:tenants=a:0", "tenants: 'a:0' has only weights of 0"),
         ("poisson:priorities=high", "priorities: 'high' is not a number"),
+        ("poisson:priorities=1/1.0", "priorities: '1/1.0' names '1' twice"),
         ("poisson:patience=4", "patience: means nothing without leave (give leave too)"),
         ("poisson:lengths=x.csv,prompt=4", "prompt: contradicts lengths"),
         ("poisson:lengths=x.csv", "there is no file x.csv"),
@@ -59,6 +63,37 @@ def test_what_cannot_be_is_refused_with_key_and_limit(text, words, tmp_path):
     assert words in str(caught.value).replace(f"{tmp_path}/", "")
     assert caught.value.field
     assert caught.value.exit_code == 2
+
+
+_VALUES = (
+    "0",
+    "1",
+    "-1",
+    "1e9",
+    "nan",
+    "1e308",
+    "uniform:1:2",
+    "zipf:1:1:10",
+    "file:",
+    "4x4",
+    "a:1/b:2",
+    "/",
+    "closed",
+    "\0",
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.sampled_from([*KINDS, "x"]), st.lists(st.tuples(st.sampled_from([*KEYS]), st.sampled_from(_VALUES)), max_size=3)
+)
+def test_any_text_is_a_workload_or_refused(kind, pairs):
+    try:
+        workload = read_workload(f"{kind}:{','.join(f'{key}={value}' for key, value in pairs)}", 0)
+    except ConfigError as error:
+        assert error.field
+    else:
+        assert all(len(one.turns) > 0 for one in itertools.islice(workload, 3))
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])
