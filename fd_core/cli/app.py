@@ -8,6 +8,7 @@ import typer
 
 import fd_core
 from fd_core.cli import (
+    calibrate,
     chat,
     cluster,
     conformance,
@@ -49,6 +50,7 @@ app.command()(tokenize.tokenize)
 app.command()(env.env)
 app.command("collect-env", help="Another name of `fdcore env`.")(env.env)
 app.add_typer(bench.app, name="bench")
+app.command()(calibrate.calibrate)
 app.command()(trace.trace)
 app.command()(doctor.doctor)
 app.command()(conformance.conformance)

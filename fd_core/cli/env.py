@@ -13,7 +13,7 @@ from typing import Final
 
 from fd_core.cli.report import reports_errors
 
-__all__ = ["env"]
+__all__ = ["env", "processor"]
 
 _LIBRARIES: Final = (
     *("fd-core", "numpy", "msgspec", "pyzmq", "fastapi", "uvicorn", "tokenizers", "safetensors", "gguf"),
@@ -50,7 +50,7 @@ def env() -> None:
 
 def _machine() -> Iterator[tuple[str, str]]:
     yield "System", f"{platform.system()} {platform.release()} {platform.machine()}"
-    yield "Processor", _processor()
+    yield "Processor", processor()
     yield "Processors usable", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     yield "Memory", _memory()
     yield "Compiler", shutil.which("c++") or shutil.which("g++") or "none: the CPU backend runs without native kernels"
@@ -93,7 +93,8 @@ def _backends() -> Iterator[tuple[str, str, str, str]]:
         yield name, runs, why, str(offer.origin)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the processor's name and the vector extensions that kernels use."""
     model, features = platform.processor(), ""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Final, TypeVar
@@ -15,10 +16,11 @@ from fd_core.simulation.costs.calculating import Calculation, calculated_profile
 from fd_core.simulation.costs.devices import ACCELERATORS, Efficiency
 from fd_core.simulation.costs.profile import CostProfile, parse_profile, read_profile
 
-__all__ = ["calibrated_folder", "packaged_profiles", "profile_named"]
+__all__ = ["calibrated_folder", "calibrated_path", "packaged_profiles", "profile_named"]
 
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _SUFFIX: Final = ".json"
 _KV_DTYPES: Final = ("bf16", "fp8", "int8")
 
@@ -34,8 +36,7 @@ def profile_named(text: str) -> CostProfile:
         return read_profile(Path(text).expanduser())
     if ":" in text:
         return _calculated(text)
-    own = calibrated_folder() / f"{text}{_SUFFIX}"
-    if text and own.is_file():
+    if _NAME.fullmatch(text) and (own := calibrated_path(text)).is_file():
         return read_profile(own)
     if text in packaged_profiles():
         file = resources.files(__package__) / "profiles" / f"{text}{_SUFFIX}"
@@ -46,6 +47,15 @@ def profile_named(text: str) -> CostProfile:
 def calibrated_folder() -> Path:
     """Return where `fdcore calibrate` keeps profiles."""
     return find_cache_dir() / "profiles"
+
+
+def calibrated_path(name: str) -> Path:
+    """Return where a profile of that name is kept. Raises `ConfigError` for what cannot be a name."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r:.80} is no name for a profile", field="--name", hint="use letters, digits, dots, - and _"
+        )
+    return calibrated_folder() / f"{name}{_SUFFIX}"
 
 
 def packaged_profiles() -> tuple[str, ...]:

@@ -28,6 +28,7 @@ __all__ = [
     "StepTerms",
     "parse_profile",
     "read_profile",
+    "require_writable",
     "write_profile",
 ]
 
@@ -126,7 +127,7 @@ class FitError(_Strict, frozen=True, kw_only=True):
 
     kind: Literal["decode", "prefill", "mixed", "drafts"]
     steps: Positive
-    """Different steps that were compared, each by the median of its repetitions."""
+    """Different steps that were compared, each by what it usually takes."""
     mean: Annotated[float, Meta(ge=0)]
     p99: Annotated[float, Meta(ge=0)]
 
@@ -225,6 +226,16 @@ def parse_profile(content: bytes, where: str) -> CostProfile:
             hint="calibrate again",
         )
     return profile
+
+
+def require_writable(path: Path) -> None:
+    """Raise `ConfigError` if no file can be made there, before anything was measured for it."""
+    folder = path.absolute().parent
+    reason = "it is a folder" if path.is_dir() else None if folder.is_dir() else f"there is no folder {folder}"
+    if reason is None and not os.access(folder, os.W_OK):
+        reason = f"{folder} is not yours to write"
+    if reason is not None:
+        raise ConfigError(f"the profile {path} cannot be written: {reason}", field="-o")
 
 
 def write_profile(profile: CostProfile, path: Path) -> None:

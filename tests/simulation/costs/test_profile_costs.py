@@ -68,7 +68,7 @@ ROWS = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", ["h100:llama-8b", "h100:qwen3-30b-a3b", "zen4-2c:smollm2"])
+@pytest.mark.parametrize("name", ["h100:llama-8b", "h100:qwen3-30b-a3b", "zen4-2c:smollm2", "smollm2-cpu"])
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS, more=st.integers(1, 500), at=st.integers(0, 39))
 def test_more_never_costs_less(name: str, rows: list[Row], more: int, at: int) -> None:

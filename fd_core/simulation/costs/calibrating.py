@@ -1,0 +1,344 @@
+"""Measures an engine that runs here, in this process, and makes a profile of what it took.
+
+Steps are handed to the engine's device as plans, without a scheduler, so that any context costs one admission. All
+steps are run once unmeasured, then in rounds, each round in another order, until the time is spent. What counts is the
+lower quartile of each: whatever else a machine does only ever adds time. The time beside steps is that of the engine's
+own loop with a few requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from statistics import median
+from typing import Final
+
+import msgspec
+import numpy as np
+
+import fd_core
+from fd_core.config import EngineConfig, Limits
+from fd_core.engine.core import Engine
+from fd_core.engine.messages import EngineMessage, Submit
+from fd_core.engine.service import EngineService
+from fd_core.errors import ConfigError, FdError
+from fd_core.runner.batch import PersistentBatch
+from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_READ, ASSUMED_STORE_WRITE
+from fd_core.simulation.costs.cases import StepCase, cases_of, first_plan, next_plan
+from fd_core.simulation.costs.fitting import MeasuredStep, errors_of, fit_steps
+from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms
+from fd_core.simulation.costs.profile_costs import step_features
+from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan
+
+__all__ = ["MOST_SPREAD", "Calibration", "MachineTooNoisy", "calibrate", "require_alone"]
+
+_LEAST_ROUNDS: Final = 5
+_ROUNDS: Final = 15
+MOST_SPREAD: Final = 0.2
+"""Beyond it the figures say more about what else ran than about the steps."""
+_SEED: Final = 17
+_LOOP_STEPS: Final = 16
+_LOOP_ROUNDS: Final = 4
+_ASSUMED_TRANSFER: Final = KVLink(
+    latency=500e-6, bandwidth=3e9, source="assumed: the tcp connector between workers of one machine, 3 GB/s"
+)
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is measured, how much of it is done, and how much there is."""
+
+
+class MachineTooNoisy(FdError):
+    """Repetitions of the same step were so far apart that a fit would say nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How an engine is measured."""
+
+    name: str
+    """Name of the profile."""
+    machine: str
+    """A line about the machine."""
+    seconds: float = 25.0
+    """Time for the rounds of steps; five rounds are made however long they take."""
+    most_spread: float = MOST_SPREAD
+    date: str = ""
+    """In ISO form."""
+
+
+def calibrate(
+    engine: Engine, encode: Callable[[str], Sequence[int]], how: Calibration, progress: Progress
+) -> CostProfile:
+    """Measure an idle engine and return its profile; `encode` finds the tokens of a text.
+
+    The engine's prefix cache must hold nothing, and holds nothing usable afterwards. Raises `MachineTooNoisy`.
+    """
+    probe = engine.probe()
+    limits = probe.runner.limits
+    if probe.runner.drafter is None:  # what grammars force is no draft that a simulation plans
+        limits = msgspec.structs.replace(limits, max_drafts=0)
+    cases = cases_of(limits, np.random.default_rng(_SEED))
+    request, delivery = _LoopTimes(engine, encode, progress).measure()
+    bench = _StepBench(engine, cases)
+    spread = bench.measure(how.seconds, progress)
+    if spread > how.most_spread:
+        raise MachineTooNoisy(
+            f"the same step took {spread:.0%} more or less from one time to the next, and a profile of that would say "
+            f"nothing; at most {how.most_spread:.0%} is taken",
+            hint="end what else runs on this machine and try again",
+        )
+    fitted = [step for case, step in bench.steps() if not case.held_out]
+    judged = [step for case, step in bench.steps() if case.held_out]
+    terms = fit_steps(fitted)
+    info, shape = engine.info, probe.runner.cache.shape
+    return CostProfile(
+        name=how.name,
+        origin="measured",
+        device=info.device,
+        versions=_versions(),
+        when=how.date,
+        notes=(
+            f"Measured on {how.machine}.",
+            "Reading a request over HTTP and delivery are assumed but for the tokens of its text.",
+            "Store and transfers between workers are assumed.",
+        ),
+        model=ProfiledModel(
+            name=info.model,
+            layers=shape.num_layers,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype="+".join([info.dtype, *sorted({use.computed for use in info.weights} - {info.dtype})]),
+            kv_dtype=info.kv_dtype,
+            weights_bytes=max(1, sum(use.nbytes for use in info.weights)),
+            kv_bytes_per_token=max(1, info.kv_cache_bytes // (limits.num_kv_blocks * limits.block_size)),
+        ),
+        limits=limits,
+        step=terms,
+        request=msgspec.structs.replace(request, delivery=delivery),
+        host_copy=_host_copy(engine),
+        store_read=ASSUMED_STORE_READ,
+        store_write=ASSUMED_STORE_WRITE,
+        transfer=_ASSUMED_TRANSFER,
+        error=errors_of(terms, judged),
+        spread=spread,
+    )
+
+
+def require_alone(config: EngineConfig) -> EngineConfig:
+    """Return settings of an engine that is measured by itself. Raises `ConfigError` for what is not measured."""
+    for name, usual in (("role", "mixed"), ("kv_store", None), ("pipeline_parallel_size", 1), ("lora_modules", ())):
+        if getattr(config, name) != usual:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}, but what it costs is not measured",
+                field="--" + name.replace("_", "-"),
+                hint="leave it out; a simulation takes it with the profile",
+            )
+    return config
+
+
+def _versions() -> dict[str, str]:
+    found = {"fd_core": fd_core.__version__, "python": platform.python_version()}
+    for module, name in (("numpy", "numpy"), ("torch", "torch"), ("paddle", "paddlepaddle")):
+        if module in sys.modules:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(name)
+    return found
+
+
+# Steps ----------------------------------------------------------------------------------------------------
+
+
+class _StepBench:
+    """Runs cases on an engine's device and keeps what each took."""
+
+    def __init__(self, engine: Engine, cases: Sequence[StepCase]) -> None:
+        probe = engine.probe()
+        self._device, self._runner, self._patience = probe.device, probe.runner, probe.watchdog_seconds
+        self._limits: Limits = self._runner.limits
+        self._cases = cases
+        self._draw = np.random.default_rng(_SEED)
+        self._blocks: IntArray = np.arange(max(case.blocks(self._limits) for case in cases), dtype=np.int32)
+        self._step = 1
+        self._times: defaultdict[StepCase, list[float]] = defaultdict(list)
+        self._features: dict[StepCase, list[tuple[int, int, int, int, float, int]]] = {}
+
+    def measure(self, seconds: float, progress: Progress) -> float:
+        """Run rounds; return how far half of the repetitions are from their median, as a share."""
+        took = []
+        for index, case in enumerate(self._cases):
+            progress("steps, unmeasured", index, len(self._cases))
+            begun = time.perf_counter()
+            self._run(case)
+            took.append(time.perf_counter() - begun)
+        self._times.clear()
+        # Each case gets the same time, so that short steps, which waver more, are repeated more often.
+        share = seconds / len(self._cases)
+        repeats = np.clip(share / np.array(took), _LEAST_ROUNDS, _ROUNDS).astype(int)
+        done, total = 0, int(repeats.sum())
+        for round_ in range(_ROUNDS):
+            due = np.flatnonzero((round_ + 1) * repeats // _ROUNDS > round_ * repeats // _ROUNDS)
+            for index in self._draw.permutation(due).tolist():
+                progress("steps", done, total)
+                self._run(self._cases[index])
+                done += 1
+        self._runner.batch = PersistentBatch(self._limits)
+        return median(_spread(times) for times in self._times.values())
+
+    def steps(self) -> Iterable[tuple[StepCase, MeasuredStep]]:
+        """Return each case with what it usually takes."""
+        for case, times in self._times.items():
+            means = np.mean(self._features[case], axis=0).tolist()
+            tokens, sampled, rows, read, pairs, drafts = means
+            features = (int(tokens), int(sampled), int(rows), int(read), pairs, int(drafts))
+            yield case, MeasuredStep(case.kind, features, usual(times))
+
+    def _run(self, case: StepCase) -> None:
+        plan = first_plan(
+            case, self._step, self._draw.permutation(self._blocks), self._limits.vocab_size, self._limits.block_size
+        )
+        features = []
+        if case.repeats == 1:
+            features.append(self._timed(case, plan))
+        else:
+            self._execute(plan)
+            for _ in range(case.repeats):
+                plan = next_plan(plan, self._runner.batch.length)
+                self._guess(case, plan)
+                features.append(self._timed(case, plan))
+        self._features[case] = features
+        self._step = plan.step + 1
+
+    def _timed(self, case: StepCase, plan: StepPlan) -> tuple[int, int, int, int, float, int]:
+        begun = time.perf_counter()
+        self._execute(plan)
+        self._times[case].append(time.perf_counter() - begun)
+        return step_features(plan)
+
+    def _guess(self, case: StepCase, plan: StepPlan) -> None:
+        """Have the runner verify made-up drafts, whatever its drafter would have found in a made-up text."""
+        counts = np.array([row.drafts for row in case.rows], np.int32)
+        if counts.any():
+            drafts = self._draw.integers(1, self._limits.vocab_size, (len(counts), int(counts.max())), np.int32)
+            self._runner.batch.guess(plan.slots, drafts, counts)
+
+    def _execute(self, plan: StepPlan) -> None:
+        self._device.submit(plan)
+        self._device.collect(self._patience)
+
+
+def usual(times: Sequence[float]) -> float:
+    """Return what something takes when nothing else runs, from repetitions of which some were disturbed."""
+    return float(np.percentile(times, 25))
+
+
+def _spread(times: Sequence[float]) -> float:
+    low, middle, high = np.percentile(times, (25, 50, 75))
+    return float((high - low) / 2 / middle)
+
+
+# Beside steps ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _LoopTimes:
+    """Times the engine's own loop, and what comes before it, with a few requests."""
+
+    engine: Engine
+    encode: Callable[[str], Sequence[int]]
+    progress: Progress
+    turns: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def measure(self) -> tuple[RequestTerms, float]:
+        """Return the terms beside steps, and the time of a delivery."""
+        limits = self.engine.probe().runner.limits
+        room = limits.num_kv_blocks * limits.block_size // (2 * (_LOOP_STEPS + 16))
+        most = max(1, min(limits.max_num_seqs, room, limits.max_num_batched_tokens // 8))
+        batches = sorted({1, max(1, most // 4), most})
+        service = EngineService(self.engine, _encoded)
+        for index in range(_LOOP_ROUNDS):
+            self.progress("turns of the loop", index, _LOOP_ROUNDS)
+            for batch in batches:
+                self._run(service, batch, limits)
+        per_row, constant = _line({batch: usual(times) for batch, times in self.turns.items()})
+        per_token = self._encoding()
+        return msgspec.structs.replace(
+            ASSUMED_REQUEST, turn=constant, turn_per_row=per_row, receive_per_token=per_token
+        ), ASSUMED_REQUEST.delivery
+
+    def _run(self, service: EngineService, batch: int, limits: Limits) -> None:
+        engine, probe = self.engine, self.engine.probe()
+        steps = max(2, min(_LOOP_STEPS, limits.max_model_len - 10))
+        deltas = service.take(Submit(self._spec(f"{batch}-{index}", index, steps, limits)) for index in range(batch))
+        times = []
+        while engine.has_work:
+            begun = time.perf_counter()
+            deltas += engine.begin_steps()
+            planned = time.perf_counter()
+            output = probe.device.collect(probe.watchdog_seconds) if engine.num_in_flight else None
+            answered = time.perf_counter()
+            if output is not None:
+                deltas += engine.end_step(output)
+            service.tell(deltas, begun)
+            times.append(planned - begun + time.perf_counter() - answered)
+            deltas = []
+        self.turns[batch] += times[len(times) // 4 :]  # without admissions
+
+    def _spec(self, name: str, index: int, steps: int, limits: Limits) -> RequestSpec:
+        prompt = tuple((index * 31 + position) % (limits.vocab_size - 1) + 1 for position in range(8))
+        params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
+        return RequestSpec(request_id=f"calibrate-{name}", prompt=prompt, params=params)
+
+    def _encoding(self) -> float:
+        """Return the seconds that a token of a text takes to be found."""
+        text = "The quick brown fox jumps over the lazy dog, and 42 others watch it. " * 40
+        times = []
+        for index in range(5):
+            begun = time.perf_counter()
+            count = len(self.encode(f"{index} {text}"))
+            times.append((time.perf_counter() - begun) / max(count, 1))
+        return usual(times)
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def _encoded(message: EngineMessage) -> None:
+    """Do what sending does on this side."""
+    _ENCODER.encode(message)
+
+
+def _line(values: dict[int, float]) -> tuple[float, float]:
+    """Return slope and value at zero, neither of them negative, of the straight line nearest to the points."""
+    if len(values) < 2:
+        return 0.0, next(iter(values.values()))
+    slope = max(0.0, float(np.polyfit(list(values), list(values.values()), 1)[0]))
+    return slope, max(0.0, float(np.mean([value - slope * count for count, value in values.items()])))
+
+
+def _host_copy(engine: Engine) -> KVLink:
+    """Copy some blocks to the host and back."""
+    cache = engine.probe().runner.cache
+    times: dict[int, list[float]] = {}
+    one = 0
+    for count in sorted({1, min(32, cache.num_blocks)}):
+        blocks: IntArray = np.arange(count, dtype=np.int32)
+        cache.import_blocks(blocks, cache.export_blocks(blocks))
+        times[count] = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            data = cache.export_blocks(blocks)
+            cache.import_blocks(blocks, data)
+            times[count].append((time.perf_counter() - begun) / 2)
+            one = data.nbytes // count
+    slope, latency = _line({count: usual(values) for count, values in times.items()})
+    return KVLink(
+        latency=latency,
+        bandwidth=one / slope if slope else 1e12,
+        source="measured: blocks copied to the host and back, half of it",
+    )

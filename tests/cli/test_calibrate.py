@@ -1,0 +1,58 @@
+"""`fdcore calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fd_core.cli.app import app
+from fd_core.simulation.costs.naming import profile_named
+
+SMALL = ("--backend", "null", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FD_CACHE", str(tmp_path / "cache"))
+
+
+def run(*arguments: str, spread: str = "10") -> Result:
+    return CliRunner().invoke(app, ["calibrate", "x", *SMALL, "--seconds", "0.1", "--max-spread", spread, *arguments])
+
+
+def test_a_profile_is_written_where_its_name_finds_it() -> None:
+    done = run()
+    assert done.exit_code == 0, done.output
+    assert "Mean error" in done.output and "mixed" in done.output
+    assert profile_named("x-null").label == "x-null (measured)"
+
+
+def test_a_profile_is_written_to_a_file(tmp_path: Path) -> None:
+    done = run("-o", str(tmp_path / "mine.json"), "--name", "mine")
+    assert done.exit_code == 0, done.output
+    assert profile_named(str(tmp_path / "mine.json")).name == "mine"
+
+
+def test_a_noisy_machine_gets_no_profile(tmp_path: Path) -> None:
+    done = run("-o", str(tmp_path / "mine.json"), spread="0.01")
+    assert done.exit_code == 1
+    assert "from one time to the next" in done.output
+    assert not (tmp_path / "mine.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-o", "no/such/folder/mine.json"), "there is no folder"),
+        (("-o", "."), "it is a folder"),
+        (("--name", "../mine"), "is no name"),
+        (("--role", "decode"), "is not measured"),
+        (("--max-num-seqs", "none"), "--max-num-seqs"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_measured(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.output.replace("\n", " ")

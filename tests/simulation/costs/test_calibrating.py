@@ -1,0 +1,89 @@
+"""A calibration of engines without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.engine.builder import load_engine
+from fd_core.engine.core import Engine
+from fd_core.errors import ConfigError
+from fd_core.runner.runner import Runner
+from fd_core.simulation.costs.calibrating import Calibration, MachineTooNoisy, calibrate, require_alone
+from fd_core.simulation.costs.profile import parse_profile
+from fd_core.simulation.costs.profile_costs import costs_of
+from fd_core.types import StepOutput, StepPlan
+from tests.simulation.costs.plans import decodes
+
+SMALL = EngineConfig(
+    model="x", backend="null", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, block_size=8
+)
+ANY = 1e9
+
+
+@contextmanager
+def engine_of(config: EngineConfig) -> Iterator[Engine]:
+    engine = load_engine(config, None, progress=lambda *_: None)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_an_engine_is_measured_and_serves_afterwards() -> None:
+    told: list[tuple[str, int, int]] = []
+    with engine_of(SMALL) as engine:
+        how = Calibration("tiny", "a machine", 0.1, ANY, "2026-01-01")
+        profile = calibrate(engine, str.split, how, lambda *args: told.append(args))
+        assert not engine.has_work
+        engine.check_integrity()
+    assert profile.label == "tiny (measured)"
+    assert profile.limits.max_num_seqs == 2
+    assert profile.limits.max_drafts == 0  # grammars force tokens, but nothing drafts
+    assert {error.kind for error in profile.error} == {"decode", "prefill", "mixed"}
+    assert costs_of(profile).step(decodes(2, 30)) > 0
+    assert {name for name, _, _ in told} == {"turns of the loop", "steps, unmeasured", "steps"}
+    assert all(0 <= done < total for _, done, total in told)
+    assert parse_profile(msgspec.json.encode(profile), "here") == profile
+
+
+def test_drafts_are_measured_where_something_drafts() -> None:
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    config = EngineConfig(
+        model="x", backend="null", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, speculative=speculative
+    )
+    with engine_of(config) as engine:
+        verified: list[int] = []
+        execute = Runner.execute
+
+        def watched(runner: Runner, plan: StepPlan) -> StepOutput:
+            verified.append(int(np.minimum(plan.num_drafts, runner.batch.num_drafts[plan.slots]).sum()))
+            return execute(runner, plan)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Runner, "execute", watched)
+            profile = calibrate(engine, str.split, Calibration("tiny", "a machine", 0.1, ANY), lambda *_: None)
+    assert profile.limits.max_drafts == 2
+    assert "drafts" in {error.kind for error in profile.error}
+    assert max(verified) == 4
+
+
+def test_a_noisy_machine_is_said_to_be_one() -> None:
+    with engine_of(SMALL) as engine, pytest.raises(MachineTooNoisy, match="end what else runs"):
+        calibrate(engine, str.split, Calibration("tiny", "a machine", 0.1, 1e-6), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"role": "decode"}, {"kv_store": "disk:/nowhere"}, {"pipeline_parallel_size": 2}, {"lora_modules": ("a=b",)}],
+)
+def test_what_is_not_measured_is_refused(setting: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="is not measured") as raised:
+        require_alone(EngineConfig(model="x", **setting))  # type: ignore[arg-type]
+    (name,) = setting
+    assert raised.value.field == "--" + name.replace("_", "-")
