@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, Protocol
@@ -73,6 +73,9 @@ class SimulatedClient:
     ) -> None:
         """`delay`: seconds from a worker's engine to the client. `ended` is told each outcome, `done` the end."""
         self.conversation = conversation
+        self.wanted: Sequence[int] | None = None
+        """The answer to the request in progress, its end included, where a model of its own gives it. The door sets it;
+        None takes what the turn says."""
         self._timeline = timeline
         self._door = door
         self._vocab_size = vocab_size
@@ -130,13 +133,23 @@ class SimulatedClient:
         )
         asked = RouteRequest(prompt, session=conversation.name, output_tokens=turn.max_tokens or 0)
         if turn.patience is not None:
-            self._patience = self._timeline.after(turn.patience, self._leave)
+            self._patience = self._timeline.after(turn.patience, self.leave)
         self._door.ask(spec, asked, self)
+
+    def leave(self) -> None:
+        """Leave before the request in progress has ended; the conversation is over."""
+        if self._now.over:
+            return
+        request_id = self.request_id
+        self._end(self._now, "left", "")
+        self._door.leave(request_id)
 
     # What comes back --------------------------------------------------------------------------------------
 
     def tried(self) -> None:
         """A worker was asked."""
+        if self._check and self._now.count and not self._now.over:
+            raise WrongAnswer(f"request {self.request_id} was given to another worker after its first token")
         self._now.attempts += 1
 
     def read(self, delta: Delta, worker: int) -> None:
@@ -157,6 +170,8 @@ class SimulatedClient:
             now.count += len(delta.token_ids)
             if self._more or self._check:
                 now.tokens += delta.token_ids
+            if self.wanted is not None and self._check:
+                self._check_part(now, delta.token_ids)
         if delta.finish_reason is not None:
             reason = str(delta.finish_reason)
             self._timeline.at(at, lambda: self._whole(now, reason))
@@ -173,12 +188,6 @@ class SimulatedClient:
         if self._check:
             self._check_answer(now, end)
         self._end(now, end, "")
-
-    def _leave(self) -> None:
-        """The client's patience is over."""
-        request_id = self.request_id
-        self._end(self._now, "left", "")
-        self._door.leave(request_id)
 
     def _end(self, now: _Reading, end: str, reason: str) -> None:
         if now.over:
@@ -223,8 +232,21 @@ class SimulatedClient:
             self._number += 1
         return self._number + 1 < len(turns)
 
+    def _check_part(self, now: _Reading, part: Sequence[int]) -> None:
+        """Raise `WrongAnswer` unless the tokens are those that the model gives next."""
+        begin = now.count - len(part)
+        wanted = [*(self.wanted or ())[begin : now.count]]
+        if [*part] != wanted:
+            raise WrongAnswer(f"request {self.request_id} got {[*part]} from token {begin} on, not {wanted}")
+
     def _check_answer(self, now: _Reading, end: str) -> None:
         """Raise `WrongAnswer` unless the answer is the one that the model gives."""
+        if self.wanted is not None:
+            stops = [*self.wanted[-1:]] == [END]
+            if now.count != len(self.wanted) or (end == "stop") is not stops:
+                count = f"{now.count} tokens in place of {len(self.wanted)}"
+                raise WrongAnswer(f"request {self.request_id} ended by {end!r}: {count}")
+            return
         answer = self._turn.answer
         wanted = tokens_of(Piece(answer.seed, min(answer.tokens, now.most)), self._vocab_size).tolist()
         got = now.tokens[:-1] if now.tokens[-1:] == [END] else now.tokens

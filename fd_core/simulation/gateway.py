@@ -8,7 +8,6 @@ from typing import Protocol
 
 import msgspec
 
-from fd_core.kv.events import KVEvent
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import RouterPolicy
 from fd_core.router.router import Router
@@ -23,6 +22,8 @@ __all__ = ["Reader", "SimulatedGateway"]
 
 _UNREACHABLE_SECONDS = 30.0
 """Answers of a worker that no health check has reached for so long are ended, as the gateway's default is."""
+_CONNECT_SECONDS = 3.0
+"""A request that has not reached its worker after so long goes to another one, as the gateway's default is."""
 
 
 class Reader(Protocol):
@@ -57,22 +58,36 @@ class SimulatedGateway:
     ) -> None:
         """Know `workers` from the start and take them for healthy."""
         self.name = name
-        self.router = Router(config, policy_class)
         self.checks = 0
         """Health checks that were made."""
+        self._config = config
+        self._policy_class = policy_class
         self._timeline = timeline
         self._network = network
         self._draw = draw
         self._workers = {worker.url: worker for worker in workers}
         self._attempts: dict[str, dict[_Attempt, None]] = {url: {} for url in self._workers}
         """Attempts that wait for a worker, by its address."""
-        self._following: dict[RouterWorker, str] = {}
-        """The process whose KV events count, by incarnation."""
+        self._start()
+
+    def _start(self) -> None:
+        self.router = Router(self._config, self._policy_class)
+        self._following: dict[RouterWorker, tuple[str, int | None]] = {}
+        """The process whose KV events count, by incarnation, and the number of the next event."""
         self._unreached: dict[str, float] = {}
         """When the first of the checks in a row was made that reached nobody, by address."""
-        for worker in workers:
-            self.router.register(worker.url, worker.plan.role, timeline.now, instance=worker.instance)
+        for worker in self._workers.values():
+            instance = worker.instance if self._reached(worker) else None
+            self.router.register(worker.url, worker.plan.role, self._timeline.now, instance=instance)
         self.check()
+
+    def restart(self) -> None:
+        """End the process, and with it every connection to clients and workers; begin anew with an empty memory."""
+        for attempts in self._attempts.values():
+            for attempt in [*attempts]:
+                attempt.leave()
+                attempt.exchange.reader.broken(502, "the router's process ended")
+        self._start()
 
     @property
     def num_open(self) -> int:
@@ -92,16 +107,19 @@ class SimulatedGateway:
                     attempt.leave()
                     return
 
-    def learn(self, worker: SimulatedWorker, events: Sequence[KVEvent]) -> None:
-        """Take in what a worker says of the prefixes that its device holds, where the policy can use it."""
+    def learn(self, worker: SimulatedWorker) -> None:
+        """Take in what a worker has to say of the prefixes that its device holds, where the policy can use it."""
         known = next((each for each in self.router.workers() if each.url == worker.url), None)
         client, reported = worker.client, self.router.reported_kv
-        if known is None or client is None or not self.router.uses_prefix(known):
+        if known is None or client is None or client.kv_log is None or not self.router.uses_prefix(known):
             return
-        if self._following.get(known) != worker.instance:
-            if not reported.begin(known, client.info.block_size, worker.instance):
-                return
-            self._following[known] = worker.instance
+        instance, after = self._following.get(known, ("", None))
+        if instance != worker.instance:
+            after = None
+        following, events = client.kv_log.read(after)
+        if after is None and not reported.begin(known, client.info.block_size, worker.instance):
+            return
+        self._following[known] = worker.instance, following
         for event in events:
             reported.apply(known, event)
 
@@ -111,8 +129,8 @@ class SimulatedGateway:
         for known in self.router.workers():
             worker = self._workers[known.url]
             self.checks += 1
-            reached = worker.up and now >= worker.frozen_until and self._network.reaches(self.name, worker.plan.name)
-            ok = reached and worker.ready
+            reached = self._reached(worker)
+            ok = reached and worker.healthy
             client = worker.client
             after = self.router.health(
                 known,
@@ -125,6 +143,9 @@ class SimulatedGateway:
             if ok and worker.leaving:
                 self.router.leaving(after)
             self._unreachable(after, reached, now)
+
+    def _reached(self, worker: SimulatedWorker) -> bool:
+        return worker.up and not worker.timeline.frozen and self._network.reaches(self.name, worker.plan.name)
 
     def _unreachable(self, known: RouterWorker, reached: bool, now: float) -> None:
         if reached:
@@ -158,12 +179,13 @@ class _Exchange:
 class _Attempt:
     """One request at one worker, or pair; its `Selection` is released exactly once, at its end."""
 
-    __slots__ = ("_over", "_worker", "exchange", "selection")
+    __slots__ = ("_arrived", "_over", "_worker", "exchange", "selection")
 
     def __init__(self, exchange: _Exchange, selection: Selection) -> None:
         self.exchange = exchange
         self.selection = selection
         self._worker = exchange.gateway._workers[selection.decode.url]
+        self._arrived = False
         self._over = False
 
     def begin(self) -> None:
@@ -174,7 +196,9 @@ class _Attempt:
         if self.selection.mode == "pd":
             peer = gateway._workers[self.selection.prefill.url]
             spec = msgspec.structs.replace(spec, prefill_at=f"{peer.plan.name}:{self.selection.kv_port}")
-        gateway._network.send(gateway.name, self._worker.plan.name, lambda: self._worker.take(spec, self))
+        gateway._network.send(gateway.name, self._worker.plan.name, lambda: self._arrive(spec))
+        if not gateway._network.reaches(gateway.name, self._worker.plan.name):
+            gateway._timeline.after(_CONNECT_SECONDS, self._gave_up)
 
     def leave(self) -> None:
         """The client is gone; the worker learns of it over the network."""
@@ -183,10 +207,26 @@ class _Attempt:
         gateway = self.exchange.gateway
         gateway._network.send(gateway.name, worker.plan.name, lambda: worker.leave(request_id))
 
+    def _arrive(self, spec: RequestSpec) -> None:
+        self._arrived = True
+        if not self._over:
+            self._worker.take(spec, self)
+
+    def _gave_up(self) -> None:
+        if not (self._arrived or self._over):
+            self._failed(502, "the worker cannot be reached", severe=True)
+
     # What the worker says, at the time at which it says it ---------------------------------------------------
 
     def answered(self, delta: Delta) -> None:
         """Pass a part of the answer on; only its first and its last change what is counted here."""
+        gateway, place = self.exchange.gateway, self._worker.plan.name
+        if gateway._network.clear(place, gateway.name):
+            self._read(delta)
+        else:
+            gateway._network.send(place, gateway.name, lambda: self._read(delta))
+
+    def _read(self, delta: Delta) -> None:
         if self._over:
             return
         if delta.finish_reason is FinishReason.ERROR:
@@ -217,7 +257,7 @@ class _Attempt:
             if not self._over:
                 then()
 
-        gateway._timeline.after(gateway._network.delay(self._worker.plan.name, gateway.name), heard)
+        gateway._network.send(self._worker.plan.name, gateway.name, heard)
 
     def _served(self) -> None:
         gateway = self.exchange.gateway

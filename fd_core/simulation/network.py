@@ -10,24 +10,33 @@ __all__ = ["Network"]
 
 
 class Network:
-    """Delays between named places; a pair of places that is parted gets nothing through."""
+    """Delays between named places. What is sent between two places arrives in order and once, as over TCP.
+
+    Between places that are parted it waits until they are joined; who sent it may give up before.
+    """
 
     def __init__(self, timeline: Timeline, latency: float) -> None:
         """`latency`: seconds on the way from one place to another."""
         self.latency = latency
-        self.lost = 0
-        """Messages that did not arrive."""
+        self.held = 0
+        """Messages that had to wait until places were joined."""
         self._timeline = timeline
-        self._parted: set[frozenset[str]] = set()
+        self._waiting: dict[frozenset[str], list[tuple[str, Callable[[], None]]]] = {}
+        """What waits between the places that are parted, and whose it is."""
         self._slow: dict[frozenset[str], float] = {}
+        self._clear: dict[tuple[str, str], float] = {}
+        """When the last message arrives that was sent while its way was slow or parted."""
 
     def part(self, one: str, other: str) -> None:
         """Let nothing through between two places."""
-        self._parted.add(frozenset((one, other)))
+        self._waiting.setdefault(frozenset((one, other)), [])
 
     def join(self, one: str, other: str) -> None:
-        """Let everything through again."""
-        self._parted.discard(frozenset((one, other)))
+        """Let everything through again, what waited first."""
+        pair = frozenset((one, other))
+        for sender, arrive in self._waiting.pop(pair, ()):
+            (receiver,) = pair - {sender}
+            self.send(sender, receiver, arrive)
 
     def slow(self, one: str, other: str, seconds: float) -> None:
         """Delay what is sent between two places by so much more; 0 ends it."""
@@ -37,17 +46,25 @@ class Network:
             self._slow.pop(frozenset((one, other)), None)
 
     def reaches(self, one: str, other: str) -> bool:
-        """Whether something that is sent now arrives."""
-        return not self._parted or frozenset((one, other)) not in self._parted
+        """Whether two places are not parted."""
+        return not self._waiting or frozenset((one, other)) not in self._waiting
 
-    def delay(self, one: str, other: str) -> float:
-        """Seconds that something takes which is sent now."""
-        return self.latency + (self._slow.get(frozenset((one, other)), 0.0) if self._slow else 0.0)
+    def clear(self, one: str, other: str) -> bool:
+        """Whether something that is sent now takes no longer than usual."""
+        if not (self._waiting or self._slow or self._clear):
+            return True
+        slow = frozenset((one, other)) in self._slow
+        return not slow and self.reaches(one, other) and self._clear.get((one, other), 0.0) <= self._timeline.now
 
-    def send(self, one: str, other: str, arrive: Callable[[], None]) -> bool:
-        """Have `arrive` called at the other end; return whether it will be."""
-        if not self.reaches(one, other):
-            self.lost += 1
-            return False
-        self._timeline.after(self.delay(one, other), arrive)
-        return True
+    def send(self, one: str, other: str, arrive: Callable[[], None]) -> None:
+        """Have `arrive` called at the other end, once it can be."""
+        if self.clear(one, other):
+            self._timeline.after(self.latency, arrive)
+        elif not self.reaches(one, other):
+            self.held += 1
+            self._waiting[frozenset((one, other))].append((one, arrive))
+        else:
+            now = self._timeline.now
+            due = now + self.latency + self._slow.get(frozenset((one, other)), 0.0)
+            self._clear[one, other] = max(due, self._clear.get((one, other), 0.0))
+            self._timeline.at(self._clear[one, other], arrive)

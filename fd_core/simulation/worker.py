@@ -12,7 +12,7 @@ from fd_core.router.workers import Role
 from fd_core.scheduling.requests import check_spec
 from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.engine import EngineParts, SimulatedEngineClient
-from fd_core.simulation.timeline import Timeline
+from fd_core.simulation.local_time import LocalTimeline
 from fd_core.types import Delta, RequestSpec
 
 __all__ = ["Caller", "SimulatedWorker", "WorkerPlan"]
@@ -47,20 +47,19 @@ class WorkerPlan:
 class SimulatedWorker:
     """One server process, or none between its death and its return."""
 
-    def __init__(self, timeline: Timeline, plan: WorkerPlan, index: int) -> None:
+    def __init__(self, timeline: LocalTimeline, plan: WorkerPlan, index: int) -> None:
         self.plan = plan
         self.index = index
         self.url = f"http://{plan.name}:8000"
         self.processes = 0
         """Processes that were started at this address."""
         self.client: SimulatedEngineClient | None = None
-        self.frozen_until = 0.0
-        """Until when the whole process stands still, engine included."""
         self.leaving = False
         """Whether it takes no more requests, because it is to end."""
         self.on_start: Callable[[SimulatedEngineClient], None] = lambda _: None
         """Called with the client of each new process."""
-        self._timeline = timeline
+        self.timeline = timeline
+        """Time as whatever runs at this address sees it; standing still and wrong clocks are faults of it."""
         self._busy_until = 0.0
         self._callers: dict[str, tuple[Caller, DeltaStream | None]] = {}
         self.start()
@@ -76,9 +75,9 @@ class SimulatedWorker:
         return self.client is not None
 
     @property
-    def ready(self) -> bool:
-        """What `/ready` says."""
-        return self.client is not None and self.client.alive and not self.leaving
+    def healthy(self) -> bool:
+        """What `/health` says: a worker that shuts down still does what it took."""
+        return self.client is not None and self.client.alive
 
     @property
     def num_open(self) -> int:
@@ -91,9 +90,15 @@ class SimulatedWorker:
         self.leaving = False
         parts = self.plan.make_parts(self.processes)
         self._costs: Costs = parts.costs
-        self.client = SimulatedEngineClient(self._timeline, parts, self.plan.restart_seconds)
-        self._busy_until = self._timeline.now
+        self.client = SimulatedEngineClient(self.timeline, parts, self.plan.restart_seconds)
+        self._busy_until = self.timeline.now
         self.on_start(self.client)
+
+    def drain(self) -> None:
+        """Take no more requests, as before an orderly end; go on with those that were taken."""
+        if self.client is not None:
+            self.leaving = True
+            self.client.engine.stop()
 
     def kill(self) -> None:
         """End the process at once: whoever waits for an answer is left without one."""
@@ -112,8 +117,8 @@ class SimulatedWorker:
             caller.lost("no process listens at the worker's address")
             return
         self._callers[spec.request_id] = caller, None
-        self._busy_until = max(self._busy_until, self._timeline.now) + self._costs.request(len(spec.prompt))
-        self._timeline.at(self._busy_until, lambda: self._submit(client, spec, caller))
+        self._busy_until = max(self._busy_until, self.timeline.now) + self._costs.request(len(spec.prompt))
+        self.timeline.at(self._busy_until, lambda: self._submit(client, spec, caller))
 
     def leave(self, request_id: str) -> None:
         """The client of a request is gone: its connection was closed."""

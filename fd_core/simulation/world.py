@@ -28,6 +28,7 @@ from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.device import AnswerOf, PlanComputer, ScriptedComputer
 from fd_core.simulation.engine import EngineParts, OutsideParts, SimulatedEngineClient
 from fd_core.simulation.gateway import SimulatedGateway
+from fd_core.simulation.local_time import LocalTimeline
 from fd_core.simulation.network import Network
 from fd_core.simulation.results.outcomes import RequestOutcome, Run, WorkerSample
 from fd_core.simulation.timeline import Timeline
@@ -203,7 +204,7 @@ class World:
                     max_queued_requests=group.max_queued_requests,
                     restart_seconds=group.restart_seconds,
                 )
-                workers.append(SimulatedWorker(self.timeline, plan, len(workers)))
+                workers.append(SimulatedWorker(LocalTimeline(self.timeline), plan, len(workers)))
                 self._groups.append(group)
         return workers
 
@@ -236,9 +237,9 @@ class World:
         if not client.info.kv_events:
             return
 
-        def tell(events: Sequence[KVEvent]) -> None:
+        def tell(_: Sequence[KVEvent]) -> None:
             for gateway in self.gateways:
-                self.network.send(worker.plan.name, gateway.name, partial(gateway.learn, worker, events))
+                self.network.send(worker.plan.name, gateway.name, partial(gateway.learn, worker))
 
         client.on_kv_events = tell
 

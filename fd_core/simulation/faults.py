@@ -1,0 +1,210 @@
+"""Faults of a simulated deployment: a schedule is plain data, made from a seed, that any world can be given."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, Literal, get_args
+
+import msgspec
+
+from fd_core.kv.stores.contract import Trouble
+from fd_core.simulation.shared_store import SharedStore
+from fd_core.simulation.worker import SimulatedWorker
+from fd_core.simulation.world import World
+
+__all__ = ["FAULT_KINDS", "FaultKind", "SimulatedFault", "apply", "draw_faults", "over_at"]
+
+FaultKind = Literal[
+    "engine_dies",
+    "engine_hangs",
+    "process_killed",
+    "process_stands_still",
+    "worker_drains",
+    "device_slow",
+    "clock_wrong",
+    "places_parted",
+    "network_slow",
+    "router_restarted",
+    "store_down",
+    "store_slow",
+    "store_full",
+    "store_loses",
+    "store_damages",
+    "clients_leave",
+]
+FAULT_KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
+_OF_WORKERS: Final = FAULT_KINDS[:7]
+_OF_PLACES: Final = ("places_parted", "network_slow")
+
+
+class SimulatedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One fault. What it means is in the code of `apply`, kind by kind."""
+
+    at: float
+    """Seconds from the begin of the run."""
+    kind: FaultKind
+    target: tuple[str, ...] = ()
+    """A worker, a router, or the two places between which the network is at fault."""
+    seconds: float = 0.0
+    """How long it lasts: until the process, the way or the store is as before. 0 for what is over at once."""
+    amount: float = 0.0
+    """How bad it is: a factor for what is slow, the share of clients or values, seconds of a delay or a clock."""
+
+
+def draw_faults(
+    draw: random.Random,
+    count: int,
+    *,
+    seconds: float,
+    workers: Sequence[str],
+    routers: Sequence[str] = (),
+    store: bool = False,
+    kinds: Sequence[FaultKind] = FAULT_KINDS,
+) -> tuple[SimulatedFault, ...]:
+    """Return `count` faults within `seconds`, in order of time, of the kinds that there is a target for."""
+    possible = [
+        kind
+        for kind in kinds
+        if not (kind.startswith("store") and not store)
+        and not (kind == "router_restarted" and not routers)
+        and not (kind in _OF_PLACES and len(workers) + len(routers) < 2)
+    ]
+    return tuple(
+        sorted(
+            (_drawn(draw, draw.choice(possible), seconds, workers, routers) for _ in range(count if possible else 0)),
+            key=lambda fault: fault.at,
+        )
+    )
+
+
+def _drawn(
+    draw: random.Random, kind: FaultKind, seconds: float, workers: Sequence[str], routers: Sequence[str]
+) -> SimulatedFault:
+    target: tuple[str, ...] = ()
+    lasts, amount = draw.expovariate(2.0 / seconds), 0.0
+    if kind in _OF_WORKERS:
+        target = (draw.choice(workers),)
+    elif kind in _OF_PLACES:
+        # Mostly a router and a worker; pairs of workers speak to each other as well.
+        one = draw.choice(routers) if routers and (len(workers) < 2 or draw.random() < 0.7) else draw.choice(workers)
+        target = one, draw.choice([name for name in workers if name != one])
+    elif kind == "router_restarted":
+        target = (draw.choice(routers),)
+    match kind:
+        case "device_slow" | "store_slow":
+            amount = draw.choice((2.0, 10.0, 100.0))
+        case "network_slow":
+            amount = draw.expovariate(1.0 / (0.05 * seconds))
+        case "clock_wrong":
+            amount, lasts = draw.choice((-1, 1)) * draw.expovariate(1.0), 0.0
+        case "clients_leave":
+            amount, lasts = draw.choice((0.3, 1.0)), 0.0
+        case "store_loses" | "store_damages":
+            amount, lasts = draw.choice((1, 2, 3)), 0.0
+        case "router_restarted" | "engine_dies" | "engine_hangs":
+            lasts = 0.0
+    return SimulatedFault(at=draw.random() * seconds, kind=kind, target=target, seconds=lasts, amount=amount)
+
+
+def over_at(schedule: Sequence[SimulatedFault]) -> float:
+    """Return when the last fault is over, in seconds from the begin of the run; what it began may still last."""
+    return max((fault.at + fault.seconds for fault in schedule), default=0.0)
+
+
+def apply(schedule: Sequence[SimulatedFault], world: World, store: SharedStore | None = None) -> None:
+    """Have every fault happen at its time. Raises `ValueError` for one whose target is not in the world."""
+    for fault in schedule:
+        begin, end = _performed(fault, world, store)
+        world.timeline.at(fault.at, begin)
+        if end is not None:
+            world.timeline.at(fault.at + fault.seconds, end)
+
+
+def _performed(
+    fault: SimulatedFault, world: World, store: SharedStore | None
+) -> tuple[Callable[[], None], Callable[[], None] | None]:
+    """Return what begins a fault, and what ends it."""
+    kind = fault.kind
+    if kind in _OF_WORKERS:
+        worker = next((each for each in world.workers if each.plan.name in fault.target), None)
+        if worker is None:
+            raise ValueError(f"the fault {kind} is for {fault.target}, and no worker has that name")
+        return _of_worker(fault, worker)
+    if kind in _OF_PLACES:
+        network, (one, other) = world.network, fault.target
+        if kind == "places_parted":
+            return partial(network.part, one, other), partial(network.join, one, other)
+        return partial(network.slow, one, other, fault.amount), partial(network.slow, one, other, 0.0)
+    if kind == "router_restarted":
+        gateway = next((each for each in world.gateways if each.name in fault.target), None)
+        if gateway is None:
+            raise ValueError(f"the fault {kind} is for {fault.target}, and no router has that name")
+        return gateway.restart, None
+    if kind == "clients_leave":
+        return partial(_clients_leave, world, fault.amount), None
+    if store is None:
+        raise ValueError(f"the fault {kind} needs a store")
+    return _of_store(fault, store)
+
+
+def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> tuple[Callable[[], None], Callable[[], None] | None]:
+    def die() -> None:
+        if worker.client is not None:
+            worker.client.die("a fault of the schedule")
+
+    def hang() -> None:
+        if worker.client is not None and worker.client.alive:
+            worker.client.device.hang()
+
+    def slow(factor: float) -> None:
+        if worker.client is not None:
+            worker.client.device.slowness = factor
+
+    def start() -> None:
+        if not worker.up:
+            worker.start()
+
+    def end_drain() -> None:
+        worker.kill()
+        worker.start()
+
+    match fault.kind:
+        case "engine_dies":
+            return die, None
+        case "engine_hangs":
+            return hang, None
+        case "process_killed":
+            return worker.kill, start
+        case "process_stands_still":
+            return partial(worker.timeline.freeze, fault.seconds), None
+        case "worker_drains":
+            return worker.drain, end_drain
+        case "device_slow":
+            return partial(slow, fault.amount), partial(slow, 1.0)
+        case _:
+            # A drift of a thousandth is ten times that of a bad clock, and enough to order deadlines otherwise.
+            return partial(worker.timeline.set_clock, fault.amount, 1e-3 * fault.amount), None
+
+
+def _of_store(fault: SimulatedFault, store: SharedStore) -> tuple[Callable[[], None], Callable[[], None] | None]:
+    match fault.kind:
+        case "store_loses":
+            return partial(store.lose, int(fault.amount)), None
+        case "store_damages":
+            return partial(store.damage, int(fault.amount)), None
+        case "store_slow":
+            return partial(setattr, store, "slowness", fault.amount), partial(setattr, store, "slowness", 1.0)
+        case "store_full":
+            change = partial(setattr, store, "write_trouble")
+            return partial(change, Trouble.FULL), partial(change, None)
+        case _:
+            change = partial(setattr, store, "trouble")
+            return partial(change, Trouble.TIMEOUT), partial(change, None)
+
+
+def _clients_leave(world: World, share: float) -> None:
+    clients = [*world.clients.values()]
+    for client in clients[: round(share * len(clients))]:
+        client.leave()

@@ -1,0 +1,104 @@
+"""Faults of a schedule: each happens, ends, and costs no client more than it must."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fd_core.router.config import RouterConfig
+from fd_core.simulation.faults import FAULT_KINDS, SimulatedFault, apply, draw_faults, over_at
+from fd_core.simulation.local_time import LocalTimeline
+from fd_core.simulation.network import Network
+from fd_core.simulation.timeline import Timeline
+from tests.simulation.helpers import conversations, group, world
+
+WORKERS, ROUTERS = ("mixed0", "mixed1"), ("router0",)
+HARMLESS = {"engine_dies", "engine_hangs", "device_slow", "clock_wrong", "network_slow"}
+"""Faults, one of which alone lets no request fail while there is another worker and time."""
+
+
+def schedule(seed: int) -> tuple[SimulatedFault, ...]:
+    return draw_faults(random.Random(seed), 40, seconds=3.0, workers=WORKERS, routers=ROUTERS, store=True)
+
+
+def test_equal_seeds_give_equal_schedules() -> None:
+    assert schedule(1) == schedule(1) != schedule(2)
+
+
+def test_every_kind_is_drawn_that_has_a_target() -> None:
+    drawn = {fault.kind for seed in range(10) for fault in schedule(seed)}
+    assert drawn == set(FAULT_KINDS)
+    alone = draw_faults(random.Random(1), 300, seconds=3.0, workers=("mixed0",))
+    assert not {"store_full", "router_restarted", "places_parted"} & {fault.kind for fault in alone}
+
+
+def test_a_fault_of_what_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="mixed7"):
+        apply([SimulatedFault(at=0.0, kind="engine_dies", target=("mixed7",))], world())
+    with pytest.raises(ValueError, match="needs a store"):
+        apply([SimulatedFault(at=0.0, kind="store_full")], world())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAULT_KINDS if not kind.startswith("store")])
+def test_every_request_ends_whatever_happens(kind: str) -> None:
+    router = RouterConfig(policy="round_robin", health_check_interval_secs=0.5)
+    one = world(group(count=2, config={"watchdog_seconds": 1.0}, restart_seconds=0.5), router=router)
+    faults = draw_faults(random.Random(3), 1, seconds=1.0, workers=WORKERS, routers=ROUTERS, kinds=(kind,))
+    apply(faults, one)
+    run = one.run(conversations(30, rate=60.0), until=60.0 + over_at(faults))
+    ends = [outcome.end for outcome in run.outcomes]
+    assert len(ends) == 30
+    if kind in HARMLESS:
+        assert set(ends) == {"stop"}
+
+
+def test_what_waits_where_places_are_parted_arrives_in_order_once_they_are_joined() -> None:
+    timeline, came = Timeline(), []
+    network = Network(timeline, 0.25)
+    network.part("a", "b")
+    network.send("a", "b", lambda: came.append("first"))
+    network.send("a", "c", lambda: came.append("elsewhere"))
+    timeline.run(1.0)
+    assert came == ["elsewhere"]
+    network.join("b", "a")
+    network.send("a", "b", lambda: came.append("second"))
+    timeline.run(1.25)
+    assert came == ["elsewhere", "first", "second"]
+
+
+def test_what_is_sent_behind_a_slow_message_does_not_overtake_it() -> None:
+    timeline, came = Timeline(), []
+    network = Network(timeline, 0.25)
+    network.slow("a", "b", 1.0)
+    network.send("a", "b", lambda: came.append("first"))
+    network.slow("a", "b", 0.0)
+    assert not network.clear("a", "b")
+    network.send("a", "b", lambda: came.append("second"))
+    timeline.run()
+    assert came == ["first", "second"]
+    assert timeline.now == 1.25
+
+
+def test_a_process_that_stands_still_does_everything_late_and_in_order() -> None:
+    timeline, did = Timeline(), []
+    local = LocalTimeline(timeline)
+    local.at(1.0, lambda: did.append((timeline.now, "one")))
+    local.at(2.0, lambda: did.append((timeline.now, "two")))
+    local.at(1.5, lambda: did.append((timeline.now, "never"))).cancel()
+    timeline.at(0.5, lambda: local.freeze(3.0))
+    timeline.run()
+    assert did == [(3.5, "one"), (3.5, "two")]
+
+
+def test_a_wrong_clock_runs_on_and_never_back() -> None:
+    timeline, did = Timeline(), []
+    local = LocalTimeline(timeline)
+    local.set_clock(10.0, 1.0)
+    local.after(4.0, lambda: did.append((timeline.now, local.now)))
+    timeline.run(3.0)
+    assert did == [(2.0, 14.0)]
+    local.set_clock(-5.0, -0.5)
+    assert local.now == 16.0
+    timeline.run(5.0)
+    assert local.now == 17.0
