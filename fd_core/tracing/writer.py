@@ -85,7 +85,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     kv_entries: tuple[KVEntry, ...] = ()
     arrived: tuple[ArrivalEntry, ...] = ()
     answered: tuple[int | None, ...] = ()
-    """Of each delta: tokens that its request got altogether, if it is the last."""
+    """Of each delta: tokens that its request got altogether, if it is the last; empty if none is."""
 
 
 def line_of(record: StepRecord) -> StepLine:
@@ -279,6 +279,8 @@ class TraceWriter:
         for delta in deltas:
             if delta.request_id in got:
                 got[delta.request_id] += len(delta.token_ids)
+        if not ended:
+            return ()
         return tuple(None if delta.finish_reason is None else got.pop(delta.request_id, None) for delta in deltas)
 
     def _end(self) -> None:
