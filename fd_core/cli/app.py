@@ -20,6 +20,7 @@ from fd_core.cli import (
     route,
     run_batch,
     serve,
+    simulate,
     tokenize,
     trace,
 )
@@ -52,6 +53,7 @@ app.command("collect-env", help="Another name of `fdcore env`.")(env.env)
 app.add_typer(bench.app, name="bench")
 app.command()(calibrate.calibrate)
 app.command()(trace.trace)
+app.command()(simulate.simulate)
 app.command()(doctor.doctor)
 app.command()(conformance.conformance)
 app.command()(plugins.install)

@@ -1,0 +1,72 @@
+"""`fdcore simulate`: what it prints and writes, and what it says of settings that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fd_core.cli.app import app
+
+SMALL = ["poisson:rate=50,requests=20,prompt=50,output=8", "--profile", "h100:llama-8b"]
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_equal_arguments_write_equal_files(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    for file in files:
+        run(*SMALL, "--workers", "2", "--json", str(file))
+    first, second = (json.loads(file.read_text()) for file in files)
+    first.pop("command", None), second.pop("command", None)
+    assert first == second
+
+
+def test_the_table_says_that_the_profile_was_never_measured() -> None:
+    assert "calculated, never measured" in run(*SMALL, "--slo", "ttft_p99=1")
+
+
+def test_every_combination_is_run_with_every_seed(tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    vary = ["--vary", "scheduling_policy=fcfs,priority", "--vary", "max_num_seqs=2,4", "--vary", "load=1,2"]
+    run(*SMALL, *vary, "--seeds", "2", "--json", str(written), "--page", str(tmp_path / "out.html"))
+    assert written.read_text().count('"seed"') >= 16
+    assert "<html" in (tmp_path / "out.html").read_text()
+
+
+def test_a_policy_may_be_a_file(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from fd_core.scheduling.policies import SchedulingPolicy\n"
+        "class Last(SchedulingPolicy):\n"
+        "    def rank(self, request):\n"
+        "        return (-request.arrival,)\n"
+    )
+    assert "mine.py:Last" in run(*SMALL, "--vary", f"scheduling_policy=fcfs,{mine}:Last")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["nonsense:rate=1"], 2, "nonsense"),
+        ([*SMALL, "--vary", "colour=red"], 2, "colour"),
+        ([*SMALL, "--vary", "max_num_seqs="], 2, "names no values"),
+        ([*SMALL, "--max-num-seqs", "0"], 2, "max-num-seqs"),
+        ([*SMALL, "--prefill", "1"], 2, "--decode"),
+        ([*SMALL, "--workers", "3", "--routers", "0"], 2, "router"),
+        ([*SMALL, "--scheduling-policy", "nobodys"], 4, "nobodys"),
+        (["poisson:rate=1", "--profile", "h900:llama-8b"], 2, "h900"),
+        ([*SMALL, "--slo", "speed=1"], 2, "speed"),
+    ],
+)
+def test_what_cannot_be_simulated_is_told_in_a_line(arguments: list[str], code: int, told: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    assert result.exit_code == code, result.output
+    assert told in result.output
+    assert "Traceback" not in result.output
