@@ -7,11 +7,16 @@ is kept: commands that do not need it work, and naming it raises `PluginError` w
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -85,6 +90,8 @@ _BUILTIN_MODULES: Final = (
     "fd_core.text.parsing.builtin",
 )
 
+_FILE_TARGET: Final = re.compile(r"\.py:[A-Za-z_]\w*$")
+
 
 T = TypeVar("T")
 
@@ -97,19 +104,22 @@ class Kind(Generic[T]):
     hook: str
     base: str
     flag: str
+    files: bool = False
+    """Whether a class in a file, `FILE.py:Class`, may stand in place of a name: where nobody but the user names one."""
 
 
 BACKEND: Final[Kind[Backend]] = Kind(
     "backend", "fd_register_backends", "fd_core.backends.contract:Backend", "--backend"
 )
 SCHEDULER: Final[Kind[Scheduler]] = Kind(
-    "scheduler", "fd_register_schedulers", "fd_core.scheduling.contract:Scheduler", "--scheduler"
+    "scheduler", "fd_register_schedulers", "fd_core.scheduling.contract:Scheduler", "--scheduler", files=True
 )
 SCHEDULING_POLICY: Final[Kind[SchedulingPolicy]] = Kind(
     "scheduling policy",
     "fd_register_scheduling_policies",
     "fd_core.scheduling.policies:SchedulingPolicy",
     "--scheduling-policy",
+    files=True,
 )
 DRAFTER: Final[Kind[Drafter]] = Kind(
     "drafter", "fd_register_drafters", "fd_core.runner.drafting:Drafter", "--speculative-config"
@@ -124,20 +134,24 @@ OBSERVER: Final[Kind[Observer]] = Kind(
     "observer", "fd_register_observers", "fd_core.runner.observing:Observer", "--observer"
 )
 VICTIMS: Final[Kind[VictimPolicy]] = Kind(
-    "victim policy", "fd_register_victim_policies", "fd_core.scheduling.victims:VictimPolicy", "--victim-policy"
+    "victim policy",
+    "fd_register_victim_policies",
+    "fd_core.scheduling.victims:VictimPolicy",
+    "--victim-policy",
+    files=True,
 )
 STORE: Final[Kind[KVStore]] = Kind("KV store", "fd_register_stores", "fd_core.kv.stores.contract:KVStore", "--kv-store")
 CONNECTOR: Final[Kind[Connector]] = Kind(
     "connector", "fd_register_connectors", "fd_core.disagg.connectors.contract:Connector", "--kv-connector"
 )
 ROUTER_POLICY: Final[Kind[RouterPolicy]] = Kind(
-    "router policy", "fd_register_router_policies", "fd_core.router.policies:RouterPolicy", "--policy"
+    "router policy", "fd_register_router_policies", "fd_core.router.policies:RouterPolicy", "--policy", files=True
 )
 LAUNCHER: Final[Kind[Launcher]] = Kind(
     "launcher", "fd_register_launchers", "fd_core.launching.contract:Launcher", "--distributed-executor-backend"
 )
 SCALING_POLICY: Final[Kind[ScalingPolicy]] = Kind(
-    "scaling policy", "fd_register_scaling_policies", "fd_core.cluster.scaling:ScalingPolicy", "policy"
+    "scaling policy", "fd_register_scaling_policies", "fd_core.cluster.scaling:ScalingPolicy", "policy", files=True
 )
 TOOL_PARSER: Final[Kind[ToolParser]] = Kind(
     "tool parser", "fd_register_tool_parsers", "fd_core.text.parsing.contract:ToolParser", "--tool-call-parser"
@@ -299,7 +313,12 @@ class Plugins:
         return {name: offers[0] for name, offers in self._offers[kind].items() if len(offers) == 1}
 
     def find(self, kind: Kind[Any], name: str) -> PluginOffer:
-        """Return what is called `name`, not imported. Raises `PluginError` with what there is, or with the cause."""
+        """Return what is called `name`, not imported. Raises `PluginError` with what there is, or with the cause.
+
+        A name such as `study/mine.py:Shortest` is a class in a file of Python.
+        """
+        if kind.files and _FILE_TARGET.search(name):
+            return PluginOffer(kind, Entry(name, name, "from a file"), Origin("in the file", name, name))
         usable = self.offered(kind)
         if name in usable:
             return usable[name]
@@ -412,5 +431,23 @@ def _origin(point: importlib.metadata.EntryPoint) -> Origin:
 
 
 def _import_target(target: str) -> Any:
-    module, _, attribute = target.partition(":")
+    module, _, attribute = target.rpartition(":")
+    if _FILE_TARGET.search(target):
+        return getattr(_module_of_file(Path(module).expanduser().resolve()), attribute)
     return getattr(importlib.import_module(module), attribute)
+
+
+@cache
+def _module_of_file(path: Path) -> ModuleType:
+    """Import a file that stands in no package, once."""
+    if not path.is_file():
+        raise StrangerError(f"there is no file {path}", "write FILE.py:Class with the path of a file that is there")
+    name = f"fd_core_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise StrangerError(f"{path} cannot be imported", "write FILE.py:Class with the path of a file of Python")
+    module = importlib.util.module_from_spec(spec)
+    # Classes with annotations, such as dataclasses, look their module up.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -84,7 +84,6 @@ class SimulatedClient:
         self._ended = ended
         self._done = done
         self._check = check
-        self._turns = iter(conversation.turns)
         self._number = -1
         self._text: IntArray = np.empty(0, np.int32)
         self._turn: UserTurn = conversation.turns[0]
@@ -108,16 +107,13 @@ class SimulatedClient:
         return self._turn.answer
 
     def next_request(self) -> None:
-        """Send the next request of the conversation, if there is one."""
-        turn = next(self._turns, None)
-        if turn is None:
-            self._done(self)
-            return
-        self._turn = turn
+        """Send the next request of the conversation, which there has to be."""
         self._number += 1
-        self._more = self._number + 1 < len(self.conversation.turns)
-        said = self._text[:0] if turn.fresh else self._text
-        self._text = np.concatenate([said, *(_kept_tokens(piece, self._vocab_size) for piece in turn.adds)])
+        turns = self.conversation.turns
+        self._turn = turn = turns[self._number]
+        self._more = self._number + 1 < len(turns)
+        before = [] if turn.fresh else [self._text]
+        self._text = np.concatenate([*before, *(_kept_tokens(piece, self._vocab_size) for piece in turn.adds)])
         prompt = self._text
         room = max(1, self._max_model_len - len(prompt))
         most = room if turn.max_tokens is None else min(turn.max_tokens, room)
@@ -228,7 +224,6 @@ class SimulatedClient:
         """Pass over turns that need what was said; returns whether one is left that does not."""
         turns = self.conversation.turns
         while self._number + 1 < len(turns) and not turns[self._number + 1].fresh:
-            next(self._turns)
             self._number += 1
         return self._number + 1 < len(turns)
 

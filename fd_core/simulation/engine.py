@@ -41,6 +41,8 @@ class OutsideParts:
     keep: KeepKV | None = None
     kv_port: int | None = None
     """Where decode workers reach a prefill worker."""
+    kill: Callable[[], None] = lambda: None
+    """Ends what is under way there, as the death of the process does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,6 @@ class EngineParts:
     """Makes what is outside the device; None has nothing there."""
     hasher: PrefixHasher | None = None
     """Names prefixes; None turns prefix caching off."""
-    scheduler: type[Scheduler] | None = None
-    """A scheduler that is under study; None takes the one that the settings name."""
     check: bool = False
     """Whether slots and blocks are audited after every turn."""
     prefill_token: float = 1e-4
@@ -86,7 +86,10 @@ class SimulatedEngineClient(SingleEngineClient):
         self._inbox: list[ClientMessage] = []
         self._next: Appointment | None = None
         """The next turn, or the answer to the step in flight."""
-        self._in_step = False
+        self._occupied = False
+        """Whether the loop is within a turn, or waits for the step in flight."""
+        self._woken = False
+        """Whether there was news meanwhile."""
         self._kept: list[Delta] = []
         """Last deltas of requests that ended before the step in flight."""
         self._start()
@@ -110,7 +113,7 @@ class SimulatedEngineClient(SingleEngineClient):
             self._next.cancel()
             self._next = None
         self._inbox.clear()
-        self.engine.close()
+        self._outside.kill()
         if self._restart_seconds is None:
             self._went_down(f"the engine failed: {reason}")
         else:
@@ -127,7 +130,7 @@ class SimulatedEngineClient(SingleEngineClient):
             self._next.cancel()
             self._next = None
         if self.alive:
-            self.engine.close()
+            self._outside.kill()
         self._restart_seconds = None
         self._went_down("the engine was closed")
 
@@ -139,7 +142,10 @@ class SimulatedEngineClient(SingleEngineClient):
 
     def _wake(self) -> None:
         """Have the engine look at its messages and completions, unless a step is computed: then it looks afterwards."""
-        if self._in_step or not self.alive:
+        if not self.alive:
+            return
+        if self._occupied:
+            self._woken = True
             return
         if self._next is None or self._next.when > self._timeline.now:
             if self._next is not None:
@@ -151,6 +157,7 @@ class SimulatedEngineClient(SingleEngineClient):
         parts, timeline = self._parts, self._timeline
         queue = CompletionQueue(self._wake)
         outside = OutsideParts(JoinedEffectPort(queue, None, None)) if parts.outside is None else parts.outside(queue)
+        self._outside = outside
         self._device = SimulatedDevice(timeline, parts.costs, parts.computer())
         engine = Engine(
             _info(parts, self._epoch, outside),
@@ -164,7 +171,7 @@ class SimulatedEngineClient(SingleEngineClient):
             clock=timeline.clock,
         )
         self._service = EngineService(engine, self._deliver)
-        self._in_step = False
+        self._occupied = self._woken = False
         self._kept = []
         self._came_up(engine.info)
 
@@ -180,8 +187,7 @@ class SimulatedEngineClient(SingleEngineClient):
             speculative = config.speculative
             cheap = _CHEAP_TOKENS if speculative is None else speculative.cheap_tokens
             drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, cheap, drafter=speculative is not None)
-        scheduler = parts.scheduler or plugins.load(SCHEDULER, config.scheduler)
-        return scheduler(
+        return plugins.load(SCHEDULER, config.scheduler)(
             SchedulerSetup(
                 limits=limits,
                 policy=plugins.load(SCHEDULING_POLICY, config.scheduling_policy)(),
@@ -207,31 +213,35 @@ class SimulatedEngineClient(SingleEngineClient):
     def _turn(self) -> None:
         """Do what `serve_engine` does until it waits: for the device, or for news."""
         self._next = None
+        self._occupied, self._woken = True, False
         inbox, self._inbox = self._inbox, []
         engine = self.engine
         self._kept = self._service.take(inbox)
         self._kept += engine.begin_steps()
         if engine.num_in_flight:
-            self._in_step = True
             stalls = self._timeline.now + self._parts.config.watchdog_seconds
             ready = self._device.ready_at
-            if ready > stalls:
-                self._next = self._timeline.at(stalls, self._stalled)
-            else:
-                self._next = self._timeline.at(ready, self._answered)
+            late = ready > stalls
+            self._next = self._timeline.at(stalls if late else ready, self._stalled if late else self._answered)
             return
         self._tell(self._kept)
-        if self._next is None and engine.has_work:
-            self._next = self._timeline.after(_LOOK_SECONDS, self._turn)
+        self._rest(_LOOK_SECONDS)
 
     def _answered(self) -> None:
         """The oldest step in flight is computed: commit it, and begin the next turn."""
-        self._next = None
-        self._in_step = False
         deltas = self._kept + self.engine.end_step(self._device.collect(math.inf))
         self._tell(deltas)
-        if self.alive and self._next is None and (self._inbox or self.engine.has_work):
+        self._rest(0.0)
+
+    def _rest(self, seconds: float) -> None:
+        """End the turn; the next one is due at once after news, in `seconds` if there is work, else with news."""
+        self._occupied, self._next = False, None
+        if not self.alive:
+            return
+        if self._woken or self._inbox:
             self._next = self._timeline.at(self._timeline.now, self._turn)
+        elif self.engine.has_work:
+            self._next = self._timeline.after(seconds, self._turn)
 
     def _tell(self, deltas: list[Delta]) -> None:
         if self._parts.check:
@@ -239,8 +249,6 @@ class SimulatedEngineClient(SingleEngineClient):
         self._service.tell(deltas, self._timeline.now)
 
     def _stalled(self) -> None:
-        self._next = None
-        self._in_step = False
         seconds = self._parts.config.watchdog_seconds
         self.die(str(EngineDead(f"a step was not answered within {seconds:g} s")))
 

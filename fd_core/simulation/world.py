@@ -21,7 +21,6 @@ from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.config import RouterConfig
 from fd_core.router.selection import RouteRequest
 from fd_core.router.workers import Role
-from fd_core.scheduling.contract import Scheduler
 from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.conversations import Conversation, Piece
 from fd_core.simulation.costs.contract import Costs
@@ -58,8 +57,6 @@ class SimulatedPool:
     count: int = 1
     acceptance: float = 0.0
     """Chance of a draft to be kept, if those before it were."""
-    scheduler: type[Scheduler] | None = None
-    """A scheduler under study; None takes the one that `config` names."""
     max_queued_requests: int = 1024
     restart_seconds: float | None = 10.0
     """Time to load another engine in place of one that died; None has the server end with its engine."""
@@ -228,7 +225,6 @@ class World:
             ),
             outside=None if outside is None else lambda queue: outside(self, name, queue),
             hasher=hasher,
-            scheduler=group.scheduler,
             check=self.deployment.audit,
         )
 

@@ -1,0 +1,152 @@
+"""From settings that people give to a deployment that can be simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fd_core.config import EngineConfig, resolve_limits
+from fd_core.errors import ConfigError
+from fd_core.kv.port import CompletionQueue, JoinedEffectPort
+from fd_core.router.config import RouterConfig
+from fd_core.router.workers import Role
+from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.simulation.costs.profile import CostProfile
+from fd_core.simulation.costs.profile_costs import costs_of
+from fd_core.simulation.engine import OutsideParts
+from fd_core.simulation.shared_store import SharedStore
+from fd_core.simulation.storage import BlankKVCache, simulated_storage
+from fd_core.simulation.virtual_loop import VirtualThreads
+from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
+
+__all__ = ["STUDIED_ENGINE_FIELDS", "Setup"]
+
+STUDIED_ENGINE_FIELDS: Final = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_memory",
+    "enable_prefix_caching",
+    "scheduler",
+    "scheduling_policy",
+    "victim_policy",
+    "pipeline_depth",
+    "save_preempted_kv",
+    "host_kv_memory",
+    "kv_store_timeout",
+    "speculative",
+    "watchdog_seconds",
+    "kv_events",
+    "lease_seconds",
+)
+"""Settings of an engine that mean something without a model."""
+_MAX_WORKERS: Final = 10_000
+_MAX_ROUTERS: Final = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is to be simulated, in the words of the command line."""
+
+    profile: CostProfile
+    workers: int = 1
+    """Workers that prefill and decode."""
+    prefill: int = 0
+    decode: int = 0
+    routers: int | None = None
+    """None takes one, and none for a worker alone."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `EngineConfig` that were given; the profile says what others are."""
+    router: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `RouterConfig` that were given."""
+    acceptance: float = 0.7
+    """Chance of a draft to be kept, if those before it were; for engines that draft."""
+    shared_store: bool = False
+    """Whether all workers keep KV in one store."""
+    latency: float = 0.0002
+    """Seconds that anything takes from one place to another."""
+    restart_seconds: float = 10.0
+    max_queued_requests: int = 1024
+
+    def deployment(self, label: str, *, check: bool = True, audit: bool = False) -> SimulatedDeployment:
+        """Return the deployment. Raises `ConfigError` for settings that contradict each other."""
+        self._require_sense()
+        counts: dict[Role, int] = {"mixed": self.workers, "prefill": self.prefill, "decode": self.decode}
+        store = SharedStore() if self.shared_store else None
+        pools = tuple(self._pool(role, count, store) for role, count in counts.items() if count)
+        alone = sum(counts.values()) == 1
+        return SimulatedDeployment(
+            label=label,
+            groups=pools,
+            routers=(0 if alone else 1) if self.routers is None else self.routers,
+            router=RouterConfig(**self.router),
+            latency=self.latency,
+            check=check,
+            audit=audit,
+        )
+
+    def _require_sense(self) -> None:
+        total = self.workers + self.prefill + self.decode
+        if not 1 <= total <= _MAX_WORKERS:
+            raise ConfigError(f"{total} workers are asked for; 1 to {_MAX_WORKERS:,} can be", field="--workers")
+        if bool(self.prefill) is not bool(self.decode):
+            raise ConfigError(
+                f"{self.prefill} prefill workers and {self.decode} decode workers can serve nothing together",
+                field="--prefill" if self.decode else "--decode",
+                hint="give at least one of both, or none",
+            )
+        if self.routers is not None and not (total == 1) <= self.routers + (total == 1) <= _MAX_ROUTERS:
+            raise ConfigError(f"{self.routers} routers are asked for; 0 to {_MAX_ROUTERS} can be", field="--routers")
+        if self.routers == 0 and total > 1:
+            raise ConfigError(f"{total} workers need a router", field="--routers", hint="leave --routers out")
+
+    def _pool(self, role: Role, count: int, store: SharedStore | None) -> SimulatedPool:
+        profile, own = self.profile, self.profile.limits
+        given = {"max_num_seqs": own.max_num_seqs, "block_size": own.block_size, **self.engine}
+        if not given.keys() & {"num_kv_blocks", "kv_cache_memory"}:
+            given["num_kv_blocks"] = max(1, own.num_kv_blocks * own.block_size // given["block_size"])
+        config = EngineConfig(model=profile.model.name, role=role, structured_output=False, **given)
+        block_bytes = profile.model.kv_bytes_per_token * config.block_size
+        limits = resolve_limits(
+            config,
+            model_max_len=own.max_model_len,
+            vocab_size=own.vocab_size,
+            bytes_per_block=block_bytes,
+            free_bytes=1 << 60,
+            default_pipeline_depth=own.pipeline_depth,
+            default_batched_tokens=own.max_num_batched_tokens,
+        )
+        costs = costs_of(profile, block_size=config.block_size)
+        keeps = config.enable_prefix_caching and (
+            store is not None or (config.save_preempted_kv and config.host_kv_memory > 0)
+        )
+
+        def outside(world: World, name: str, queue: CompletionQueue) -> OutsideParts:
+            threads = VirtualThreads(world.timeline)
+            storage = simulated_storage(
+                threads,
+                queue,
+                BlankKVCache(limits.num_kv_blocks, limits.block_size),
+                costs,
+                block_bytes=block_bytes,
+                host_bytes=config.host_kv_memory,
+                store=store,
+                load_seconds=config.kv_store_timeout,
+            )
+            keep = KeepKV() if store is None else KeepKV(config.save_preempted_kv, finished=True, persist=True)
+            return OutsideParts(JoinedEffectPort(queue, storage, None), keep, kill=threads.kill)
+
+        return SimulatedPool(
+            config=config,
+            limits=limits,
+            costs=costs,
+            profile=profile.label,
+            count=count,
+            acceptance=self.acceptance if limits.max_drafts else 0.0,
+            max_queued_requests=self.max_queued_requests,
+            restart_seconds=self.restart_seconds,
+            outside=outside if keeps else None,
+        )
