@@ -48,7 +48,7 @@ def test_a_policy_may_be_a_file(tmp_path: Path) -> None:
         "    def rank(self, request):\n"
         "        return (-request.arrival,)\n"
     )
-    assert "mine.py:Last" in run(*SMALL, "--vary", f"scheduling_policy=fcfs,{mine}:Last")
+    assert "Last" in run(*SMALL, "--vary", f"scheduling_policy=fcfs,{mine}:Last")
 
 
 @pytest.mark.parametrize(
