@@ -48,7 +48,9 @@ def test_a_policy_may_be_a_file(tmp_path: Path) -> None:
         "    def rank(self, request):\n"
         "        return (-request.arrival,)\n"
     )
-    assert "Last" in run(*SMALL, "--vary", f"scheduling_policy=fcfs,{mine}:Last")
+    written = tmp_path / "out.json"
+    run(*SMALL, "--vary", f"scheduling_policy=fcfs,{mine}:Last", "--json", str(written))
+    assert "scheduling_policy=mine.py:Last" in written.read_text()
 
 
 @pytest.mark.parametrize(
