@@ -23,7 +23,7 @@ from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.plugins import STORE, Plugins
 from fd_core.scheduling.kv_offloading import KeepKV
 
-__all__ = ["KVStorage", "kv_identity", "open_kv_storage", "start_kv_offload"]
+__all__ = ["KVStorage", "kept_kv", "kv_identity", "open_kv_storage", "start_kv_offload"]
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +66,15 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: str) -> KV
     if config.kv_store is None:
         # No other process reads the host tier, so block keys need no secret that others share.
         hasher = PrefixHasher(block_size=config.block_size, identity=identity, secret=os.urandom(32))
-        return KVStorage(hasher, KeepKV() if config.save_preempted_kv and config.host_kv_memory > 0 else None)
+        return KVStorage(hasher, kept_kv(config, stored=False))
     return _open_store(config, config.kv_store, plugins, identity)
+
+
+def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
+    """Decide whose KV is kept outside the device; `stored`: whether there is a store behind the host tier."""
+    if stored:
+        return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
+    return KeepKV() if config.save_preempted_kv and config.host_kv_memory > 0 else None
 
 
 def _open_store(config: EngineConfig, text: str, plugins: Plugins, identity: str) -> KVStorage:
@@ -84,7 +91,7 @@ def _open_store(config: EngineConfig, text: str, plugins: Plugins, identity: str
         _log.warning("KV store %s", summary)
     return KVStorage(
         PrefixHasher(block_size=config.block_size, identity=identity, secret=derive(secret, "block keys")),
-        KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True),
+        kept_kv(config, stored=True),
         SealedStore(store, Envelope(derive(secret, "envelope"), compression)),
         summary,
         reachable,

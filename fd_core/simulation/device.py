@@ -12,10 +12,12 @@ import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.engine.device import Device
+from fd_core.ops.contract import KVCache
 from fd_core.runner.runner import Runner
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 from fd_core.simulation.conversations import Piece, stirred, to_tokens
 from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.kv_content import BlankKVCache
 from fd_core.simulation.timeline import Timeline
 from fd_core.types import Admission, StepOutput, StepPlan
 
@@ -32,6 +34,10 @@ AnswerOf = Callable[[str], Piece | None]
 class PlanComputer(Protocol):
     """What turns plans into outputs, in order: `ScriptedComputer`, or a production `Runner` with a model of its own."""
 
+    @property
+    def cache(self) -> KVCache:
+        """The blocks that plans speak of."""
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """Answer a plan."""
 
@@ -45,6 +51,7 @@ class ScriptedComputer:
     def __init__(self, limits: Limits, answer_of: AnswerOf, acceptance: float = 0.0) -> None:
         """`acceptance`: chance of each draft to be kept, if those before it were."""
         slots = limits.max_num_seqs
+        self.cache: KVCache = BlankKVCache(limits.num_kv_blocks, limits.block_size)
         self._limits = limits
         self._answer_of = answer_of
         self._acceptance = acceptance

@@ -17,6 +17,7 @@ from fd_core.errors import EngineDead
 from fd_core.kv.events import KVEvent
 from fd_core.kv.port import CompletionQueue, JoinedEffectPort
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.ops.contract import KVCache
 from fd_core.plugins import SCHEDULER, SCHEDULING_POLICY, VICTIMS, Plugins
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.drafts import DraftControl
@@ -55,8 +56,8 @@ class EngineParts:
     plugins: Plugins
     computer: Callable[[], PlanComputer]
     """Makes what answers the plans of one epoch, with an empty KV cache."""
-    outside: Callable[[CompletionQueue], OutsideParts] | None = None
-    """Makes what is outside the device; None has nothing there."""
+    outside: Callable[[Timeline, CompletionQueue, KVCache], OutsideParts] | None = None
+    """Makes what is outside the device, from its process's time and the blocks on it; None has nothing there."""
     hasher: PrefixHasher | None = None
     """Names prefixes; None turns prefix caching off."""
     check: bool = False
@@ -156,9 +157,12 @@ class SimulatedEngineClient(SingleEngineClient):
         self._epoch += 1
         parts, timeline = self._parts, self._timeline
         queue = CompletionQueue(self._wake)
-        outside = OutsideParts(JoinedEffectPort(queue, None, None)) if parts.outside is None else parts.outside(queue)
+        computer = parts.computer()
+        outside = OutsideParts(JoinedEffectPort(queue, None, None))
+        if parts.outside is not None:
+            outside = parts.outside(timeline, queue, computer.cache)
         self._outside = outside
-        self._device = SimulatedDevice(timeline, parts.costs, parts.computer())
+        self._device = SimulatedDevice(timeline, parts.costs, computer)
         engine = Engine(
             _info(parts, self._epoch, outside),
             self._scheduler(outside),

@@ -8,17 +8,12 @@ from typing import Any, Final
 
 from fd_core.config import EngineConfig, resolve_limits
 from fd_core.errors import ConfigError
-from fd_core.kv.port import CompletionQueue, JoinedEffectPort
 from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Role
-from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.simulation.costs.profile import CostProfile
 from fd_core.simulation.costs.profile_costs import costs_of
-from fd_core.simulation.engine import OutsideParts
 from fd_core.simulation.shared_store import SharedStore
-from fd_core.simulation.storage import BlankKVCache, simulated_storage
-from fd_core.simulation.virtual_loop import VirtualThreads
-from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
+from fd_core.simulation.world import SimulatedDeployment, SimulatedPool
 
 __all__ = ["STUDIED_ENGINE_FIELDS", "Setup"]
 
@@ -75,14 +70,14 @@ class Setup:
         """Return the deployment. Raises `ConfigError` for settings that contradict each other."""
         self._require_sense()
         counts: dict[Role, int] = {"mixed": self.workers, "prefill": self.prefill, "decode": self.decode}
-        store = SharedStore() if self.shared_store else None
-        pools = tuple(self._pool(role, count, store) for role, count in counts.items() if count)
+        pools = tuple(self._pool(role, count) for role, count in counts.items() if count)
         alone = sum(counts.values()) == 1
         return SimulatedDeployment(
             label=label,
             groups=pools,
             routers=(0 if alone else 1) if self.routers is None else self.routers,
             router=RouterConfig(**self.router),
+            store=SharedStore if self.shared_store else None,
             latency=self.latency,
             check=check,
             audit=audit,
@@ -103,7 +98,7 @@ class Setup:
         if self.routers == 0 and total > 1:
             raise ConfigError(f"{total} workers need a router", field="--routers", hint="leave --routers out")
 
-    def _pool(self, role: Role, count: int, store: SharedStore | None) -> SimulatedPool:
+    def _pool(self, role: Role, count: int) -> SimulatedPool:
         profile, own = self.profile, self.profile.limits
         given = {"max_num_seqs": own.max_num_seqs, "block_size": own.block_size, **self.engine}
         if not given.keys() & {"num_kv_blocks", "kv_cache_memory"}:
@@ -120,25 +115,6 @@ class Setup:
             default_batched_tokens=own.max_num_batched_tokens,
         )
         costs = costs_of(profile, block_size=config.block_size)
-        keeps = config.enable_prefix_caching and (
-            store is not None or (config.save_preempted_kv and config.host_kv_memory > 0)
-        )
-
-        def outside(world: World, name: str, queue: CompletionQueue) -> OutsideParts:
-            threads = VirtualThreads(world.timeline)
-            storage = simulated_storage(
-                threads,
-                queue,
-                BlankKVCache(limits.num_kv_blocks, limits.block_size),
-                costs,
-                block_bytes=block_bytes,
-                host_bytes=config.host_kv_memory,
-                store=store,
-                load_seconds=config.kv_store_timeout,
-            )
-            keep = KeepKV() if store is None else KeepKV(config.save_preempted_kv, finished=True, persist=True)
-            return OutsideParts(JoinedEffectPort(queue, storage, None), keep, kill=threads.kill)
-
         return SimulatedPool(
             config=config,
             limits=limits,
@@ -148,5 +124,5 @@ class Setup:
             acceptance=self.acceptance if limits.max_drafts else 0.0,
             max_queued_requests=self.max_queued_requests,
             restart_seconds=self.restart_seconds,
-            outside=outside if keeps else None,
+            block_bytes=block_bytes,
         )

@@ -10,6 +10,7 @@ from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, T
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
 from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.timeline import Timeline
 from fd_core.simulation.virtual_loop import VirtualThreads
 
 __all__ = ["SharedStore", "SharedStoreClient"]
@@ -24,11 +25,12 @@ class SharedStore:
     Everything here may be changed at any time. A call that has begun ends as it would have before.
     """
 
-    def __init__(self, max_bytes: int = 2**30, value_seconds: float = 0.0) -> None:
-        """`max_bytes` bounds sealed values as they are simulated, not as they would be.
+    def __init__(self, timeline: Timeline, max_bytes: int = 2**30, value_seconds: float = 0.0) -> None:
+        """`timeline` is the store's own; clocks of workers may show something else.
 
-        `value_seconds`: what the store needs for each value, one after the other for all workers together; a worker
-        that has the store for itself waits for the longer of that and of its own costs.
+        `max_bytes` bounds sealed values as they are simulated, not as they would be. `value_seconds` is what the store
+        needs for each value, one after the other for all workers together; a worker that has the store for itself waits
+        for the longer of that and of its own costs.
         """
         self.values = MemoryStore(parse_location(f"memory:?max_bytes={max_bytes}"))
         self.trouble: Trouble | None = None
@@ -37,6 +39,7 @@ class SharedStore:
         """How calls that change something fail, such as `FULL`."""
         self.slowness = 1.0
         """How many times as long calls take."""
+        self._timeline = timeline
         self._value_seconds = value_seconds
         self._free = 0.0
 
@@ -55,8 +58,9 @@ class SharedStore:
             if value is not None:
                 self.values.put([(key, (bytes(value[:-1]), bytes([value[-1] ^ 1])))], math.inf)
 
-    def serve(self, begin: float, values: int, seconds: float) -> float:
-        """Take a call in that begins at a time and would take `seconds`; return how long it takes."""
+    def serve(self, ahead: float, values: int, seconds: float) -> float:
+        """Take a call in that begins `ahead` seconds from now and would take `seconds`; return how long it takes."""
+        begin = self._timeline.now + ahead
         self._free = max(self._free, begin) + values * self._value_seconds
         return max(seconds, self._free - begin) * self.slowness
 
@@ -112,7 +116,7 @@ class SharedStoreClient(KVStore):
         """Let a call take its time. Raises `StoreError` as the schedule has it, or if the time is more than it may."""
         store, threads = self._store, self._threads
         trouble = store.trouble or (store.write_trouble if writes else None)
-        taken = timeout if trouble is Trouble.TIMEOUT else store.serve(threads.clock(), values, seconds)
+        taken = timeout if trouble is Trouble.TIMEOUT else store.serve(threads.ahead, values, seconds)
         threads.spend(min(taken, timeout))
         if trouble is not None or taken > timeout:
             raise StoreError(trouble or Trouble.TIMEOUT, "the simulated store fails")

@@ -13,35 +13,17 @@ from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tiers.offload import PENDING_BYTES, KVOffload, SealedStore
-from fd_core.ops.contract import KVCache, KVShape
+from fd_core.ops.contract import KVCache
 from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.kv_content import BlankKVCache
 from fd_core.simulation.shared_store import SharedStore
 from fd_core.simulation.virtual_loop import VirtualCompletions, VirtualThreads
 from fd_core.types import IntArray
 
-__all__ = ["SECRET", "BlankKVCache", "TimedKVCache", "drawer", "simulated_storage"]
+__all__ = ["SECRET", "TimedKVCache", "drawer", "simulated_storage"]
 
 SECRET: Final = bytes(range(32))
 """Every simulated worker's: nobody outside sees anything that is sealed with it."""
-
-
-class BlankKVCache(KVCache):
-    """Blocks without content, for worlds in which nobody looks at it: one byte each."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size)
-        self.num_blocks = num_blocks
-
-    def layer(self, index: int) -> Any:
-        """There is nothing to compute with."""
-        raise NotImplementedError("blank blocks hold no KV")
-
-    def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
-        """Return zeros, uint8[n, 1]."""
-        return np.zeros((len(blocks), 1), np.uint8)
-
-    def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Do nothing."""
 
 
 class TimedKVCache(KVCache):

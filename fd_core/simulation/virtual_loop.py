@@ -35,10 +35,16 @@ class VirtualThreads:
         self._timeline = timeline
         self._ahead: float | None = None
         """The time for the job that runs; None while none does."""
+        self._at_end: list[Callable[[], None]] = []
 
     def clock(self) -> float:
         """Return the time in seconds for whoever asks: the job that runs, or the engine."""
         return self._timeline.now if self._ahead is None else self._ahead
+
+    @property
+    def ahead(self) -> float:
+        """Seconds that the job which runs has taken so far."""
+        return self.clock() - self._timeline.now
 
     def spend(self, seconds: float) -> None:
         """Let what the running job does now take time. Whoever is no job, such as an engine that ends, takes none."""
@@ -54,7 +60,14 @@ class VirtualThreads:
 
     def kill(self) -> None:
         """End the process: none of its jobs is done, nothing that was under way is heard of."""
-        self.alive = False
+        if self.alive:
+            self.alive = False
+            for call in self._at_end:
+                call()
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Have `call` called when the process is killed."""
+        self._at_end.append(call)
 
     def make_loop(self, name: str, turn: Callable[[], float] = _never, end: Job = _nothing, /) -> VirtualLoop:
         """Return a loop of this process, see `fd_core.kv.job_loop.MakeLoop`."""
@@ -173,7 +186,8 @@ class VirtualCompletions(CompletionQueue):
 
     def put(self, completion: Completion) -> None:
         """Add a completion."""
-        self._threads.tell(lambda: self._engines.put(completion))
+        if self._threads.alive:
+            self._threads.tell(lambda: self._engines.put(completion))
 
     def take(self) -> list[Completion]:
         """Return the completions since the last call."""

@@ -14,7 +14,6 @@ from typing import Final
 
 from fd_core.config import EngineConfig, Limits
 from fd_core.kv.events import KVEvent
-from fd_core.kv.port import CompletionQueue
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.metrics import read_metrics
 from fd_core.plugins import ROUTER_POLICY, Plugins
@@ -25,12 +24,15 @@ from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.conversations import Conversation, Piece
 from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.device import AnswerOf, PlanComputer, ScriptedComputer
-from fd_core.simulation.engine import EngineParts, OutsideParts, SimulatedEngineClient
+from fd_core.simulation.engine import EngineParts, SimulatedEngineClient
 from fd_core.simulation.gateway import SimulatedGateway
 from fd_core.simulation.local_time import LocalTimeline
 from fd_core.simulation.network import Network
+from fd_core.simulation.outside import make_outside
 from fd_core.simulation.results.outcomes import RequestOutcome, Run, WorkerSample
+from fd_core.simulation.shared_store import SharedStore
 from fd_core.simulation.timeline import Timeline
+from fd_core.simulation.transfers import TransferNetwork
 from fd_core.simulation.worker import SimulatedWorker, WorkerPlan
 from fd_core.types import Delta, FinishReason, RequestSpec
 
@@ -62,8 +64,8 @@ class SimulatedPool:
     """Time to load another engine in place of one that died; None has the server end with its engine."""
     computer: Callable[[Limits, AnswerOf], PlanComputer] | None = None
     """Makes what answers plans; None takes `ScriptedComputer`."""
-    outside: Callable[[World, str, CompletionQueue], OutsideParts] | None = None
-    """Makes what a worker has outside its device, by the worker's name; None has nothing there."""
+    block_bytes: int | None = None
+    """Bytes of a KV block of the simulated model; None keeps no KV outside the device, whatever `config` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,8 @@ class SimulatedDeployment:
     routers: int = 1
     """Gateways that clients use in turn; 0 is for one worker alone, which clients speak to."""
     router: RouterConfig = field(default_factory=RouterConfig)
+    store: Callable[[Timeline], SharedStore] | None = None
+    """Makes the KV store of all workers; None has none."""
     latency: float = 0.0002
     """Seconds that anything takes from one place to another."""
     sample_seconds: float = 1.0
@@ -92,6 +96,8 @@ class World:
         """`seed` decides every random choice of routers and the secret of prefix names."""
         self.timeline = Timeline()
         self.network = Network(self.timeline, deployment.latency)
+        self.transfers = TransferNetwork(self.network)
+        self.store = None if deployment.store is None else deployment.store(self.timeline)
         self.deployment = deployment
         self.seed = seed
         self.outcomes: list[RequestOutcome] = []
@@ -206,7 +212,7 @@ class World:
         return workers
 
     def _parts(self, group: SimulatedPool, name: str, process: int) -> EngineParts:
-        config, limits, outside = group.config, group.limits, group.outside
+        config, limits = group.config, group.limits
         hasher = None
         if config.enable_prefix_caching:
             # Workers of one deployment share a store's secret, and so the names of prefixes.
@@ -223,7 +229,18 @@ class World:
                 if make is None
                 else make(limits, self.answer_of)
             ),
-            outside=None if outside is None else lambda queue: outside(self, name, queue),
+            outside=lambda timeline, queue, cache: make_outside(
+                timeline,
+                queue,
+                cache,
+                group.costs,
+                config,
+                limits,
+                place=name,
+                transfers=self.transfers,
+                block_bytes=group.block_bytes,
+                store=self.store,
+            ),
             hasher=hasher,
             check=self.deployment.audit,
         )

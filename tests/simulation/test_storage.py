@@ -10,8 +10,9 @@ from fd_core.kv.effects import Effect, Found, Load, Loaded, LoadPaceMeasured, Lo
 from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.contract import Trouble
 from fd_core.ops.contract import KVShape
+from fd_core.simulation.kv_content import BlankKVCache
 from fd_core.simulation.shared_store import SharedStore
-from fd_core.simulation.storage import BlankKVCache, simulated_storage
+from fd_core.simulation.storage import simulated_storage
 from fd_core.simulation.timeline import Timeline
 from fd_core.simulation.virtual_loop import VirtualThreads
 
@@ -97,7 +98,7 @@ def test_a_block_that_changes_while_it_is_saved_ends_the_run(timeline) -> None:
 
 
 def test_another_worker_finds_what_the_first_one_stored_once_the_write_is_over(timeline) -> None:
-    store = SharedStore()
+    store = SharedStore(timeline)
     one, other = Tiers(timeline, store), Tiers(timeline, store)
     one.cache.hashes[:2] = [[7], [8]]
     written = 2 * COPY + WRITE + 2 * EACH
@@ -113,7 +114,7 @@ def test_another_worker_finds_what_the_first_one_stored_once_the_write_is_over(t
 
 
 def test_workers_share_what_the_store_can_do(timeline) -> None:
-    store = SharedStore(value_seconds=0.125)
+    store = SharedStore(timeline, value_seconds=0.125)
     one, two, three = (Tiers(timeline, store) for _ in range(3))
     one.after(4.0, Save(1, KEYS[:2], ids(0, 1), True))
     for tiers in (two, three):
@@ -124,7 +125,7 @@ def test_workers_share_what_the_store_can_do(timeline) -> None:
 
 
 def test_a_dead_store_costs_one_question_its_time_and_the_next_nothing(timeline) -> None:
-    store = SharedStore()
+    store = SharedStore(timeline)
     tiers = Tiers(timeline, store)
     store.trouble = Trouble.TIMEOUT
     assert tiers.after(0.5, Lookup(1, KEYS)) == [(0.25, Found(1, 0, 0))]
@@ -139,7 +140,7 @@ def test_a_dead_store_costs_one_question_its_time_and_the_next_nothing(timeline)
 
 @pytest.mark.parametrize("fault", ["lost", "damaged", "full", "slow"])
 def test_what_a_store_does_wrong_makes_loads_short_and_never_wrong(timeline, fault) -> None:
-    store = SharedStore()
+    store = SharedStore(timeline)
     one, other = Tiers(timeline, store), Tiers(timeline, store)
     one.cache.hashes[:4] = [[5], [6], [7], [8]]
     if fault == "full":
@@ -165,7 +166,7 @@ def test_blank_blocks_take_the_same_time(timeline) -> None:
 
 
 def test_an_engine_that_ends_writes_what_was_saved(timeline) -> None:
-    store = SharedStore()
+    store = SharedStore(timeline)
     tiers = Tiers(timeline, store)
     tiers.port.perform([Save(1, KEYS[:4], ids(0, 1, 2, 3), True)])
     tiers.port.close()
@@ -175,7 +176,8 @@ def test_an_engine_that_ends_writes_what_was_saved(timeline) -> None:
 
 def test_the_same_effects_take_the_same_times_and_seal_the_same_bytes(timeline) -> None:
     def once() -> tuple[object, object]:
-        clock, store = Timeline(), SharedStore()
+        clock = Timeline()
+        store = SharedStore(clock)
         one, other = Tiers(clock, store), Tiers(clock, store)
         told = [one.after(1.0, Save(1, KEYS, ids(*range(8)), True)), other.after(1.0, Load(1, KEYS, ids(*range(8))))]
         keys = store.values.keys()
