@@ -38,6 +38,7 @@ __all__ = [
 PERCENTILES: Final = (50.0, 90.0, 95.0, 99.0)
 _COMPLETED: Final = ("stop", "length")
 _MOST_TENANTS: Final = 50
+_MOST_REASONS: Final = 20
 
 Numbers = npt.NDArray[np.float64]
 
@@ -131,7 +132,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     refused: int
     failed: int
     reasons: dict[str, int]
-    """Why requests were refused or failed."""
+    """Why requests were refused or failed, the most frequent first; beyond twenty the rest is `other reasons`."""
     retried: int
     """Requests that more than one worker was tried for."""
     prompt_tokens: int
@@ -244,7 +245,7 @@ def summarize(
         left=columns.ends["left"],
         refused=columns.ends["refused"],
         failed=columns.ends["failed"],
-        reasons=dict(sorted(Counter(each.reason for each in run.outcomes if each.reason).items())),
+        reasons=_reasons(run),
         retried=columns.retried,
         prompt_tokens=sums["prompt"],
         cached_tokens=sums["cached"],
@@ -275,6 +276,13 @@ def summarize(
 def column(rows: Sequence[Any], name: str) -> Numbers:
     """Return a field of all rows, float64[rows]."""
     return np.fromiter(map(attrgetter(name), rows), np.float64, len(rows))
+
+
+def _reasons(run: Run) -> dict[str, int]:
+    counts = Counter(each.reason for each in run.outcomes if each.reason)
+    in_order = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    rest = sum(count for _, count in in_order[_MOST_REASONS:])
+    return dict(in_order[:_MOST_REASONS]) | ({"other reasons": rest} if rest else {})
 
 
 def _there(values: Numbers) -> Numbers:

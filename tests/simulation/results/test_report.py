@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -112,6 +114,16 @@ def test_the_json_says_its_version_and_holds_every_figure() -> None:
     assert len(run["curves"]["ttft"]) == len(document["shares"]) == len(SHARES)
     assert run["curves"]["ttft"][SHARES.index(99.0)] == run["figures"]["latencies"]["ttft"]["p99"]
     assert document["comparisons"][0]["comparison"]["by"] == "goodput"
+
+
+def test_the_document_of_the_json_names_every_field() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "simulation-results.md").read_text()
+    document = json.loads(report_json(report_of(made(4.0, 16.0, seeds=1)), wall=True))
+    named = set(re.findall(r"`([a-z_]+)(?:\[\])?`", text))
+    inner = document["comparisons"][0]["comparison"], document["load_curves"][0], document["cases"][0]
+    known_elsewhere = {"settings"}  # of a comparison: as in the cases
+    for part in (document, *inner):
+        assert set(part) - known_elsewhere <= named
 
 
 def test_means_over_time_add_up_to_those_of_the_summary() -> None:

@@ -77,6 +77,14 @@ def test_only_completed_requests_have_latencies_and_tokens_that_count() -> None:
     assert summary.cost.worker_seconds_per_million == 4.0 / 21 * 1e6
 
 
+def test_reasons_that_are_all_different_are_not_all_kept() -> None:
+    often = [outcome(f"often {i}", first=None, end="refused", reason="full") for i in range(3)]
+    once = [outcome(f"once {i}", first=None, end="failed", reason=f"connection {i}") for i in range(100)]
+    reasons = summarize(run_of(*once, *often)).reasons
+    assert next(iter(reasons.items())) == ("full", 3)
+    assert (len(reasons), reasons["other reasons"]) == (21, 100 - 19)
+
+
 def test_a_run_without_requests_has_figures_too() -> None:
     summary = summarize(run_of(), parse_slo("ttft_p99=1,tpot=1"), price_per_worker_hour=2.0)
     assert (summary.requests, summary.requests_per_s, summary.hit_rate, summary.kv_use) == (0, 0.0, None, None)
