@@ -8,6 +8,7 @@ rounded once, so that figures do not depend on the processor.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -39,6 +40,7 @@ PERCENTILES: Final = (50.0, 90.0, 95.0, 99.0)
 _COMPLETED: Final = ("stop", "length")
 _MOST_TENANTS: Final = 50
 _MOST_REASONS: Final = 20
+_NUMBER: Final = re.compile(r"\d[\d,.]*(?<=\d)")
 
 Numbers = npt.NDArray[np.float64]
 
@@ -132,7 +134,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     refused: int
     failed: int
     reasons: dict[str, int]
-    """Why requests were refused or failed, the most frequent first; beyond twenty the rest is `other reasons`."""
+    """Why requests were refused or failed, with N for numbers, the most frequent first; at most twenty and the rest."""
     retried: int
     """Requests that more than one worker was tried for."""
     prompt_tokens: int
@@ -279,7 +281,8 @@ def column(rows: Sequence[Any], name: str) -> Numbers:
 
 
 def _reasons(run: Run) -> dict[str, int]:
-    counts = Counter(each.reason for each in run.outcomes if each.reason)
+    # Reasons that differ in a number alone are one.
+    counts = Counter(_NUMBER.sub("N", each.reason) for each in run.outcomes if each.reason)
     in_order = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     rest = sum(count for _, count in in_order[_MOST_REASONS:])
     return dict(in_order[:_MOST_REASONS]) | ({"other reasons": rest} if rest else {})

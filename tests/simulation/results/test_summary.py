@@ -79,10 +79,17 @@ def test_only_completed_requests_have_latencies_and_tokens_that_count() -> None:
 
 def test_reasons_that_are_all_different_are_not_all_kept() -> None:
     often = [outcome(f"often {i}", first=None, end="refused", reason="full") for i in range(3)]
-    once = [outcome(f"once {i}", first=None, end="failed", reason=f"connection {i}") for i in range(100)]
+    once = [outcome(f"once {i}", first=None, end="failed", reason="ab"[i % 2] * (i + 1)) for i in range(100)]
     reasons = summarize(run_of(*once, *often)).reasons
     assert next(iter(reasons.items())) == ("full", 3)
     assert (len(reasons), reasons["other reasons"]) == (21, 100 - 19)
+
+
+def test_reasons_that_differ_in_a_number_are_one() -> None:
+    long = [
+        outcome(f"{n}", first=None, end="refused", reason=f"{n:,} tokens are more than 8192.") for n in (9000, 9500)
+    ]
+    assert summarize(run_of(*long)).reasons == {"N tokens are more than N.": 2}
 
 
 def test_a_run_without_requests_has_figures_too() -> None:
