@@ -31,7 +31,7 @@ def pristine() -> Iterator[Path]:
     """Give a copy of the package and its tests without a fault, in which compiled files are kept for other copies."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder)
-        ignored = shutil.ignore_patterns("__pycache__", "*.so", "csrc", ".*")
+        ignored = shutil.ignore_patterns("__pycache__", "*.so", ".*")
         shutil.copytree(ROOT / "fd_core", copy / "fd_core", ignore=ignored)
         shutil.copytree(ROOT / "tests", copy / "tests", ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", copy)

@@ -31,6 +31,7 @@ _FOLDERS: dict[str, tuple[str, ...]] = {
     "runner": ("tests/runner",),
     "structured": ("tests/structured",),
     "parsing": ("tests/text/parsing",),
+    "cluster": ("tests/cluster/test_controller.py", "tests/cluster/test_scaling.py"),
     "router": ("tests/router", "tests/router/gateway"),
     "disagg": ("tests/disagg", "tests/disagg/decode", "tests/disagg/prefill"),
     "engine": ("tests/engine",),

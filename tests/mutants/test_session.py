@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.copies import mutated, runner
-from tests.mutants.groups import Group, asked_first, in_order
+from tests.mutants.copies import mutated, pristine, runner
+from tests.mutants.groups import ROOT, Group, asked_first, in_order
 from tests.mutants.mutant import mutant
 from tests.mutants.session import (
     LEAST_SECONDS,
@@ -191,6 +191,15 @@ def test_pytest_on_a_copy_tells_failing_from_hanging(
     assert done.failed == (failed and f"{file}::{failed}")
     assert done.hung == (hung and f"{file}::{hung}")
     assert f"{file}::test_passes" in done.passed
+
+
+def test_a_copy_of_the_package_has_the_sources_of_its_kernels() -> None:
+    """Some tests of engines compute with them; what was compiled before is found by these sources."""
+    with pristine() as copy:
+        where = Path("fd_core/ops/native/csrc")
+        assert [path.name for path in sorted((copy / where).iterdir())] == sorted(
+            path.name for path in (ROOT / where).iterdir()
+        )
 
 
 def test_a_copy_whose_tests_cannot_be_imported_is_a_fault(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fd_core.runner.observing import SampledRequest, SampledStep
-from tests.testing.documents import ROOT, follow, passed, run_line, serves
+from tests.testing.documents import ROOT, follow, passed, run_line, serve
 
 pytestmark = pytest.mark.guide
 
@@ -19,7 +19,7 @@ def test_the_guide_leads_to_a_postprocessor_that_passes_the_kit_and_serves(tmp_p
         assert "rules held: 1, 1.1, 1.2, 1.3, 1.9, 8" in each
     assert passed(tests) >= 30
     assert "passes" in with_texts
-    assert serves(folder, "postprocess", "mypost")
+    serve(folder, "postprocess", "mypost")
     postprocess = folder / "fd_mypost" / "postprocess.py"
     postprocess.write_text(postprocess.read_text().replace("if gone := revoked", "if 0 and revoked"))
     card = run_line(folder, "fdcore conformance --postprocess mypost -k every_slot", code=1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.testing.documents import follow, run_line, serves
+from tests.testing.documents import follow, run_line, serve
 
 pytestmark = pytest.mark.guide
 
@@ -15,6 +15,6 @@ def test_the_guide_leads_to_schedulers_that_pass_the_kit_and_serve(tmp_path):
     for card in (written, of_parts):
         assert "batches passes" in card
     assert "who comes back joins the next batch" in of_parts
-    assert serves(folder, "scheduler", "batches")
+    serve(folder, "scheduler", "batches")
     asked = f"fdcore complete x --backend null --scheduler batches --kv-store disk:{tmp_path}/kv"
     assert "who comes back joins the next batch" in run_line(folder, asked, code=2)
