@@ -56,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     # Every pure part, and the engine whole: what is simulated is what is served.
     "simulation": BASE
     | {
+        "backends",  # the null backend's KV, which tells whose it is
         "disagg",
         "engine",
         "hookspecs",

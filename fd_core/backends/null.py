@@ -21,7 +21,7 @@ from fd_core.ops.contract import KVCache, KVShape, Ops, StepInput
 from fd_core.ops.parallel import Stage
 from fd_core.types import IntArray
 
-__all__ = ["NullBackend", "NullModel"]
+__all__ = ["NullBackend", "NullCache", "NullModel", "next_hashes", "running_hashes"]
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """Odd, hence invertible modulo 2^64."""
@@ -88,7 +88,7 @@ class NullModel:
             if first:
                 last = first - 1
                 before = flat[step.block_tables[row, last // size] * size + last % size]
-            result[begin:end] = _chain(before, step.token_ids[begin:end])
+            result[begin:end] = running_hashes(before, step.token_ids[begin:end])
         flat[step.kv_slots] = result
         return result[:, None]
 
@@ -101,7 +101,7 @@ class NullModel:
         return logits
 
 
-def _chain(before: np.uint64, tokens: IntArray) -> npt.NDArray[np.uint64]:
+def running_hashes(before: np.uint64, tokens: IntArray) -> npt.NDArray[np.uint64]:
     """Return the polynomial hash h[i] = h[i-1] * M + t[i] + 1 modulo 2^64 of each prefix, h[-1] = `before`."""
     count = len(tokens)
     with np.errstate(over="ignore"):
@@ -109,6 +109,12 @@ def _chain(before: np.uint64, tokens: IntArray) -> npt.NDArray[np.uint64]:
         inverses = np.cumprod(np.full(count, _INVERSE), dtype=np.uint64)
         sums = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * inverses, dtype=np.uint64)
         return powers * (before + sums)
+
+
+def next_hashes(before: npt.NDArray[np.uint64], tokens: IntArray) -> npt.NDArray[np.uint64]:
+    """Return uint64[n], the hash behind one more token of each of n texts, whose hashes so far are `before`."""
+    with np.errstate(over="ignore"):
+        return before * _MULTIPLIER + tokens.astype(np.uint64) + np.uint64(1)
 
 
 class NullBackend(Backend):

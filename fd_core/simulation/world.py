@@ -26,6 +26,7 @@ from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.device import AnswerOf, PlanComputer, ScriptedComputer
 from fd_core.simulation.engine import EngineParts, SimulatedEngineClient
 from fd_core.simulation.gateway import SimulatedGateway
+from fd_core.simulation.kv_check import KVCheckedComputer
 from fd_core.simulation.local_time import LocalTimeline
 from fd_core.simulation.network import Network
 from fd_core.simulation.outside import make_outside
@@ -86,7 +87,7 @@ class SimulatedDeployment:
     check: bool = True
     """Whether every answer is compared, token by token, with what the model says."""
     audit: bool = False
-    """Whether every engine is audited after every turn."""
+    """Whether every engine is audited after every turn, and the KV of every request before every step."""
 
 
 class World:
@@ -218,17 +219,19 @@ class World:
             # Workers of one deployment share a store's secret, and so the names of prefixes.
             secret = hashlib.blake2b(f"fd_core/{self.seed}".encode()).digest()
             hasher = PrefixHasher(block_size=limits.block_size, identity="simulated", secret=secret)
-        make = group.computer
+
+        def computer() -> PlanComputer:
+            if group.computer is not None:
+                return group.computer(limits, self.answer_of)
+            scripted = ScriptedComputer(limits, self.answer_of, group.acceptance)
+            return KVCheckedComputer(limits, scripted) if self.deployment.audit else scripted
+
         return EngineParts(
             config=config,
             limits=limits,
             costs=group.costs,
             plugins=self._plugins,
-            computer=lambda: (
-                ScriptedComputer(limits, self.answer_of, group.acceptance)
-                if make is None
-                else make(limits, self.answer_of)
-            ),
+            computer=computer,
             outside=lambda timeline, queue, cache: make_outside(
                 timeline,
                 queue,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fd_core.backends.null import _chain
+from fd_core.backends.null import running_hashes
 from fd_core.engine.core import Engine
 from fd_core.kv.effects import Cancel, Effect, Effects, Fetch, Fetched, GiveUp, Load, Lookup, Save, Send, Sent
 from fd_core.testing.texts import Texts
@@ -160,7 +160,7 @@ class Pair:
         assert send.first == max(lease.said, lease.fetch.job.held_blocks), "a block is left out or sent twice"
         assert len(send.blocks) or send.tokens is not None, "a send without blocks says nothing"
         lease.said = send.first + len(send.blocks)
-        hashes = _chain(np.uint64(0), lease.fetch.job.token_ids)
+        hashes = running_hashes(np.uint64(0), lease.fetch.job.token_ids)
         for place, block in enumerate(send.blocks.tolist(), send.first):
             wanted = hashes[place * size : (place + 1) * size].tolist()
             held = self.prefill.runner.cache.layer(0)[block, : len(wanted)].tolist()

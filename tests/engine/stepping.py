@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fd_core.backends.null import NullModel, _chain
+from fd_core.backends.null import NullModel, running_hashes
 from fd_core.engine.core import Engine
 from fd_core.kv.effects import Effects, Load
 from fd_core.kv.prefix import PrefixHasher
@@ -40,11 +40,11 @@ def scripted(spec: RequestSpec) -> list[int]:
     """The greedy text of a request, straight from the model: no scheduler, no runner, no cache."""
     model = NullModel()
     ends = {*spec.params.stop_token_ids, *(() if spec.params.ignore_eos else spec.eos_token_ids)}
-    state = _chain(np.uint64(0), np.array(spec.prompt, np.int32))[-1]
+    state = running_hashes(np.uint64(0), np.array(spec.prompt, np.int32))[-1]
     text: list[int] = []
     while len(text) < spec.params.max_tokens and not (text and text[-1] in ends):
         text.append(int(np.argmax(model.head(np.array([[state]]))[0])))
-        state = _chain(state, np.array(text[-1:], np.int32))[-1]
+        state = running_hashes(state, np.array(text[-1:], np.int32))[-1]
     return text
 
 
@@ -107,7 +107,7 @@ class Stepper(stepping.Stepper):
             return
         tokens = request.tokens.view()
         assert request.chain[: known // size] == _keys(hasher, request.root, tokens)[: len(request.chain)]
-        hashes = _chain(np.uint64(0), tokens)[size - 1 :: size]
+        hashes = running_hashes(np.uint64(0), tokens)[size - 1 :: size]
         held = self.runner.cache.layer(0)[slots.tables[slot, : slots.num_registered[slot]], size - 1]
         assert held.tolist() == hashes[: slots.num_registered[slot]].tolist(), "a known prefix is not in its blocks"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fd_core.backends.null import NullBackend, NullModel, _chain
+from fd_core.backends.null import NullBackend, NullModel, running_hashes
 from fd_core.config import EngineConfig, Limits
 from fd_core.runner.drafting import DraftContext, Drafter
 from fd_core.runner.drafting.draft_model import DraftModelDrafter
@@ -84,9 +84,9 @@ def extend(drafter: Drafter, more: dict[int, list[int]]) -> None:
 
 def greedy(text: Sequence[int], count: int) -> list[int]:
     """What the scripted model says after a text, without any cache."""
-    model, state = NullModel(), _chain(np.uint64(0), ids(text))[-1]
+    model, state = NullModel(), running_hashes(np.uint64(0), ids(text))[-1]
     said: list[int] = []
     for _ in range(count):
         said.append(int(np.argmax(model.head(np.array([[state]]))[0])))
-        state = _chain(state, ids(said[-1:]))[-1]
+        state = running_hashes(state, ids(said[-1:]))[-1]
     return said

@@ -7,15 +7,19 @@ from collections import Counter
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import pytest
 
 from fd_core.kv.stores.contract import Trouble
 from fd_core.router.config import RouterConfig
 from fd_core.simulation.conversations import Piece, UserTurn
+from fd_core.simulation.kv_check import WrongKV
 from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.shared_store import SharedStore
+from fd_core.simulation.storage import TimedKVCache
 from fd_core.simulation.timeline import Timeline
 from fd_core.simulation.world import SimulatedPool, World
+from fd_core.types import IntArray
 from tests.simulation.helpers import conversations, group, world
 
 BLOCK_BYTES = 1 << 20
@@ -162,3 +166,18 @@ def test_requests_go_on_without_the_prefill_worker_that_died_in_the_middle_of_th
     assert ends(one.run(conversations(8, turns=2))) == {"stop": 16}
     assert outcomes(one)["lost"] > 0 and outcomes(one)["transferred"] > 0
     settle(one)
+
+
+@pytest.mark.parametrize("fault", ["lost", "foreign"])
+@pytest.mark.parametrize("way", ["the host tier", "a pair"])
+def test_a_copy_that_goes_wrong_is_found_out_before_a_step_computes_with_it(
+    way: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(cache: TimedKVCache, blocks: IntArray, data: np.ndarray) -> None:
+        if fault == "foreign":
+            cache._cache.import_blocks(blocks, cache._cache.export_blocks((blocks + 1) % cache.num_blocks))
+
+    monkeypatch.setattr(TimedKVCache, "import_blocks", wrong)
+    one = world(tight(), routers=0) if way == "the host tier" else world(*pair())
+    with pytest.raises(WrongKV, match=r"step \d+ computes position \d+ of .* in slot \d, but block"):
+        one.run(conversations(12, rate=200.0, adjust=long))
