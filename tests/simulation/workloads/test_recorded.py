@@ -71,6 +71,12 @@ def test_a_trace_is_sorted_sped_up_and_cut(tmp_path):
     assert len(list(read_workload(f"mooncake:{path},duration=1", 0))) == 2
 
 
+def test_requests_of_the_same_time_stay_in_the_order_of_the_file(tmp_path):
+    path = mooncake(tmp_path / "t.jsonl", *((at % 2, 1, 1 + at, []) for at in range(200)))
+    found = [one.turns[0].answer.tokens for one in read_workload(f"mooncake:{path}", 0)]
+    assert found == [*range(1, 201, 2), *range(2, 201, 2)]
+
+
 @pytest.mark.parametrize("zone", ["", "+00:00"])
 def test_azure_rows_are_requests(zone, tmp_path):
     rows = f"2023-11-16 18:15:46.6805900{zone},4808,10\n2023-11-16 18:15:50.9951690{zone},110,27\n"
