@@ -16,6 +16,7 @@ BASE = {
     "types",
     "config",
     "metrics",
+    "patience",
     "sampling_checks",
     "sizes",
     "weights",
@@ -24,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"engine", "errors", "types"},  # loaded on first use
     "errors": set(),
     "metrics": set(),
+    "patience": set(),
     "breaker": set(),
     "types": set(),
     "sampling_checks": {"errors", "types"},

@@ -6,6 +6,7 @@ The engine submits plans and collects outputs in the same order; how they travel
 from __future__ import annotations
 
 import abc
+import contextlib
 import queue
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -37,6 +38,10 @@ __all__ = [
     "encode_output",
     "make_device",
 ]
+
+
+_LOOKS: Final = 4
+"""Times that an output is waited for, one after the other: a pause of the whole process ends one of them only."""
 
 
 class DeviceStalled(EngineDead):
@@ -180,10 +185,10 @@ class ThreadDevice(_Threaded):
 
     def collect(self, timeout: float) -> StepOutput:
         """Wait for the next output."""
-        try:
-            return _healthy(self._outputs.get(timeout=timeout))
-        except queue.Empty:
-            raise _stalled(timeout) from None
+        for _ in range(_LOOKS):
+            with contextlib.suppress(queue.Empty):
+                return _healthy(self._outputs.get(timeout=timeout / _LOOKS))
+        raise _stalled(timeout)
 
     def _answer(self, output: StepOutput | EngineDead) -> None:
         self._outputs.put(output)
@@ -203,9 +208,10 @@ class SocketDevice(_Threaded):
 
     def collect(self, timeout: float) -> StepOutput:
         """Wait for the next frame."""
-        if not self._receiver.poll(int(timeout * 1000)):
-            raise _stalled(timeout)
-        return _healthy(decode_output(self._receiver.recv()))
+        for _ in range(_LOOKS):
+            if self._receiver.poll(int(timeout * 1000 / _LOOKS)):
+                return _healthy(decode_output(self._receiver.recv()))
+        raise _stalled(timeout)
 
     def close(self) -> None:
         """End the thread and the sockets."""

@@ -35,7 +35,7 @@ __all__ = ["ProcessClient", "Start"]
 _log = logging.getLogger(__name__)
 _ERRORS: dict[int, type[FdError]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
 _START_SECONDS = 600.0
-"""An engine that replaces a dead one is taken for stuck after so long without a sign of its start."""
+"""An engine is taken for stuck after so long without a sign of its start."""
 _LOOKS: Final = 4
 """Looks at an engine within the shortest time that it may be silent."""
 _LAST_WORDS_SECONDS: Final = 0.2
@@ -80,7 +80,7 @@ class ProcessClient(SingleEngineClient):
         """Start the process and wait until it is ready; `place` is where it computes, everywhere if None."""
         client = cls(config, path, progress, place)
         try:
-            await client._start(None)
+            await client._start()
         except BaseException:
             await client.close()
             raise
@@ -115,10 +115,10 @@ class ProcessClient(SingleEngineClient):
             raise EngineDead(self._death)
         self._socket.send(message)
 
-    async def _start(self, patience: float | None) -> None:
+    async def _start(self) -> None:
         """Start a process for the next epoch and wait until it is ready.
 
-        Raises `EngineDead` if it ends or gives no sign for `patience` seconds, and what loading raises.
+        Raises `EngineDead` if it ends or gives no sign of its start for too long, and what loading raises.
         """
         self._epoch += 1
         self._ready.clear()
@@ -135,7 +135,7 @@ class ProcessClient(SingleEngineClient):
                     pass_fds=(descriptor,),
                     env=os.environ | self._place.environment,
                 )
-            self._watch = asyncio.create_task(self._watch_over(self._process, self._socket, patience))
+            self._watch = asyncio.create_task(self._watch_over(self._process, self._socket))
             await self._tell(Start(descriptor, self._config, str(self._path) if self._path else None, self._epoch))
         except OSError as error:
             raise EngineDead(f"the engine's process could not be started: {error}") from error
@@ -178,22 +178,20 @@ class ProcessClient(SingleEngineClient):
         else:
             self._end.set_exception(error)
 
-    async def _watch_over(
-        self, process: asyncio.subprocess.Process, socket: EngineSocket, start_patience: float | None
-    ) -> None:
+    async def _watch_over(self, process: asyncio.subprocess.Process, socket: EngineSocket) -> None:
         """Note the end of the process, and a silence that is longer than the watchdog, or a start, allows."""
         watchdog = self._config.watchdog_seconds
-        pause = min(watchdog, start_patience or watchdog) / _LOOKS
+        pause = min(watchdog, _START_SECONDS) / _LOOKS
         death = asyncio.create_task(process.wait())
         silent = 0.0
         try:
             while not death.done():
                 serving, received, busy = self._ready.is_set(), socket.received, self.active_requests > 0
                 await asyncio.wait({death}, timeout=pause)
-                expected = busy and self.active_requests > 0 if serving else start_patience is not None
+                expected = not serving or (busy and self.active_requests > 0)
                 # Pauses are counted, not seconds: this process may have stood still itself.
                 silent = silent + pause if expected and socket.received == received else 0.0
-                allowed = watchdog if serving else start_patience or watchdog
+                allowed = watchdog if serving else _START_SECONDS
                 if silent >= allowed:
                     doing = "while requests were running" if serving else "while it started"
                     self._failed(EngineDead(f"the engine gave no sign for {allowed:g} s {doing}"))
@@ -228,7 +226,7 @@ class ProcessClient(SingleEngineClient):
     async def _start_another(self) -> None:
         await self._reap()
         self._progress = lambda *_: None
-        await self._start(_START_SECONDS)
+        await self._start()
 
     async def _reap(self) -> None:
         """End the process, the watch over it and the socket."""

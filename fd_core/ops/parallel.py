@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ConfigError
+from fd_core.patience import Patience
 
 __all__ = [
     *("HEADER_BYTES", "SLOT_BYTES", "Parallel", "RankGroup", "RankMeeting", "RanksApart", "SharedMemoryGroup", "Stage"),
@@ -42,8 +43,6 @@ SLOT_BYTES: Final = 1 << 29
 """Of one slot; memory is taken when it is first written."""
 _SPINS: Final = 200
 _NAP_SECONDS: Final = 2e-5
-_OWN_SECONDS: Final = 0.2
-"""Most that one nap counts for: if it took longer, this process stood still itself, and perhaps the others with it."""
 _STORES_IN_ORDER: Final = platform.machine() in ("x86_64", "AMD64", "i686")
 """Whether other cores see what this one writes in the order in which it was written, without a fence."""
 
@@ -215,7 +214,7 @@ class RankGroup(abc.ABC):
 
     def _waited(self, done: Callable[[], bool], seconds: float, nap: float = _NAP_SECONDS) -> bool:
         """Look until something is done. Returns False if it is not, or the group is abandoned."""
-        spins, last, waited = 0, 0.0, 0.0
+        spins, patience = 0, Patience(seconds)
         while not done():
             if self._abandoned[0]:
                 return False
@@ -223,9 +222,7 @@ class RankGroup(abc.ABC):
             if spins < _SPINS:
                 os.sched_yield()
                 continue
-            now = time.monotonic()
-            waited, last = waited + min(now - (last or now), _OWN_SECONDS), now
-            if waited > seconds:
+            if patience.is_over():
                 return False
             time.sleep(nap)
         return True

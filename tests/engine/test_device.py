@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -41,6 +45,39 @@ def outputs(draw: st.DrawFn) -> StepOutput:
         logprobs=scores,
         errors=tuple(draw(st.lists(st.tuples(st.integers(0, 4), st.text()), max_size=2))),
     )
+
+
+PAUSED = """
+import os, signal, sys, time
+import numpy as np
+from fd_core.engine import device
+from fd_core.types import StepOutput
+
+class Runner:
+    def announce(self, plan): pass
+    def execute(self, plan):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.05)
+        return StepOutput(1, plan, np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
+
+made = getattr(device, sys.argv[1])(Runner())
+made.submit(3)
+print(made.collect(1.0).step)
+made.close()
+"""
+
+
+@pytest.mark.parametrize("made", [ThreadDevice, SocketDevice])
+def test_a_pause_of_the_whole_process_is_no_step_without_an_answer(made: type[Device]) -> None:
+    """The clock goes on while a machine, or all of its processes, stand still."""
+    command = [sys.executable, "-c", PAUSED, made.__name__]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while " T " not in Path(f"/proc/{process.pid}/stat").read_text():
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(1.2)
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate(timeout=60)[0] == "3\n"
 
 
 @given(outputs())

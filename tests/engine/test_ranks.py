@@ -23,6 +23,7 @@ from fd_core.engine.process import ProcessClient
 from fd_core.engine.ranks import leading
 from fd_core.engine.ranks.messages import step_digest
 from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError, PluginError
+from fd_core.launching.spawn import SpawnLauncher
 from fd_core.testing.adapters import write_adapter
 from fd_core.testing.checkpoints import write_checkpoint
 from fd_core.testing.drafting import speculation
@@ -342,6 +343,62 @@ def test_ranks_are_compared_by_what_they_executed_and_by_what_they_sampled() -> 
 
     assert digest(b"plan", 7) == digest(b"plan", 7)
     assert len({digest(b"plan", 7), digest(b"plan", 8), digest(b"else", 7)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 gave no sign for 1 s while it loaded"),
+        ("raise SystemExit(7)", "rank 1 ended with exit code 7"),
+        (
+            "import time\n"
+            "from fd_core.engine.ranks import child\n"
+            "child.Computing.loaded = lambda self: time.sleep(1000)\n"
+            "child.main()",
+            "rank 1 came no further for 0.5 s while it loaded",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_come_to_the_end_of_its_start_is_named(
+    script: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    played_by(script, tmp_path, monkeypatch)
+    pids: list[int] = []
+    start = SpawnLauncher.start
+
+    def noted(launcher: SpawnLauncher, specs: Any) -> Any:
+        started = start(launcher, specs)
+        pids.extend(process.pid for process in started)
+        return started
+
+    monkeypatch.setattr(SpawnLauncher, "start", noted)
+    stopped = "no sign" in words
+    monkeypatch.setattr(leading, "_LOAD_SECONDS", 60.0 if stopped else 0.5)
+    with pytest.raises(EngineDead, match=words) as error:
+        null_engine(watchdog_seconds=1.0 if stopped else 60.0, **TWO).close()
+    assert error.value.field == "rank 1"
+    assert len(pids) == 1 and not Path(f"/proc/{pids[0]}").exists(), "the rank was left behind"
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_slow_to_load_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It says that it goes on, and comes further now and then."""
+    script = (
+        "import time\n"
+        "from fd_core.engine.ranks import child\n"
+        "loaded = child.Computing.loaded\n"
+        "def slow(self):\n"
+        "    for done in range(6):\n"
+        "        time.sleep(2)\n"
+        "        self._progress('load', done, 6)\n"
+        "    return loaded(self)\n"
+        "child.Computing.loaded = slow\n"
+        "child.main()"
+    )
+    played_by(script, tmp_path, monkeypatch)
+    monkeypatch.setattr(leading, "_LOAD_SECONDS", 8.0)
+    with contextlib.closing(null_engine(watchdog_seconds=8.0, **TWO)) as engine:
+        assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
 
 
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])

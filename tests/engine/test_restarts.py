@@ -273,16 +273,20 @@ def test_requests_end_when_no_engine_can_be_started(faults: Faults, monkeypatch:
 
 
 def test_an_engine_that_is_stuck_in_its_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_START_SECONDS", 0.01)
     monkeypatch.setattr(restarting, "_RESTART_SECONDS", 0.01)
 
     async def main() -> None:
         async with opened(backend="null") as client:
             stream = client.submit(LONG)
+            monkeypatch.setattr(process, "_START_SECONDS", 0.01)
             signal_to(client, signal.SIGKILL)
             with pytest.raises(EngineDead, match="to start again"):
                 async for _ in stream:
                     pass
+
+        with pytest.raises(EngineDead, match=r"gave no sign for 0.01 s while it started"):
+            async with opened(backend="null"):
+                pass
 
     run_test(main)
 

@@ -6,6 +6,7 @@ from tests.mutants.mutant import mutant
 
 LEADING = "engine/ranks/leading.py"
 MESSAGES = "engine/ranks/messages.py"
+GROUP = "ops/parallel.py"
 STAGES = "engine/ranks/stages.py"
 
 MUTANTS = (
@@ -27,21 +28,21 @@ MUTANTS = (
     mutant(
         "a-late-rank-is-waited-for-without-end",
         "1.8: a rank that stands still is an engine fault, never a silent hang",
-        (LEADING, "if seconds is not None and looks * _LOOK_MS > seconds * 1000:", "if False:"),
+        (LEADING, "            if patience.is_over():\n", "            if False:\n"),
     ),
     mutant(
         "a-rank-that-copies-late-is-waited-for-without-end",
         "1.8: a rank that stands still is an engine fault, never a silent hang",
-        (LEADING, "if not self.group.abandoned and time.monotonic() > deadline:", "if False:"),
+        (LEADING, "if not self.group.abandoned and patience.is_over():", "if False:"),
     ),
     mutant(
         "the-answer-of-a-late-copy-is-that-of-the-next",
         "3.2: a copy that is not answered in time is applied to no other blocks",
         (
             LEADING,
-            '                    self._silent = f"rank {rank} did not answer within {self._seconds:g} s"\n'
-            "                    self.group.abandon()\n",
-            '                    raise RuntimeError(f"rank {rank} did not answer within {self._seconds:g} s")\n',
+            '                        self._silent = f"rank {rank} did not answer within {self._seconds:g} s"\n'
+            "                        self.group.abandon()\n",
+            '                        raise RuntimeError(f"rank {rank} did not answer within {self._seconds:g} s")\n',
         ),
     ),
     mutant(
@@ -105,5 +106,40 @@ MUTANTS = (
         "a-stage-is-not-told-what-was-sampled",
         "4: texts do not depend on what is planned when",
         (STAGES, "                self.batch.correct(slots, gens, lengths, num_drafts, tokens)\n", ""),
+    ),
+    mutant(
+        "a-stage-leaves-its-last-layer-out",
+        "4: stages change no text",
+        ("models/build.py", "for layer in of_stage)", "for layer in of_stage[: max(1, len(of_stage) - 1)])"),
+    ),
+    mutant(
+        "a-stage-hands-on-what-it-was-handed",
+        "4: stages change no text",
+        (
+            STAGES,
+            "return forward(replace(step, states=ops.states_from_host(states)), cache)",
+            "forward(replace(step, states=ops.states_from_host(states)), cache)\n        return ops.from_host(states)",
+        ),
+    ),
+    mutant(
+        "a-stage-hands-on-before-it-has-computed",
+        "4: stages change no text",
+        (
+            STAGES,
+            "self._group.hand_on(self.ops.to_host(self._forward(inputs, self.cache)))",
+            "states = np.zeros((len(inputs.token_ids), self.model.state_size), np.float32)\n"
+            "            self._group.hand_on(states)\n"
+            "            states[:] = self.ops.to_host(self._forward(inputs, self.cache))",
+        ),
+    ),
+    mutant(
+        "a-stage-takes-the-states-of-the-step-before",
+        "4: stages change no text",
+        (GROUP, "self._slots[rank + 1, number % 2, : 4", "self._slots[rank + 1, 1 - number % 2, : 4"),
+    ),
+    mutant(
+        "a-sum-is-what-the-last-rank-holds",
+        "4: ranks change no text",
+        (GROUP, "total[rows] += part", "total[rows] = part"),
     ),
 )

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from fd_core import patience
 from fd_core.engine.ranks.groups import opened_group
 from fd_core.errors import ConfigError
 from fd_core.ops import parallel
@@ -101,8 +102,8 @@ def test_a_rank_that_does_not_come_is_named(make: Make) -> None:
 def test_a_rank_is_not_taken_for_late_where_all_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock goes on while a machine, or all of its processes, are stopped."""
     looks = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * (next(looks) > 3), sleep=time.sleep)
-    monkeypatch.setattr(parallel, "time", clock)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * (next(looks) > 3))
+    monkeypatch.setattr(patience, "time", clock)
     monkeypatch.setattr(parallel, "_SPINS", 0)
 
     def work(group: RankGroup) -> Any:

@@ -32,7 +32,7 @@ SERVE: Final = (
     *("--tensor-parallel-size", "2", "--watchdog-seconds", str(WATCHDOG), "--log-level", "warning"),
     *("--max-model-len", "256", "--block-size", "16", "--max-num-seqs", str(STREAMS), "--num-kv-blocks", "512"),
 )
-GOES_ON: Final = ("slow",)
+GOES_ON: Final = ("slow", "pause of all")
 TROUBLES: Final = ("kill", "stop", *GOES_ON, "kill at rest", "stop at rest")
 _LOST_SECONDS: Final = 5 * WATCHDOG
 """Until a rank that is lost has to be missed, on a machine that is slow as well."""
@@ -53,14 +53,14 @@ async def ask_all(server: Server, model: str) -> list[Answer]:
         return await asyncio.gather(*(ask(session, body) for body in requests(model)))
 
 
-def rank_1() -> int:
-    """Return the process id of rank 1 of the one server that this process has started."""
+def processes() -> tuple[int, int, int]:
+    """Return the process ids of the one server that this process has started, of its engine and of rank 1."""
     (server,) = (
         child for child in children(os.getpid()) if b"fd_core.cli" in Path(f"/proc/{child}/cmdline").read_bytes()
     )
     (engine,) = children(server)
     (rank,) = children(engine)
-    return rank
+    return server, engine, rank
 
 
 def children(pid: int) -> list[int]:
@@ -89,7 +89,17 @@ async def until(happened: Callable[[], bool], seconds: float) -> float:
 async def befall(server: Server, trouble: str) -> None:
     """Let it happen to rank 1, and come back once all is well again."""
     await until(lambda: ready(server), _BACK_SECONDS)
-    rank = rank_1()
+    *_, rank = processes()
+    if trouble == "pause of all":
+        epoch = server.metrics()["engine_epoch"]
+        for pid in processes():
+            os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(WATCHDOG + 1)
+        for pid in processes():
+            os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(WATCHDOG / 2)
+        assert server.metrics()["engine_epoch"] == epoch, "nobody was at fault"
+        return
     if trouble == "slow":
         for _ in range(12):
             os.kill(rank, signal.SIGSTOP)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
@@ -16,12 +18,14 @@ from typing import Final
 import msgspec
 import zmq
 
+from fd_core.engine.client import StartProgress
 from fd_core.engine.computing import Computing
 from fd_core.engine.messages import Fault
 from fd_core.engine.ranks.groups import joined_group
 from fd_core.engine.ranks.messages import (
     LOOK,
     RANK_DOOR,
+    SIGN,
     WARM_UP,
     AdaptersHeld,
     BlockCopy,
@@ -48,6 +52,8 @@ from fd_core.runner.runner import Runner
 
 _log = logging.getLogger(__name__)
 _LINGER_MS: Final = 2000
+_SIGN_SECONDS: Final = 0.5
+"""Between two signs of a rank that loads."""
 
 
 def main() -> int:
@@ -64,16 +70,15 @@ def main() -> int:
     steps = _connected(context, door.steps, door.keys)
     start = msgspec.json.decode(steps.recv(), type=RankStart)
     parallel = Parallel(start.rank, start.config.num_ranks)
+    copies = _Copies(_connected(context, door.copies, door.keys))
     group = joined_group(parallel, start.place, start.config.rank_seconds)
 
     def say(message: RankMessage) -> None:
         steps.send(msgspec.msgpack.encode(message))
 
     try:
-        runner = _load(start, group, steps, say)
-        # The thread closes its socket: one that is connected before could hold up the end of a rank that cannot load.
-        copies = _connected(context, door.copies, door.keys)
-        threading.Thread(target=_copy, args=(copies, runner.cache), name="fdcore-copies", daemon=True).start()
+        runner = _load(start, group, steps, say, copies.came_to)
+        copies.begin(runner.cache)
         # Loaded objects live as long as the process: the garbage collector need not visit them during a step.
         gc.collect()
         gc.freeze()
@@ -106,10 +111,16 @@ def _connected(
     return socket
 
 
-def _load(start: RankStart, group: RankGroup, steps: zmq.Socket[bytes], say: Callable[[RankMessage], None]) -> Runner:
+def _load(
+    start: RankStart,
+    group: RankGroup,
+    steps: zmq.Socket[bytes],
+    say: Callable[[RankMessage], None],
+    progress: StartProgress,
+) -> Runner:
     """Load this rank's share of the model, and allocate what rank 0 decides."""
     path = Path(start.path) if start.path is not None else None
-    computing = Computing(start.config, path, lambda *_: None, group)
+    computing = Computing(start.config, path, progress, group)
     say(computing.loaded())
     limits = msgspec.msgpack.decode(steps.recv(), type=RankLimits).limits
     return computing.runner(
@@ -147,23 +158,48 @@ def _hold(adapters: RunnerAdapters, asked: HoldAdapters) -> AdaptersHeld:
     return AdaptersHeld()
 
 
-def _copy(socket: zmq.Socket[bytes], cache: KVCache) -> None:
-    """Copy blocks while steps are executed, until the context ends."""
-    try:
-        while True:
-            _, blocks, data = decode_blocks(socket.recv_multipart())
-            try:
-                if data is None:
-                    answer = encode_blocks(blocks, cache.export_blocks(blocks))
-                else:
-                    cache.import_blocks(blocks, data)
-                    answer = encode_blocks(blocks)
-            except Exception as error:  # noqa: BLE001 - it ends that copy only
-                text = f"{type(error).__name__}: {error}"
-                answer = [msgspec.msgpack.encode(BlockCopy(b"", error=text))]
-            socket.send_multipart(answer)
-    except zmq.ContextTerminated:
-        socket.close(linger=0)
+class _Copies:
+    """The thread that says that this rank goes on while it loads, and then copies blocks while steps are executed."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._caches: queue.SimpleQueue[KVCache] = queue.SimpleQueue()
+        self._sign = SIGN
+        threading.Thread(target=self._run, name="fdcore-copies", daemon=True).start()
+
+    def came_to(self, *place: object) -> None:
+        """Note how far loading came."""
+        self._sign = SIGN + repr(place).encode()
+
+    def begin(self, cache: KVCache) -> None:
+        """Copy blocks of a cache from now on."""
+        self._caches.put(cache)
+
+    def _run(self) -> None:
+        """Work until the context ends."""
+        try:
+            cache = None
+            while cache is None:
+                self._socket.send(self._sign)
+                with contextlib.suppress(queue.Empty):
+                    cache = self._caches.get(timeout=_SIGN_SECONDS)
+            while True:
+                self._copy(cache)
+        except zmq.ContextTerminated:
+            self._socket.close(linger=0)
+
+    def _copy(self, cache: KVCache) -> None:
+        _, blocks, data = decode_blocks(self._socket.recv_multipart())
+        try:
+            if data is None:
+                answer = encode_blocks(blocks, cache.export_blocks(blocks))
+            else:
+                cache.import_blocks(blocks, data)
+                answer = encode_blocks(blocks)
+        except Exception as error:  # noqa: BLE001 - it ends that copy only
+            text = f"{type(error).__name__}: {error}"
+            answer = [msgspec.msgpack.encode(BlockCopy(b"", error=text))]
+        self._socket.send_multipart(answer)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from fd_core.engine.ranks.groups import opened_group
 from fd_core.engine.ranks.messages import (
     LOOK,
     RANK_DOOR,
+    SIGN,
     WARM_UP,
     AdaptersHeld,
     HoldAdapters,
@@ -53,6 +54,7 @@ from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginE
 from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.parallel import RankMeeting, RanksApart
+from fd_core.patience import Patience
 from fd_core.plugins import LAUNCHER, installed_plugins
 from fd_core.runner.adapters import RunnerAdapters
 from fd_core.runner.runner import Runner
@@ -73,8 +75,9 @@ _LAST_WORDS_SECONDS: Final = 1.0
 """For which the reason of a rank that ended is waited for."""
 _IDLE_SECONDS: Final = 1.0
 """After which a rank that had nothing to do is asked whether it goes on."""
-_MOST_SECONDS: Final = 0.6
-"""That count as silence from one look at ranks to the next; if more passed, this process stood still itself."""
+_LOAD_SECONDS: Final = 300.0
+"""For which a rank that goes on may come no further while it loads, once rank 0 has loaded itself; less than what its
+client allows rank 0 to say nothing."""
 _RANK: Final = re.compile(r"rank \d+")
 _Message = TypeVar("_Message", RankLoaded, RankReady, StepDigest, AdaptersHeld)
 
@@ -134,9 +137,9 @@ class RankProcesses:
         """Called on another thread when a rank ends."""
         self._unheard: set[int] = set()
         """Ranks that were asked whether they go on and have not answered."""
-        self._waited = 0.0
-        """Seconds for which they were looked at in vain."""
-        self._looked = self._heard = time.monotonic()
+        self._patience = Patience(self._seconds)
+        """How long they may take."""
+        self._heard = time.monotonic()
         self._silent = ""
         """What is to be said of a rank that did not copy in time."""
         try:
@@ -155,13 +158,13 @@ class RankProcesses:
 
     def loaded(self) -> list[RankLoaded]:
         """Wait until the other ranks have their weights. Raises what loading raised on one of them."""
-        return [self._hear(rank, RankLoaded, None) for rank in self._ranks]
+        return [self._hear_loading(rank, RankLoaded) for rank in self._ranks]
 
     def allocate(self, limits: Limits) -> None:
         """Have the other ranks allocate what the limits say. Raises what that raised on one of them."""
         self.tell(msgspec.msgpack.encode(RankLimits(limits)))
         for rank in self._ranks:
-            self._hear(rank, RankReady, None)
+            self._hear_loading(rank, RankReady)
 
     def tell(self, frame: bytes) -> None:
         """Send a frame to all other ranks. Any thread. One that is gone is missed by whoever waits for it."""
@@ -173,7 +176,7 @@ class RankProcesses:
     def compare(self, step: int, digest: bytes) -> None:
         """Wait until the other ranks have executed a step. Raises `EngineDead` if one made something else of it."""
         for rank in self._ranks:
-            heard = self._hear(rank, StepDigest, self._seconds)
+            heard = self._hear(rank, StepDigest)
             if (heard.step, heard.digest) != (step, digest):
                 raise _dead(f"rank {rank} made something else of step {step} than rank 0")
         self._heard = time.monotonic()
@@ -186,18 +189,18 @@ class RankProcesses:
         if self.group.abandoned:
             raise RanksApart("a rank is gone")
         now = time.monotonic()
-        passed, self._looked = min(now - self._looked, _MOST_SECONDS), now
         if self._unheard:
             for rank in sorted(self._unheard):
                 if self._steps[rank - 1].poll(0):
                     self._expect(rank, self._receive(rank), RankReady)
                     self._unheard.remove(rank)
-            self._heard, self._waited = now, self._waited + passed
-            if self._unheard and self._waited > self._seconds:
+            self._heard = now
+            if self._patience.is_over() and self._unheard:
                 raise _dead(f"rank {min(self._unheard)} did not answer within {self._seconds:g} s")
         elif now - self._heard > _IDLE_SECONDS:
             self.tell(LOOK)
-            self._unheard, self._waited = set(self._ranks), 0.0
+            self._unheard = set(self._ranks)
+            self._patience.renew()
 
     def hold(self, adapters: Sequence[Adapter], known: Collection[Adapter]) -> str | None:
         """Have the other ranks hold these adapters and no others; `known` are those that they hold.
@@ -208,7 +211,7 @@ class RankProcesses:
         new = tuple(adapter for adapter in adapters if adapter.digest not in there)
         with self.together():
             self.tell(encode_order(HoldAdapters(tuple(adapter.digest for adapter in adapters), new)))
-            answers = [(rank, self._hear(rank, AdaptersHeld, self._seconds)) for rank in self._ranks]
+            answers = [(rank, self._hear(rank, AdaptersHeld)) for rank in self._ranks]
         return next((f"rank {rank}: {answer.error}" for rank, answer in answers if answer.error is not None), None)
 
     def copy(self, requests: Sequence[tuple[int, list[bytes]]]) -> list[list[bytes]]:
@@ -221,14 +224,17 @@ class RankProcesses:
             self._copies[rank - 1].send_multipart(parts)
         answers = []
         for rank, _ in requests:
-            socket, deadline = self._copies[rank - 1], time.monotonic() + self._seconds
-            while self.group.abandoned or not socket.poll(_LOOK_MS):
-                if not self.group.abandoned and time.monotonic() > deadline:
-                    self._silent = f"rank {rank} did not answer within {self._seconds:g} s"
-                    self.group.abandon()
-                if self.group.abandoned:
-                    raise _dead(self._silent or f"rank {rank} is gone")
-            answers.append(socket.recv_multipart())
+            socket, patience = self._copies[rank - 1], Patience(self._seconds)
+            parts = [SIGN]  # of its start, which nobody waited for
+            while parts[0].startswith(SIGN):
+                while self.group.abandoned or not socket.poll(_LOOK_MS):
+                    if not self.group.abandoned and patience.is_over():
+                        self._silent = f"rank {rank} did not answer within {self._seconds:g} s"
+                        self.group.abandon()
+                    if self.group.abandoned:
+                        raise _dead(self._silent or f"rank {rank} is gone")
+                parts = socket.recv_multipart()
+            answers.append(parts)
         return answers
 
     @contextlib.contextmanager
@@ -313,9 +319,13 @@ class RankProcesses:
         told = place if isinstance(place, RankMeeting) else f"/proc/{os.getpid()}/fd/{place}"
         own = msgspec.structs.replace(config, num_threads=cores or config.num_threads)
         for rank, process in enumerate(self._processes, 1):
-            start = RankStart(own, None if path is None else str(path), rank, told)
-            self._steps[rank - 1].send(msgspec.json.encode(start))
             threading.Thread(target=self._watch, args=(rank, process), name=f"fdcore-rank-{rank}", daemon=True).start()
+        for rank in self._ranks:
+            start = RankStart(own, None if path is None else str(path), rank, told)
+            silent = Patience(2 * self._seconds)
+            while not self._ready_to(zmq.POLLOUT, rank):  # until it has connected
+                self._require_signs(rank, silent)
+            self._steps[rank - 1].send(msgspec.json.encode(start))
 
     def _open_door(self, rank: int, host: str | None) -> RankDoor:
         """Open a rank's sockets: for this machine, or at an address for whoever has the keys that are made here."""
@@ -347,20 +357,44 @@ class RankProcesses:
         self.group.abandon()
         self.wake()
 
-    def _hear(self, rank: int, kind: type[_Message], seconds: float | None) -> _Message:
-        """Return a rank's next message, which has to be of a kind; None waits for as long as it runs."""
-        looks = 0
-        while not self._steps[rank - 1].poll(_LOOK_MS):
-            if self.group.abandoned:
-                raise _dead(self.reason(f"rank {rank} is gone"))
-            looks += 1  # not the time: this process may have stood still itself
-            if seconds is not None and looks * _LOOK_MS > seconds * 1000:
-                raise _dead(f"rank {rank} did not answer within {seconds:g} s")
+    def _hear_loading(self, rank: int, kind: type[_Message]) -> _Message:
+        """Return the next message of a rank that loads; it may take any time if it goes on and comes further."""
+        silent, still = Patience(2 * self._seconds), Patience(_LOAD_SECONDS)
+        sign = b""
+        while not self._ready_to(zmq.POLLIN, rank):
+            while self._copies[rank - 1].poll(0):
+                last, sign = sign, self._copies[rank - 1].recv()
+                silent.renew()
+                if sign != last:
+                    still.renew()
+            self._require_signs(rank, silent)
+            if still.is_over():
+                raise _dead(f"rank {rank} came no further for {_LOAD_SECONDS:g} s while it loaded")
+        return self._expect(rank, self._receive(rank), kind)
+
+    def _hear(self, rank: int, kind: type[_Message]) -> _Message:
+        """Return a rank's next message, which has to be of a kind."""
+        patience = Patience(self._seconds)
+        while not self._ready_to(zmq.POLLIN, rank):
+            if patience.is_over():
+                raise _dead(f"rank {rank} did not answer within {self._seconds:g} s")
         message = self._receive(rank)
         if rank in self._unheard and isinstance(message, RankReady):
             self._unheard.remove(rank)
-            return self._hear(rank, kind, seconds)
+            return self._hear(rank, kind)
         return self._expect(rank, message, kind)
+
+    def _require_signs(self, rank: int, silent: Patience) -> None:
+        if silent.is_over():
+            raise _dead(f"rank {rank} gave no sign for {2 * self._seconds:g} s while it loaded")
+
+    def _ready_to(self, what: int, rank: int) -> bool:
+        """Look for a moment whether a rank can be told or has said something. Raises `EngineDead` if it is gone."""
+        if self._steps[rank - 1].poll(_LOOK_MS, what):
+            return True
+        if self.group.abandoned:
+            raise _dead(self.reason(f"rank {rank} is gone"))
+        return False
 
     def _expect(self, rank: int, message: RankMessage, kind: type[_Message]) -> _Message:
         """Return a message that has to be of a kind. Raises what a fault says."""

@@ -3,7 +3,7 @@
 On the socket of steps: `RankStart`, `RankLoaded`, `RankLimits`, `RankReady`, then orders and an answer to each:
 `HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `LOOK` and `RankReady`; at any time a `Fault` instead.
 `WARM_UP` has no answer, nor have the orders of stages: a `StagePlan` and later its `StageOutcome`. On the socket of
-copies: a `BlockCopy` and its answer, with the bytes of blocks behind it.
+copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its answer, with the bytes of blocks behind it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fd_core.types import IntArray, StepOutput, StepPlan
 from fd_core.weights import Adapter, WeightUse
 
 __all__ = [
-    *("LOOK", "RANK_DOOR", "WARM_UP", "AdaptersHeld", "BlockCopy", "HoldAdapters", "RankDoor", "RankLimits"),
+    *("LOOK", "RANK_DOOR", "SIGN", "WARM_UP", "AdaptersHeld", "BlockCopy", "HoldAdapters", "RankDoor", "RankLimits"),
     *("RankLoaded", "RankMessage", "RankOrder", "RankReady", "RankStart", "RankStep", "StageOutcome", "StagePlan"),
     *("StepDigest", "decode_blocks", "decode_order", "encode_blocks", "encode_order", "step_digest"),
 ]
@@ -30,6 +30,8 @@ __all__ = [
 
 WARM_UP: Final = b""
 """The frame before the first plan: every rank warms up by itself."""
+SIGN: Final = b"!"
+"""How a frame begins by which a rank that loads says that it goes on; what follows changes when it came further."""
 LOOK: Final = b"?"
 """The frame that asks a rank for which there is nothing to do whether it goes on."""
 RANK_DOOR: Final = "FD_RANK_DOOR"
