@@ -30,7 +30,7 @@ from fd_core.engine.service import EngineService
 from fd_core.errors import ConfigError, FdError
 from fd_core.runner.batch import PersistentBatch
 from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_READ, ASSUMED_STORE_WRITE
-from fd_core.simulation.costs.cases import StepCase, cases_of, first_plan, next_plan
+from fd_core.simulation.costs.cases import LEAD_IN, StepCase, cases_of, first_plan, next_plan
 from fd_core.simulation.costs.fitting import MeasuredStep, errors_of, fit_steps
 from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms
 from fd_core.simulation.costs.profile_costs import step_features
@@ -163,7 +163,7 @@ class _StepBench:
         self._limits: Limits = self._runner.limits
         self._cases = cases
         self._draw = np.random.default_rng(_SEED)
-        self._blocks: IntArray = np.arange(max(case.blocks(self._limits) for case in cases), dtype=np.int32)
+        self._most_blocks = max(case.blocks(self._limits) for case in cases)
         self._step = 1
         self._times: defaultdict[StepCase, list[float]] = defaultdict(list)
         self._features: dict[StepCase, list[tuple[int, int, int, int, float, int]]] = {}
@@ -199,18 +199,21 @@ class _StepBench:
             yield case, MeasuredStep(case.kind, features, usual(times))
 
     def _run(self, case: StepCase) -> None:
-        plan = first_plan(
-            case, self._step, self._draw.permutation(self._blocks), self._limits.vocab_size, self._limits.block_size
-        )
+        limits = self._limits
+        first_block = int(self._draw.integers(0, self._most_blocks - case.blocks(limits), endpoint=True))
+        plan = first_plan(case, self._step, first_block, limits.vocab_size, limits.block_size)
         features = []
         if case.repeats == 1:
             features.append(self._timed(case, plan))
         else:
             self._execute(plan)
-            for _ in range(case.repeats):
+            for index in range(LEAD_IN + case.repeats):
                 plan = next_plan(plan, self._runner.batch.length)
                 self._guess(case, plan)
-                features.append(self._timed(case, plan))
+                if index < LEAD_IN:
+                    self._execute(plan)
+                else:
+                    features.append(self._timed(case, plan))
         self._features[case] = features
         self._step = plan.step + 1
 

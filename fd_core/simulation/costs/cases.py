@@ -12,7 +12,7 @@ from fd_core.config import Limits
 from fd_core.simulation.costs.fitting import StepKind
 from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepPlan
 
-__all__ = ["CaseRow", "StepCase", "cases_of", "first_plan", "next_plan"]
+__all__ = ["LEAD_IN", "CaseRow", "StepCase", "cases_of", "first_plan", "next_plan"]
 
 _MAX_KV_TOKENS: Final = 32768
 """Positions of all rows of a case together: more would take longer to touch than to measure."""
@@ -20,8 +20,10 @@ _MAX_PAIRS: Final = 1 << 19
 """Pairs of a token and a position before its chunk, for the same reason."""
 _DRAWN: Final = 12
 """Steps of each kind that are held out."""
-_STEPS: Final = 3
-"""Steps in which a case decodes, one after the other."""
+LEAD_IN: Final = 2
+"""Steps of decoding that are not timed: the first ones behind another case find its data in the caches."""
+_STEPS: Final = 4
+"""Steps in which a case decodes and is timed, one after the other."""
 
 
 class CaseRow(NamedTuple):
@@ -61,7 +63,7 @@ class StepCase:
         )
 
     def _length(self, row: CaseRow) -> int:
-        return row.start + row.tokens + self.repeats * (1 + row.drafts)
+        return row.start + row.tokens + (self.repeats + LEAD_IN) * (1 + row.drafts)
 
 
 def cases_of(limits: Limits, draw: np.random.Generator) -> list[StepCase]:
@@ -140,12 +142,13 @@ def _powers(limit: int) -> list[int]:
 # Plans ----------------------------------------------------------------------------------------------------
 
 
-def first_plan(case: StepCase, step: int, blocks: IntArray, vocab_size: int, block_size: int) -> StepPlan:
+def first_plan(case: StepCase, step: int, first_block: int, vocab_size: int, block_size: int) -> StepPlan:
     """Return the plan that admits each row of a case to a slot and computes it, with keys and values that stand there.
 
-    `blocks` are at least as many as the case needs. What KV holds does not change how long it takes to read.
+    Rows have their blocks one after the other from `first_block` on, as an engine grants them at first. What KV holds
+    does not change how long it takes to read.
     """
-    count, taken = len(case.rows), 0
+    count, taken = len(case.rows), first_block
     admissions, grants = [], []
     for slot, row in enumerate(case.rows):
         known = row.start + row.tokens - row.drafts
@@ -162,7 +165,7 @@ def first_plan(case: StepCase, step: int, blocks: IntArray, vocab_size: int, blo
             )
         )
         need = -(-case._length(row) // block_size)
-        grants.append(BlockGrant(slot, 0, blocks[taken : taken + need]))
+        grants.append(BlockGrant(slot, 0, np.arange(taken, taken + need, dtype=np.int32)))
         taken += need
     starts, tokens, drafts, samples = zip(*case.rows, strict=True)
     return StepPlan(

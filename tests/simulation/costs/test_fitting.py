@@ -45,8 +45,7 @@ def measured(noise: float, *, disturbed: float = 0.0) -> tuple[list[MeasuredStep
     draw = np.random.default_rng(3)
     fitted, held = [], []
     for case in cases_of(LIMITS, draw):
-        blocks = np.arange(case.blocks(LIMITS), dtype=np.int32)
-        features = step_features(first_plan(case, 1, blocks, LIMITS.vocab_size, LIMITS.block_size))
+        features = step_features(first_plan(case, 1, 0, LIMITS.vocab_size, LIMITS.block_size))
         seconds = float(predict(TRUE, features)[0]) * (1 + noise * draw.standard_normal())
         if not case.held_out and draw.random() < disturbed:
             seconds *= 3
@@ -123,7 +122,7 @@ def test_every_case_is_a_step_that_the_engine_could_plan(limits: dict[str, int])
     cases = cases_of(bound, np.random.default_rng(1))
     assert {case.kind for case in cases} >= {"decode", "prefill"}
     for case in cases:
-        plan = first_plan(case, 1, np.arange(case.blocks(bound), dtype=np.int32), bound.vocab_size, bound.block_size)
+        plan = first_plan(case, 1, 0, bound.vocab_size, bound.block_size)
         granted = np.concatenate([grant.blocks for grant in plan.grants])
         assert len(set(granted.tolist())) == len(granted) <= bound.num_kv_blocks
         assert 0 < plan.total_tokens <= bound.max_num_batched_tokens
