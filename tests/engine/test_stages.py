@@ -87,7 +87,7 @@ def test_a_stage_waits_for_tokens_that_are_on_their_way(folder: Path, monkeypatc
     expected = run(engine, SPECS).tokens
     engine.close()
     monkeypatch.setattr(Planner, "_of_this_plan", lambda self, ready: ready)
-    engine = engine_of(folder, 2, pipeline_depth=3)
+    engine = engine_of(folder, 2, pipeline_depth=3, watchdog_seconds=10.0)  # who waits for what never comes fails soon
     try:
         assert run(engine, SPECS).tokens == expected
     finally:
