@@ -41,7 +41,7 @@ IntArray = npt.NDArray[np.int32]
 
 def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return `array` marked read-only, so that a value that was handed over cannot change."""
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array
 
 

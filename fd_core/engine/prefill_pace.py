@@ -28,6 +28,8 @@ class PrefillPace:
         begun = max(submitted, self._answered)  # the device computes one step after the other
         self._answered = answered
         tokens = plan.total_tokens
+        if tokens < _MIN_PREFILL_TOKENS or tokens == len(plan.slots):
+            return None
         prefill = int(plan.num_tokens[plan.num_tokens > plan.num_drafts + 1].sum())
         if prefill < max(_MIN_PREFILL_TOKENS, tokens // 2):
             return None

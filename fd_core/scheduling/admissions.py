@@ -100,6 +100,8 @@ class Admissions:
 
     def admit(self, draft: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots while budget, slots and blocks allow."""
+        if not len(self._waiting):
+            return
         self._impatient.update(request.arrival for request in self._waiting.expire(step))
         admission_pass = AdmissionPass(self._control, self._slots)
         slot = self._slots.free_slot()

@@ -54,7 +54,7 @@ def allot_decodes(
         return chosen, np.zeros(len(chosen), np.int32)
     budget.take(count)
     rows = np.arange(count)
-    if not drafts.any():
+    if not np.count_nonzero(drafts):
         return rows, drafts
     granted = deal(drafts, budget.left)
     budget.take(int(granted.sum()))

@@ -105,7 +105,7 @@ class DraftControl:
     @property
     def possible(self) -> bool:
         """Whether any slot may come to hold drafts."""
-        return bool(self._most.any())
+        return self.max_drafts > 0 and bool(self._most.any())
 
     def most(self, slots: IntArray) -> IntArray:
         """Return int32[n]: how many drafts the runner may come to hold for each of `slots`."""

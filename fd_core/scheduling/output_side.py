@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -34,6 +34,8 @@ from fd_core.types import (
 )
 
 __all__ = ["OutputCounters", "OutputSide"]
+
+_RELEASED: Final = np.uint8(Outcome.RELEASED)
 
 
 class OutputCounters(msgspec.Struct, kw_only=True):
@@ -78,8 +80,10 @@ class OutputSide:
             return []
         self._next_step = plan.step + 1
         outcomes = signals.read(output.tokens, output.errors)
-        rows = self._rows_of_this_residency(plan, output)
-        deltas = self._deliver(plan, rows, outcomes, output)
+        # Arrays of another integer type take several times as long as an index.
+        places = plan.slots.astype(np.intp)
+        rows = self._rows_of_this_residency(plan, places, output)
+        deltas = self._deliver(plan, rows, places[rows], outcomes, output)
         if output.drafts_ready is not None:
             # Slots that were scheduled again since this step hold newer drafts; those of an earlier gen hold none.
             current = (self._slots.last_step <= plan.step) & (self._slots.gen == output.gens)
@@ -93,30 +97,40 @@ class OutputSide:
 
     # Inside -----------------------------------------------------------------------------------------------
 
-    def _rows_of_this_residency(self, plan: StepPlan, output: StepOutput) -> npt.NDArray[np.intp]:
-        """Return indices of the plan's rows whose residency still exists on both sides."""
+    def _rows_of_this_residency(
+        self, plan: StepPlan, places: npt.NDArray[np.intp], output: StepOutput
+    ) -> npt.NDArray[np.intp]:
+        """Return indices of the plan's rows whose residency still exists on both sides; `places` are their slots."""
         slots = self._slots
-        same_runner = output.gens[plan.slots] == plan.gens
-        occupied = (slots.running[plan.slots] | slots.draining[plan.slots]) & ~slots.ended[plan.slots]
-        same_here = (slots.gen[plan.slots] == plan.gens) & occupied
-        self.counters.stale_outputs += int((~same_runner).sum())
-        self.counters.overrun_rows += int((same_runner & ~same_here).sum())
-        return np.flatnonzero(same_runner & same_here)
+        same_runner = output.gens[places] == plan.gens
+        occupied = (slots.running[places] | slots.draining[places]) & ~slots.ended[places]
+        same_here = (slots.gen[places] == plan.gens) & occupied
+        rows = (same_runner & same_here).nonzero()[0]
+        if len(rows) < len(places):
+            stale = len(places) - np.count_nonzero(same_runner)
+            self.counters.stale_outputs += stale
+            self.counters.overrun_rows += len(places) - stale - len(rows)
+        return rows
 
     def _deliver(
-        self, plan: StepPlan, rows: npt.NDArray[np.intp], outcomes: signals.Outcomes, output: StepOutput
+        self,
+        plan: StepPlan,
+        rows: npt.NDArray[np.intp],
+        rows_of: npt.NDArray[np.intp],
+        outcomes: signals.Outcomes,
+        output: StepOutput,
     ) -> list[Delta]:
-        rows_of = plan.slots[rows].astype(np.intp)
-        healthy = outcomes.kinds[rows_of] != Outcome.ERROR
         deltas = []
         if output.errors:
+            healthy = outcomes.kinds[rows_of] != Outcome.ERROR
             failed = set(rows_of[~healthy].tolist())
             deltas = [self._fail(slot, message) for slot, message in output.errors if slot in failed]
-        rows, rows_of = rows[healthy], rows_of[healthy]
+            rows, rows_of = rows[healthy], rows_of[healthy]
         counts = outcomes.counts[rows_of]
-        with_tokens = (counts > 0) & plan.samples[rows]
-        unasked = (counts > 0) & ~plan.samples[rows]
-        if unasked.any():
+        delivers, samples = counts > 0, plan.samples[rows]
+        with_tokens = delivers & samples
+        unasked = delivers > samples
+        if np.count_nonzero(unasked):
             raise signals.MalformedOutput(f"slot {rows_of[unasked][0]} carries tokens that no row of the step samples")
         self._collect(output, rows_of)
         told, ended = self._append(rows_of[with_tokens], counts[with_tokens], outcomes.tokens, output.logprobs)
@@ -131,17 +145,21 @@ class OutputSide:
     ) -> tuple[list[Delta], list[tuple[int, FinishReason]]]:
         """Append delivered tokens, at most up to a stop token or the length limit; return also the slots that end."""
         slots = self._slots
-        width = int(counts.max(initial=0))
-        if width == 0:
+        if not len(rows):
             return [], []
+        width = 1 if tokens.shape[1] == 1 else int(counts.max())
         block = tokens[rows, :width]
         counts = np.minimum(counts, slots.limit[rows] - slots.num_tokens[rows])
         in_row = np.arange(width, dtype=np.int32) < counts[:, None]
-        stops = (block[:, :, None] == slots.stops[rows][:, None, :]).any(axis=2) & in_row
-        stopped = stops.any(axis=1)
-        counts = np.where(stopped, stops.argmax(axis=1).astype(np.int32) + 1, counts)
+        if width == slots.stops.shape[1] == 1:  # the common case without reductions
+            stopped = ((block == slots.stops[rows]) & in_row)[:, 0]
+        else:
+            stops = (block[:, :, None] == slots.stops[rows][:, None, :]).any(axis=2) & in_row
+            stopped = stops.any(axis=1)
+            counts = np.where(stopped, stops.argmax(axis=1).astype(np.int32) + 1, counts)
         slots.append_tokens(rows, block, counts)
-        self.counters.generated_tokens += int(counts.sum())
+        given_out = counts.tolist()
+        self.counters.generated_tokens += sum(given_out)
         full = slots.num_tokens[rows] >= slots.limit[rows]
         scores = _logprobs_by_slot(logprobs, slots.requests)
         deltas: list[Delta] = []
@@ -149,7 +167,7 @@ class OutputSide:
         ends = (stopped | full).tolist()
         # Tuples straight from memory: a list for each row would keep the garbage collector busy.
         cells = struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)
-        for index, (slot, count, delivered) in enumerate(zip(rows.tolist(), counts.tolist(), cells, strict=True)):
+        for index, (slot, count, delivered) in enumerate(zip(rows.tolist(), given_out, cells, strict=True)):
             request = slots.request_in(slot)
             token_ids = delivered if count == width else delivered[:count]
             reason = None
@@ -180,9 +198,9 @@ class OutputSide:
         """Positions computed by the step are settled, but for rejected drafts; requests that left have none."""
         slots = self._slots
         sampled = plan.samples[rows]
-        accepted = np.maximum(counts - 1, 0)
         drafted = plan.num_drafts[rows]
-        if self._drafts.learning or drafted.any():
+        if self._drafts.learning or np.count_nonzero(drafted):
+            accepted = np.maximum(counts - 1, 0)
             self._drafts.observe(rows_of[sampled], drafted[sampled], accepted[sampled])
             rejected = np.where(sampled, drafted - accepted, 0)
             # Neither rejected drafts nor their KV exist.
@@ -199,7 +217,7 @@ class OutputSide:
         """Match every -9 with the one revocation that it answers."""
         slots = self._slots
         expected = {revoked.slot: revoked.gen for revoked in plan.revocations}
-        seen = set(np.flatnonzero(outcomes.kinds == Outcome.RELEASED).tolist())
+        seen = set((outcomes.kinds == _RELEASED).nonzero()[0].tolist())
         if seen != set(expected):
             raise signals.MalformedOutput(
                 f"step {plan.step} revokes slots {sorted(expected)}, but its output releases {sorted(seen)}"
@@ -230,6 +248,8 @@ class OutputSide:
         logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> Delta:
         request_id = request.spec.request_id
+        if reason is None and logprobs is None and request_id in self._told_first:
+            return Delta(request_id, token_ids)
         cached = prefill = scores = pooled = None
         if token_ids and request_id not in self._told_first:
             self._told_first.add(request_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -74,9 +76,9 @@ class PlanBuilder:
 
     def build(self, table: SlotTable) -> StepPlan:
         """Freeze the plan; positions are read from the slot table."""
-        slots = np.concatenate(self._slots) if self._slots else np.empty(0, np.intp)
-        num_tokens = np.concatenate(self._num_tokens) if self._slots else np.empty(0, np.int32)
-        num_drafts = np.concatenate(self._num_drafts) if self._slots else np.empty(0, np.int32)
+        slots = _joined(self._slots, np.intp)
+        num_tokens = _joined(self._num_tokens, np.int32)
+        num_drafts = _joined(self._num_drafts, np.int32)
         starts = table.num_computed[slots]
         return StepPlan(
             epoch=self._epoch,
@@ -91,3 +93,8 @@ class PlanBuilder:
             grants=tuple(self._grants),
             revocations=tuple(self._revocations),
         )
+
+
+def _joined(parts: list[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    """Return the parts as one; most plans have one only, which is nobody else's."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, dtype)

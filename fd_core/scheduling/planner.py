@@ -50,8 +50,9 @@ class Planner:
         self._revoke(aborting, draft)
         ready = self._slots.ready()
         rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
-        self._decode(rows, draft)
-        self._continue_prefills(rows, draft)
+        missing = self._slots.num_planned[rows] - self._slots.num_computed[rows]
+        self._decode(rows, missing, draft)
+        self._continue_prefills(rows, missing, draft)
         if not draft.preempted:
             self._admit(draft, self._step)
         return None if draft.empty else self._seal(draft)
@@ -106,14 +107,14 @@ class Planner:
         expendable = running.only(self._policy.expendable(running))
         return int(expendable.slots[self._victims.choose(expendable)])
 
-    def _decode(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
-        """Charge one token for each decode, all of them first.
+    def _decode(self, rows: npt.NDArray[np.intp], missing: IntArray, draft: PlanBuilder) -> None:
+        """Charge one token for each decode, all of them first; `missing` int32[n] tokens are left to compute.
 
         If decodes alone would use up the budget, unfinished prefills take part in the rotation with one token each, so
         that they advance too.
         """
         slots = self._slots
-        decoding = rows[slots.num_planned[rows] - slots.num_computed[rows] == 1]
+        decoding = rows[missing == 1]
         if len(decoding) >= draft.budget.left:
             decoding = rows
         if not len(decoding):
@@ -141,11 +142,11 @@ class Planner:
         fitting: IntArray = np.minimum(wanted, room).astype(np.int32)
         return fitting
 
-    def _continue_prefills(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
-        if not draft.budget.left:
+    def _continue_prefills(self, rows: npt.NDArray[np.intp], missing: IntArray, draft: PlanBuilder) -> None:
+        prefilling = rows[missing > 1]
+        if not (draft.budget.left and len(prefilling)):
             return
         slots = self._slots
-        prefilling = rows[slots.num_planned[rows] - slots.num_computed[rows] > 1]
         for slot in prefilling[np.argsort(slots.arrival[prefilling], kind="stable")].tolist():
             chunk = draft.budget.take(int(slots.num_planned[slot] - slots.num_computed[slot]))
             if chunk:
@@ -154,7 +155,8 @@ class Planner:
     def _seal(self, draft: PlanBuilder) -> StepPlan:
         """Fix the plan and account for it."""
         plan = draft.build(self._slots)
-        slots, rows = self._slots, plan.slots
+        # Arrays of another integer type take several times as long as an index.
+        slots, rows = self._slots, plan.slots.astype(np.intp)
         slots.num_computed[rows] += plan.num_tokens
         slots.num_planned[rows] += plan.samples + plan.num_drafts
         slots.last_step[rows] = plan.step

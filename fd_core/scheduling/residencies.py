@@ -139,7 +139,7 @@ class Residencies:
         slots.num_settled[rows] = upto
         if self._prefixes.hasher is None:
             return
-        for slot in rows[upto // self.slots.block_size > slots.num_registered[rows]].tolist():
+        for slot in rows[upto // slots.block_size > slots.num_registered[rows]].tolist():
             request = slots.request_in(slot)
             self._register(slot, request, int(slots.num_settled[slot]) // self.slots.block_size)
             self._send_settled(slot, request)

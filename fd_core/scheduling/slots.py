@@ -161,7 +161,7 @@ class SlotTable:
 
     def ready(self) -> npt.NDArray[np.intp]:
         """Return the running slots that have something to compute."""
-        return np.flatnonzero(self.running & (self.num_planned < self.limit))
+        return (self.running & (self.num_planned < self.limit)).nonzero()[0]
 
     def running_requests(self) -> RunningRequests:
         """Return what a victim policy may know of the running requests."""

@@ -104,6 +104,9 @@ class DeliveredTokens:
     def append(self, rows: npt.NDArray[np.intp], tokens: IntArray, counts: IntArray) -> None:
         """Append to each row of `rows` intp[n] the first `counts` int32[n] of its `tokens` int32[n, width]."""
         first = self._counts[rows]
-        # Entries behind the count of a row are written, too: the next append writes over them.
-        self._tokens[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens
+        if tokens.shape[1] == 1:
+            self._tokens[rows, first.astype(np.intp)] = tokens[:, 0]
+        else:
+            # Entries behind the count of a row are written, too: the next append writes over them.
+            self._tokens[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens
         self._counts[rows] = first + counts
