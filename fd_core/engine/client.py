@@ -57,7 +57,8 @@ class DeltaStream(AsyncIterator[Delta]):
         """Take the next delta."""
         self._pending.append(delta)
         self.on_news(delta)
-        self._notify()
+        if self._wake is not None:
+            self._notify()
 
     def fail(self, message: str) -> None:
         """End with `EngineDead` once what arrived was fetched."""

@@ -107,7 +107,7 @@ class DraftControl:
         """Whether any slot may come to hold drafts."""
         return self.max_drafts > 0 and bool(self._most.any())
 
-    def most(self, slots: IntArray) -> IntArray:
+    def most(self, slots: npt.NDArray[np.intp]) -> IntArray:
         """Return int32[n]: how many drafts the runner may come to hold for each of `slots`."""
         most: IntArray = self._most[slots]
         return most

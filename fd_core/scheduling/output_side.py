@@ -105,9 +105,9 @@ class OutputSide:
         same_runner = output.gens[places] == plan.gens
         occupied = (slots.running[places] | slots.draining[places]) & ~slots.ended[places]
         same_here = (slots.gen[places] == plan.gens) & occupied
-        rows = (same_runner & same_here).nonzero()[0]
+        rows: npt.NDArray[np.intp] = (same_runner & same_here).nonzero()[0]
         if len(rows) < len(places):
-            stale = len(places) - np.count_nonzero(same_runner)
+            stale = len(places) - int(np.count_nonzero(same_runner))
             self.counters.stale_outputs += stale
             self.counters.overrun_rows += len(places) - stale - len(rows)
         return rows
@@ -150,10 +150,10 @@ class OutputSide:
         width = 1 if tokens.shape[1] == 1 else int(counts.max())
         block = tokens[rows, :width]
         counts = np.minimum(counts, slots.limit[rows] - slots.num_tokens[rows])
-        in_row = np.arange(width, dtype=np.int32) < counts[:, None]
-        if width == slots.stops.shape[1] == 1:  # the common case without reductions
-            stopped = ((block == slots.stops[rows]) & in_row)[:, 0]
+        if width == slots.stops.shape[1] == 1:  # most steps are such, and reductions take most of the time
+            stopped = (block[:, 0] == slots.stops[rows, 0]) & (counts > 0)
         else:
+            in_row = np.arange(width, dtype=np.int32) < counts[:, None]
             stops = (block[:, :, None] == slots.stops[rows][:, None, :]).any(axis=2) & in_row
             stopped = stops.any(axis=1)
             counts = np.where(stopped, stops.argmax(axis=1).astype(np.int32) + 1, counts)

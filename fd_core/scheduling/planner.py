@@ -50,9 +50,8 @@ class Planner:
         self._revoke(aborting, draft)
         ready = self._slots.ready()
         rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
-        missing = self._slots.num_planned[rows] - self._slots.num_computed[rows]
-        self._decode(rows, missing, draft)
-        self._continue_prefills(rows, missing, draft)
+        self._decode(rows, draft)
+        self._continue_prefills(rows, draft)
         if not draft.preempted:
             self._admit(draft, self._step)
         return None if draft.empty else self._seal(draft)
@@ -107,14 +106,14 @@ class Planner:
         expendable = running.only(self._policy.expendable(running))
         return int(expendable.slots[self._victims.choose(expendable)])
 
-    def _decode(self, rows: npt.NDArray[np.intp], missing: IntArray, draft: PlanBuilder) -> None:
-        """Charge one token for each decode, all of them first; `missing` int32[n] tokens are left to compute.
+    def _decode(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
+        """Charge one token for each decode, all of them first.
 
         If decodes alone would use up the budget, unfinished prefills take part in the rotation with one token each, so
         that they advance too.
         """
         slots = self._slots
-        decoding = rows[missing == 1]
+        decoding = rows[slots.num_planned[rows] - slots.num_computed[rows] == 1]
         if len(decoding) >= draft.budget.left:
             decoding = rows
         if not len(decoding):
@@ -142,11 +141,11 @@ class Planner:
         fitting: IntArray = np.minimum(wanted, room).astype(np.int32)
         return fitting
 
-    def _continue_prefills(self, rows: npt.NDArray[np.intp], missing: IntArray, draft: PlanBuilder) -> None:
-        prefilling = rows[missing > 1]
+    def _continue_prefills(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
+        slots = self._slots
+        prefilling = rows[slots.num_planned[rows] - slots.num_computed[rows] > 1]
         if not (draft.budget.left and len(prefilling)):
             return
-        slots = self._slots
         for slot in prefilling[np.argsort(slots.arrival[prefilling], kind="stable")].tolist():
             chunk = draft.budget.take(int(slots.num_planned[slot] - slots.num_computed[slot]))
             if chunk:

@@ -66,7 +66,7 @@ class SimulatedClient:
         *,
         vocab_size: int,
         max_model_len: int,
-        delay: Callable[[], float],
+        delay: float,
         ended: Callable[[RequestOutcome], None],
         done: Callable[[SimulatedClient], None],
         check: bool,
@@ -114,6 +114,7 @@ class SimulatedClient:
         self._more = self._number + 1 < len(turns)
         before = [] if turn.fresh else [self._text]
         self._text = np.concatenate([*before, *(_kept_tokens(piece, self._vocab_size) for piece in turn.adds)])
+        self._keeps = self._more or self._check
         prompt = self._text
         room = max(1, self._max_model_len - len(prompt))
         most = room if turn.max_tokens is None else min(turn.max_tokens, room)
@@ -153,21 +154,21 @@ class SimulatedClient:
         now = self._now
         if now.over:
             return
-        at = self._timeline.now + self._delay()
+        at = self._timeline.now + self._delay
+        if tokens := delta.token_ids:
+            if now.first is None:
+                now.first = at
+            elif (gap := at - now.last) > now.gap:
+                now.gap = gap
+            now.last = at
+            now.count += len(tokens)
+            if self._keeps:
+                now.tokens += tokens
+            if self.wanted is not None and self._check:
+                self._check_part(now, tokens)
         now.worker = worker
         if delta.cached_tokens is not None:
             now.cached = delta.cached_tokens
-        if delta.token_ids:
-            if now.first is None:
-                now.first = at
-            else:
-                now.gap = max(now.gap, at - now.last)
-            now.last = at
-            now.count += len(delta.token_ids)
-            if self._more or self._check:
-                now.tokens += delta.token_ids
-            if self.wanted is not None and self._check:
-                self._check_part(now, delta.token_ids)
         if delta.finish_reason is not None:
             reason = str(delta.finish_reason)
             self._timeline.at(at, lambda: self._whole(now, reason))
@@ -176,7 +177,7 @@ class SimulatedClient:
         """The request ends without an answer, or without the rest of one."""
         now = self._now
         if not now.over:
-            self._timeline.after(self._delay(), lambda: self._end(now, "failed" if now.count else "refused", reason))
+            self._timeline.after(self._delay, lambda: self._end(now, "failed" if now.count else "refused", reason))
 
     def _whole(self, now: _Reading, end: str) -> None:
         if now.over:

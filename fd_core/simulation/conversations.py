@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -67,7 +68,7 @@ def tokens_of(piece: Piece, vocab_size: int) -> IntArray:
     return to_tokens(stirred(np.uint64(piece.seed & (2**64 - 1)), places), vocab_size)
 
 
-def stirred(seeds: npt.NDArray[np.uint64] | np.uint64, places: IntArray) -> npt.NDArray[np.uint64]:
+def stirred(seeds: npt.NDArray[np.uint64] | np.uint64, places: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Return a number for each seed and place, as SplitMix64 stirs its states (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         state = seeds + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN

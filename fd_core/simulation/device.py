@@ -26,6 +26,8 @@ __all__ = ["END", "AnswerOf", "PlanComputer", "ScriptedComputer", "SimulatedDevi
 END: Final = 2
 """Token that ends an answer."""
 _ENDLESS: Final = Piece(0, 2**31 - 1)
+_AHEAD: Final = 256
+"""Tokens of an answer that are drawn at once, where there are no drafts."""
 
 AnswerOf = Callable[[str], Piece | None]
 """Returns the answer to a request by its id; None for a request that only computes its prompt."""
@@ -56,15 +58,17 @@ class ScriptedComputer:
         self._answer_of = answer_of
         self._acceptance = acceptance
         self._gens = np.zeros(slots, np.int32)
-        self._length = np.zeros(slots, np.int32)
+        self._length = np.zeros(slots, np.intp)
         """Tokens that each slot has."""
-        self._prompt = np.zeros(slots, np.int32)
+        self._prompt = np.zeros(slots, np.intp)
         """Tokens among them that are the client's prompt."""
         self._seeds = np.zeros(slots, np.uint64)
         self._answers = np.zeros(slots, np.int64)
         """Tokens of each answer."""
         self._drafts = np.zeros(slots, np.int32)
         self._columns = np.arange(1 + limits.max_drafts)
+        self._drawn = np.zeros((slots, _AHEAD), np.int32)
+        """The part of each answer that its next token is in; it begins at a multiple of its length."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Answer a plan. Raises `RuntimeError` for one that computes tokens which no slot has, or too many."""
@@ -72,18 +76,21 @@ class ScriptedComputer:
             self._admit(admission)
         width = len(self._columns)
         tokens = np.full((len(self._gens), width), EMPTY_TOKEN_ID, np.int32)
-        slots = plan.slots
+        slots = plan.slots.astype(np.intp)
         if len(slots):
-            drafts = np.minimum(plan.num_drafts, self._drafts[slots]) if width > 1 else plan.num_drafts
-            own = plan.num_tokens - plan.num_drafts
-            self._check(plan, own, drafts)
+            own, drafts = plan.num_tokens, plan.num_drafts
+            if width > 1:
+                own, drafts = own - drafts, np.minimum(drafts, self._drafts[slots])
+            self._check(plan, slots, own, drafts)
             sampling = plan.samples
-            if not sampling.all():
+            if np.count_nonzero(sampling) < len(slots):
                 slots, drafts = slots[sampling], drafts[sampling]
             index = self._length[slots] - self._prompt[slots]
             if width == 1:
-                delivered = self._tokens(slots, index)
-                tokens[slots, 0] = delivered
+                column = index % _AHEAD
+                for row in (column == 0).nonzero()[0].tolist():
+                    self._draw_ahead(slots[row], index[row])
+                tokens[slots, 0] = self._drawn[slots, column]
                 self._length[slots] += 1
             else:
                 places = index[:, None] + self._columns
@@ -107,14 +114,21 @@ class ScriptedComputer:
         self._seeds[slot] = answer.seed & (2**64 - 1)
         self._answers[slot] = answer.tokens
         self._drafts[slot] = 0
+        index = len(admission.token_ids) - admission.prompt_len
+        if column := index % _AHEAD:
+            self._draw_ahead(slot, index - column)
 
-    def _tokens(self, slots: npt.NDArray[np.int32], index: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def _draw_ahead(self, slot: int, first: int) -> None:
+        """Draw the part of an answer that begins at place `first`."""
+        self._drawn[slot] = self._tokens(np.full(_AHEAD, slot), np.arange(first, first + _AHEAD))
+
+    def _tokens(self, slots: npt.NDArray[np.intp], index: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
         """Return the tokens at places `index` of the answers in `slots`, of equal shapes."""
         drawn = to_tokens(stirred(self._seeds[slots], index), self._limits.vocab_size)
         return np.where(index < self._answers[slots], drawn, np.int32(END))
 
     def _kept(
-        self, slots: npt.NDArray[np.int32], places: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32]
+        self, slots: npt.NDArray[np.intp], places: npt.NDArray[np.intp], drafts: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
         """Return int32[n], how many drafts are kept: by a chance of each place, however often it is drafted."""
         luck = stirred(~self._seeds[slots][:, None], places[:, :-1]) >> np.uint64(11)
@@ -122,16 +136,20 @@ class ScriptedComputer:
         counts: npt.NDArray[np.int32] = np.logical_and.accumulate(kept, axis=1).sum(axis=1, dtype=np.int32)
         return counts
 
-    def _check(self, plan: StepPlan, own: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32]) -> None:
-        total = int((own + drafts).sum())
+    def _check(
+        self, plan: StepPlan, slots: npt.NDArray[np.intp], own: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32]
+    ) -> None:
+        total = sum((own + drafts).tolist())
         budget = self._limits.max_num_batched_tokens
         if total > budget:
             raise RuntimeError(f"step {plan.step} computes {total} tokens, the step token budget is {budget}")
-        length = self._length[plan.slots]
-        starts = np.where(plan.samples, length - own, plan.starts)
-        if ((starts > plan.starts) | (starts + own > length) | (starts < 0)).any():
+        last = self._length[slots] - own
+        early, late = last, plan.starts
+        if np.count_nonzero(plan.samples) < len(slots):
+            early, late = np.where(plan.samples, last, plan.starts), np.where(plan.samples, plan.starts, last)
+        if np.count_nonzero((early > late) | (early < 0)):
             raise RuntimeError(f"step {plan.step} computes tokens that its requests do not have")
-        if (self._gens[plan.slots] != plan.gens).any():
+        if np.count_nonzero(self._gens[slots] != plan.gens):
             raise RuntimeError(f"step {plan.step} has a row of a request that is not in its slot")
 
 

@@ -291,7 +291,7 @@ class World:
             conversation,
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
-            delay=self._delay,
+            delay=self._delay(),
             ended=self._ended,
             done=self._done,
             check=self.deployment.check,
