@@ -28,7 +28,7 @@ class PrefillPace:
         begun = max(submitted, self._answered)  # the device computes one step after the other
         self._answered = answered
         tokens = plan.total_tokens
-        if tokens < _MIN_PREFILL_TOKENS or tokens == len(plan.slots):
+        if tokens < _MIN_PREFILL_TOKENS or tokens == len(plan.num_tokens):
             return None
         prefill = int(plan.num_tokens[plan.num_tokens > plan.num_drafts + 1].sum())
         if prefill < max(_MIN_PREFILL_TOKENS, tokens // 2):
