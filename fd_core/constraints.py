@@ -8,6 +8,7 @@ Whoever makes such a struct, from whatever source, gets the same check and the s
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -154,10 +155,15 @@ class CheckedStruct(msgspec.Struct, frozen=True, kw_only=True):
     """Base of settings: a value that its field does not allow is refused with `ConfigError`, whoever gives it."""
 
     def __post_init__(self) -> None:
-        for field in msgspec.structs.fields(type(self)):
+        for field in _fields(type(self)):
             value = getattr(self, field.name)
             if value is not field.default:
                 _check_field(type(self), field.name, value, field.encode_name)
+
+
+@functools.cache
+def _fields(settings: type[CheckedStruct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(settings)
 
 
 _C = TypeVar("_C", bound=CheckedStruct)

@@ -73,9 +73,9 @@ class SimulatedClient:
     ) -> None:
         """`delay`: seconds from a worker's engine to the client. `ended` is told each outcome, `done` the end."""
         self.conversation = conversation
-        self.wanted: Sequence[int] | None = None
-        """The answer to the request in progress, its end included, where a model of its own gives it. The door sets it;
-        None takes what the turn says."""
+        self.wanted: tuple[Sequence[int], str] | None = None
+        """The answer to the request in progress and how it ends, where another model gives it than the turn. Set by the
+        door, for every request."""
         self._timeline = timeline
         self._door = door
         self._vocab_size = vocab_size
@@ -231,17 +231,17 @@ class SimulatedClient:
     def _check_part(self, now: _Reading, part: Sequence[int]) -> None:
         """Raise `WrongAnswer` unless the tokens are those that the model gives next."""
         begin = now.count - len(part)
-        wanted = [*(self.wanted or ())[begin : now.count]]
+        wanted = [*self.wanted[0][begin : now.count]] if self.wanted is not None else []
         if [*part] != wanted:
             raise WrongAnswer(f"request {self.request_id} got {[*part]} from token {begin} on, not {wanted}")
 
     def _check_answer(self, now: _Reading, end: str) -> None:
         """Raise `WrongAnswer` unless the answer is the one that the model gives."""
         if self.wanted is not None:
-            stops = [*self.wanted[-1:]] == [END]
-            if now.count != len(self.wanted) or (end == "stop") is not stops:
-                count = f"{now.count} tokens in place of {len(self.wanted)}"
-                raise WrongAnswer(f"request {self.request_id} ended by {end!r}: {count}")
+            whole, wanted_end = self.wanted
+            if (now.count, end) != (len(whole), wanted_end):
+                what = f"{now.count} tokens in place of {len(whole)} and {wanted_end!r}"
+                raise WrongAnswer(f"request {self.request_id} ended by {end!r}: {what}")
             return
         answer = self._turn.answer
         wanted = tokens_of(Piece(answer.seed, min(answer.tokens, now.most)), self._vocab_size).tolist()

@@ -11,6 +11,7 @@ import msgspec
 
 from fd_core.kv.stores.contract import Trouble
 from fd_core.simulation.shared_store import SharedStore
+from fd_core.simulation.transfers import TransferNetwork
 from fd_core.simulation.worker import SimulatedWorker
 from fd_core.simulation.world import World
 
@@ -27,6 +28,8 @@ FaultKind = Literal[
     "places_parted",
     "network_slow",
     "router_restarted",
+    "transfers_lost",
+    "transfers_repeated",
     "store_down",
     "store_slow",
     "store_full",
@@ -37,6 +40,7 @@ FaultKind = Literal[
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
 _OF_WORKERS: Final = FAULT_KINDS[:7]
 _OF_PLACES: Final = ("places_parted", "network_slow")
+_OF_TRANSFERS: Final = ("transfers_lost", "transfers_repeated")
 
 
 class SimulatedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,7 +54,8 @@ class SimulatedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seconds: float = 0.0
     """How long it lasts: until the process, the way or the store is as before. 0 for what is over at once."""
     amount: float = 0.0
-    """How bad it is: a factor for what is slow, the share of clients or values, seconds of a delay or a clock."""
+    """How bad it is: a factor for what is slow, the share of clients, every how many-th value or message, seconds of a
+    delay or of a clock."""
 
 
 def draw_faults(
@@ -61,6 +66,7 @@ def draw_faults(
     workers: Sequence[str],
     routers: Sequence[str] = (),
     store: bool = False,
+    pairs: bool = False,
     kinds: Sequence[FaultKind] = FAULT_KINDS,
 ) -> tuple[SimulatedFault, ...]:
     """Return `count` faults within `seconds`, in order of time, of the kinds that there is a target for."""
@@ -68,6 +74,7 @@ def draw_faults(
         kind
         for kind in kinds
         if not (kind.startswith("store") and not store)
+        and not (kind in _OF_TRANSFERS and not pairs)
         and not (kind == "router_restarted" and not routers)
         and not (kind in _OF_PLACES and len(workers) + len(routers) < 2)
     ]
@@ -101,6 +108,8 @@ def _drawn(
             amount, lasts = draw.choice((-1, 1)) * draw.expovariate(1.0), 0.0
         case "clients_leave":
             amount, lasts = draw.choice((0.3, 1.0)), 0.0
+        case "transfers_lost" | "transfers_repeated":
+            amount = draw.choice((2, 3, 7))
         case "store_loses" | "store_damages":
             amount, lasts = draw.choice((1, 2, 3)), 0.0
         case "router_restarted" | "engine_dies" | "engine_hangs":
@@ -113,18 +122,16 @@ def over_at(schedule: Sequence[SimulatedFault]) -> float:
     return max((fault.at + fault.seconds for fault in schedule), default=0.0)
 
 
-def apply(schedule: Sequence[SimulatedFault], world: World, store: SharedStore | None = None) -> None:
+def apply(schedule: Sequence[SimulatedFault], world: World) -> None:
     """Have every fault happen at its time. Raises `ValueError` for one whose target is not in the world."""
     for fault in schedule:
-        begin, end = _performed(fault, world, store)
+        begin, end = _performed(fault, world)
         world.timeline.at(fault.at, begin)
         if end is not None:
             world.timeline.at(fault.at + fault.seconds, end)
 
 
-def _performed(
-    fault: SimulatedFault, world: World, store: SharedStore | None
-) -> tuple[Callable[[], None], Callable[[], None] | None]:
+def _performed(fault: SimulatedFault, world: World) -> tuple[Callable[[], None], Callable[[], None] | None]:
     """Return what begins a fault, and what ends it."""
     kind = fault.kind
     if kind in _OF_WORKERS:
@@ -144,9 +151,11 @@ def _performed(
         return gateway.restart, None
     if kind == "clients_leave":
         return partial(_clients_leave, world, fault.amount), None
-    if store is None:
+    if kind in _OF_TRANSFERS:
+        return _of_transfers(fault, world.transfers)
+    if world.store is None:
         raise ValueError(f"the fault {kind} needs a store")
-    return _of_store(fault, store)
+    return _of_store(fault, world.store)
 
 
 def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> tuple[Callable[[], None], Callable[[], None] | None]:
@@ -186,6 +195,16 @@ def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> tuple[Callable
         case _:
             # A drift of a thousandth is ten times that of a bad clock, and enough to order deadlines otherwise.
             return partial(worker.timeline.set_clock, fault.amount, 1e-3 * fault.amount), None
+
+
+def _of_transfers(fault: SimulatedFault, transfers: TransferNetwork) -> tuple[Callable[[], None], Callable[[], None]]:
+    every = int(fault.amount)
+    copies = () if fault.kind == "transfers_lost" else (0.0, 0.01)
+
+    def fate(number: int) -> tuple[float, ...]:
+        return copies if number % every == 0 else (0.0,)
+
+    return partial(setattr, transfers, "fate", fate), partial(setattr, transfers, "fate", lambda _: (0.0,))
 
 
 def _of_store(fault: SimulatedFault, store: SharedStore) -> tuple[Callable[[], None], Callable[[], None] | None]:

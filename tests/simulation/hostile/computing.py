@@ -1,0 +1,216 @@
+"""What computes in hostile worlds, what its answers are compared with, and who looks at every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import numpy as np
+
+from fd_core.backends.null import NullBackend, NullModel
+from fd_core.config import EngineConfig, Limits
+from fd_core.ops.contract import KVCache
+from fd_core.runner.drafting import PerSlotDrafter
+from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
+from fd_core.runner.runner import Runner
+from fd_core.signals import PREEMPTED_TOKEN_ID
+from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, StepOutput, StepPlan
+
+__all__ = ["AuditedComputer", "BrokenLaw", "Foreseeing", "Oracle", "null_runner"]
+
+_MASK = 2**64 - 1
+_MULTIPLIER = 0x9E3779B97F4A7C15
+MAX_STEPS = 5000
+"""Steps of one engine beyond which it is taken to run in circles."""
+
+
+class BrokenLaw(AssertionError):
+    """A law of the protocol does not hold."""
+
+    def __init__(self, section: str, what: str) -> None:
+        super().__init__(f"protocol {section}: {what}")
+        self.section = section
+
+
+@cache
+def _model(vocab_size: int) -> NullModel:
+    return NullModel(vocab_size)
+
+
+@cache
+def _ops():
+    """Return the pack; a new one for each runner only configures itself anew, and nothing else is kept in it."""
+    return type(NullBackend(EngineConfig(model="null")).make_ops())
+
+
+def null_runner(limits: Limits, drafter: PerSlotDrafter | None = None) -> Runner:
+    return Runner(_ops()(), _model(limits.vocab_size), limits, NumpyPostprocess, drafter)
+
+
+class Oracle:
+    """Says what the model answers to a request: alone, at once, without preemption, drafts or shared KV."""
+
+    def __init__(self, vocab_size: int, max_model_len: int) -> None:
+        self.texts: dict[str, list[int]] = {}
+        """Prompt and answer of each request that was asked."""
+        self.max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._model = _model(vocab_size)
+
+    def answer(self, spec: RequestSpec) -> tuple[list[int], str]:
+        """Return the tokens of the answer, and how it ends."""
+        params = spec.params
+        plain = params.greedy and not params.penalized and not params.bad_words_token_ids and not params.logit_bias
+        next_token = self._greedy(spec) if plain and not params.min_tokens else self._lone(spec)
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else spec.eos_token_ids)}
+        tokens: list[int] = []
+        most = min(params.max_tokens, self.max_model_len - len(spec.prompt))
+        end = "length"
+        while len(tokens) < most:
+            tokens.append(next_token())
+            if tokens[-1] in stops and len(tokens) > params.min_tokens:
+                end = "stop"
+                break
+        self.texts[spec.request_id] = [*spec.prompt, *tokens]
+        return tokens, end
+
+    def _greedy(self, spec: RequestSpec):
+        """Return what gives the most likely token after the other, from the hash of the text alone."""
+        state = 0
+        for token in spec.prompt:
+            state = (state * _MULTIPLIER + token + 1) & _MASK
+
+        def following() -> int:
+            nonlocal state
+            token = int(self._model.head(np.array([[state]], np.uint64)).argmax())
+            state = (state * _MULTIPLIER + token + 1) & _MASK
+            return token
+
+        return following
+
+    def _lone(self, spec: RequestSpec):
+        """Return what gives the next token of a runner that has nothing else to do."""
+        length, size = len(spec.prompt), self.max_model_len
+        runner = null_runner(
+            Limits(
+                max_num_seqs=1,
+                max_num_batched_tokens=size,
+                max_model_len=size,
+                block_size=size,
+                num_kv_blocks=1,
+                vocab_size=self._vocab_size,
+            )
+        )
+        prompt = np.array(spec.prompt, np.int32)
+        zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+        step = 0
+
+        def following() -> int:
+            nonlocal step
+            first = step == 0
+            plan = StepPlan(
+                epoch=1,
+                step=step,
+                slots=zero,
+                gens=one,
+                starts=zero if first else np.full(1, length + step - 1, np.int32),
+                num_tokens=np.full(1, length, np.int32) if first else one,
+                num_drafts=zero,
+                samples=np.ones(1, np.bool_),
+                admissions=(Admission(0, 1, prompt, length, spec.params, spec.eos_token_ids, 0),) if first else (),
+                grants=(BlockGrant(0, 0, zero),) if first else (),
+            )
+            step += 1
+            return int(runner.execute(plan).tokens[0, 0])
+
+        return following
+
+
+class Foreseeing(PerSlotDrafter):
+    """Guesses what the oracle knows, wrong in a share of the places."""
+
+    name = "foreseeing"
+
+    def __init__(self, oracle: Oracle, num_slots: int, wrong: float) -> None:
+        self._oracle = oracle
+        self._known: list[list[int]] = [[] for _ in range(num_slots)]
+        self._wrong = wrong
+
+    def admit(self, slot: int, tokens: IntArray) -> None:
+        self._known[slot] = tokens.tolist()
+
+    def grow(self, slot: int, tokens: IntArray) -> None:
+        self._known[slot] += tokens.tolist()
+
+    def guess(self, slot: int, limit: int) -> IntArray:
+        known = self._known[slot]
+        count = len(known)
+        for text in self._oracle.texts.values():
+            if len(text) > count and text[:count] == known:
+                right = text[count : count + limit]
+                # Which are wrong depends on the place alone, so that equal seeds give equal worlds.
+                return np.array(
+                    [
+                        (token + 1) % 16 if (count + place) * 0.6180339887 % 1.0 < self._wrong else token
+                        for place, token in enumerate(right)
+                    ],
+                    np.int32,
+                )
+        return np.empty(0, np.int32)
+
+
+class AuditedComputer:
+    """A computer whose every plan and output is looked at."""
+
+    def __init__(self, runner: Runner, limits: Limits, counts: Counter[str]) -> None:
+        self._runner = runner
+        self._limits = limits
+        self._counts = counts
+        self._revoked: set[tuple[int, int]] = set()
+        self._holder: dict[int, tuple[int, str]] = {}
+        """The gen and the request in each slot that is not known to be free."""
+        self._steps = 0
+
+    @property
+    def cache(self) -> KVCache:
+        return self._runner.cache
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise BrokenLaw("2.4", f"an engine has made {MAX_STEPS} steps and is not done")
+        if plan.total_tokens > self._limits.max_num_batched_tokens:
+            raise BrokenLaw("2", f"{plan.total_tokens} tokens in a step, of {self._limits.max_num_batched_tokens}")
+        for admission in plan.admissions:
+            self._admitted(admission)
+        for revocation in plan.revocations:
+            key = revocation.slot, revocation.gen
+            if key in self._revoked:
+                raise BrokenLaw("1.2", f"slot {revocation.slot} of gen {revocation.gen} is taken back twice")
+            self._revoked.add(key)
+            if revocation.slot in plan.slots:
+                raise BrokenLaw("1.3", f"slot {revocation.slot} is taken back and computed in one step")
+        output = self._runner.execute(plan)
+        released = np.flatnonzero((output.tokens == PREEMPTED_TOKEN_ID).any(axis=1)).tolist()
+        if released != sorted(revocation.slot for revocation in plan.revocations):
+            raise BrokenLaw("1.2", f"-9 answers slots {released}, not those that were taken back")
+        counts = self._counts
+        counts["take_backs"] += len(released)
+        counts["steps"] += 1
+        counts["prefill_chunks"] += int((~plan.samples).any())
+        counts["drafts_verified"] += int(plan.num_drafts.any())
+        counts["several_in_a_step"] += len(plan.slots) > 1
+        if plan.num_drafts.any():
+            counts["drafts_accepted"] += int((output.tokens[:, 1:] >= 0).any())
+        return output
+
+    def _admitted(self, admission: Admission) -> None:
+        slot = admission.slot
+        gen, _ = self._holder.get(slot, (0, ""))
+        if admission.gen <= gen:
+            raise BrokenLaw("1", f"slot {slot} is admitted with gen {admission.gen} behind gen {gen}")
+        self._holder[slot] = admission.gen, admission.request_id
+        if len(admission.token_ids) > admission.prompt_len:
+            self._counts["returned_with_tokens"] += 1
+        if admission.computed:
+            self._counts["admitted_with_kv"] += 1

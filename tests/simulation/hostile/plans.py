@@ -1,0 +1,245 @@
+"""What a hostile world is, drawn from its seed: workers, routers, clients and faults, all of them few and small."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from fd_core.config import EngineConfig, Limits, SpeculativeConfig
+from fd_core.router.config import RouterConfig
+from fd_core.simulation.conversations import Conversation, Piece, UserTurn
+from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.faults import SimulatedFault, draw_faults
+from fd_core.types import SamplingParams, StepPlan
+
+__all__ = ["HostilePlan", "QuickCosts", "draw_plan", "without"]
+
+VOCAB = 25
+"""Prompts have tokens from 16 on, so nine of them; answers have all."""
+BLOCK_BYTES = 1 << 10
+SECONDS = 1.0
+"""Within which clients come and faults happen."""
+_ROUTER_POLICIES = (
+    "random",
+    "round_robin",
+    "power_of_two",
+    "request_num",
+    "process_tokens",
+    "cache_aware",
+    "prefix_hash",
+    "session",
+)
+
+
+class QuickCosts(Costs):
+    """A step takes 10 ms and some for its tokens; everything else a few."""
+
+    def __init__(self, slow_copies: float) -> None:
+        self._copies = slow_copies
+
+    def step(self, plan: StepPlan) -> float:
+        return 0.01 + 2e-4 * plan.total_tokens
+
+    def turn(self, plan: StepPlan) -> float:
+        return 1e-3
+
+    def request(self, tokens: int) -> float:
+        return 1e-3
+
+    def delivery(self) -> float:
+        return 0.0
+
+    def host_copy(self, blocks: int) -> float:
+        return self._copies * blocks
+
+    def store_read(self, blocks: int) -> float:
+        return 2e-3 + self._copies * blocks
+
+    def store_write(self, blocks: int) -> float:
+        return 2e-3 + self._copies * blocks
+
+    def transfer(self, blocks: int) -> float:
+        return self._copies * blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostilePlan:
+    """Everything that a hostile world is made from."""
+
+    seed: int
+    limits: Limits
+    configs: tuple[tuple[EngineConfig, int], ...]
+    """Settings of the engines of each role, and how many workers there are of it."""
+    routers: int
+    router: RouterConfig
+    stored: bool
+    """Whether workers share a store."""
+    tiers: bool
+    """Whether workers keep KV outside the device."""
+    slow_copies: float
+    wrong_drafts: float
+    latency: float
+    conversations: tuple[Conversation, ...]
+    salts: dict[str, str]
+    """Salt of each conversation."""
+    params: dict[str, SamplingParams]
+    """How each conversation samples; `max_tokens` comes from its turns."""
+    faults: tuple[SimulatedFault, ...]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Names of the workers."""
+        roles = [config.role for config, count in self.configs for _ in range(count)]
+        return tuple(f"{role}{number}" for number, role in enumerate(roles))
+
+
+def draw_plan(seed: int) -> HostilePlan:
+    """Return the world of a seed."""
+    draw = random.Random(f"hostile/{seed}")
+    paired = draw.random() < 0.3
+    limits, k = _limits(draw)
+    stored = draw.random() < 0.4
+    config: dict[str, Any] = {
+        "model": "null",
+        "watchdog_seconds": 0.5,
+        "block_size": limits.block_size,
+        "enable_prefix_caching": paired or stored or draw.random() < 0.8,
+        "save_preempted_kv": draw.random() < 0.7,
+        "host_kv_memory": BLOCK_BYTES * draw.choice((0, 4, 8, 64)),
+        "kv_store_timeout": draw.choice((0.05, 0.2)),
+        "lease_seconds": draw.choice((0.2, 1.0)),
+        "scheduling_policy": draw.choice(("fcfs", "priority", "fair")),
+        "victim_policy": draw.choice(("cheapest", "youngest")),
+        "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000) if k else None,
+    }
+    config["kv_events"] = config["enable_prefix_caching"] and draw.random() < 0.4
+    if paired:
+        counts = {"prefill": draw.randint(1, 2), "decode": draw.randint(1, 2)}
+        if draw.random() < 0.2:
+            counts["mixed"] = 1
+    else:
+        counts = {"mixed": draw.choice((1, 1, 2, 2, 3, 4))}
+    configs = tuple((EngineConfig(**config, role=role), count) for role, count in counts.items())
+    workers = sum(counts.values())
+    routers = draw.choice((1, 1, 2)) if workers > 1 else draw.choice((0, 0, 1))
+    policy = draw.choice(_ROUTER_POLICIES)
+    plan = HostilePlan(
+        seed=seed,
+        limits=limits,
+        configs=configs,
+        routers=routers,
+        router=RouterConfig(
+            policy=policy,
+            prefill_policy=policy,
+            decode_policy=draw.choice(_ROUTER_POLICIES),
+            cache_block_size=limits.block_size,
+            health_check_interval_secs=0.5,
+            health_failure_threshold=draw.choice((1, 2)),
+            circuit_failure_threshold=draw.choice((1, 3)),
+            circuit_open_secs=0.2,
+            circuit_max_open_secs=2.0,
+            max_attempts=draw.choice((2, 3, 4)),
+        ),
+        stored=stored,
+        tiers=draw.random() < 0.8,
+        slow_copies=draw.choice((1e-4, 2e-3, 1e-2)),
+        wrong_drafts=draw.choice((0.0, 0.3, 0.8)),
+        latency=draw.choice((0.0, 1e-4, 5e-3)),
+        conversations=(conversations := _conversations(draw, limits)),
+        salts=_salts(draw, conversations),
+        params=_params(draw, conversations),
+        faults=(),
+    )
+    faults = draw_faults(
+        draw,
+        draw.choice((0, 1, 1, 2, 3)),
+        seconds=SECONDS,
+        workers=plan.places,
+        routers=tuple(f"router{number}" for number in range(routers)),
+        store=stored,
+        pairs=paired,
+    )
+    return _with(plan, faults=faults)
+
+
+def _with(plan: HostilePlan, **changes: Any) -> HostilePlan:
+    return HostilePlan(**{name: getattr(plan, name) for name in HostilePlan.__slots__} | changes)
+
+
+def without(plan: HostilePlan, conversations: set[str], faults: set[int]) -> HostilePlan:
+    """Return a plan without some conversations, and without the faults at some places."""
+    return _with(
+        plan,
+        conversations=tuple(each for each in plan.conversations if each.name not in conversations),
+        faults=tuple(fault for place, fault in enumerate(plan.faults) if place not in faults),
+    )
+
+
+def _limits(draw: random.Random) -> tuple[Limits, int]:
+    k = draw.choice((0, 0, 1, 2, 3))
+    block_size = draw.choice((2, 4, 4, 8))
+    max_model_len = block_size * draw.randint(32 // block_size, 56 // block_size)
+    blocks_per_seq = max_model_len // block_size
+    max_num_seqs = draw.choice((1, 2, 3, 4, 4))
+    limits = Limits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=draw.choice((1 + k, max_num_seqs * (1 + k), 8 + k, 16 + k, 64)),
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_kv_blocks=blocks_per_seq + draw.choice((0, 0, 0, 1, 2, blocks_per_seq // 2, 3 * blocks_per_seq)),
+        vocab_size=VOCAB,
+        max_drafts=k,
+        pipeline_depth=draw.choice((1, 2, 2, 3)),
+    )
+    return limits, k
+
+
+def _conversations(draw: random.Random, limits: Limits) -> tuple[Conversation, ...]:
+    """Return clients that come one by one or all at once; many of their prompts begin alike."""
+    made, room = [], limits.max_model_len
+    shared = [Piece(draw.getrandbits(32), draw.randint(1, room // 3)) for _ in range(2)]
+    burst = draw.random() < 0.6
+    count = draw.randint(3, 8)
+    times = sorted(draw.random() * (0.02 if burst else 0.7 * SECONDS) for _ in range(count))
+    for number, at in enumerate(times):
+        turns = []
+        for turn in range(draw.choice((1, 1, 1, 2))):
+            adds = (Piece(draw.getrandbits(32), draw.randint(1, room // 5)),)
+            if not turn and draw.random() < 0.7:
+                adds = (draw.choice(shared), *adds)
+            turns.append(
+                UserTurn(
+                    adds,
+                    Piece(0, 0),
+                    think=draw.random() * 0.2 if turn else 0.0,
+                    max_tokens=draw.choice((1, 2, 5, 8, 12, 20, 30)),
+                    patience=draw.random() if draw.random() < 0.1 else None,
+                )
+            )
+        made.append(Conversation(f"c{number}", at, tuple(turns), f"t{number % 2}", draw.choice((0, 0, 1, 5))))
+    return tuple(made)
+
+
+def _salts(draw: random.Random, conversations: tuple[Conversation, ...]) -> dict[str, str]:
+    salts = draw.choice((("",), ("",), ("", "ab", "ac")))
+    return {each.name: draw.choice(salts) for each in conversations}
+
+
+def _params(draw: random.Random, conversations: tuple[Conversation, ...]) -> dict[str, SamplingParams]:
+    made = {}
+    plain = draw.random() < 0.6
+    for each in conversations:
+        params: dict[str, Any] = {"temperature": 0.0}
+        if not plain and draw.random() < 0.5:
+            params = {"temperature": draw.choice((0.5, 1.0)), "seed": draw.getrandbits(32)}
+            if draw.random() < 0.4:
+                params["frequency_penalty"] = 1.0
+            if draw.random() < 0.2:
+                params["min_tokens"] = 3
+        if draw.random() < 0.3:
+            params["ignore_eos"] = True
+        if draw.random() < 0.2:
+            params["stop_token_ids"] = (0,)
+        made[each.name] = SamplingParams(**params)
+    return made

@@ -1,0 +1,161 @@
+"""Many hostile worlds on all cores: what occurred in them, which failed, and how to see one of those again."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+from tests.simulation.hostile.plans import HostilePlan, draw_plan, without
+from tests.simulation.hostile.world import run_plan
+
+__all__ = ["EXPECTED", "Failure", "Session", "command_of", "run_session", "run_world", "shrunk"]
+
+CPU_SECONDS = 20.0
+"""After which a world is taken to run in circles."""
+
+EXPECTED = (
+    *("preemptions", "returned_with_tokens", "prefill_chunks", "several_in_a_step", "admitted_with_kv", "prefix_hits"),
+    *("drafts_verified", "drafts_accepted", "loads", "loads_in_part", "saves", "store_errors", "values_damaged"),
+    *("prefill_transferred", "prefill_lost", "prefill_expired", "told_prefill_held"),
+    *("retries", "engine_deaths", "messages_held", "ended_stop", "ended_length", "ended_left"),
+    *("ended_refused", "ended_failed"),
+    *("fault_engine_dies", "fault_engine_hangs", "fault_process_killed", "fault_process_stands_still"),
+    *("fault_worker_drains", "fault_device_slow", "fault_clock_wrong", "fault_places_parted", "fault_network_slow"),
+    *("fault_router_restarted", "fault_transfers_lost", "fault_transfers_repeated", "fault_store_down"),
+    *("fault_store_slow", "fault_store_full", "fault_store_loses", "fault_store_damages", "fault_clients_leave"),
+)
+"""What has to occur in a session of a thousand worlds: worlds in which it never does show nothing about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A world in which a law was broken."""
+
+    seed: int
+    what: str
+
+
+@dataclass(slots=True)
+class Session:
+    """What came of many worlds."""
+
+    worlds: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    occurred: Counter[str] = field(default_factory=Counter)
+    """In how many worlds something occurred."""
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def missing(self) -> list[str]:
+        """What was to occur and did not."""
+        return [what for what in EXPECTED if not self.occurred[what]]
+
+    def __str__(self) -> str:
+        rate = 60 * self.worlds / max(self.seconds, 1e-9)
+        lines = [f"{self.worlds} worlds with {self.steps} steps in {self.seconds:.0f} s: {rate:.0f} worlds a minute"]
+        width = max(map(len, self.occurred), default=0)
+        lines += [f"  {what:<{width}}  {count:>7}" for what, count in sorted(self.occurred.items())]
+        for failure in sorted(self.failures, key=lambda each: each.seed)[:20]:
+            lines += [f"seed {failure.seed}: {failure.what}", f"  see it again: {command_of(failure.seed)}"]
+        lines.append(f"{len(self.failures)} worlds failed")
+        return "\n".join(lines)
+
+
+def command_of(seed: int, *, clients: Iterable[str] = (), faults: Iterable[int] = ()) -> str:
+    """Return the command that runs one world again, without some of its clients and faults."""
+    words = [f"python -m tests.simulation.hostile --seed {seed} --trace"]
+    words += [f"--without-clients {','.join(sorted(clients))}"] if clients else []
+    words += [f"--without-faults {','.join(map(str, sorted(faults)))}"] if faults else []
+    return " ".join(words)
+
+
+def run_world(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tuple[Counter[str], Failure | None]:
+    """Run one world within bounds of processor time; return what occurred, and how it failed."""
+
+    def give_up(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"protocol 1.8: the world has not ended after {CPU_SECONDS:g} s of processor time")
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+    try:
+        return run_plan(plan, log)[0], None
+    except Exception as error:  # noqa: BLE001 - whatever comes out of a world is what is wrong in it
+        return Counter(), Failure(plan.seed, f"{type(error).__name__}: {error}")
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def run_session(
+    seeds: range, processes: int = 1, progress: Callable[[Session], None] = lambda _: None, stop_after: int = 1000
+) -> Session:
+    """Run the worlds of `seeds`; no more are begun once `stop_after` have failed."""
+    session, began = Session(), time.monotonic()
+    for counts, failure in _outcomes(seeds, processes):
+        session.worlds += 1
+        session.steps += counts["steps"]
+        session.occurred.update(counts.keys())
+        if failure is not None:
+            session.failures.append(failure)
+        session.seconds = time.monotonic() - began
+        progress(session)
+        if len(session.failures) >= stop_after:
+            break
+    return session
+
+
+def shrunk(plan: HostilePlan) -> tuple[set[str], set[int]]:
+    """Return the clients and faults that a failing world can do without."""
+    clients: set[str] = set()
+    faults: set[int] = set()
+    for fault in range(len(plan.faults)):
+        if run_world(without(plan, clients, faults | {fault}))[1] is not None:
+            faults.add(fault)
+    for conversation in plan.conversations:
+        if run_world(without(plan, clients | {conversation.name}, faults))[1] is not None:
+            clients.add(conversation.name)
+    return clients, faults
+
+
+def show_progress(total: int) -> Callable[[Session], None]:
+    """Return what draws a line of progress on standard error."""
+
+    def show(session: Session) -> None:
+        if session.worlds % 20 and session.worlds != total:
+            return
+        done = 30 * session.worlds // total
+        left = session.seconds / session.worlds * (total - session.worlds)
+        bar = f"[{'#' * done}{'.' * (30 - done)}] {session.worlds}/{total}"
+        print(
+            f"\r{bar}, {len(session.failures)} failed, {left:.0f} s left ",
+            end="\n" if session.worlds == total else "",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return show
+
+
+def _outcomes(seeds: range, processes: int) -> Iterator[tuple[Counter[str], Failure | None]]:
+    if processes == 1:
+        _begin()
+        yield from map(_one, seeds)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes, _begin) as pool:
+        yield from pool.imap_unordered(_one, seeds, chunksize=8)
+
+
+def _begin() -> None:
+    logging.disable(logging.WARNING)
+
+
+def _one(seed: int) -> tuple[Counter[str], Failure | None]:
+    return run_world(draw_plan(seed))

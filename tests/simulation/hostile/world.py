@@ -1,0 +1,280 @@
+"""Runs one hostile world, and looks whether the laws hold in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+
+import msgspec
+
+from fd_core.config import Limits
+from fd_core.plugins import Plugins, installed_plugins
+from fd_core.router.selection import RouteRequest
+from fd_core.simulation.clients import SimulatedClient
+from fd_core.simulation.device import AnswerOf, PlanComputer
+from fd_core.simulation.faults import apply, over_at
+from fd_core.simulation.results.outcomes import RequestOutcome, Run
+from fd_core.simulation.shared_store import SharedStore
+from fd_core.simulation.worker import Caller, SimulatedWorker
+from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
+from fd_core.types import Delta, RequestSpec
+from tests.simulation.hostile.computing import AuditedComputer, BrokenLaw, Foreseeing, Oracle, null_runner
+from tests.simulation.hostile.plans import BLOCK_BYTES, HostilePlan, QuickCosts
+
+__all__ = ["HARMLESS", "HostileWorld", "run_plan"]
+
+BOUND = 60.0
+"""Seconds from the last fault to the end of the last request."""
+SETTLE = 40.0
+"""Seconds after which nothing may be left of any request."""
+HARMLESS = frozenset(
+    {
+        *("device_slow", "clock_wrong", "network_slow", "clients_leave", "transfers_repeated"),
+        *("store_down", "store_slow", "store_full", "store_loses", "store_damages"),
+    }
+)
+"""Faults that let no request fail."""
+
+
+class HostileWorld(World):
+    """A world whose tokens are those of the null model, and in which everything is looked at."""
+
+    def __init__(self, plan: HostilePlan, log: Callable[[str], None] | None = None) -> None:
+        self.plan = plan
+        self.counts: Counter[str] = Counter()
+        self.oracle = Oracle(plan.limits.vocab_size, plan.limits.max_model_len)
+        self.asked: dict[str, RequestSpec] = {}
+        """Every request, by its id."""
+        self.taken: Counter[str] = Counter()
+        """How often each was given to a worker."""
+        self.log = log
+        costs = QuickCosts(plan.slow_copies)
+        groups = tuple(
+            SimulatedPool(
+                config=config,
+                limits=plan.limits,
+                costs=costs,
+                profile="made up",
+                count=count,
+                restart_seconds=0.3,
+                computer=self._computer,
+                block_bytes=BLOCK_BYTES if plan.tiers else None,
+            )
+            for config, count in plan.configs
+        )
+        deployment = SimulatedDeployment(
+            label=f"hostile world {plan.seed}",
+            groups=groups,
+            routers=plan.routers,
+            router=plan.router,
+            store=SharedStore if plan.stored else None,
+            latency=plan.latency,
+            sample_seconds=1000.0,
+            audit=True,
+        )
+        super().__init__(deployment, _plugins(), plan.seed)
+        self.on_event = self._look_at_routers
+        for worker in self.workers:
+            worker.take = partial(self._take, worker, worker.take)  # type: ignore[method-assign]
+
+    def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
+        """Ask with the salt and the parameters of the plan, and remember what is right."""
+        name = client.conversation.name
+        params = msgspec.structs.replace(self.plan.params[name], max_tokens=spec.params.max_tokens)
+        params = msgspec.structs.replace(params, min_tokens=min(params.min_tokens, params.max_tokens))
+        salt = self.plan.salts[name]
+        spec = msgspec.structs.replace(spec, params=params, cache_salt=salt)
+        self.asked[spec.request_id] = spec
+        client.wanted = None
+        if len(spec.prompt) < self.plan.limits.max_model_len:
+            client.wanted = self.oracle.answer(spec)
+        self.say(f"{spec.request_id} asks: {len(spec.prompt)} tokens, at most {params.max_tokens}, salt {salt!r}")
+        super().ask(spec, dataclasses.replace(asked, salt=salt), client)
+
+    def leave(self, request_id: str) -> None:
+        self.say(f"{request_id} leaves")
+        super().leave(request_id)
+
+    def say(self, what: str) -> None:
+        """Tell what happens, where somebody wants to know."""
+        if self.log is not None:
+            self.log(f"{self.timeline.now:9.4f}  {what}")
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether no request can have met its own KV again, as after a preemption, a retry or a death."""
+        return not (self.counts["take_backs"] or self.plan.faults or max(self.taken.values()) > 1)
+
+    def settle(self) -> None:
+        """Give everybody time, and see that nothing of any request is left anywhere."""
+        self.timeline.run(self.timeline.now + SETTLE)
+        for worker in self.workers:
+            if worker.num_open:
+                raise BrokenLaw("1.7", f"{worker.plan.name} has {worker.num_open} requests open although all are over")
+            if worker.client is not None:
+                self._settled(worker)
+        for gateway in self.gateways:
+            if gateway.num_open:
+                raise BrokenLaw("7.1", f"{gateway.name} has {gateway.num_open} attempts open although all are over")
+        self._look_at_routers()
+        for gateway in self.gateways:
+            snapshot = gateway.router.snapshot()
+            loads = [worker.load for worker in snapshot.workers] + [load for _, load in snapshot.departed]
+            if any((load.requests, load.waiting, load.prefill_tokens) != (0, 0, 0) for load in loads):
+                raise BrokenLaw("7.1", f"{gateway.name} counts {loads} although nothing runs")
+
+    # Inside -------------------------------------------------------------------------------------------------
+
+    def _settled(self, worker: SimulatedWorker) -> None:
+        name, client = worker.plan.name, worker.client
+        assert client is not None
+        if client.active_requests:
+            raise BrokenLaw("1.7", f"the client of {name} has {client.active_requests} requests open")
+        if not client.alive:
+            raise BrokenLaw("1.8", f"the engine of {name} has not come back")
+        client.engine.check_integrity()
+        held = client.engine.holdings()
+        if not held.idle:
+            raise BrokenLaw("3.6", f"the engine of {name} holds {held} although nothing runs")
+        stats = client.engine.stats()
+        counts = self.counts
+        scheduler = stats.scheduler
+        counts["preemptions"] += scheduler.counters.preemptions
+        counts["loads"] += scheduler.offload.loads
+        counts["loads_in_part"] += scheduler.offload.lost_tokens > 0
+        counts["saves"] += scheduler.offload.saved_tokens > 0
+        counts["stale_outputs"] += scheduler.outputs.stale_outputs
+        if stats.kv is not None:
+            if stats.kv.open_operations or stats.kv.pending_write_bytes:
+                raise BrokenLaw("5.5", f"the tiers of {name} have operations open: {stats.kv}")
+            counts["store_errors"] += sum(Counter(stats.kv.store_errors).values()) > 0
+            counts["values_damaged"] += sum(Counter(stats.kv.damaged).values()) > 0
+        if stats.leases is not None:
+            if stats.leases.open:
+                raise BrokenLaw("6.1", f"{name} has {stats.leases.open} leases open although nothing runs")
+            if stats.leases.receiver is not None:
+                for outcome, count in stats.leases.receiver.outcomes.items():
+                    counts[f"prefill_{outcome}"] += count
+
+    def _computer(self, limits: Limits, answer_of: AnswerOf) -> PlanComputer:
+        drafter = None
+        if limits.max_drafts:
+            drafter = Foreseeing(self.oracle, limits.max_num_seqs, self.plan.wrong_drafts)
+        return AuditedComputer(null_runner(limits, drafter), limits, self.counts)
+
+    def _take(
+        self, worker: SimulatedWorker, take: Callable[[RequestSpec, Caller], None], spec: RequestSpec, caller: Caller
+    ) -> None:
+        self.taken[spec.request_id] += 1
+        self.say(f"{spec.request_id} comes to {worker.instance}")
+        take(spec, _WatchedCaller(self, worker, spec, caller))
+
+    def _look_at_routers(self) -> None:
+        for gateway in self.gateways:
+            counted = gateway.router._loads  # a snapshot copies much
+            if counted.faults:
+                raise BrokenLaw("7.1", f"{gateway.name} released something twice or judged it too late")
+            for worker, load in counted.by_worker().items():
+                if min(load.requests, load.waiting, load.prefill_tokens) < 0:
+                    raise BrokenLaw("7.1", f"{gateway.name} counts less than nothing for {worker}: {load}")
+
+    def _ended(self, outcome: RequestOutcome) -> None:
+        self.say(f"{outcome.request_id} ends by {outcome.end!r} {outcome.reason}")
+        super()._ended(outcome)
+
+
+class _WatchedCaller:
+    """Who sent a request to a process, seen from that process."""
+
+    def __init__(self, world: HostileWorld, worker: SimulatedWorker, spec: RequestSpec, caller: Caller) -> None:
+        self._world = world
+        self._worker = worker
+        self._process = worker.instance
+        self._spec = spec
+        self._caller = caller
+        self._over = False
+
+    def answered(self, delta: Delta) -> None:
+        name, world = self._spec.request_id, self._world
+        self._look(f"answered with {delta.token_ids}")
+        if not self._worker.up or self._worker.instance != self._process:
+            raise BrokenLaw("7.4", f"{name} was answered by {self._process}, which is dead")
+        if min(delta.token_ids, default=0) < 0:
+            raise BrokenLaw("1.9", f"{name} got a negative token: {delta.token_ids}")
+        if delta.cached_tokens:
+            self._look_at_cached(delta.cached_tokens)
+        if delta.prefill is not None:
+            world.counts[f"told_prefill_{delta.prefill}"] += 1
+        self._over = delta.finish_reason is not None
+        self._caller.answered(delta)
+
+    def refused(self, status: int, reason: str) -> None:
+        self._look(f"refused: {reason}")
+        self._over = True
+        self._caller.refused(status, reason)
+
+    def lost(self, reason: str) -> None:
+        self._look(f"lost: {reason}")
+        self._over = True
+        self._caller.lost(reason)
+
+    def _look(self, what: str) -> None:
+        name = self._spec.request_id
+        self._world.say(f"{name} at {self._process} {what}")
+        if self._over:
+            raise BrokenLaw("1.1", f"{name} was {what} by {self._process} behind its end")
+
+    def _look_at_cached(self, cached: int) -> None:
+        """See that whoever's KV was used has the same salt."""
+        world, spec = self._world, self._spec
+        world.counts["prefix_hits"] += 1
+        most = 0
+        for name, other in world.asked.items():
+            itself = name == spec.request_id
+            if other.cache_salt == spec.cache_salt and not (itself and world.undisturbed):
+                most = max(most, _common(world.oracle.texts.get(name, ()), spec.prompt))
+        if cached > most:
+            raise BrokenLaw("5.3", f"{spec.request_id} used KV of {cached} tokens, of its salt there are {most}")
+
+
+def _common(text, prompt) -> int:
+    count = 0
+    for one, other in zip(text, prompt, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+@cache
+def _plugins() -> Plugins:
+    return installed_plugins()
+
+
+def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tuple[Counter[str], Run]:
+    """Run a world to its end; return what occurred in it. Raises whatever is wrong in it."""
+    world = HostileWorld(plan, log)
+    apply(plan.faults, world)
+    for fault in plan.faults:
+        world.counts[f"fault_{fault.kind}"] += 1
+        if log is not None:
+            world.timeline.at(fault.at, partial(world.say, f"fault: {fault}"))
+    run = world.run(plan.conversations, until=max(2.0, over_at(plan.faults)) + BOUND)
+    world.settle()
+    ids = [outcome.request_id for outcome in run.outcomes]
+    if sorted(ids) != sorted(world.asked):
+        raise BrokenLaw("1", f"requests ended {sorted(ids)}, asked were {sorted(world.asked)}")
+    harmless = HARMLESS.issuperset(fault.kind for fault in plan.faults)
+    for outcome in run.outcomes:
+        world.counts[f"ended_{outcome.end}"] += 1
+        world.counts["retries"] += outcome.attempts > 1
+        too_long = outcome.prompt_tokens >= plan.limits.max_model_len
+        if outcome.end not in ("stop", "length", "left") and harmless and not too_long:
+            raise BrokenLaw("5.5", f"{outcome.request_id} ended by {outcome.end!r} without need: {outcome.reason}")
+    for worker in world.workers:
+        if worker.client is not None:
+            world.counts["engine_deaths"] += worker.client.deaths
+    world.counts["messages_held"] += world.network.held
+    return +world.counts, run
