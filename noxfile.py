@@ -247,6 +247,13 @@ def hostile(session: nox.Session) -> None:
 
 
 @nox.session
+def simulate(session: nox.Session) -> None:
+    """Twenty thousand hostile worlds under the virtual clock; `-- --seed N --trace` runs one of them again."""
+    session.install("-e", ".[test]")
+    session.run("python", "-m", "tests.simulation.hostile", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Speed against other engines; see `benchmarks/`. Not part of the default run."""
     session.install("-e", ".[cpu]")

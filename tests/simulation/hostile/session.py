@@ -133,13 +133,9 @@ def show_progress(total: int) -> Callable[[Session], None]:
             return
         done = 30 * session.worlds // total
         left = session.seconds / session.worlds * (total - session.worlds)
-        bar = f"[{'#' * done}{'.' * (30 - done)}] {session.worlds}/{total}"
-        print(
-            f"\r{bar}, {len(session.failures)} failed, {left:.0f} s left ",
-            end="\n" if session.worlds == total else "",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"[{'#' * done}{'.' * (30 - done)}] {session.worlds}/{total}, {len(session.failures)} failed"
+        end = "\n" if session.worlds == total else ""
+        print(f"\r{line}, {left:.0f} s left ", end=end, file=sys.stderr, flush=True)
 
     return show
 
