@@ -164,12 +164,15 @@ class OutputSide:
         scores = _logprobs_by_slot(logprobs, slots.requests)
         deltas: list[Delta] = []
         ended: list[tuple[int, FinishReason]] = []
-        ends = (stopped | full).tolist()
+        ends, plain = (stopped | full).tolist(), logprobs is None
         # Tuples straight from memory: a list for each row would keep the garbage collector busy.
         cells = struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)
         for index, (slot, count, delivered) in enumerate(zip(rows.tolist(), given_out, cells, strict=True)):
             request = slots.request_in(slot)
             token_ids = delivered if count == width else delivered[:count]
+            if plain and not ends[index] and (name := request.spec.request_id) in self._told_first:
+                deltas.append(Delta(name, token_ids))
+                continue
             reason = None
             if ends[index]:
                 reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
@@ -248,8 +251,6 @@ class OutputSide:
         logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> Delta:
         request_id = request.spec.request_id
-        if reason is None and logprobs is None and request_id in self._told_first:
-            return Delta(request_id, token_ids)
         cached = prefill = scores = pooled = None
         if token_ids and request_id not in self._told_first:
             self._told_first.add(request_id)
