@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.engine.process import ProcessClient
+from fd_core.engine.ranks import leading
 from fd_core.errors import ConfigError
 from fd_core.scheduling.planner import Planner
 from fd_core.testing.checkpoints import write_checkpoint
@@ -24,6 +26,7 @@ from tests.engine.helpers import null_engine, run
 from tests.engine.stepping import greedy
 from tests.engine.test_kv_across_ranks import SPEC, held, ranks
 from tests.engine.test_kv_transfer import Pair
+from tests.engine.test_process import until
 from tests.engine.test_ranks import rank_of
 from tests.engine.test_restarts import opened, read, run_test
 
@@ -116,6 +119,56 @@ def test_a_killed_stage_costs_no_token(folder: Path, caplog: pytest.LogCaptureFi
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (signal.SIGKILL, "rank 1 was ended by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "rank 1 did not answer", marks=pytest.mark.soak),
+    ],
+)
+def test_a_stage_that_is_lost_while_nothing_runs_is_missed_and_named(
+    folder: Path, sent: signal.Signals, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = LIMITS | {"backend": "reference", "pipeline_parallel_size": 2, "watchdog_seconds": 6.0}
+
+    async def main() -> None:
+        async with opened(path=folder, **settings) as client:
+            assert isinstance(client, ProcessClient)
+            lost = rank_of(client)
+            os.kill(lost, sent)
+            await until(lambda: not client.alive, 30.0)
+            await until(lambda: client.alive, 60.0)
+            assert client.info.epoch == 2 and client.rank_failures == {"1": 1}
+            assert not Path(f"/proc/{lost}").exists()
+            assert len((await read(client, SPECS[0])).tokens) == 40
+        assert words in caplog.text
+
+    with caplog.at_level(logging.ERROR):
+        run_test(main)
+
+
+def test_stages_that_are_idle_answer_when_they_are_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(folder, 2)
+    try:
+        expected = run(engine, SPECS[:1]).tokens
+        monkeypatch.setattr(leading, "_IDLE_SECONDS", 0.0)
+        runner = engine.probe().runner
+        assert isinstance(runner, leading.LeadingRunner)
+        runner.check()
+        assert runner.ranks._unheard == {1}
+        for _ in range(600):
+            monkeypatch.setattr(leading, "_IDLE_SECONDS", 1000.0)  # no further question
+            runner.check()
+            if not runner.ranks._unheard:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the stage does not answer")
+        assert run(engine, SPECS[:1]).tokens == expected
+    finally:
+        engine.close()
 
 
 @pytest.mark.soak

@@ -60,7 +60,8 @@ class _Follower:
             try:
                 await self._listen(fingerprint)
             except TROUBLE as error:
-                self._report(worker, f"it does not answer ({type(error).__name__})")
+                if self._failures > 1:  # one answer that does not come is no trouble: a worker may have just begun
+                    self._report(worker, f"it does not answer ({type(error).__name__})")
             except ValueError as error:
                 self._report(worker, str(error))
             finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -187,6 +188,32 @@ def test_what_cannot_be_followed_is_said_once(
 
     with caplog.at_level("DEBUG"):
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("silent", "warnings"), [(1, 0), (2, 1)])
+def test_one_answer_that_does_not_come_is_no_reason_to_warn(
+    silent: int, warnings: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has just begun may be slow once."""
+    monkeypatch.setattr(kv_events, "_PAUSES", (0.01,))
+    ask, asked = kv_events._Follower._ask, itertools.count()
+
+    async def late(follower: Any, last: KVPage | None) -> KVPage:
+        if next(asked) < silent:
+            raise TimeoutError
+        return await ask(follower, last)
+
+    monkeypatch.setattr(kv_events._Follower, "_ask", late)
+
+    async def scenario() -> None:
+        async with TellingWorker() as worker:
+            worker.tell(stored("abcd"))
+            async with routed(worker, router=CACHED, text=TEXT) as live:
+                await eventually(lambda: held(live) == 1)
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(scenario())
+    assert caplog.text.count("it does not answer (TimeoutError)") == warnings
 
 
 @pytest.mark.parametrize(
