@@ -222,8 +222,6 @@ class SimulatedEngineClient(SingleEngineClient):
         engine = self.engine
         self._kept = self._service.take(inbox)
         self._kept += engine.begin_steps()
-        if self._parts.check:
-            engine.check_integrity()
         if engine.num_in_flight:
             stalls = self._timeline.now + self._parts.config.watchdog_seconds
             ready = self._device.ready_at

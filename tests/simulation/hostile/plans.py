@@ -98,7 +98,9 @@ def draw_plan(seed: int) -> HostilePlan:
     """Return the world of a seed."""
     draw = random.Random(f"hostile/{seed}")
     paired = draw.random() < 0.3
-    limits, k = _limits(draw)
+    tight = draw.random() < 0.4
+    """Whether requests have to grow into blocks that others hold."""
+    limits, k = _limits(draw, tight=tight)
     stored = draw.random() < 0.4
     config: dict[str, Any] = {
         "model": "null",
@@ -146,7 +148,7 @@ def draw_plan(seed: int) -> HostilePlan:
         slow_copies=draw.choice((1e-4, 2e-3, 1e-2)),
         wrong_drafts=draw.choice((0.0, 0.3, 0.8)),
         latency=draw.choice((0.0, 1e-4, 5e-3)),
-        conversations=(conversations := _conversations(draw, limits)),
+        conversations=(conversations := _conversations(draw, limits, tight=tight)),
         salts=_salts(draw, conversations),
         params=_params(draw, conversations),
         faults=(),
@@ -176,18 +178,19 @@ def without(plan: HostilePlan, conversations: set[str], faults: set[int]) -> Hos
     )
 
 
-def _limits(draw: random.Random) -> tuple[Limits, int]:
+def _limits(draw: random.Random, *, tight: bool) -> tuple[Limits, int]:
     k = draw.choice((0, 0, 1, 2, 3))
     block_size = draw.choice((2, 4, 4, 8))
     max_model_len = block_size * draw.randint(32 // block_size, 56 // block_size)
     blocks_per_seq = max_model_len // block_size
-    max_num_seqs = draw.choice((1, 2, 3, 4, 4))
+    max_num_seqs = draw.choice((3, 4)) if tight else draw.randint(1, 4)
     limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw.choice((1 + k, max_num_seqs * (1 + k), 8 + k, 16 + k, 64)),
         max_model_len=max_model_len,
         block_size=block_size,
-        num_kv_blocks=blocks_per_seq + draw.choice((0, 0, 0, 1, 2, blocks_per_seq // 2, 3 * blocks_per_seq)),
+        num_kv_blocks=blocks_per_seq
+        + draw.choice((0, 1, 2) if tight else (0, blocks_per_seq // 2, 3 * blocks_per_seq)),
         vocab_size=VOCAB,
         max_drafts=k,
         pipeline_depth=draw.choice((1, 2, 2, 3)),
@@ -195,12 +198,12 @@ def _limits(draw: random.Random) -> tuple[Limits, int]:
     return limits, k
 
 
-def _conversations(draw: random.Random, limits: Limits) -> tuple[Conversation, ...]:
+def _conversations(draw: random.Random, limits: Limits, *, tight: bool) -> tuple[Conversation, ...]:
     """Return clients that come one by one or all at once; many of their prompts begin alike."""
     made, room = [], limits.max_model_len
     shared = [Piece(draw.getrandbits(32), draw.randint(1, room // 3)) for _ in range(2)]
-    burst = draw.random() < 0.6
-    count = draw.randint(3, 8)
+    burst = tight or draw.random() < 0.4
+    count = draw.randint(3, 7)
     times = sorted(draw.random() * (0.02 if burst else 0.7 * SECONDS) for _ in range(count))
     for number, at in enumerate(times):
         turns = []
@@ -213,7 +216,7 @@ def _conversations(draw: random.Random, limits: Limits) -> tuple[Conversation, .
                     adds,
                     Piece(0, 0),
                     think=draw.random() * 0.2 if turn else 0.0,
-                    max_tokens=draw.choice((1, 2, 5, 8, 12, 20, 30)),
+                    max_tokens=draw.choice((12, 20, 30) if tight else (1, 2, 5, 8, 12, 20)),
                     patience=draw.random() if draw.random() < 0.1 else None,
                 )
             )
