@@ -25,7 +25,7 @@ EXPECTED = (
     *("drafts_verified", "drafts_accepted", "loads", "loads_in_part", "saves", "store_errors", "values_damaged"),
     *("prefill_transferred", "prefill_lost", "prefill_expired", "told_prefill_held"),
     *("retries", "engine_deaths", "messages_held", "ended_stop", "ended_length", "ended_left"),
-    *("ended_refused", "ended_failed"),
+    *("ended_refused", "ended_failed", "reports_followed"),
     *("fault_engine_dies", "fault_engine_hangs", "fault_process_killed", "fault_process_stands_still"),
     *("fault_worker_drains", "fault_device_slow", "fault_clock_wrong", "fault_places_parted", "fault_network_slow"),
     *("fault_router_restarted", "fault_transfers_lost", "fault_transfers_repeated", "fault_store_down"),

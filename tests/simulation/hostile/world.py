@@ -15,6 +15,7 @@ from fd_core.router.selection import RouteRequest
 from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.device import AnswerOf, PlanComputer
 from fd_core.simulation.faults import apply, over_at
+from fd_core.simulation.gateway import SimulatedGateway
 from fd_core.simulation.results.outcomes import RequestOutcome, Run
 from fd_core.simulation.shared_store import SharedStore
 from fd_core.simulation.worker import Caller, SimulatedWorker
@@ -124,8 +125,31 @@ class HostileWorld(World):
             loads = [worker.load for worker in snapshot.workers] + [load for _, load in snapshot.departed]
             if any((load.requests, load.waiting, load.prefill_tokens) != (0, 0, 0) for load in loads):
                 raise BrokenLaw("7.1", f"{gateway.name} counts {loads} although nothing runs")
+            for known in snapshot.workers:
+                if known.index_blocks and not known.tally.served:
+                    raise BrokenLaw("7.2", f"{gateway.name} remembers prefixes of {known.worker}, which served nothing")
+            prefills = snapshot.roles["prefill"].served
+            if prefills > self.counts["told_prefill_transferred"]:
+                raise BrokenLaw("7.2", f"{gateway.name} counts {prefills} prefills, more than were transferred")
+            self._look_at_reports(gateway)
 
     # Inside -------------------------------------------------------------------------------------------------
+
+    def _look_at_reports(self, gateway: SimulatedGateway) -> None:
+        """See that a router believes workers to hold exactly what they hold."""
+        reported = gateway.router.reported_kv
+        gateway.check()
+        if len(reported) > len(self.workers):
+            raise BrokenLaw("7.2", f"{gateway.name} believes reports of {len(reported)} of {len(self.workers)} workers")
+        for worker in self.workers:
+            if worker.client is None or worker.client.kv_log is None or any(self.plan.salts.values()):
+                continue
+            gateway.learn(worker)
+            known = next(each for each in gateway.router.workers() if each.url == worker.url)
+            blocks, held = reported.num_blocks(known), worker.client.engine.holdings().cached
+            if blocks not in (None, held):
+                raise BrokenLaw("7.2", f"{worker.plan.name} holds {held} blocks, {gateway.name} believes {blocks}")
+            self.counts["reports_followed"] += blocks is not None
 
     def _settled(self, worker: SimulatedWorker) -> None:
         name, client = worker.plan.name, worker.client
@@ -179,6 +203,15 @@ class HostileWorld(World):
             for worker, load in counted.by_worker().items():
                 if min(load.requests, load.waiting, load.prefill_tokens) < 0:
                     raise BrokenLaw("7.1", f"{gateway.name} counts less than nothing for {worker}: {load}")
+            requests = waiting = 0
+            for attempt in (attempt for attempts in gateway._attempts.values() for attempt in attempts):
+                chosen = attempt.selection
+                requests += sum(not chosen.started or worker.role != "prefill" for worker in chosen.workers)
+                waiting += 0 if chosen.started else len(chosen.workers)
+            loads = counted.by_worker().values()
+            found = sum(load.requests for load in loads), sum(load.waiting for load in loads)
+            if found != (requests, waiting):
+                raise BrokenLaw("7.1", f"{gateway.name} counts {found} requests and waiting, not {requests, waiting}")
 
     def _ended(self, outcome: RequestOutcome) -> None:
         self.say(f"{outcome.request_id} ends by {outcome.end!r} {outcome.reason}")
