@@ -30,6 +30,7 @@ _STUDIED: Final = frozenset(
         *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory"),
         *("enable_prefix_caching", "scheduler", "scheduling_policy", "victim_policy", "pipeline_depth", "speculative"),
         *("save_preempted_kv", "host_kv_memory", "kv_store_timeout", "watchdog_seconds", "kv_events", "lease_seconds"),
+        *("trace", "trace_limit"),
     }
 )
 _ENGINE: Final = tuple(flag for flag in ENGINE_FLAGS if flag.field in _STUDIED)
@@ -157,6 +158,7 @@ def simulate(
         },
         command=shlex.join(["fdcore", *sys.argv[1:]]),
         by=by,
+        traces={"steps": str(settings["trace"])} if "trace" in settings else {},
     )
     if json is None or str(json) != "-":
         print_report(report, Console())
@@ -274,6 +276,8 @@ def _run_all(
     from fd_core.simulation.world import World
 
     combinations = list(_combinations(axes))
+    if len(combinations) * len(seeds) > 1 and setup.engine.get("trace"):
+        raise ConfigError("several runs would write one trace", field="--trace", hint="leave out --vary and --seeds")
     if len(combinations) * len(seeds) > _MAX_RUNS:
         raise ConfigError(
             f"{len(combinations) * len(seeds):,} runs are asked for; {_MAX_RUNS:,} can be", field="--vary"

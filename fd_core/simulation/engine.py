@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from fd_core.config import EngineConfig, Limits
@@ -25,6 +26,8 @@ from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.device import END, PlanComputer, SimulatedDevice
 from fd_core.simulation.timeline import Appointment, Timeline
+from fd_core.tracing.format import TraceHeader
+from fd_core.tracing.writer import TraceWriter
 from fd_core.types import Delta
 
 __all__ = ["EngineParts", "OutsideParts", "SimulatedEngineClient"]
@@ -62,6 +65,8 @@ class EngineParts:
     """Names prefixes; None turns prefix caching off."""
     check: bool = False
     """Whether slots and blocks are audited after every turn."""
+    trace: Path | None = None
+    """File that receives a trace of every step; None writes none."""
     prefill_token: float = 1e-4
     """Seconds for a token of a prompt that the engine believes before it has measured any."""
 
@@ -78,6 +83,8 @@ class SimulatedEngineClient(SingleEngineClient):
         """Called with each request that enters a slot."""
         self.on_kv_events: Callable[[Sequence[KVEvent]], None] = lambda _: None
         """Called with what prefixes the device came to hold and lost."""
+        self.on_over: Callable[[], None] = lambda: None
+        """Called when an epoch is about to end, with its engine still there."""
         self.on_restart: Callable[[], None] = lambda: None
         """Called when another epoch has begun."""
         self._timeline = timeline
@@ -95,6 +102,21 @@ class SimulatedEngineClient(SingleEngineClient):
         """Last deltas of requests that ended before the step in flight."""
         self._start()
 
+    def end_trace(self) -> None:
+        """Write what is left of this epoch's trace."""
+        if self._trace is not None:
+            self._trace.close(self._nanoseconds())
+
+    def _over(self) -> None:
+        """This epoch ends: nothing of it is heard of any more."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        if self.alive:
+            self.on_over()
+            self._outside.kill()
+            self.end_trace()
+
     @property
     def device(self) -> SimulatedDevice:
         """What computes in this epoch."""
@@ -110,11 +132,8 @@ class SimulatedEngineClient(SingleEngineClient):
         if not self.alive:
             return
         self.deaths += 1
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
         self._inbox.clear()
-        self._outside.kill()
+        self._over()
         if self._restart_seconds is None:
             self._went_down(f"the engine failed: {reason}")
         else:
@@ -127,11 +146,7 @@ class SimulatedEngineClient(SingleEngineClient):
 
     def end(self) -> None:
         """End the engine for good, and every request with it."""
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
-        if self.alive:
-            self._outside.kill()
+        self._over()
         self._restart_seconds = None
         self._went_down("the engine was closed")
 
@@ -162,6 +177,7 @@ class SimulatedEngineClient(SingleEngineClient):
         if parts.outside is not None:
             outside = parts.outside(timeline, queue, computer.cache)
         self._outside = outside
+        self._trace = self._open_trace()
         self._device = SimulatedDevice(timeline, parts.costs, computer)
         engine = Engine(
             _info(parts, self._epoch, outside),
@@ -172,12 +188,31 @@ class SimulatedEngineClient(SingleEngineClient):
             watchdog_seconds=parts.config.watchdog_seconds,
             prefill_token=parts.prefill_token,
             admitted=tells_admissions(self._deliver, self._epoch),
+            trace=self._trace,
             clock=timeline.clock,
         )
         self._service = EngineService(engine, self._deliver)
         self._occupied = self._woken = False
         self._kept = []
         self._came_up(engine.info)
+
+    def _nanoseconds(self) -> int:
+        return round(1e9 * self._timeline.now)
+
+    def _open_trace(self) -> TraceWriter | None:
+        parts, config = self._parts, self._parts.config
+        if parts.trace is None:
+            return None
+        header = TraceHeader(
+            model=config.model,
+            backend="simulated",
+            device="simulated",
+            epoch=self._epoch,
+            started=self._timeline.now,
+            speculation=None if config.speculative is None else config.speculative.method,
+            limits=parts.limits,
+        )
+        return TraceWriter(parts.trace, header, config.trace_limit, self._nanoseconds, complete=True)
 
     def _restart(self) -> None:
         if self._restart_seconds is not None:

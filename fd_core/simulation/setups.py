@@ -15,29 +15,8 @@ from fd_core.simulation.costs.profile_costs import costs_of
 from fd_core.simulation.shared_store import SharedStore
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool
 
-__all__ = ["STUDIED_ENGINE_FIELDS", "Setup"]
+__all__ = ["Setup"]
 
-STUDIED_ENGINE_FIELDS: Final = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "num_kv_blocks",
-    "kv_cache_memory",
-    "enable_prefix_caching",
-    "scheduler",
-    "scheduling_policy",
-    "victim_policy",
-    "pipeline_depth",
-    "save_preempted_kv",
-    "host_kv_memory",
-    "kv_store_timeout",
-    "speculative",
-    "watchdog_seconds",
-    "kv_events",
-    "lease_seconds",
-)
-"""Settings of an engine that mean something without a model."""
 _MAX_WORKERS: Final = 10_000
 _MAX_ROUTERS: Final = 100
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from fd_core.config import EngineConfig, Limits
@@ -109,6 +110,8 @@ class World:
         """Called after each outcome, for whoever shows progress."""
         self._plugins = plugins
         self._groups: list[SimulatedPool] = []
+        self._counters: defaultdict[str, float] = defaultdict(float)
+        """Of engines that are over, by metric."""
         self._waited = 0.0
         """Seconds from the client's sending to a slot, summed over requests."""
         self._answers: dict[str, Piece] = {}
@@ -212,6 +215,14 @@ class World:
                 self._groups.append(group)
         return workers
 
+    def _trace_of(self, config: EngineConfig, name: str) -> Path | None:
+        """Return the file of a worker's trace, which has the worker's name in its own if there are several."""
+        if config.trace is None:
+            return None
+        path = Path(config.trace)
+        alone = sum(group.count for group in self.deployment.groups) == 1
+        return path if alone else path.with_name(f"{path.stem}-{name}{path.suffix}")
+
     def _parts(self, group: SimulatedPool, name: str, process: int) -> EngineParts:
         config, limits = group.config, group.limits
         hasher = None
@@ -245,11 +256,13 @@ class World:
                 store=self.store,
             ),
             hasher=hasher,
+            trace=self._trace_of(config, name),
             check=self.deployment.audit,
         )
 
     def _started(self, worker: SimulatedWorker, client: SimulatedEngineClient) -> None:
         client.on_admitted = self._admitted
+        client.on_over = partial(self._count, client)
         if not client.info.kv_events:
             return
 
@@ -341,15 +354,18 @@ class World:
             self._every *= 2
         self.timeline.after(self._every, self._sample)
 
+    def _count(self, client: SimulatedEngineClient) -> None:
+        """Add the counters of an engine, which then ends or is not asked again."""
+        for spec, samples in read_metrics(client.engine.stats().scheduler):
+            if spec.kind == "counter":
+                self._counters[spec.name] += sum(value for _, value in samples)
+        self._counters["device_busy_seconds"] += client.device.busy_seconds
+
     def _result(self, wall_seconds: float) -> Run:
-        counters: defaultdict[str, float] = defaultdict(float)
         for worker in self.workers:
-            if worker.client is None or not worker.client.alive:
-                continue
-            for spec, samples in read_metrics(worker.client.engine.stats().scheduler):
-                if spec.kind == "counter":
-                    counters[spec.name] += sum(value for _, value in samples)
-            counters["device_busy_seconds"] += worker.client.device.busy_seconds
+            if worker.client is not None and worker.client.alive:
+                self._count(worker.client)
+                worker.client.end_trace()
         first = min((outcome.arrived for outcome in self.outcomes), default=0.0)
         last = max((outcome.ended for outcome in self.outcomes), default=0.0)
         profiles = dict.fromkeys(group.profile for group in self.deployment.groups)
@@ -362,7 +378,7 @@ class World:
             blocks=tuple(group.limits.num_kv_blocks for group in self._groups),
             outcomes=tuple(self.outcomes),
             samples=tuple(self.samples),
-            counters=dict(sorted(counters.items())),
+            counters=dict(sorted(self._counters.items())),
             waiting={"slot": self._waited},
             profile="; ".join(profiles),
         )

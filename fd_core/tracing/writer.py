@@ -164,12 +164,22 @@ class TraceWriter:
     """
 
     def __init__(
-        self, path: Path, header: TraceHeader, limit: int, nanoseconds: Callable[[], int] = time.monotonic_ns
+        self,
+        path: Path,
+        header: TraceHeader,
+        limit: int,
+        nanoseconds: Callable[[], int] = time.monotonic_ns,
+        *,
+        complete: bool = False,
     ) -> None:
-        """`nanoseconds` is the clock that the other calls use; time 0 of the lines is now."""
+        """`nanoseconds` is the clock that the other calls use; time 0 of the lines is now.
+
+        `complete`: wait for the writer where steps would be dropped; for engines that run ahead of all real time.
+        """
         origin = nanoseconds()
         self._path = path
         self._limit = limit
+        self._complete = complete
         self._origin = self._began = origin
         self._queue: deque[StepRecord] = deque()
         self._dropped = 0
@@ -227,6 +237,8 @@ class TraceWriter:
     ) -> None:
         """Hand over a committed step with what is held after it, or count it as dropped if too many wait."""
         answered = self._follow(plan, deltas)
+        while self._complete and len(self._queue) >= _MAX_QUEUED and not self._failed:
+            time.sleep(_WRITE_SECONDS)
         if len(self._queue) >= _MAX_QUEUED or self._failed or self._full:
             self._dropped += 1
             self.kv.entries.clear()

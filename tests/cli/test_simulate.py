@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
+from fd_core.tracing.reader import read_trace
 
 SMALL = ["poisson:rate=50,requests=20,prompt=50,output=8", "--profile", "h100:llama-8b"]
 
@@ -53,6 +54,15 @@ def test_a_policy_may_be_a_file(tmp_path: Path) -> None:
     assert "scheduling_policy=mine.py:Last" in written.read_text()
 
 
+def test_a_trace_of_the_production_format_is_written_and_can_be_replayed(tmp_path: Path) -> None:
+    written = tmp_path / "steps.jsonl"
+    run(*SMALL, "--trace", str(written))
+    contents = read_trace(written, 10_000)
+    assert len(contents.residencies) == 20
+    assert not contents.problems
+    assert "20 of 20" in run(f"trace:{written}", *SMALL[1:])
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
@@ -65,6 +75,7 @@ def test_a_policy_may_be_a_file(tmp_path: Path) -> None:
         ([*SMALL, "--scheduling-policy", "nobodys"], 4, "nobodys"),
         (["poisson:rate=1", "--profile", "h900:llama-8b"], 2, "h900"),
         ([*SMALL, "--slo", "speed=1"], 2, "speed"),
+        ([*SMALL, "--seeds", "2", "--trace", "t.jsonl"], 2, "--seeds"),
     ],
 )
 def test_what_cannot_be_simulated_is_told_in_a_line(arguments: list[str], code: int, told: str) -> None:
