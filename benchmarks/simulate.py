@@ -175,7 +175,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="simulate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", default="1,10,100,1000", help="sizes of deployments (default: 1,10,100,1000)")
-    parser.add_argument("--requests", type=int, default=10_000, help="requests of each, 16 a worker at least")
+    parser.add_argument("--requests", type=int, default=10_000, help="requests of each of them")
     parser.add_argument("--code-requests", type=int, default=1_000_000, help="requests of the Azure-like run; 0: none")
     parser.add_argument("--code-workers", type=int, default=64, help="workers of that run (default: 64)")
     parser.add_argument("--seed", type=int, default=0)
@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the cases one after the other and write the table after each."""
     options = parse(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=200)
-    cases = [("short", workers, max(options.requests, 16 * workers)) for workers in options.workers]
+    cases = [("short", workers, options.requests) for workers in options.workers]
     if options.code_requests:
         cases.append(("code", options.code_workers, options.code_requests))
     facts = {
