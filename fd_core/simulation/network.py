@@ -36,7 +36,7 @@ class Network:
         pair = frozenset((one, other))
         for sender, arrive in self._waiting.pop(pair, ()):
             (receiver,) = pair - {sender}
-            self.send(sender, receiver, arrive)
+            self._send_late(sender, receiver, arrive)
 
     def slow(self, one: str, other: str, seconds: float) -> None:
         """Delay what is sent between two places by so much more; 0 ends it."""
@@ -64,7 +64,10 @@ class Network:
             self.held += 1
             self._waiting[frozenset((one, other))].append((one, arrive))
         else:
-            now = self._timeline.now
-            due = now + self.latency + self._slow.get(frozenset((one, other)), 0.0)
-            self._clear[one, other] = max(due, self._clear.get((one, other), 0.0))
-            self._timeline.at(self._clear[one, other], arrive)
+            self._send_late(one, other, arrive)
+
+    def _send_late(self, one: str, other: str, arrive: Callable[[], None]) -> None:
+        """Send what nothing may overtake that is sent afterwards."""
+        due = self._timeline.now + self.latency + self._slow.get(frozenset((one, other)), 0.0)
+        self._clear[one, other] = max(due, self._clear.get((one, other), 0.0))
+        self._timeline.at(self._clear[one, other], arrive)

@@ -63,8 +63,10 @@ def test_what_waits_where_places_are_parted_arrives_in_order_once_they_are_joine
     timeline.run(1.0)
     assert came == ["elsewhere"]
     network.join("b", "a")
+    assert not network.clear("a", "b"), "what waited has not arrived"
     network.send("a", "b", lambda: came.append("second"))
     timeline.run(1.25)
+    assert network.clear("a", "b")
     assert came == ["elsewhere", "first", "second"]
 
 

@@ -35,11 +35,13 @@ _ROUTER_POLICIES = (
 class QuickCosts(Costs):
     """A step takes 10 ms and some for its tokens; everything else a few."""
 
-    def __init__(self, slow_copies: float) -> None:
-        self._copies = slow_copies
+    def __init__(self, token: float, copy: float) -> None:
+        """`token`: seconds for each token of a step, `copy` for each block that is copied."""
+        self._token = token
+        self._copies = copy
 
     def step(self, plan: StepPlan) -> float:
-        return 0.01 + 2e-4 * plan.total_tokens
+        return 0.01 + self._token * plan.total_tokens
 
     def turn(self, plan: StepPlan) -> float:
         return 1e-3
@@ -77,7 +79,8 @@ class HostilePlan:
     """Whether workers share a store."""
     tiers: bool
     """Whether workers keep KV outside the device."""
-    slow_copies: float
+    token_seconds: float
+    copy_seconds: float
     wrong_drafts: float
     latency: float
     conversations: tuple[Conversation, ...]
@@ -98,7 +101,7 @@ def draw_plan(seed: int) -> HostilePlan:
     """Return the world of a seed."""
     draw = random.Random(f"hostile/{seed}")
     paired = draw.random() < 0.3
-    tight = draw.random() < 0.4
+    tight = draw.random() < 0.6
     """Whether requests have to grow into blocks that others hold."""
     limits, k = _limits(draw, tight=tight)
     stored = draw.random() < 0.4
@@ -108,7 +111,7 @@ def draw_plan(seed: int) -> HostilePlan:
         "block_size": limits.block_size,
         "enable_prefix_caching": paired or stored or draw.random() < 0.8,
         "save_preempted_kv": draw.random() < 0.7,
-        "host_kv_memory": BLOCK_BYTES * draw.choice((0, 4, 8, 64)),
+        "host_kv_memory": BLOCK_BYTES * draw.choice((0, 4, 16, 64)),
         "kv_store_timeout": draw.choice((0.05, 0.2)),
         "lease_seconds": draw.choice((0.2, 1.0)),
         "scheduling_policy": draw.choice(("fcfs", "priority", "fair")),
@@ -117,11 +120,11 @@ def draw_plan(seed: int) -> HostilePlan:
     }
     config["kv_events"] = config["enable_prefix_caching"] and draw.random() < 0.4
     if paired:
-        counts = {"prefill": draw.randint(1, 2), "decode": draw.randint(1, 2)}
+        counts = {"prefill": draw.randint(1, 2), "decode": 1 if tight else draw.randint(1, 2)}
         if draw.random() < 0.2:
             counts["mixed"] = 1
     else:
-        counts = {"mixed": draw.choice((1, 1, 2, 2, 3, 4))}
+        counts = {"mixed": draw.choice((1, 1, 2) if tight else (1, 2, 3, 4))}
     configs = tuple((EngineConfig(**config, role=role), count) for role, count in counts.items())
     workers = sum(counts.values())
     routers = draw.choice((1, 1, 2)) if workers > 1 else draw.choice((0, 0, 1))
@@ -145,12 +148,13 @@ def draw_plan(seed: int) -> HostilePlan:
         ),
         stored=stored,
         tiers=draw.random() < 0.8,
-        slow_copies=draw.choice((1e-4, 2e-3, 1e-2)),
+        token_seconds=draw.choice((2e-4, 5e-3)),
+        copy_seconds=draw.choice((1e-4, 2e-3, 5e-3)),
         wrong_drafts=draw.choice((0.0, 0.3, 0.8)),
         latency=draw.choice((0.0, 1e-4, 5e-3)),
         conversations=(conversations := _conversations(draw, limits, tight=tight)),
         salts=_salts(draw, conversations),
-        params=_params(draw, conversations),
+        params=_params(draw, conversations, tight=tight),
         faults=(),
     )
     faults = draw_faults(
@@ -203,7 +207,7 @@ def _conversations(draw: random.Random, limits: Limits, *, tight: bool) -> tuple
     made, room = [], limits.max_model_len
     shared = [Piece(draw.getrandbits(32), draw.randint(1, room // 3)) for _ in range(2)]
     burst = tight or draw.random() < 0.4
-    count = draw.randint(3, 7)
+    count = draw.randint(4, 8) if tight else draw.randint(3, 7)
     times = sorted(draw.random() * (0.02 if burst else 0.7 * SECONDS) for _ in range(count))
     for number, at in enumerate(times):
         turns = []
@@ -217,7 +221,7 @@ def _conversations(draw: random.Random, limits: Limits, *, tight: bool) -> tuple
                     Piece(0, 0),
                     think=draw.random() * 0.2 if turn else 0.0,
                     max_tokens=draw.choice((12, 20, 30) if tight else (1, 2, 5, 8, 12, 20)),
-                    patience=draw.random() if draw.random() < 0.1 else None,
+                    patience=draw.expovariate(5.0) if draw.random() < 0.1 else None,
                 )
             )
         made.append(Conversation(f"c{number}", at, tuple(turns), f"t{number % 2}", draw.choice((0, 0, 1, 5))))
@@ -229,7 +233,7 @@ def _salts(draw: random.Random, conversations: tuple[Conversation, ...]) -> dict
     return {each.name: draw.choice(salts) for each in conversations}
 
 
-def _params(draw: random.Random, conversations: tuple[Conversation, ...]) -> dict[str, SamplingParams]:
+def _params(draw: random.Random, conversations: tuple[Conversation, ...], *, tight: bool) -> dict[str, SamplingParams]:
     made = {}
     plain = draw.random() < 0.6
     for each in conversations:
@@ -240,9 +244,9 @@ def _params(draw: random.Random, conversations: tuple[Conversation, ...]) -> dic
                 params["frequency_penalty"] = 1.0
             if draw.random() < 0.2:
                 params["min_tokens"] = 3
-        if draw.random() < 0.3:
+        if draw.random() < (0.8 if tight else 0.3):
             params["ignore_eos"] = True
-        if draw.random() < 0.2:
+        if draw.random() < 0.1:
             params["stop_token_ids"] = (0,)
         made[each.name] = SamplingParams(**params)
     return made

@@ -51,7 +51,7 @@ class HostileWorld(World):
         self.taken: Counter[str] = Counter()
         """How often each was given to a worker."""
         self.log = log
-        costs = QuickCosts(plan.slow_copies)
+        costs = QuickCosts(plan.token_seconds, plan.copy_seconds)
         groups = tuple(
             SimulatedPool(
                 config=config,
