@@ -15,6 +15,7 @@ from fd_core.cli import (
     doctor,
     env,
     models,
+    plan,
     plugins,
     quantize,
     route,
@@ -54,6 +55,7 @@ app.add_typer(bench.app, name="bench")
 app.command()(calibrate.calibrate)
 app.command()(trace.trace)
 app.command()(simulate.simulate)
+app.command()(plan.plan)
 app.command()(doctor.doctor)
 app.command()(conformance.conformance)
 app.command()(plugins.install)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fd_core.simulation.setups import Setup
     from fd_core.simulation.workloads.workload import Workload
 
-__all__ = ["simulate"]
+__all__ = ["parse_given", "simulate", "write_output"]
 
 _STUDIED: Final = frozenset(
     {
@@ -131,7 +131,7 @@ def simulate(
 
     limits = None if slo is None else parse_slo(slo)
     asked, axes = read_workload(workload, seed), [_axis(text) for text in vary or ()]
-    settings = _parsed(given)
+    settings = parse_given(given)
     setup = Setup(
         profile=profile_named(profile),
         workers=(0 if prefill or decode else 1) if workers is None else workers,
@@ -163,14 +163,14 @@ def simulate(
     if json is None or str(json) != "-":
         print_report(report, Console())
     if json is not None:
-        _write(json, report_json(report), "--json")
+        write_output(json, report_json(report), "--json")
     if page is not None:
         from fd_core.simulation.results.page.pack import write_page
 
         write_page(page, report)
 
 
-def _parsed(given: Mapping[str, Any]) -> dict[str, Any]:
+def parse_given(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of flags that were typed. Raises `ConfigError` for one that cannot be."""
     from fd_core.errors import ConfigError
 
@@ -195,7 +195,7 @@ def _axis(text: str) -> _Axis:
             f"--vary {text!r:.80} names no values", field="--vary", hint="for example max_num_seqs=8,16,32"
         )
     if name in _FLAGS:
-        return _Axis(name, tuple((word, _parsed({name: word})[name]) for word in words))
+        return _Axis(name, tuple((word, parse_given({name: word})[name]) for word in words))
     if name == "profile":
         from fd_core.simulation.costs.naming import profile_named
 
@@ -343,7 +343,8 @@ def _values(chosen: Mapping[str, tuple[str, Any]], workload: Workload) -> dict[s
     return found
 
 
-def _write(path: Path, content: bytes, flag: str) -> None:
+def write_output(path: Path, content: bytes, flag: str) -> None:
+    """Write a file that a flag names; `-` is standard output. Raises `ConfigError` if that cannot be."""
     from fd_core.errors import ConfigError
 
     if str(path) == "-":

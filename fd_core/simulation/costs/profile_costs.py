@@ -11,7 +11,7 @@ from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.costs.profile import CostCurve, CostProfile, KVLink
 from fd_core.types import StepPlan
 
-__all__ = ["costs_of", "step_features"]
+__all__ = ["costs_of", "curve_function", "step_features"]
 
 _ONES = np.ones(4096)
 
@@ -42,7 +42,7 @@ class _ProfileCosts(Costs):
     ) -> None:
         step, self._request = profile.step, profile.request
         self._constant = step.constant
-        self._by_tokens, self._by_sampled = _lookup(step.by_tokens), _lookup(step.by_sampled_rows)
+        self._by_tokens, self._by_sampled = curve_function(step.by_tokens), curve_function(step.by_sampled_rows)
         self._per = (step.per_row, step.per_context_token, step.per_query_key, step.per_draft)
         self._block_bytes = block_bytes
         self._host, self._read, self._write, self._transfer = host, read, write, transfer
@@ -115,8 +115,8 @@ def costs_of(
     )
 
 
-def _lookup(curve: CostCurve) -> Callable[[float], float]:
-    """Return the curve as a function: by bisection, which takes less time than arrays do."""
+def curve_function(curve: CostCurve) -> Callable[[float], float]:
+    """Return a curve as a function: by bisection, which takes less time than arrays do."""
     counts, seconds = (0.0, *curve.counts), (curve.seconds[0], *curve.seconds)
     if curve.counts[0] == 0:
         counts, seconds = curve.counts, curve.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -85,6 +86,13 @@ class Workload:
         settings = WorkloadSettings(**{name: getattr(settings, name) for name in settings.__slots__} | {key: changed})
         _require_bounded(settings, self._contents)
         return Workload(self.kind, given, settings, self._contents, self.seed)
+
+    def shortened(self, requests: int) -> Workload:
+        """Return the first conversations of the same ones, with so many requests at most."""
+        if self.settings.requests is not None and self.settings.requests <= requests:
+            return self
+        settings = dataclasses.replace(self.settings, requests=requests)
+        return Workload(self.kind, {**self._given, "requests": str(requests)}, settings, self._contents, self.seed)
 
     def __iter__(self) -> Iterator[Conversation]:
         """Yield conversations; every call begins anew."""

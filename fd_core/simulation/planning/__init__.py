@@ -1,0 +1,1 @@
+"""Finds the cheapest deployment that holds an SLO: what to simulate next, and what the answer rests on."""

@@ -1,0 +1,323 @@
+"""The answer of a search as values for tables, JSON and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fd_core.simulation.costs.profile import CostProfile
+from fd_core.simulation.planning.limiting import LimitFound, check_margin, check_text, limit_of
+from fd_core.simulation.planning.search import PlanSearch, PlanTrial
+from fd_core.simulation.planning.shapes import DeploymentShape
+from fd_core.simulation.results.comparing import SeedInterval, interval
+from fd_core.simulation.results.report import Report, ReportedRun
+from fd_core.simulation.results.slo import Slo
+from fd_core.simulation.results.tables import duration_text
+
+__all__ = ["PlanAnswer", "PlanAsked", "answer_json", "answer_of", "page_report", "print_answer"]
+
+PLAN_VERSION: Final = 1
+
+
+class PlanAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer is about."""
+
+    slo: str
+    workload: str
+    workload_text: str
+    command: str
+    priced: bool
+    """Whether costs are money; they count devices if not."""
+    left_out: dict[str, str]
+    """Profiles that cannot be, and why."""
+    calculated: bool
+    seeds: tuple[int, ...]
+
+
+class PlanLimit(msgspec.Struct, frozen=True):
+    """A limit of the SLO, and what a plan gets."""
+
+    name: str
+    limit: float
+    value: SeedInterval | None
+    """Over seeds; None if too many requests never came to it with one of them."""
+    margin: float
+    """Of the worst seed, as a share of the limit."""
+
+
+class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan."""
+
+    plan: str
+    shape: DeploymentShape
+    units: int
+    workers: int
+    devices: int
+    cost_per_hour: float
+    checked: bool
+    """Whether it held the whole workload with every seed."""
+    seeds: int
+    """Runs that its figures are of."""
+    whole: bool
+    """Whether these met the whole workload, or its first requests."""
+    limits: tuple[PlanLimit, ...]
+    margin: float
+    kv_peak: float | None
+    busy: float
+    """Share of time that devices compute."""
+    command: str
+
+
+class LoadTried(msgspec.Struct, frozen=True):
+    """The chosen plan at another load."""
+
+    load: float
+    margin: float
+    nearest: str
+    """The limit that is nearest or most broken."""
+
+
+class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is known; the form of the JSON is this."""
+
+    fdcore_plan: int
+    asked: PlanAsked
+    best: PlanFigures | None
+    runners_up: tuple[PlanFigures, ...]
+    below: PlanFigures | None
+    """The chosen plan with one unit less, which breaks the SLO."""
+    closest: PlanFigures | None
+    """Where no plan holds it, the one that comes nearest."""
+    holds_load: float | None
+    breaks_load: float | None
+    loads: tuple[LoadTried, ...]
+    limit: LimitFound | None
+    unfinished: str
+    """Why the search ended early; empty if it did not."""
+    runs: int
+    shapes: int
+    shapes_excluded: int
+    """Beside these: they cannot hold it by what a request alone takes, or by the devices that there are."""
+
+
+def answer_of(
+    asked: PlanAsked,
+    search: PlanSearch,
+    shapes: Sequence[DeploymentShape],
+    runs: Mapping[PlanTrial, ReportedRun],
+    profiles: Mapping[str, CostProfile],
+    *,
+    unfinished: str,
+    excluded: int,
+    runners_up: int,
+) -> PlanAnswer:
+    """Return what a search found so far."""
+    ranking = search.ranking()
+
+    def figures(shape: int, units: int, trials: Sequence[PlanTrial]) -> PlanFigures:
+        return _figures(asked, shapes[shape], units, search.shapes[shape].cost, trials, runs)
+
+    def known(shape: int, units: int) -> list[PlanTrial]:
+        """Return the runs on the whole workload if there are any, else those on its first requests."""
+        found = [each for each in runs if (each.shape, each.units, each.load) == (shape, units, 1.0)]
+        return [each for each in found if each.whole] or found
+
+    best = below = closest = limit = None
+    loads: tuple[LoadTried, ...] = ()
+    if ranking:
+        chosen = ranking[0]
+        units = search.units[chosen]
+        best = figures(chosen, units, known(chosen, units))
+        if (broken := search.breaks_below(chosen)) is not None:
+            below = figures(chosen, broken.units, known(chosen, broken.units))
+        tried = sorted(
+            (each for each in runs if each.shape == chosen and each.units == units and each.load > 1),
+            key=lambda each: each.load,
+        )
+        loads = tuple(LoadTried(each.load, *_nearest(runs[each])) for each in tried)
+        breaking = [each for each in tried if search.margins.get(each, 0) < 0]
+        at, when = (breaking[0], f"at {breaking[0].load:g} times the load") if breaking else (None, "")
+        if at is None and (broken := search.breaks_below(chosen)) is not None:
+            at, when = broken, f"with {shapes[chosen].described(broken.units)}"
+        at = at or max(known(chosen, units), key=lambda each: -search.margins[each])
+        limit = limit_of(runs[at], shapes[chosen], profiles[shapes[chosen].profile], when or "as asked")
+    elif search.margins:
+        nearest = max(search.margins, key=lambda each: (search.margins[each], -each.units))
+        closest = figures(nearest.shape, nearest.units, [nearest])
+        about = shapes[nearest.shape]
+        limit = limit_of(runs[nearest], about, profiles[about.profile], f"with {about.described(nearest.units)}")
+    others = [figures(each, search.units[each], known(each, search.units[each])) for each in ranking[1:]]
+    return PlanAnswer(
+        fdcore_plan=PLAN_VERSION,
+        asked=asked,
+        best=best,
+        runners_up=tuple(others[:runners_up]),
+        below=below,
+        closest=closest,
+        holds_load=search.holds_load,
+        breaks_load=search.breaks_load,
+        loads=loads,
+        limit=limit,
+        unfinished=unfinished,
+        runs=len(runs),
+        shapes=len(shapes),
+        shapes_excluded=excluded,
+    )
+
+
+def answer_json(answer: PlanAnswer) -> bytes:
+    """Return the answer as JSON: the same bytes for the same search."""
+    return msgspec.json.format(msgspec.json.encode(answer), indent=2) + b"\n"
+
+
+def page_report(asked: PlanAsked, runs: Mapping[PlanTrial, ReportedRun], answer: PlanAnswer, slo: Slo) -> Report:
+    """Return the runs for a page: the plans beside one another, and the chosen one under other loads."""
+    best = answer.best
+    shown = {plan.plan for plan in (best, *answer.runners_up, answer.closest) if plan is not None}
+    kept = [run for trial, run in runs.items() if trial.whole and run.setting in shown]
+    kept = kept or [run for run in runs.values() if run.setting in shown]
+    if best is not None:
+        kept.sort(key=lambda run: run.setting != best.plan)
+    said = {"answer": _headline(answer), "what limits": answer.limit.words if answer.limit else "nothing was tried"}
+    return Report(
+        title=f"Plan for {asked.workload}",
+        runs=tuple(kept),
+        slo=slo,
+        settings={**said, "workload": asked.workload, "runs": str(answer.runs)},
+        command=asked.command,
+    )
+
+
+def print_answer(answer: PlanAnswer, console: Console) -> None:
+    """Print the plans, then what they rest on in sentences."""
+    asked = answer.asked
+    if asked.calculated:
+        console.print(
+            Text(
+                "CALCULATED, NEVER MEASURED: no device was timed for this plan. Trust the order of plans more than "
+                "their seconds, and measure before money is spent.",
+                "bold yellow",
+            )
+        )
+    for name, reason in asked.left_out.items():
+        console.print(Text(f"Left out: {name}: {reason}", "yellow"))
+    if answer.unfinished:
+        console.print(Text(f"NOT FINISHED, this is the best so far: {answer.unfinished}", "bold yellow"))
+    plans = [plan for plan in (answer.best, *answer.runners_up, answer.below, answer.closest) if plan is not None]
+    if plans:
+        table = Table(title=f"Plans for {asked.slo}", title_justify="left")
+        names = [each.name for each in plans[0].limits]
+        for name in (
+            "Workers",
+            "Batch, budget",
+            "Devices",
+            "Cost an hour" if asked.priced else "Cost",
+            *names,
+            "Margin",
+            "Seeds",
+        ):
+            table.add_column(name, justify="left" if name == "Workers" else "right", overflow="fold")
+        for plan in plans:
+            style = "bold green" if plan is answer.best else "red" if plan.margin < 0 else ""
+            cells = [_limit_text(each) for each in plan.limits]
+            seeds = f"{plan.seeds}{'' if plan.whole else ', short'}"
+            workers = plan.shape.workers_text(plan.units).replace(" x ", "\nx ")
+            batch = f"{plan.shape.max_num_seqs},\n{plan.shape.max_num_batched_tokens}"
+            row = (
+                workers,
+                batch,
+                f"{plan.devices}",
+                f"{plan.cost_per_hour:,.6g}",
+                *cells,
+                _margin_text(plan.margin),
+                seeds,
+            )
+            table.add_row(*(Text(each) for each in row), style=style)
+        console.print(table)
+    console.print(Text(_headline(answer), "bold green" if answer.best else "bold red"))
+    if answer.best is not None:
+        margins = ", ".join(f"{each.name} {_margin_text(each.margin)}" for each in answer.best.limits)
+        console.print(Text(f"Margin to each limit, in the worst of {answer.best.seeds} seeds: {margins}."))
+    if answer.below is not None:
+        console.print(
+            Text(f"One unit less breaks it: {answer.below.plan}, margin {_margin_text(answer.below.margin)}.")
+        )
+    if answer.limit is not None:
+        console.print(Text(answer.limit.words))
+    if answer.best is not None:
+        console.print(Text(f"See it: {answer.best.command}"))
+    out = f"; {answer.shapes_excluded} more were excluded without any" if answer.shapes_excluded else ""
+    console.print(Text(f"{answer.runs} simulations of {answer.shapes} kinds of deployment{out}.", "dim"))
+
+
+def _headline(answer: PlanAnswer) -> str:
+    best = answer.best
+    if best is None:
+        return f"No plan that was tried holds {answer.asked.slo}."
+    sure = "holds" if best.checked else "holds, as far as it was tried,"
+    words = f"{best.plan}: {best.devices} devices, {sure} {answer.asked.slo}"
+    if answer.holds_load is None:
+        return f"{words}."
+    if answer.breaks_load is None:
+        return f"{words}, and up to {answer.holds_load:g} times the load at least."
+    return f"{words}, up to {answer.holds_load:g} times the load; at {answer.breaks_load:g} times it breaks."
+
+
+def _nearest(run: ReportedRun) -> tuple[float, str]:
+    checks = run.summary.slo.checks if run.summary.slo else ()
+    worst = min(checks, key=check_margin)
+    return check_margin(worst), check_text(worst)
+
+
+def _figures(
+    asked: PlanAsked,
+    shape: DeploymentShape,
+    units: int,
+    unit_cost: float,
+    trials: Sequence[PlanTrial],
+    runs: Mapping[PlanTrial, ReportedRun],
+) -> PlanFigures:
+    summaries = [runs[trial].summary for trial in trials]
+    limits = []
+    for checks in zip(*(summary.slo.checks for summary in summaries if summary.slo), strict=True):
+        values = [check.value for check in checks if check.value is not None]
+        found = interval(values) if len(values) == len(checks) else None
+        limits.append(PlanLimit(checks[0].name, checks[0].limit, found, min(map(check_margin, checks))))
+    seconds = sum(len(each.workers) * each.seconds for each in summaries)
+    busy = sum(each.counters.get("device_busy_seconds", 0.0) for each in summaries) / seconds if seconds else 0.0
+    margin = min((each.margin for each in limits), default=0.0)
+    flags = " ".join(shape.flags(units))
+    return PlanFigures(
+        plan=shape.described(units),
+        shape=shape,
+        units=units,
+        workers=shape.workers * units,
+        devices=shape.devices * units,
+        cost_per_hour=unit_cost * units,
+        checked=all(trial.whole for trial in trials) and len(trials) == len(asked.seeds) and margin >= 0,
+        seeds=len(trials),
+        whole=all(trial.whole for trial in trials),
+        limits=tuple(limits),
+        margin=margin,
+        kv_peak=max((each.kv_peak for each in summaries if each.kv_peak is not None), default=None),
+        busy=busy,
+        command=f"fdcore simulate {asked.workload_text} {flags} --slo {asked.slo}",
+    )
+
+
+def _limit_text(each: PlanLimit) -> str:
+    if each.value is None:
+        return "never"
+    show = (lambda value: f"{value:.1%}") if each.name == "attainment" else duration_text
+    if each.value.low is None or each.value.high is None:
+        return show(each.value.mean)
+    return f"{show(each.value.mean)}\n± {show((each.value.high - each.value.low) / 2)}"
+
+
+def _margin_text(margin: float) -> str:
+    return f"{margin:+.0%}" if margin > -10 else "never"

@@ -1,0 +1,218 @@
+"""Which plans to simulate next: pure, margins of simulated plans in, plans to simulate out.
+
+A *shape* is everything about a deployment but its size; a *unit* of it is one worker, or the prefill and decode workers
+of one ratio. More units are taken never to break an SLO that fewer hold, up to noise: the answer is tried with every
+seed, and so is the plan with one unit less, which must fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+
+import msgspec
+
+__all__ = ["PlanSearch", "PlanShape", "PlanTrial"]
+
+_AT_ONCE = 4
+"""Shapes of which a run is asked for together. The answer must not depend on how many processes there are."""
+_LOADS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+"""Loads with which the chosen plan is tried, as a factor of what was asked for."""
+_LOAD_STEP = 1.05
+"""How near the load that holds and the one that breaks have to be."""
+
+
+class PlanShape(msgspec.Struct, frozen=True):
+    """What the search knows of a shape."""
+
+    cost: float
+    """Of a unit, above 0."""
+    least: int
+    """Units below which it cannot hold the SLO, at least 1."""
+    most: int
+    """Units that may be had."""
+
+
+class PlanTrial(msgspec.Struct, frozen=True):
+    """A plan to simulate."""
+
+    shape: int
+    """Its place among the shapes."""
+    units: int
+    seed: int
+    whole: bool
+    """Whether it meets the whole workload, or its first requests."""
+    load: float = 1.0
+    """Factor of the arrivals."""
+
+
+class PlanSearch:
+    """One search. `trials` yields plans and is sent their margins, of which one below 0 breaks the SLO."""
+
+    def __init__(
+        self, shapes: Sequence[PlanShape], seeds: Sequence[int], *, shortened: bool, runners_up: int = 3
+    ) -> None:
+        """`shortened`: whether a run of the first requests takes less than the whole workload."""
+        self.shapes = tuple(shapes)
+        self.seeds = tuple(seeds)
+        self.margins: dict[PlanTrial, float] = {}
+        """Of every plan that was simulated."""
+        self.units: dict[int, int] = {}
+        """By shape, the fewest units that are known to hold it so far."""
+        self.holds_load: float | None = None
+        """Largest factor of the load that the chosen plan holds; None if it was not tried."""
+        self.breaks_load: float | None = None
+        """Smallest factor that breaks it; None if none did."""
+        self.finished = False
+        self._failed = [shape.least - 1 for shape in self.shapes]
+        """By shape, the most units that are known to break it so far."""
+        self._shortened = shortened
+        self._runners_up = runners_up
+
+    def trials(self) -> Generator[list[PlanTrial], Sequence[float], None]:
+        """Yield plans to simulate together; send their margins, in the same order."""
+        settled = False
+        while not settled:
+            # What was too dear may no longer be so, once the best turns out to need more.
+            yield from self._size()
+            settled = yield from self._settle()
+        if self.ranking():
+            yield from self._load(self.ranking()[0])
+        self.finished = True
+
+    def ranking(self) -> list[int]:
+        """Return the shapes that hold the SLO so far: the cheapest first, of equal ones that with the most margin."""
+        return sorted(self.units, key=lambda shape: (round(self.cost(shape), 9), -self.margin(shape), shape))
+
+    def cost(self, shape: int) -> float:
+        """Return what the fewest units that hold it cost."""
+        return self.shapes[shape].cost * self.units[shape]
+
+    def margin(self, shape: int) -> float:
+        """Return the least margin of the runs of a shape's fewest units: of those on the whole workload if any."""
+        whole = self._of(shape, self.units[shape])
+        return min(whole.values(), default=self.margins.get(self._short(shape, self.units[shape]), -math.inf))
+
+    def is_checked(self, shape: int) -> bool:
+        """Whether the fewest units held the whole workload with every seed."""
+        found = self._of(shape, self.units[shape])
+        return len(found) == len(self.seeds) and min(found.values()) >= 0
+
+    def breaks_below(self, shape: int) -> PlanTrial | None:
+        """Return the trial in which one unit less broke the SLO; None if that was not tried or there is none."""
+        trials = (trial for trial in self._whole(shape, self.units[shape] - 1) if self.margins.get(trial, 0) < 0)
+        return next(trials, None)
+
+    def _size(self) -> Generator[list[PlanTrial], Sequence[float], None]:
+        """Find the fewest units of each shape on the first requests, as far as it is not dearer than the best."""
+        order = sorted(range(len(self.shapes)), key=lambda each: (self._bound(each), each))
+        while True:
+            best = min((self.cost(shape) for shape in self.units), default=math.inf)
+            batch: list[PlanTrial] = []
+            for shape in order:
+                if len(batch) < _AT_ONCE and (units := self._next(shape, self._failed[shape], best)) is not None:
+                    batch.append(self._short(shape, units))
+            if not batch:
+                return
+            for trial, margin in (yield from self._ask(batch)).items():
+                if margin >= 0:
+                    self.units[trial.shape] = trial.units
+                else:
+                    self._failed[trial.shape] = trial.units
+
+    def _next(self, shape: int, failed: int, best: float) -> int | None:
+        """Return the units to try next: double until they hold it, then halve; at once the most that is not dearer."""
+        about = self.shapes[shape]
+        most = about.most if best == math.inf else min(about.most, math.floor(best / about.cost + 1e-9))
+        held = self.units.get(shape)
+        if failed + 1 > most or held == failed + 1:
+            return None
+        if held is not None:
+            return min((failed + held) // 2, most)
+        if best < math.inf:
+            return most
+        return min(max(2 * failed, about.least), most)
+
+    def _settle(self) -> Generator[list[PlanTrial], Sequence[float], bool]:
+        """Try the best on the whole workload with every seed, one unit less of it, then the runners-up.
+
+        Asks once; returns whether there was nothing to ask for.
+        """
+        ranking = self.ranking()
+        if not ranking:
+            return True
+        best, *others = ranking
+        batch = self._unknown(best, self.units[best])
+        if self.units[best] > 1:
+            # One seed that breaks it is enough.
+            batch += self._unknown(best, self.units[best] - 1)[:1]
+        if not batch:
+            batch = [each for shape in others[: self._runners_up] for each in self._unknown(shape, self.units[shape])]
+        if not batch:
+            return True
+        yield from self._ask(batch)
+        for shape in {trial.shape: None for trial in batch}:
+            self._move(shape)
+        return False
+
+    def _move(self, shape: int) -> None:
+        """Take more units where these break the whole workload, and fewer where fewer hold it with every seed."""
+        units = self.units[shape]
+        while self._breaks(shape, units):
+            units += 1
+        while units > 1 and self._holds(shape, units - 1):
+            units -= 1
+        self._failed[shape] = units - 1 if units > self.units[shape] else min(self._failed[shape], units - 1)
+        if units > self.shapes[shape].most:
+            del self.units[shape]
+        else:
+            self.units[shape] = units
+
+    def _load(self, shape: int) -> Generator[list[PlanTrial], Sequence[float], None]:
+        """Find the factor of the load at which the plan breaks."""
+        self.holds_load = 1.0
+        loads = list(_LOADS)
+        while loads and self.breaks_load is None:
+            yield from self._try_loads(shape, loads[:_AT_ONCE])
+            loads = loads[_AT_ONCE:]
+        while self.breaks_load is not None and self.breaks_load > self.holds_load * _LOAD_STEP:
+            low, high = self.holds_load, self.breaks_load
+            yield from self._try_loads(shape, [round(low + (high - low) * part / 3, 3) for part in (1, 2)])
+
+    def _try_loads(self, shape: int, loads: list[float]) -> Generator[list[PlanTrial], Sequence[float], None]:
+        trials = [PlanTrial(shape, self.units[shape], self.seeds[0], True, load) for load in loads]
+        found = yield from self._ask(trials)
+        for trial in trials:
+            if found[trial] < 0:
+                self.breaks_load = trial.load
+                return
+            self.holds_load = trial.load
+
+    def _ask(self, trials: list[PlanTrial]) -> Generator[list[PlanTrial], Sequence[float], dict[PlanTrial, float]]:
+        margins = yield trials
+        found = dict(zip(trials, margins, strict=True))
+        self.margins |= found
+        return found
+
+    def _bound(self, shape: int) -> float:
+        return self.shapes[shape].cost * self.shapes[shape].least
+
+    def _short(self, shape: int, units: int) -> PlanTrial:
+        return PlanTrial(shape, units, self.seeds[0], not self._shortened)
+
+    def _whole(self, shape: int, units: int) -> list[PlanTrial]:
+        return [PlanTrial(shape, units, seed, True) for seed in self.seeds]
+
+    def _of(self, shape: int, units: int) -> dict[PlanTrial, float]:
+        return {trial: self.margins[trial] for trial in self._whole(shape, units) if trial in self.margins}
+
+    def _unknown(self, shape: int, units: int) -> list[PlanTrial]:
+        if self._breaks(shape, units):
+            return []
+        return [trial for trial in self._whole(shape, units) if trial not in self.margins]
+
+    def _breaks(self, shape: int, units: int) -> bool:
+        return any(margin < 0 for margin in self._of(shape, units).values())
+
+    def _holds(self, shape: int, units: int) -> bool:
+        return len(self._of(shape, units)) == len(self.seeds) and not self._breaks(shape, units)

@@ -1,0 +1,141 @@
+"""What may be chosen of a deployment, as plain values: profiles, roles, batches and step token budgets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from fd_core.errors import ConfigError
+from fd_core.simulation.costs.profile import CostProfile
+from fd_core.simulation.setups import Setup
+
+__all__ = ["DeploymentShape", "parse_roles", "setup_of", "shapes_of"]
+
+_MOST_SHAPES: Final = 1000
+_MOST_OF_A_ROLE: Final = 64
+
+
+class DeploymentShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A deployment but for its size. A unit is one mixed worker, or `prefill` and `decode` workers together."""
+
+    profile: str
+    """As `profile_named` takes it."""
+    ranks: int
+    """Devices of a worker."""
+    prefill: int
+    """Workers of a unit; 0 for mixed ones."""
+    decode: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def workers(self) -> int:
+        """Workers of a unit."""
+        return self.prefill + self.decode or 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of a unit."""
+        return self.workers * self.ranks
+
+    def workers_text(self, units: int) -> str:
+        """Return the workers of a plan in words."""
+        several = f"{self.prefill * units} prefill + {self.decode * units} decode" if self.prefill else f"{units}"
+        return f"{several} x {self.profile}"
+
+    def described(self, units: int) -> str:
+        """Return a plan in words."""
+        return (
+            f"{self.workers_text(units)}, max_num_seqs {self.max_num_seqs}, "
+            f"max_num_batched_tokens {self.max_num_batched_tokens}"
+        )
+
+    def flags(self, units: int) -> list[str]:
+        """Return the flags of `fdcore simulate` that make a plan."""
+        roles = {"--prefill": self.prefill * units, "--decode": self.decode * units}
+        return [
+            *("--profile", self.profile),
+            *(str(each) for pair in (roles.items() if self.prefill else [("--workers", units)]) for each in pair),
+            *("--max-num-seqs", str(self.max_num_seqs)),
+            *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
+        ]
+
+
+def parse_roles(text: str) -> tuple[tuple[int, int], ...]:
+    """Read `mixed,1:1,1:2` as prefill and decode workers of a unit, 0 and 0 for mixed. Raises `ConfigError`."""
+    found: dict[tuple[int, int], None] = {}
+    for word in filter(None, map(str.strip, text.split(","))):
+        prefill, colon, decode = word.partition(":")
+        if word == "mixed":
+            found[0, 0] = None
+            continue
+        if not (colon and prefill.isdecimal() and decode.isdecimal() and word.isascii()):
+            raise ConfigError(
+                f"--roles: {word!r:.40} is neither `mixed` nor prefill and decode workers",
+                field="--roles",
+                hint="for example mixed,1:1,1:2",
+            )
+        sizes = int(prefill), int(decode)
+        if not all(1 <= size <= _MOST_OF_A_ROLE for size in sizes):
+            raise ConfigError(f"--roles: {word}: 1 to {_MOST_OF_A_ROLE} of each can be", field="--roles")
+        common = math.gcd(*sizes)
+        found[sizes[0] // common, sizes[1] // common] = None
+    if not found:
+        raise ConfigError("--roles names none", field="--roles", hint="for example mixed,1:1,1:2")
+    return tuple(found)
+
+
+def shapes_of(
+    profiles: Mapping[str, CostProfile],
+    roles: Sequence[tuple[int, int]],
+    max_num_seqs: Sequence[int],
+    budgets: Sequence[int],
+) -> list[DeploymentShape]:
+    """Return every combination. Without numbers of its own a profile is tried with its own batch and budget.
+
+    Raises `ConfigError` for too many.
+    """
+    made = [
+        DeploymentShape(
+            profile=name,
+            ranks=profile.ranks,
+            prefill=prefill,
+            decode=decode,
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+        )
+        for name, profile in profiles.items()
+        for (prefill, decode), rows, budget in itertools.product(
+            roles,
+            max_num_seqs or [profile.limits.max_num_seqs],
+            budgets or [profile.limits.max_num_batched_tokens],
+        )
+        if budget >= rows
+    ]
+    if not 0 < len(made) <= _MOST_SHAPES:
+        raise ConfigError(
+            f"{len(made):,} combinations of profiles, roles, batches and budgets are asked for; 1 to "
+            f"{_MOST_SHAPES:,} can be",
+            field="--max-num-seqs",
+            hint="name fewer of each; a budget is at least a batch",
+        )
+    return made
+
+
+def setup_of(shape: DeploymentShape, units: int, profile: CostProfile, given: Mapping[str, Any]) -> Setup:
+    """Return what is simulated; `given` are other fields of engines."""
+    return Setup(
+        profile=profile,
+        workers=0 if shape.prefill else units,
+        prefill=shape.prefill * units,
+        decode=shape.decode * units,
+        engine={
+            **given,
+            "max_num_seqs": shape.max_num_seqs,
+            "max_num_batched_tokens": shape.max_num_batched_tokens,
+        },
+    )

@@ -1,0 +1,90 @@
+"""`fdcore plan`: its answer, and what it says of questions that have none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fd_core.cli.app import app
+
+LOAD = "constant:rate=60,requests=30,prompt=2000,output=2"
+SMALL = [LOAD, "--profile", "h100:llama-8b", "--roles", "mixed", "--seeds", "2", "--first", "20"]
+SLO = ["--slo", "ttft_p99=0.2,tpot_p99=0.2"]
+
+
+def planned(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "160"})
+
+
+def test_the_answer_holds_and_one_worker_less_does_not(tmp_path: Path) -> None:
+    written, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    result = planned(*SMALL, *SLO, "--jobs", "1", "--json", str(written), "--page", str(page))
+    assert result.exit_code == 0, result.output
+    assert "CALCULATED, NEVER MEASURED" in result.stdout
+    assert "What limits is " in result.stdout
+    answer = json.loads(written.read_text())
+    best, below = answer["best"], answer["below"]
+    assert best["checked"]
+    assert best["margin"] >= 0
+    assert below["units"] == best["units"] - 1
+    assert below["margin"] < 0
+    assert answer["holds_load"] < answer["breaks_load"]
+    assert answer["limit"]["what"] == "compute of prefill"
+    assert answer["unfinished"] == ""
+    assert "What limits is " in page.read_text()
+
+
+def test_processes_do_not_change_the_answer(tmp_path: Path) -> None:
+    answers = []
+    for count in ("1", "2"):
+        written = tmp_path / f"{count}.json"
+        brief = ["constant:rate=20,requests=6,prompt=500,output=2", "--profile", "h100:llama-8b", "--roles", "mixed"]
+        assert planned(*brief, *SLO, "--seeds", "2", "--jobs", count, "--json", str(written)).exit_code == 0
+        answers.append(json.loads(written.read_text()))
+        answers[-1]["asked"].pop("command")
+    assert answers[0] == answers[1]
+
+
+def test_the_best_so_far_is_shown_when_the_runs_are_used_up() -> None:
+    result = planned(*SMALL, *SLO, "--jobs", "1", "--max-runs", "7")
+    assert "NOT FINISHED" in result.stdout
+    assert "--max-runs" in result.stdout
+
+
+def test_where_no_plan_holds_it_the_closest_is_shown() -> None:
+    load = "constant:rate=400,requests=30,prompt=4000,output=2"
+    result = planned(load, "--profile", "h100:llama-8b", "--roles", "mixed", *SLO, "--jobs", "1", "--max-devices", "2")
+    assert result.exit_code in (1, 2)
+    assert "No plan" in result.stdout or "are needed at the very least" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (
+            ["poisson:rate=1", "--profile", "h100:llama-8b", "--slo", "tpot_p99=0.001"],
+            2,
+            "s at least, with h100:llama-8b",
+        ),
+        ([LOAD, *SLO], 2, "no profile is named"),
+        ([LOAD, *SLO, "--devices", "h100"], 2, "belong together"),
+        ([LOAD, *SLO, "--devices", "h100", "--model", "llama-70b", "--tp", "1"], 2, "leave no room"),
+        ([LOAD, *SLO, "--devices", "h900", "--model", "llama-70b"], 2, "h900"),
+        ([*SMALL, *SLO, "--trace", "x.bin"], 2, "one of them"),
+        (["--trace", "nowhere.bin", "--profile", "h100:llama-8b", *SLO], 2, "nowhere.bin"),
+        ([*SMALL, *SLO, "--roles", "1:x"], 2, "1:x"),
+        ([*SMALL, *SLO, "--max-num-seqs", "0"], 2, "--max-num-seqs"),
+        ([*SMALL, *SLO, "--profile", "a100:llama-8b"], 2, "--price"),
+        ([*SMALL, *SLO, "--price", "free"], 2, "--price"),
+        (["constant:rate=2000,requests=3000,prompt=4000", *SMALL[1:], *SLO, "--max-devices", "2"], 2, "are needed"),
+        ([*SMALL, *SLO, "--scheduling-policy", "nobodys", "--jobs", "1"], 4, "nobodys"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_a_line(arguments: list[str], code: int, told: str) -> None:
+    result = planned(*arguments)
+    assert result.exit_code == code, result.output
+    assert told in result.output
+    assert "Traceback" not in result.output

@@ -1,0 +1,61 @@
+"""Bounds of plans: nothing that is simulated may be better than what they say is the best."""
+
+from __future__ import annotations
+
+import pytest
+
+from fd_core.plugins import installed_plugins
+from fd_core.simulation.costs.naming import profile_named
+from fd_core.simulation.planning.bounds import demand_of, fewest_workers, least_possible
+from fd_core.simulation.planning.jobs import PlanJob, do_job
+from fd_core.simulation.planning.limiting import slo_margin
+from fd_core.simulation.planning.shapes import DeploymentShape
+from fd_core.simulation.results.slo import parse_slo
+from fd_core.simulation.workloads.workload import read_workload
+
+PROFILE = "h100:llama-8b"
+SHAPE = DeploymentShape(profile=PROFILE, ranks=1, prefill=0, decode=0, max_num_seqs=64, max_num_batched_tokens=2048)
+SLO = parse_slo("ttft_p99=0.3,tpot_p99=0.02,e2e_mean=9")
+
+
+def job(workload: str, units: int = 1) -> PlanJob:
+    return PlanJob(
+        shape=SHAPE, units=units, engine={}, workload=workload, seed=3, requests=None, load=1, rate=1, slo=SLO, price=1
+    )
+
+
+@pytest.mark.parametrize(
+    "workload",
+    ["constant:rate=0.5,requests=6,output=8", "poisson:rate=9,requests=30,prompt=exponential:900,output=8,turns=2"],
+)
+def test_nothing_simulated_is_faster_than_requests_alone(workload: str) -> None:
+    run = do_job(job(workload), installed_plugins())
+    demand = demand_of(read_workload(workload, 3))
+    assert run.summary.slo is not None
+    for check, each in zip(run.summary.slo.checks, SLO.objectives, strict=True):
+        least = least_possible(each, profile_named(PROFILE), demand, 2048, 1.0)
+        assert check.value is not None
+        assert 0 < least <= check.value
+        if "constant" in workload:
+            assert least > check.value / 1.3
+
+
+def test_fewer_workers_than_the_bound_break_the_slo() -> None:
+    workload = "constant:rate=80,requests=120,prompt=2000,output=2"
+    demand = demand_of(read_workload(workload, 3))
+    mixed, prefill, decode = fewest_workers(profile_named(PROFILE), demand, SLO, 64, 2048)
+    assert mixed >= prefill > 1
+    assert decode == 1
+    assert slo_margin(do_job(job(workload, mixed - 1), installed_plugins())) < 0
+
+
+def test_tokens_that_a_cache_may_hold_count_once() -> None:
+    demand = demand_of(read_workload("poisson:requests=50,prefixes=1x1000,prompt=10,output=7,turns=2", 0))
+    assert demand.new_tokens.sum() == 1000 + 50 * 10
+    assert demand.first_turn.sum() == 25
+    assert set(demand.output_tokens) == {7.0}
+
+
+def test_requests_without_a_limit_of_time_bound_nothing() -> None:
+    demand = demand_of(read_workload("poisson:rate=1000,requests=500", 0))
+    assert fewest_workers(profile_named(PROFILE), demand, parse_slo("ttft_mean=1"), 64, 2048) == (1, 1, 1)

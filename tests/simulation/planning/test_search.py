@@ -1,0 +1,111 @@
+"""The search for the cheapest plan, against made-up plans whose best is known by trying all of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from fd_core.simulation.planning.search import PlanSearch, PlanShape, PlanTrial
+
+Margin = Callable[[PlanTrial], float]
+SEEDS = (0, 1, 2)
+
+
+def searched(shapes: list[PlanShape], margin: Margin, *, shortened: bool = True) -> tuple[PlanSearch, list[PlanTrial]]:
+    """Search to the end; return every plan that was asked for as well."""
+    search = PlanSearch(shapes, SEEDS, shortened=shortened)
+    asked: list[PlanTrial] = []
+    trials = search.trials()
+    try:
+        batch = next(trials)
+        while True:
+            asked += batch
+            assert len(asked) < 10_000
+            batch = trials.send([margin(trial) for trial in batch])
+    except StopIteration:
+        return search, asked
+
+
+def made_up(draw: random.Random) -> tuple[list[PlanShape], list[float]]:
+    """Return shapes, and how many units each needs, of which some cannot be had."""
+    needs = [draw.uniform(0.3, 40) for _ in range(draw.randint(1, 12))]
+    shapes = [
+        PlanShape(draw.choice([1.0, 2.0, 2.5, 4.0, 8.0]), draw.randint(1, math.ceil(need)), draw.randint(4, 60))
+        for need in needs
+    ]
+    shapes = [PlanShape(each.cost, min(each.least, each.most), each.most) for each in shapes]
+    return shapes, needs
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_cheapest_plan_is_the_one_that_trying_all_finds(seed: int) -> None:
+    draw = random.Random(seed)
+    shapes, needs = made_up(draw)
+    easier = [draw.uniform(0.6, 1) for _ in shapes]  # the first requests find shorter queues
+
+    def margin(trial: PlanTrial) -> float:
+        need = needs[trial.shape] * trial.load * (1 if trial.whole else easier[trial.shape])
+        return 1 - need / trial.units
+
+    search, asked = searched(shapes, margin, shortened=seed % 2 == 0)
+    costs = [
+        shape.cost * math.ceil(need) for shape, need in zip(shapes, needs, strict=True) if math.ceil(need) <= shape.most
+    ]
+    ranking = search.ranking()
+    assert bool(ranking) is bool(costs)
+    assert all(shapes[trial.shape].least - 1 <= trial.units <= shapes[trial.shape].most for trial in asked)
+    assert len(set(asked)) == len(asked)
+    if not costs:
+        return
+    best = ranking[0]
+    assert search.cost(best) == min(costs)
+    assert search.is_checked(best)
+    assert search.units[best] == 1 or search.breaks_below(best) is not None
+    true_factor = search.units[best] / needs[best]
+    assert search.holds_load is not None
+    assert search.holds_load <= true_factor
+    if search.breaks_load is not None:
+        assert true_factor < search.breaks_load <= search.holds_load * 1.06
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_noise_moves_the_answer_by_no_more_than_the_noise(seed: int) -> None:
+    draw = random.Random(seed)
+    shapes, needs = made_up(draw)
+
+    def margin(trial: PlanTrial) -> float:
+        noise = random.Random(f"{seed}/{trial}").uniform(-0.1, 0.1)
+        return 1 - needs[trial.shape] * trial.load / trial.units + noise
+
+    search, _ = searched(shapes, margin)
+    for shape in search.ranking()[:1]:
+        assert search.is_checked(shape)
+        assert search.units[shape] >= needs[shape] / 1.1 - 1e-9
+        surely = [
+            each.cost * math.ceil(need / 0.9)
+            for each, need in zip(shapes, needs, strict=True)
+            if math.ceil(need / 0.9) <= each.most
+        ]
+        assert not surely or search.cost(shape) <= min(surely) + shapes[shape].cost
+        assert search.units[shape] == 1 or search.breaks_below(shape) is not None
+
+
+def test_equal_costs_are_decided_by_the_margin() -> None:
+    shapes = [PlanShape(4.0, 1, 8) for _ in range(3)]
+    search, _ = searched(shapes, lambda trial: (0.1, 0.4, 0.2)[trial.shape] - (trial.load - 1))
+    assert search.ranking() == [1, 2, 0]
+
+
+def test_what_is_dearer_at_its_bound_is_never_simulated() -> None:
+    shapes = [PlanShape(1.0, 1, 100), *(PlanShape(10.0, 5, 100) for _ in range(20))]
+    _, asked = searched(shapes, lambda trial: 1 - 3 * trial.load / trial.units)
+    assert {trial.shape for trial in asked if trial.shape > 4} == set()
+
+
+def test_a_large_fleet_takes_few_simulations() -> None:
+    search, asked = searched([PlanShape(1.0, 1, 10_000)], lambda trial: 1 - 4321.5 * trial.load / trial.units)
+    assert search.units == {0: 4322}
+    assert len(asked) < 50
