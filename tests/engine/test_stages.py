@@ -24,11 +24,13 @@ from fd_core.testing.checkpoints import write_checkpoint
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 from tests.engine.helpers import null_engine, run
 from tests.engine.stepping import greedy
+from tests.engine.structured import GRAMMARS
 from tests.engine.test_kv_across_ranks import SPEC, held, ranks
 from tests.engine.test_kv_transfer import Pair
 from tests.engine.test_process import until
 from tests.engine.test_ranks import rank_of
 from tests.engine.test_restarts import opened, read, run_test
+from tests.structured.test_calls import tokenizer
 
 LIMITS: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -84,13 +86,45 @@ def test_stages_make_the_texts_of_one_process_under_pressure(
     assert told[0].tokens == told[1].tokens and told[0].ends == told[1].ends
 
 
+def test_structured_output_and_log_probabilities_are_those_of_one_process(tmp_path: Path) -> None:
+    """Grammars force tokens, and mask what else may be drawn."""
+    model = write_checkpoint("llama", tmp_path, num_hidden_layers=4, vocab_size=258, eos_token_id=256)
+    tokenizer(("<a>",)).backend.save(str(model / "tokenizer.json"))
+    specs = [
+        RequestSpec(
+            request_id=f"{kind}-{index}",
+            prompt=tuple(range(5 + index, 20)),
+            params=SamplingParams(max_tokens=40, temperature=float(index), seed=index, grammar=asked),
+            eos_token_ids=(256,),
+        )
+        for kind, asked in GRAMMARS.items()
+        for index in range(2)
+    ]
+    specs.append(greedy("scored", range(9), 40, logprobs=2, prompt_logprobs=1))
+    told = []
+    for count in (1, 2):
+        engine = engine_of(model, count)
+        try:
+            told.append(run(engine, specs))
+            assert engine.stats().masks.masks > 0
+        finally:
+            engine.close()
+    one, two = told
+    assert one.tokens == two.tokens and one.ends == two.ends
+    for mine, other in ((two.scores, one.scores), (two.prompt_scores, one.prompt_scores)):
+        assert [score.top_ids for score in mine["scored"]] == [score.top_ids for score in other["scored"]]
+        np.testing.assert_allclose(
+            [score.logprob for score in mine["scored"]], [score.logprob for score in other["scored"]], atol=1e-4
+        )
+
+
 def test_a_stage_waits_for_tokens_that_are_on_their_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler may plan a request's next token while the last one is in flight."""
     engine = engine_of(folder, 1)
     expected = run(engine, SPECS).tokens
     engine.close()
     monkeypatch.setattr(Planner, "_of_this_plan", lambda self, ready: ready)
-    engine = engine_of(folder, 2, pipeline_depth=3, watchdog_seconds=10.0)  # who waits for what never comes fails soon
+    engine = engine_of(folder, 2, pipeline_depth=3)
     try:
         assert run(engine, SPECS).tokens == expected
     finally:
