@@ -86,6 +86,7 @@ def test_stages_make_the_texts_of_one_process_under_pressure(
     assert told[0].tokens == told[1].tokens and told[0].ends == told[1].ends
 
 
+@pytest.mark.soak
 def test_structured_output_and_log_probabilities_are_those_of_one_process(tmp_path: Path) -> None:
     """Grammars force tokens, and mask what else may be drawn."""
     model = write_checkpoint("llama", tmp_path, num_hidden_layers=4, vocab_size=258, eos_token_id=256)

@@ -23,16 +23,30 @@ OWN = uuid.uuid4().hex
 RANKS = ("-tp", "2", "--distributed-executor-backend", "ray", "--rank-transport", "gloo")
 
 
-def rank_1() -> int | None:
-    """Return the process id of a rank of this test."""
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def ranks() -> dict[int, int]:
+    """Return the process ids of the ranks of this test, and of the Ray node that each is on.
+
+    A node's own process has its workers for children, and each of them the rank that it was to start.
+    """
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words, variables = (name.read_bytes().split(b"\0") for name in (path, path.with_name("environ")))
         except OSError:
             continue
         if b"fd_core.engine.ranks.child" in words and f"FD_OWN_RANKS={OWN}".encode() in variables:
-            return int(path.parent.name)
-    return None
+            pid = int(path.parent.name)
+            found[pid] = parent(parent(pid))
+    return found
+
+
+def rank_1() -> int | None:
+    """Return the process id of a rank of this test."""
+    return next(iter(ranks()), None)
 
 
 def texts(url: str) -> list[Any]:
@@ -42,6 +56,29 @@ def texts(url: str) -> list[Any]:
     )
     with urllib.request.urlopen(asked, timeout=200) as answer:
         return [json.load(answer)["choices"][0]["text"]]
+
+
+@needs_ray
+def test_ranks_on_several_nodes_make_the_texts_of_one_process(cluster: Any) -> None:
+    launcher = SpawnLauncher()
+    told = []
+    try:
+        # Three ranks beside the server's own, and two processors on each node.
+        for flags in ((), ("-tp", "4", *RANKS[2:])):
+            (server,) = launcher.start(
+                [ProcessSpec("server", ("-m", "fd_core.cli", *SERVE, *flags), {"FD_OWN_RANKS": OWN}, cores=0)]
+            )
+            while (url := server.announced()) is None:
+                assert server.exit_code() is None, server.reason()
+                time.sleep(0.1)
+            told.append(texts(url))
+            nodes = set(ranks().values())
+            server.terminate()
+            server.wait(30.0)
+        assert told[0] == told[1]
+        assert len(nodes) == 2, nodes
+    finally:
+        launcher.close()
 
 
 @needs_ray
