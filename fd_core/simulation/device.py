@@ -40,6 +40,9 @@ class PlanComputer(Protocol):
     def cache(self) -> KVCache:
         """The blocks that plans speak of."""
 
+    def announce(self, plan: StepPlan) -> None:
+        """Be told of a plan when it is submitted, while others may not have been answered."""
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """Answer a plan."""
 
@@ -69,6 +72,9 @@ class ScriptedComputer:
         self._columns = np.arange(1 + limits.max_drafts)
         self._drawn = np.zeros((slots, _AHEAD), np.int32)
         """The part of each answer that its next token is in; it begins at a multiple of its length."""
+
+    def announce(self, plan: StepPlan) -> None:
+        """Do nothing: plans are answered one after the other."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Answer a plan. Raises `RuntimeError` for one that computes tokens which no slot has, or too many."""
@@ -179,6 +185,7 @@ class SimulatedDevice(Device):
         seconds = self._costs.step(plan) * self.slowness
         self.busy_seconds += seconds
         self._busy_until = begins + seconds
+        self._computer.announce(plan)
         self._plans.append((plan, self._busy_until))
 
     def collect(self, timeout: float) -> StepOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from functools import cache
 
 import numpy as np
@@ -170,13 +170,34 @@ class AuditedComputer:
         self._holder: dict[int, tuple[int, str]] = {}
         """The gen and the request in each slot that is not known to be free."""
         self._steps = 0
+        self._tables: dict[int, list[int]] = {}
+        """Blocks of each slot, as plans that were submitted say."""
+        self._touched: deque[dict[int, int]] = deque()
+        """Blocks that each plan in flight touches, and the slot for which."""
 
     @property
     def cache(self) -> KVCache:
         return self._runner.cache
 
+    def announce(self, plan: StepPlan) -> None:
+        """See that no block is given away to be written while a plan in flight touches it for another request."""
+        computed = {}
+        for admission in plan.admissions:
+            self._tables[admission.slot] = []
+            computed[admission.slot] = admission.computed // self._limits.block_size
+        for grant in plan.grants:
+            table = self._tables[grant.slot]
+            del table[grant.offset :]
+            table += grant.blocks.tolist()
+            for block in table[max(grant.offset, computed.get(grant.slot, 0)) :]:
+                for touched in self._touched:
+                    if touched.get(block, grant.slot) != grant.slot or (block in touched and grant.slot in computed):
+                        raise BrokenLaw("3.2", f"block {block} is given to slot {grant.slot} while a step touches it")
+        self._touched.append({block: slot for slot in plan.slots.tolist() for block in self._tables.get(slot, ())})
+
     def execute(self, plan: StepPlan) -> StepOutput:
         self._steps += 1
+        self._touched.popleft()
         if self._steps > MAX_STEPS:
             raise BrokenLaw("2.4", f"an engine has made {MAX_STEPS} steps and is not done")
         if plan.total_tokens > self._limits.max_num_batched_tokens:
