@@ -37,6 +37,9 @@ class KVCheckedComputer:
         self._length = np.zeros(slots, np.int32)
         self._names = [""] * slots
 
+    def announce(self, plan: StepPlan) -> None:
+        """Do nothing: plans are answered one after the other."""
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """Answer a plan. Raises `WrongKV`."""
         for admission in plan.admissions:
