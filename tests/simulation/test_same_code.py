@@ -1,0 +1,122 @@
+"""The simulator decides nothing by itself: what plans, routes and counts in it is the code that serves."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
+
+import fd_core
+import fd_core.simulation
+from fd_core.config import EngineConfig
+from fd_core.disagg.lease import DecodeEnd, PrefillEnd
+from fd_core.engine.core import Engine
+from fd_core.engine.request_ledger import RequestLedger
+from fd_core.engine.service import EngineService
+from fd_core.kv.blocks import BlockPool
+from fd_core.kv.prefix import PrefixHasher
+from fd_core.router.config import RouterConfig
+from fd_core.router.placement import Placer
+from fd_core.router.policies import RouterPolicy
+from fd_core.router.router import Router
+from fd_core.router.workers import Registry
+from fd_core.scheduling.contract import Scheduler
+from fd_core.scheduling.policies import SchedulingPolicy
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
+from fd_core.scheduling.victims import VictimPolicy
+from tests.engine.helpers import null_engine
+from tests.simulation.helpers import conversations, group, world
+from tests.simulation.same_plans import computed_plans, messages, simulated_plans
+
+DECIDERS = (
+    *(Scheduler, SchedulingPolicy, VictimPolicy, RouterPolicy, Router, Registry, Placer),
+    *(BlockPool, PrefixHasher, RequestLedger, Engine, EngineService, DecodeEnd, PrefillEnd),
+)
+ROOT = Path(fd_core.__file__).parent
+
+
+def modules() -> list[ModuleType]:
+    """Return every module of the simulator."""
+    found = pkgutil.walk_packages(fd_core.simulation.__path__, "fd_core.simulation.")
+    return [importlib.import_module(one.name) for one in found]
+
+
+def executed(run: Callable[[], Any]) -> set[str]:
+    """Return the files of fd_core whose code runs meanwhile."""
+    found: set[str] = set()
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return {str(Path(name).relative_to(ROOT)) for name in found if name.startswith(f"{ROOT}/")}
+
+
+def test_nothing_that_decides_has_a_version_for_simulations() -> None:
+    own = [
+        thing
+        for module in modules()
+        for _, thing in inspect.getmembers(module, inspect.isclass)
+        if thing.__module__ == module.__name__
+    ]
+    assert len(own) > 50
+    assert [thing.__name__ for thing in own if issubclass(thing, DECIDERS)] == []
+
+
+def test_no_simulated_module_replaces_a_function_that_decides() -> None:
+    before = {(one, name): value for one in DECIDERS for name, value in vars(one).items()}
+    modules()
+    world(group(count=2)).run(conversations(4))
+    assert {(one, name): value for one in DECIDERS for name, value in vars(one).items()}.keys() == before.keys()
+    assert all(vars(one)[name] is value for (one, name), value in before.items() if callable(value))
+
+
+def test_a_simulation_runs_the_modules_that_an_engine_runs() -> None:
+    real = null_engine(num_kv_blocks=14, save_preempted_kv=False, max_num_seqs=6, max_model_len=200)
+    config = EngineConfig(model="null", save_preempted_kv=False)
+    due = messages(12, 17, vocab=256, longest=60)
+    try:
+        found = executed(lambda: computed_plans(real, due))
+        made = executed(lambda: simulated_plans(real, config, due))
+    finally:
+        real.close()
+    decided = {name for name in found if name.startswith("scheduling/") or name in {"kv/blocks.py", "kv/prefix.py"}}
+    assert len(decided) > 12
+    assert decided - made == set()
+    assert "engine/core.py" in found & made
+
+
+def test_every_plan_and_every_route_is_made_by_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: Counter[str] = Counter()
+
+    def count(one: type, name: str) -> None:
+        inside = getattr(one, name)
+
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return inside(*args, **kwargs)
+
+        monkeypatch.setattr(one, name, outside)
+
+    count(ContinuousBatchingScheduler, "add")
+    count(ContinuousBatchingScheduler, "commit")
+    count(Placer, "place")
+    count(EngineService, "tell")
+    one = world(group(count=2), router=RouterConfig(policy="round_robin"))
+    run = one.run(conversations(10))
+    assert counted["add"] == counted["place"] == len(run.outcomes) == 10
+    assert counted["commit"] == run.counters["steps"]
