@@ -254,6 +254,16 @@ def simulate(session: nox.Session) -> None:
 
 
 @nox.session
+def fidelity(session: nox.Session) -> None:
+    """The simulator beside real servers, and plan by plan beside an engine: minutes, on a machine with nothing else."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]")
+    plans = ("tests/simulation/test_same_plans.py", "tests/simulation/test_same_code.py")
+    session.run("pytest", *plans, "-m", "soak or not soak")
+    session.run("python", "benchmarks/fidelity.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Speed against other engines; see `benchmarks/`. Not part of the default run."""
     session.install("-e", ".[cpu]")

@@ -159,10 +159,34 @@ class ScriptedComputer:
             raise RuntimeError(f"step {plan.step} has a row of a request that is not in its slot")
 
 
+class _SharedReads:
+    """Counts positions that rows of a step read and that others of its rows read as well: those of shared blocks."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._block_size, self._num_blocks = limits.block_size, limits.num_kv_blocks
+        self._tables = np.zeros((limits.max_num_seqs, limits.blocks_per_seq + 1), np.int32)
+        self._held = np.zeros(limits.max_num_seqs, np.int32)
+        self._columns = np.arange(limits.blocks_per_seq + 1)
+
+    def count(self, plan: StepPlan) -> int:
+        """Take in the plan's grants; return how many positions of its rows are not read for the first time."""
+        for admission in plan.admissions:
+            self._held[admission.slot] = 0
+        for grant in plan.grants:
+            end = grant.offset + len(grant.blocks)
+            self._tables[grant.slot, grant.offset : end] = grant.blocks
+            self._held[grant.slot] = end
+        slots = plan.slots
+        read = self._tables[slots][self._columns < self._held[slots, None]]
+        first = np.zeros(self._num_blocks, np.bool_)
+        first[read] = True
+        return (len(read) - int(np.count_nonzero(first))) * self._block_size
+
+
 class SimulatedDevice(Device):
     """Computes one plan after the other on the virtual clock; `hang` and `slowness` are for faults."""
 
-    def __init__(self, timeline: Timeline, costs: Costs, computer: PlanComputer) -> None:
+    def __init__(self, timeline: Timeline, costs: Costs, computer: PlanComputer, limits: Limits) -> None:
         self.slowness = 1.0
         """Factor of the time of each step that is submitted from now on."""
         self.busy_seconds = 0.0
@@ -170,6 +194,7 @@ class SimulatedDevice(Device):
         self._timeline = timeline
         self._costs = costs
         self._computer = computer
+        self._shared = _SharedReads(limits) if costs.shared_read(1) else None
         self._plans: deque[tuple[StepPlan, float]] = deque()
         self._busy_until = 0.0
         self._hangs = False
@@ -182,7 +207,10 @@ class SimulatedDevice(Device):
     def submit(self, plan: StepPlan) -> None:
         """Begin to compute once the engine's loop is done with the plan and the device with those before it."""
         begins = max(self._timeline.now + self._costs.turn(plan), self._busy_until)
-        seconds = self._costs.step(plan) * self.slowness
+        seconds = self._costs.step(plan)
+        if self._shared is not None:
+            seconds -= self._costs.shared_read(self._shared.count(plan))
+        seconds = max(0.0, seconds) * self.slowness
         self.busy_seconds += seconds
         self._busy_until = begins + seconds
         self._computer.announce(plan)

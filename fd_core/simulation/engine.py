@@ -178,7 +178,7 @@ class SimulatedEngineClient(SingleEngineClient):
             outside = parts.outside(timeline, queue, computer.cache)
         self._outside = outside
         self._trace = self._open_trace()
-        self._device = SimulatedDevice(timeline, parts.costs, computer)
+        self._device = SimulatedDevice(timeline, parts.costs, computer, parts.limits)
         engine = Engine(
             _info(parts, self._epoch, outside),
             self._scheduler(outside),

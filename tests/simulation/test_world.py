@@ -14,7 +14,7 @@ from fd_core.simulation.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.workloads.workload import read_workload
 from fd_core.simulation.world import Stuck, World
-from tests.simulation.helpers import conversations, group, world
+from tests.simulation.helpers import SYSTEM, PlainCosts, conversations, group, world
 
 
 def ends(run: Run) -> Counter[str]:
@@ -57,6 +57,25 @@ def test_a_request_alone_takes_the_time_of_its_steps() -> None:
     assert outcome.first_token == pytest.approx(1.0 + 0.001 + 0.01 + 0.01)
     assert outcome.ended == pytest.approx(1.0 + 0.001 + 0.02 + 3 * 0.0101)
     assert outcome.prompt_tokens == 100
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_positions_that_several_rows_read_are_charged_once(caching: bool) -> None:
+    class Sharing(PlainCosts):
+        def shared_read(self, positions: int) -> float:
+            return 1e-6 * positions
+
+    def busy(costs: PlainCosts) -> float:
+        one = world(group(costs=costs, config={"enable_prefix_caching": caching}), routers=0, audit=False)
+        adds = (SYSTEM, Piece(1, 8))
+        one.run([Conversation(f"c{at}", 0.2 * at, (UserTurn(adds, Piece(at, 40)),)) for at in range(2)])
+        return one.workers[0].client.device.busy_seconds
+
+    saved = busy(PlainCosts()) - busy(Sharing())
+    # Two of the blocks of 16 tokens, in each step in which both requests are there.
+    steps = saved / 32e-6
+    assert steps == pytest.approx(round(steps))
+    assert (10 < steps < 42) == caching
 
 
 def test_preempted_requests_lose_nothing() -> None:

@@ -30,7 +30,7 @@ from fd_core.engine.service import EngineService
 from fd_core.errors import ConfigError, FdError
 from fd_core.runner.batch import PersistentBatch
 from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_READ, ASSUMED_STORE_WRITE
-from fd_core.simulation.costs.cases import LEAD_IN, StepCase, cases_of, first_plan, next_plan
+from fd_core.simulation.costs.cases import LEAD_IN, StepCase, cases_of, first_plan, next_plan, shared_pair
 from fd_core.simulation.costs.fitting import MeasuredStep, errors_of, fit_steps
 from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms
 from fd_core.simulation.costs.profile_costs import step_features
@@ -93,9 +93,9 @@ def calibrate(
             f"nothing; at most {how.most_spread:.0%} is taken",
             hint="end what else runs on this machine and try again",
         )
-    fitted = [step for case, step in bench.steps() if not case.held_out]
+    fitted = [step for case, step in bench.steps() if not case.held_out and not case.shared]
     judged = [step for case, step in bench.steps() if case.held_out]
-    terms = fit_steps(fitted)
+    terms = msgspec.structs.replace(fit_steps(fitted), per_shared_position=bench.shared_saving())
     info, shape = engine.info, probe.runner.cache.shape
     return CostProfile(
         name=how.name,
@@ -197,6 +197,14 @@ class _StepBench:
             tokens, sampled, rows, read, pairs, drafts = means
             features = (int(tokens), int(sampled), int(rows), int(read), pairs, int(drafts))
             yield case, MeasuredStep(case.kind, features, usual(times))
+
+    def shared_saving(self) -> float:
+        """Return what a position saves that another row reads as well, in seconds."""
+        pair = shared_pair(self._limits)
+        if any(case not in self._times for case in pair) or not pair:
+            return 0.0
+        shared, alone = (usual(self._times[case]) for case in pair)
+        return max(0.0, alone - shared) / (pair[0].shared * (len(pair[0].rows) - 1))
 
     def _run(self, case: StepCase) -> None:
         limits = self._limits

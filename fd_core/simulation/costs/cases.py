@@ -12,7 +12,7 @@ from fd_core.config import Limits
 from fd_core.simulation.costs.fitting import StepKind
 from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepPlan
 
-__all__ = ["LEAD_IN", "CaseRow", "StepCase", "cases_of", "first_plan", "next_plan"]
+__all__ = ["LEAD_IN", "CaseRow", "StepCase", "cases_of", "first_plan", "next_plan", "shared_pair"]
 
 _MAX_KV_TOKENS: Final = 32768
 """Positions of all rows of a case together: more would take longer to touch than to measure."""
@@ -42,6 +42,8 @@ class StepCase:
     kind: StepKind
     rows: tuple[CaseRow, ...]
     held_out: bool = False
+    shared: int = 0
+    """Positions at the front that all rows have in common, in the blocks of the first one."""
 
     @property
     def repeats(self) -> int:
@@ -78,7 +80,15 @@ def cases_of(limits: Limits, draw: np.random.Generator) -> list[StepCase]:
             if found < _DRAWN and case.rows and case.fits(limits):
                 cases.append(case)
                 found += 1
+    cases += shared_pair(limits)
     return [case for case in dict.fromkeys(cases) if case.fits(limits)]
+
+
+def shared_pair(limits: Limits) -> tuple[StepCase, ...]:
+    """Return a step whose rows share what they read, and the same step with rows that share nothing."""
+    context = min(256, limits.max_model_len // 2) // limits.block_size * limits.block_size
+    alone = StepCase("decode", (CaseRow(context),) * limits.max_num_seqs)
+    return (replace(alone, shared=context), alone) if context and limits.max_num_seqs > 1 else ()
 
 
 def _grid(limits: Limits, drafts: int) -> Iterator[StepCase]:
@@ -165,8 +175,10 @@ def first_plan(case: StepCase, step: int, first_block: int, vocab_size: int, blo
             )
         )
         need = -(-case._length(row) // block_size)
-        grants.append(BlockGrant(slot, 0, np.arange(taken, taken + need, dtype=np.int32)))
-        taken += need
+        common = case.shared // block_size if slot else 0
+        own = np.arange(taken, taken + need - common, dtype=np.int32)
+        grants.append(BlockGrant(slot, 0, np.concatenate([np.arange(first_block, first_block + common), own])))
+        taken += need - common
     starts, tokens, drafts, samples = zip(*case.rows, strict=True)
     return StepPlan(
         epoch=0,

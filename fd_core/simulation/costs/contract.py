@@ -16,6 +16,13 @@ class Costs(abc.ABC):
     def step(self, plan: StepPlan) -> float:
         """Return how long the device computes a plan; rows with `num_tokens` tokens at positions from `starts` on."""
 
+    def shared_read(self, positions: int) -> float:
+        """Return how much less a step takes if `positions` of what its rows read were read by another row before.
+
+        Rows that begin with the same prefix have its blocks in common, and find them in the device's caches.
+        """
+        return 0.0
+
     @abc.abstractmethod
     def turn(self, plan: StepPlan) -> float:
         """Return how long the engine's loop takes for a plan and its answer while the device need not wait for it.

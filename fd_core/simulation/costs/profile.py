@@ -77,6 +77,8 @@ class StepTerms(_Strict, frozen=True, kw_only=True):
     """For each pair of a token computed and a position that it attends to."""
     per_draft: Seconds
     """For each draft that is verified, beside its token: guessing it."""
+    per_shared_position: Seconds = 0.0
+    """What is saved for each position that another row of the step reads as well, since a prefix is shared."""
 
 
 class RequestTerms(_Strict, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ class _ProfileCosts(Costs):
         self._constant = step.constant
         self._by_tokens, self._by_sampled = curve_function(step.by_tokens), curve_function(step.by_sampled_rows)
         self._per = (step.per_row, step.per_context_token, step.per_query_key, step.per_draft)
+        self._per_shared = step.per_shared_position
         self._block_bytes = block_bytes
         self._host, self._read, self._write, self._transfer = host, read, write, transfer
 
@@ -62,6 +63,10 @@ class _ProfileCosts(Costs):
             + pair * pairs
             + draft * drafts
         )
+
+    def shared_read(self, positions: int) -> float:
+        """Return what each position saves."""
+        return self._per_shared * positions
 
     def turn(self, plan: StepPlan) -> float:
         """Return the loop's time, by rows."""
