@@ -42,7 +42,7 @@ COMMANDS = dict(commands(get_command(app)))
 
 def folders():
     """Folders with files of their own, below the visible top level and `.ci`."""
-    for top in (".ci", "benchmarks", "deploy", "docs", "fd_core", "plugins"):
+    for top in (".ci", "benchmarks", "deploy", "docs", "examples", "fd_core", "plugins"):
         for folder in [ROOT / top, *(ROOT / top).rglob("*/")]:
             name = folder.relative_to(ROOT).as_posix()
             hidden = any(part.startswith((".", "__pycache__")) for part in Path(name).parts[1:])

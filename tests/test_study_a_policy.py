@@ -1,0 +1,102 @@
+"""The commands of docs/study-a-policy.md do what it says, on less work; its examples keep the law."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fd_core.cli.app import app
+from fd_core.plugins import SCHEDULING_POLICY, installed_plugins
+from fd_core.scheduling.contract import Scheduler, SchedulerSetup
+from fd_core.scheduling.policies import SchedulingPolicy
+from fd_core.scheduling.requests import QueuedRequest
+from fd_core.testing.schedulers import find_scheduler, kit_cases
+from fd_core.testing.schedulers.cases import SchedulerCase
+from fd_core.testing.schedulers.target import SchedulerTarget
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples" / "policies"
+COMMANDS = [
+    " ".join(line.split())
+    for block in re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "study-a-policy.md").read_text(), re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+]
+POLICIES = {
+    name: f"{EXAMPLES / file}.py:{name}"
+    for file, name in (
+        ("shortest_remaining_first", "ShortestRemainingFirst"),
+        ("virtual_token_counter", "VirtualTokenCounter"),
+        ("deadline_first", "DeadlineFirst"),
+    )
+}
+HELD = (
+    "signals:test_preempted_again_and_again_nothing_is_lost[2-1]",
+    "golden:test_batches_chunks_preemption_and_drafts_change_no_text[2-1-9]",
+)
+CASES = [case for case in kit_cases() if str(case) in HELD]
+
+
+def policy(name: str) -> type[SchedulingPolicy]:
+    return installed_plugins().load(SCHEDULING_POLICY, POLICIES[name])
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("fdcore simulate")])
+def test_every_simulation_of_the_page_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    short = re.sub(r"requests=\d+", "requests=6", line)
+    short = re.sub(r"--seeds \d+", "--seeds 1", short)
+    short = re.sub(r"(--page|--json) \S+", lambda flag: f"{flag[1]} {tmp_path / 'out'}{flag[1][1:]}", short)
+    result = CliRunner().invoke(app, [*shlex.split(short)[1:], "--json", str(tmp_path / "figures.json")])
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert all(run["figures"]["completed"] == 6 for case in figures["cases"] for run in case["runs"])
+    assert any(".py:" in case["setting"] for case in figures["cases"])
+
+
+def test_the_page_serves_with_a_file_that_it_simulates() -> None:
+    served = [line.split()[-1] for line in COMMANDS if line.startswith("fdcore serve")]
+    assert served
+    assert all(any(name in line for line in COMMANDS if "simulate" in line) for name in served)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_scheduler_keeps_the_law_with_each_policy(case: SchedulerCase, name: str) -> None:
+    continuous = find_scheduler("continuous")
+
+    def make(setup: SchedulerSetup) -> Scheduler:
+        return continuous.make(dataclasses.replace(setup, policy=policy(name)()))
+
+    case.check(SchedulerTarget("continuous", make, continuous.lacks), examples=3)
+
+
+def waiting(arrival: int, tokens: int = 10, most: int = 10, priority: int = 0, tenant: str = "") -> QueuedRequest:
+    return QueuedRequest(arrival, tokens, most, priority, tenant, False)
+
+
+def test_shortest_remaining_first_takes_short_ones_first_but_lets_nobody_wait_for_ever() -> None:
+    ranks = policy("ShortestRemainingFirst")()
+    long = ranks.rank(waiting(0, most=100))
+    assert ranks.rank(waiting(1)) < long < ranks.rank(waiting(1000))
+
+
+def test_a_tenant_with_long_answers_goes_behind_the_other_one() -> None:
+    counters = policy("VirtualTokenCounter")()
+    for arrival, tenant in enumerate(("long", "long", "short", "short")):
+        counters.arrived(waiting(arrival, tenant=tenant))
+    for arrival, tenant, computed in ((0, "long", 60), (2, "short", 20)):
+        counters.admitted(waiting(arrival, tenant=tenant))
+        counters.ended(waiting(arrival, tenant=tenant), computed)
+    assert counters.turn("long") - counters.turn("short") == 2 * 40
+
+
+def test_a_class_with_patience_is_overtaken_by_so_many_and_no_more() -> None:
+    deadlines = policy("DeadlineFirst")()
+    patient = deadlines.rank(waiting(0, priority=1))
+    assert deadlines.rank(waiting(3)) < patient < deadlines.rank(waiting(5))
