@@ -49,13 +49,13 @@ from fd_core.simulation.world import World
 LIMIT = 0.10
 """How far a simulated figure may be from the real one, as a share."""
 _SHARED_CORE = (
-    "Each worker's engine, its server, the router and the clients share two processors, and between steps pass 0.5 ms in "
-    "the median in place of 0.1: a calibration has the machine for itself, and a simulation charges no processor for "
-    "serving. That this is all of it was not shown."
+    "Each worker's engine, its server, the router and the clients share two processors, and between steps pass 0.5 ms "
+    "in the median in place of 0.1: a calibration has the machine for itself, and a simulation charges no processor "
+    "for serving. That this is all of it was not shown."
 )
 _FEW = (
-    "A 99th percentile of 40 requests is hardly more than the longest one, and which worker that meets changes it. That "
-    "this is all of it was not shown."
+    "A 99th percentile of 40 requests is hardly more than the longest one, and which worker that meets changes it. "
+    "That this is all of it was not shown."
 )
 KNOWN: dict[tuple[str, str], str] = {
     **{
