@@ -100,3 +100,15 @@ def test_a_class_with_patience_is_overtaken_by_so_many_and_no_more() -> None:
     deadlines = policy("DeadlineFirst")()
     patient = deadlines.rank(waiting(0, priority=1))
     assert deadlines.rank(waiting(3)) < patient < deadlines.rank(waiting(5))
+
+
+def test_the_kit_takes_a_scheduler_in_a_file(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from fd_core.scheduling.scheduler import ContinuousBatchingScheduler\n"
+        "class Mine(ContinuousBatchingScheduler):\n"
+        "    pass\n"
+    )
+    words = ["conformance", "--scheduler", f"{mine}:Mine", "--quick", "-k", "preempted_again"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output

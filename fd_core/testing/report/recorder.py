@@ -136,7 +136,7 @@ class _ResultRecorder:
             self._write(BackendDescribed(name, "", "", origin, emulated=False, limits={}))
             return
         if isinstance(target, SchedulerTarget):
-            origin = str(installed_plugins().offered(SCHEDULER)[target.name].origin)
+            origin = str(installed_plugins().find(SCHEDULER, target.name).origin)
             self._write(BackendDescribed(name, "", "", origin, emulated=False, limits=dict(target.lacks)))
             return
         if isinstance(target, PostprocessTarget):
