@@ -38,17 +38,22 @@ class NumpySampling:
     def _draw(self, logits: Floats, rows: SampleInput, likeliest: IntArray, peaks: Floats) -> IntArray:
         """Choose where not every row is greedy."""
         greedy = rows.temperature == 0.0
-        temperature = np.where(greedy, 1.0, rows.temperature).astype(np.float64)
-        scores = logits.astype(np.float64)
-        scores -= peaks[:, None]
-        weights = np.rint(WEIGHT_ONE * np.exp(scores / temperature[:, None]))
-        if rows.any_filter:
-            weights = _filtered(logits, weights, rows)
-        cumulative = weights.cumsum(axis=1)
+        cumulative = self.weights(logits, rows, peaks).cumsum(axis=1)
         threshold = uniform(rows.seeds, rows.positions).astype(np.float64) * cumulative[:, -1]
         drawn = (cumulative <= threshold[:, None]).sum(axis=1)
         chosen: IntArray = np.where(greedy, likeliest, drawn).astype(np.int32)
         return chosen
+
+    def weights(self, logits: Floats, rows: SampleInput, peaks: Floats) -> Doubles:
+        """Return the weight [R, V] of each token, 0 for those that top_k, top_p or min_p leave out.
+
+        `peaks` float32[R] are the largest logits. A greedy row gets weights as for temperature 1.
+        """
+        temperature = np.where(rows.temperature == 0.0, 1.0, rows.temperature).astype(np.float64)
+        scores = logits.astype(np.float64)
+        scores -= peaks[:, None]
+        weights: Doubles = np.rint(WEIGHT_ONE * np.exp(scores / temperature[:, None]))
+        return _filtered(logits, weights, rows) if rows.any_filter else weights
 
     def add_at(self, x: npt.NDArray[Any], rows: IntArray, ids: IntArray, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Add values to single cells, in place."""
