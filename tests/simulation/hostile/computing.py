@@ -162,8 +162,10 @@ class Foreseeing(PerSlotDrafter):
 class AuditedComputer:
     """A computer whose every plan and output is looked at."""
 
-    def __init__(self, runner: Runner, limits: Limits, counts: Counter[str]) -> None:
+    def __init__(self, runner: Runner, limits: Limits, counts: Counter[str], revoked_requests: set[str]) -> None:
+        """`revoked_requests` is told who lost a slot before its end."""
         self._runner = runner
+        self._revoked_requests = revoked_requests
         self._limits = limits
         self._counts = counts
         self._revoked: set[tuple[int, int]] = set()
@@ -209,6 +211,7 @@ class AuditedComputer:
             if key in self._revoked:
                 raise BrokenLaw("1.2", f"slot {revocation.slot} of gen {revocation.gen} is taken back twice")
             self._revoked.add(key)
+            self._revoked_requests.add(self._holder[revocation.slot][1])
             if revocation.slot in plan.slots:
                 raise BrokenLaw("1.3", f"slot {revocation.slot} is taken back and computed in one step")
         output = self._runner.execute(plan)

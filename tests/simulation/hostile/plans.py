@@ -207,6 +207,8 @@ def _conversations(draw: random.Random, limits: Limits, *, tight: bool) -> tuple
     made, room = [], limits.max_model_len
     shared = [Piece(draw.getrandbits(32), draw.randint(1, room // 3)) for _ in range(2)]
     burst = tight or draw.random() < 0.4
+    hurry = draw.choice((5.0, 5.0, 30.0))
+    """Clients that leave early leave requests whose KV is on its way."""
     count = draw.randint(4, 8) if tight else draw.randint(3, 7)
     times = sorted(draw.random() * (0.02 if burst else 0.7 * SECONDS) for _ in range(count))
     for number, at in enumerate(times):
@@ -221,7 +223,7 @@ def _conversations(draw: random.Random, limits: Limits, *, tight: bool) -> tuple
                     Piece(0, 0),
                     think=draw.random() * 0.2 if turn else 0.0,
                     max_tokens=draw.choice((12, 20, 30) if tight else (1, 2, 5, 8, 12, 20)),
-                    patience=draw.expovariate(5.0) if draw.random() < 0.1 else None,
+                    patience=draw.expovariate(hurry) if draw.random() < 0.15 else None,
                 )
             )
         made.append(Conversation(f"c{number}", at, tuple(turns), f"t{number % 2}", draw.choice((0, 0, 1, 5))))

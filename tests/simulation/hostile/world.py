@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import takewhile
 
 import msgspec
+import numpy as np
 
 from fd_core.config import Limits
 from fd_core.plugins import Plugins, installed_plugins
+from fd_core.router.prefix_index import block_hasher
+from fd_core.router.reported_kv import HashedPrompt
 from fd_core.router.selection import RouteRequest
+from fd_core.router.workers import RouterWorker
 from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.device import AnswerOf, PlanComputer
 from fd_core.simulation.faults import apply, over_at
@@ -48,8 +53,10 @@ class HostileWorld(World):
         self.oracle = Oracle(plan.limits.vocab_size, plan.limits.max_model_len)
         self.asked: dict[str, RequestSpec] = {}
         """Every request, by its id."""
-        self.taken: Counter[str] = Counter()
-        """How often each was given to a worker."""
+        self.came_to: defaultdict[str, list[str]] = defaultdict(list)
+        """The workers that each was given to."""
+        self.revoked: set[str] = set()
+        """Requests that lost a slot before their end."""
         self.log = log
         costs = QuickCosts(plan.token_seconds, plan.copy_seconds)
         groups = tuple(
@@ -103,10 +110,10 @@ class HostileWorld(World):
         if self.log is not None:
             self.log(f"{self.timeline.now:9.4f}  {what}")
 
-    @property
-    def undisturbed(self) -> bool:
-        """Whether no request can have met its own KV again, as after a preemption, a retry or a death."""
-        return not (self.counts["take_backs"] or self.plan.faults or max(self.taken.values()) > 1)
+    def met_itself(self, request_id: str) -> bool:
+        """Whether a request may find its own KV, as after a preemption, a retry or a death."""
+        again = request_id in self.revoked or len(self.came_to[request_id]) > 1
+        return again or any(worker.processes > 1 or _deaths(worker) for worker in self.workers)
 
     def settle(self) -> None:
         """Give everybody time, and see that nothing of any request is left anywhere."""
@@ -150,6 +157,25 @@ class HostileWorld(World):
             if blocks not in (None, held):
                 raise BrokenLaw("7.2", f"{worker.plan.name} holds {held} blocks, {gateway.name} believes {blocks}")
             self.counts["reports_followed"] += blocks is not None
+            if blocks is not None:
+                self._look_at_what_is_told(gateway, worker, known)
+
+    def _look_at_what_is_told(self, gateway: SimulatedGateway, worker: SimulatedWorker, known: RouterWorker) -> None:
+        """See that a router believes a worker to hold as much of every text as the worker holds."""
+        assert worker.client is not None
+        probe = worker.client.engine.probe().scheduler.probe()
+        hasher = probe.prefixes.hasher
+        for name, text in self.oracle.texts.items():
+            tokens = np.array(text, np.int32)
+            prompt = HashedPrompt(tokens, block_hasher(hasher.block_size), ())
+            (told,), _ = gateway.router.reported_kv.leading_tokens([known], prompt)
+            chain: list[bytes] = []
+            hasher.extend(chain, hasher.root(""), tokens, len(tokens))
+            held = hasher.block_size * sum(1 for _ in takewhile(probe.pool.knows, chain))
+            if told != held:
+                raise BrokenLaw(
+                    "7.2", f"{worker.plan.name} holds {held} tokens of {name}, {gateway.name} believes {told}"
+                )
 
     def _settled(self, worker: SimulatedWorker) -> None:
         name, client = worker.plan.name, worker.client
@@ -186,12 +212,16 @@ class HostileWorld(World):
         drafter = None
         if limits.max_drafts:
             drafter = Foreseeing(self.oracle, limits.max_num_seqs, self.plan.wrong_drafts)
-        return AuditedComputer(null_runner(limits, drafter), limits, self.counts)
+        return AuditedComputer(null_runner(limits, drafter), limits, self.counts, self.revoked)
 
     def _take(
         self, worker: SimulatedWorker, take: Callable[[RequestSpec, Caller], None], spec: RequestSpec, caller: Caller
     ) -> None:
-        self.taken[spec.request_id] += 1
+        before, name = self.came_to[spec.request_id], worker.plan.name
+        # A pair whose prefill side failed may keep its decode side.
+        if worker.plan.role == "mixed" and name in before:
+            raise BrokenLaw("7.3", f"{spec.request_id} comes to {name} again, which failed on it")
+        before.append(name)
         self.say(f"{spec.request_id} comes to {worker.instance}")
         take(spec, _WatchedCaller(self, worker, spec, caller))
 
@@ -265,11 +295,14 @@ class _WatchedCaller:
         world.counts["prefix_hits"] += 1
         most = 0
         for name, other in world.asked.items():
-            itself = name == spec.request_id
-            if other.cache_salt == spec.cache_salt and not (itself and world.undisturbed):
+            if other.cache_salt == spec.cache_salt and (name != spec.request_id or world.met_itself(name)):
                 most = max(most, _common(world.oracle.texts.get(name, ()), spec.prompt))
         if cached > most:
             raise BrokenLaw("5.3", f"{spec.request_id} used KV of {cached} tokens, of its salt there are {most}")
+
+
+def _deaths(worker: SimulatedWorker) -> int:
+    return 0 if worker.client is None else worker.client.deaths
 
 
 def _common(text, prompt) -> int:
