@@ -332,7 +332,10 @@ def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tup
     ids = [outcome.request_id for outcome in run.outcomes]
     if sorted(ids) != sorted(world.asked):
         raise BrokenLaw("1", f"requests ended {sorted(ids)}, asked were {sorted(world.asked)}")
-    harmless = HARMLESS.issuperset(fault.kind for fault in plan.faults)
+    kinds = {fault.kind for fault in plan.faults}
+    # A device that is slow enough is one that hangs, to the watchdog.
+    killed = "device_slow" in kinds and any(map(_deaths, world.workers))
+    harmless = kinds <= HARMLESS and not killed
     for outcome in run.outcomes:
         world.counts[f"ended_{outcome.end}"] += 1
         world.counts["retries"] += outcome.attempts > 1
