@@ -69,6 +69,14 @@ def children(pid: int) -> list[int]:
     ]
 
 
+def lives(pid: int) -> bool:
+    """Whether a process has not ended; whoever adopted it may take it off the list later."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def ready(server: Server) -> bool:
     try:
         with urllib.request.urlopen(f"{server.url}/ready", timeout=10) as page:
@@ -111,7 +119,7 @@ async def befall(server: Server, trouble: str) -> None:
     missed = await until(lambda: not ready(server), _LOST_SECONDS)
     back = await until(lambda: ready(server), _BACK_SECONDS)
     print(f"{trouble}: missed after {missed:.2f} s, back after {back:.1f} s more")
-    assert not Path(f"/proc/{rank}").exists()
+    assert not lives(rank)
 
 
 async def endure(server: Server, model: str, rng: random.Random) -> None:
