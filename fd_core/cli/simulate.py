@@ -345,12 +345,9 @@ def _values(chosen: Mapping[str, tuple[str, Any]], workload: Workload) -> dict[s
 
 def write_output(path: Path, content: bytes, flag: str) -> None:
     """Write a file that a flag names; `-` is standard output. Raises `ConfigError` if that cannot be."""
-    from fd_core.errors import ConfigError
+    from fd_core.simulation.whole_file import write_whole
 
     if str(path) == "-":
         sys.stdout.buffer.write(content)
-        return
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", field=flag) from error
+    else:
+        write_whole(path, content, flag)

@@ -6,7 +6,6 @@ Measured and calculated profiles have the same form, so whatever is simulated wi
 from __future__ import annotations
 
 import os
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -16,6 +15,7 @@ from msgspec import Meta
 
 from fd_core.config import Limits
 from fd_core.errors import ConfigError
+from fd_core.simulation.whole_file import write_whole
 
 __all__ = [
     "FORMAT_VERSION",
@@ -242,17 +242,8 @@ def require_writable(path: Path) -> None:
 
 def write_profile(profile: CostProfile, path: Path) -> None:
     """Write a profile at once or not at all. Raises `ConfigError` if the file cannot be written."""
-    content = msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
     except OSError as error:
-        raise ConfigError(f"the profile {path} cannot be written: {error.strerror or error}", field="-o") from error
+        raise ConfigError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", field="-o") from error
+    write_whole(path, msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n", "-o")

@@ -27,7 +27,7 @@ def test_what_is_written_is_read_again(path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot write"):
         write_profile(profile_named("h100:llama-8b"), tmp_path / "taken")
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]
 

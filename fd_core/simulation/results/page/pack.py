@@ -24,6 +24,7 @@ from fd_core.simulation.results.report import (
 from fd_core.simulation.results.shapes import SHARES, TimeBins
 from fd_core.simulation.results.slo import MEASURES
 from fd_core.simulation.results.summary import RunSummary
+from fd_core.simulation.whole_file import write_whole
 
 __all__ = ["facts_of", "page_of", "write_page"]
 
@@ -35,12 +36,7 @@ _MOST_WORKERS: Final = 64
 
 def write_page(path: Path, report: Report) -> None:
     """Write the page. Raises `ConfigError` if it cannot be written or the report has too many cases to be looked at."""
-    text = page_of(report)
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"cannot write {path}: {reason}", field="--page") from error
+    write_whole(path, page_of(report).encode(), "--page")
 
 
 def page_of(report: Report) -> str:
