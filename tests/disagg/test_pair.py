@@ -263,7 +263,7 @@ def test_posting_waits_for_nothing() -> None:
         second = pair.fetch(8)
         pair.decode.cancel(second)
         pair.decode.step()
-        assert time.perf_counter() - began < 1
+        assert time.perf_counter() - began < 5
         assert pair.decode.fetched[second].outcome == "aborted"
         copy.let_go()
         assert pair.answer(first).outcome == "transferred"

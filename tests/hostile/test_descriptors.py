@@ -128,5 +128,5 @@ def test_unfinished_bodies_hold_no_more_than_their_budget(kind: str, tmp_path: P
         begun = time.monotonic()
         with Hostile(running.port) as connection:
             assert connection.post({"prompt": "a", "max_tokens": 2}).answer()[0] == 200
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 5
         assert running.metrics()["bodies_refused_total"] == 40 - 256 // 15

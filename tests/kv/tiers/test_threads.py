@@ -15,7 +15,7 @@ from fd_core.kv.stores.contract import StoreError, Trouble
 from .scripted import BLOCK_BYTES, FAULTS, Rig, chain, content
 
 KEYS = chain("t", 30)
-SLACK = 0.5
+SLACK = 0.9
 """Seconds that a busy machine may let a thread wait."""
 
 
