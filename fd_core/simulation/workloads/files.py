@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -20,15 +21,19 @@ MAX_LINE_BYTES: Final = 1 << 24
 _MAX_ROWS: Final = 1 << 20
 
 
-def opened(path: Path) -> BinaryIO:
-    """Open a file to read. Raises `ConfigError` if that is not possible or it is too large."""
+def opened(path: Path, most: int | None = None) -> BinaryIO:
+    """Open a file to read. Raises `ConfigError` if that is not possible, or for more than `most` bytes.
+
+    `MAX_FILE_BYTES` can be if `most` is not given.
+    """
     try:
         if not path.is_file():
-            raise ConfigError(f"there is no file {path}", field="file", hint="name a file that exists")
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
+            what = f"{path} is no file that can be read again" if path.exists() else f"there is no file {path}"
+            raise ConfigError(what, field="file", hint="name a file that exists")
+        size, limit = path.stat().st_size, MAX_FILE_BYTES if most is None else most
+        if size > limit:
             raise ConfigError(
-                f"{path} has {format_size(size)}; {format_size(MAX_FILE_BYTES)} can be read",
+                f"{path} has {format_size(size)}; {format_size(limit)} can be read",
                 field="file",
                 hint="cut it into parts",
             )
@@ -46,6 +51,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
                 return
             if len(raw) > MAX_LINE_BYTES:
                 raise wrong_line(path, number, f"is longer than {format_size(MAX_LINE_BYTES)}")
+            if number == 1:
+                raw = raw.removeprefix(BOM_UTF8)
             if raw.strip():
                 yield number, raw
     raise ConfigError(
@@ -68,7 +75,7 @@ def number_rows(path: Path, columns: int, most: float) -> npt.NDArray[np.float64
         if raw.startswith(b"#"):
             continue
         try:
-            row = [float(word) for word in raw.replace(b",", b" ").split()]
+            row = [float(word) for word in raw.replace(b",", b" ").split(None, columns)]
         except ValueError:
             row = []
         if len(row) != columns or not all(0 <= value <= most for value in row):

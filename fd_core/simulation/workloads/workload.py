@@ -33,6 +33,7 @@ __all__ = ["Workload", "read_workload"]
 
 _DEFAULT_REQUESTS: Final = 1000
 _MAX_TEXT: Final = 100_000
+_MAX_SETTINGS_BYTES: Final = 1 << 20
 _READERS: Final[dict[str, Callable[[Path, WorkloadSettings], Contents]]] = {
     "mooncake": read_mooncake,
     "azure": read_azure,
@@ -242,7 +243,7 @@ def _from_text(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _from_file(path: Path) -> tuple[str, dict[str, str]]:
-    with opened(path) as file:
+    with opened(path, _MAX_SETTINGS_BYTES) as file:
         data = file.read()
     try:
         table = json.loads(data) if path.suffix.lower() == ".json" else tomllib.loads(data.decode())

