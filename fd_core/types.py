@@ -388,3 +388,6 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc
     """One for each token of the prompt but the first, if the request asked for them; set in the first delta."""
     pooled: bytes | None = None
     """The vector of a request that asked for one, float32, little-endian."""
+    phases: tuple[float, ...] | None = None
+    """Seconds since the request came to the engine, by what it did or waited for (`fd_core.scheduling.phases.Phase`);
+    set in the first delta with tokens and in the last one, unless the scheduler does not tell."""

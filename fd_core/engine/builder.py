@@ -243,6 +243,7 @@ class _EngineBuilder:
                 paired=self._config.role != "mixed",
                 kv_events=self._kv_events,
                 epoch=self._epoch,
+                clock=time.monotonic,
             )
         )
 

@@ -415,4 +415,5 @@ def _merged(deltas: list[Delta]) -> Delta:
         next((delta.prefill for delta in deltas if delta.prefill is not None), None),
         next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
         next((delta.pooled for delta in deltas if delta.pooled is not None), None),
+        next((delta.phases for delta in reversed(deltas) if delta.phases is not None), None),
     )

@@ -212,6 +212,10 @@ class Engine:
         """Return what is held now."""
         return self._scheduler.held()
 
+    def phases(self, request_id: str) -> tuple[float, ...] | None:
+        """Return the seconds of a request that has not ended, as `Delta.phases`; None if nothing tells."""
+        return self._scheduler.phases(request_id)
+
     def take_kv_events(self) -> tuple[KVEvent, ...]:
         """Return which prefixes the device came to hold and lost since the last call; none unless asked to tell."""
         events = tuple(self._kv_events)

@@ -25,6 +25,7 @@ from fd_core.scheduling.admission_control import AdmissionControl, AdmissionPass
 from fd_core.scheduling.grammars import GrammarCompiling
 from fd_core.scheduling.kv_offloading import KVOffloading
 from fd_core.scheduling.kv_transferring import KVTransferring
+from fd_core.scheduling.phases import Phase, PhaseClock
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.prefixes import Prefixes
@@ -61,6 +62,7 @@ class Admissions:
     _grammars: GrammarCompiling
     _control: AdmissionControl
     _residencies: Residencies
+    _times: PhaseClock
     _impatient: set[int] = field(default_factory=set)
     """Requests, by arrival, that have waited long enough for a prefix and compute it themselves."""
     _blocked: tuple[int, int, int] | None = None
@@ -109,7 +111,10 @@ class Admissions:
         parked = shared = 0
         while draft.budget.left and slot is not None and parked < _MAX_PARKED and shared < _MAX_SHARED:
             request = self._waiting.first()
-            if request is None or self._is_blocked(request, step):
+            if request is None:
+                return
+            if self._is_blocked(request, step):
+                self._times.line_waits_for(Phase.BLOCKS)
                 return
             if request.compiling is not None:
                 self._waiting.park(request, request.compiling)
@@ -127,10 +132,12 @@ class Admissions:
             blocks = self._blocks_for(request, matched, admission_pass)
             if blocks is None:
                 self._blocked = (request.arrival, self._pool.num_freed, step)
+                self._times.line_waits_for(Phase.BLOCKS)
                 return
             self._enter(slot, request, matched, blocks, draft)
             shared += len(matched)
             slot = self._slots.free_slot()
+        self._times.line_waits_for(Phase.SLOT if slot is None else Phase.BUDGET)
 
     def _is_blocked(self, request: Request, step: int) -> bool:
         """Whether the first in line did not fit and nothing has changed since."""
@@ -183,7 +190,7 @@ class Admissions:
         self._waiting.turn_changed(request)
         if self._transferring.wants(request) and self._transferring.worth_fetching(request, first):
             # Requests with the same prefix do not wait for a fetch: they may compute before it ends.
-            residencies.load(slot)
+            residencies.load(slot, Phase.TRANSFER)
             upto = -(-(request.num_tokens - 1) // self._limits.block_size)
             self._transferring.fetch(request, slot, self._slots.blocks(slot, first, upto), first)
             return
@@ -191,7 +198,7 @@ class Admissions:
         self._prefixes.announce(request, first, len(keys))
         count = self._offloading.worth_loading(request, first, len(keys))
         if count:
-            residencies.load(slot)
+            residencies.load(slot, Phase.STORE)
             loaded = self._slots.blocks(slot, first, first + count)
             self._offloading.load(request, slot, keys[first : first + count], loaded, first)
             return

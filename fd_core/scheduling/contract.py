@@ -8,7 +8,7 @@ a whole plugin, made of the parts in this package; `fdcore conformance --schedul
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
@@ -24,6 +24,7 @@ from fd_core.scheduling.kv_offloading import KeepKV, OffloadCounters
 from fd_core.scheduling.kv_transferring import TransferCounters
 from fd_core.scheduling.load_or_recompute import Pace
 from fd_core.scheduling.output_side import OutputCounters
+from fd_core.scheduling.phases import PhaseCounters
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.residencies import SchedulerCounters
 from fd_core.scheduling.slots import SlotStats
@@ -53,6 +54,8 @@ class SchedulerSetup:
     kv_events: bool = False
     """Whether effects tell which prefixes the device holds. Needs a hasher."""
     epoch: int = 1
+    clock: Callable[[], float] | None = None
+    """Seconds, to tell where the time of requests goes; nothing may be decided by it. None does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Measured costs of computing and loading; None if no KV is stored outside the device."""
     transfers: TransferCounters | None = None
     """KV that travels between workers; None for a worker that prefills and decodes."""
+    phases: PhaseCounters | None = None
+    """Where the time of requests went; None from a scheduler that does not tell."""
 
 
 class Scheduler(abc.ABC):
@@ -147,6 +152,10 @@ class Scheduler(abc.ABC):
     @abc.abstractmethod
     def request_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended."""
+
+    def phases(self, request_id: str) -> tuple[float, ...] | None:
+        """Return the seconds of a request that has not ended, by the number of the `Phase`; None if nothing tells."""
+        return None
 
     @abc.abstractmethod
     def held(self) -> SchedulerHoldings:

@@ -19,6 +19,7 @@ from fd_core import signals
 from fd_core.kv.blocks import BlockPool
 from fd_core.metrics import counter
 from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.residencies import Residencies
 from fd_core.scheduling.slots import SlotTable
@@ -63,6 +64,7 @@ class OutputSide:
     _pool: BlockPool
     _drafts: DraftControl
     _residencies: Residencies
+    _times: PhaseClock
     _on_released: Callable[[Request], None]
     """Told of each request whose slot was released and that did not end."""
     counters: OutputCounters = field(default_factory=OutputCounters)
@@ -251,10 +253,11 @@ class OutputSide:
         logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> Delta:
         request_id = request.spec.request_id
-        cached = prefill = scores = pooled = None
+        cached = prefill = scores = pooled = phases = None
         if token_ids and request_id not in self._told_first:
             self._told_first.add(request_id)
             cached, prefill = request.cached_tokens, request.prefill
+            phases = self._times.told(request.times)
         if token_ids and request.prompt_logprobs is not None:
             scores, request.prompt_logprobs = request.prompt_logprobs.delivered(), None
         if token_ids and request.pooled is not None:
@@ -262,8 +265,13 @@ class OutputSide:
         if reason is not None:
             self._told_first.discard(request_id)
             self.counters.finished[reason] += 1
+            phases = self._times.told(request.times)
         return Delta(
-            request_id, token_ids, reason, logprobs, cached, prefill=prefill, prompt_logprobs=scores, pooled=pooled
+            *(request_id, token_ids, reason, logprobs, cached),
+            prefill=prefill,
+            prompt_logprobs=scores,
+            pooled=pooled,
+            phases=phases,
         )
 
 

@@ -21,6 +21,8 @@ class PlanBuilder:
         self.budget = Budget(budget)
         self.preempted = False
         """Whether this pass preempted a request for want of blocks."""
+        self.num_rows = 0
+        """Slots that are scheduled so far."""
         self._epoch = epoch
         self._step = step
         self._slots: list[npt.NDArray[np.intp]] = []
@@ -38,6 +40,7 @@ class PlanBuilder:
     def add_rows(self, slots: npt.NDArray[np.intp], num_tokens: IntArray, num_drafts: IntArray) -> None:
         """Schedule several slots."""
         if len(slots):
+            self.num_rows += len(slots)
             self._slots.append(slots)
             self._num_tokens.append(num_tokens)
             self._num_drafts.append(num_drafts)
@@ -45,6 +48,10 @@ class PlanBuilder:
     def add_row(self, slot: int, num_tokens: int) -> None:
         """Schedule one slot without drafts."""
         self.add_rows(np.array([slot]), np.array([num_tokens], np.int32), np.zeros(1, np.int32))
+
+    def chosen(self) -> set[int]:
+        """Return the slots that are scheduled so far."""
+        return {slot for part in self._slots for slot in part.tolist()}
 
     def admit(self, slot: int, table: SlotTable) -> None:
         """Tell the runner about a new residency and the blocks that it begins with."""

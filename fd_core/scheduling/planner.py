@@ -7,7 +7,7 @@ oldest to the youngest, then admissions. Arrivals, aborts and block growth never
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from fd_core.config import Limits
 from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.budget import allot_decodes
 from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.phases import Phase, PhaseClock
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request, State
@@ -39,9 +40,12 @@ class Planner:
     _slots: SlotTable
     _drafts: DraftControl
     _residencies: Residencies
+    _times: PhaseClock
     _admit: Callable[[PlanBuilder, int], None]
     """Moves waiting requests into free slots, told the plan and the number of the step."""
     _step: int = 0
+    _left_out: list[int] = field(default_factory=list)
+    """Running slots that the last plan left out."""
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are revoked."""
@@ -52,8 +56,15 @@ class Planner:
         rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
         self._decode(rows, draft)
         self._continue_prefills(rows, draft)
-        if not draft.preempted:
+        if draft.num_rows < len(ready) or self._left_out:
+            self._note_left_out(ready, rows, draft)
+        self._times.looked_at = False
+        if draft.preempted:
+            self._times.line_waits_for(Phase.BLOCKS)
+        else:
             self._admit(draft, self._step)
+        if not self._times.looked_at:
+            self._times.line_waits_for(Phase.SCHEDULER)
         return None if draft.empty else self._seal(draft)
 
     def _revoke(self, aborting: list[Request], draft: PlanBuilder) -> None:
@@ -150,6 +161,22 @@ class Planner:
             chunk = draft.budget.take(int(slots.num_planned[slot] - slots.num_computed[slot]))
             if chunk:
                 draft.add_row(slot, chunk)
+
+    def _note_left_out(self, ready: npt.NDArray[np.intp], rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
+        """Tell which running requests wait for the next step, and what for: `rows` of the `ready` slots had blocks.
+
+        Where stages compute different plans, a slot that is not in this one is in another.
+        """
+        if self._limits.num_stages > 1:
+            return
+        slots, times, chosen, may_run = self._slots, self._times, draft.chosen(), set(rows.tolist())
+        for slot in self._left_out:
+            request = slots.requests[slot]
+            if request is not None and slot in chosen:
+                times.enter(request.times, Phase.COMPUTING)
+        self._left_out = [slot for slot in ready.tolist() if slots.running[slot] and slot not in chosen]
+        for slot in self._left_out:
+            times.enter(slots.request_in(slot).times, Phase.BUDGET if slot in may_run else Phase.BLOCKS)
 
     def _seal(self, draft: PlanBuilder) -> StepPlan:
         """Fix the plan and account for it."""

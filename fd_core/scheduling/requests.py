@@ -16,6 +16,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Final
 
 from fd_core.errors import BadRequest
+from fd_core.scheduling.phases import PhaseTimes
 from fd_core.scheduling.pooled_state import PooledState
 from fd_core.scheduling.prompt_logprobs import PromptLogprobs
 from fd_core.scheduling.tokens import TokenBuffer
@@ -111,6 +112,8 @@ class Request:
     """Tokens found in the prefix cache at the first admission."""
     announced: int = 0
     """Leading blocks that the request announced to compute or load, for others with the same prefix to wait for."""
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    """Where its time went."""
 
     compiling: int | None = None
     """Operation that compiles the grammar; the request waits for its completion."""

@@ -21,6 +21,7 @@ from fd_core.scheduling.admission_control import AdmissionControl
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.kv_offloading import Arrival, KVOffloading
 from fd_core.scheduling.kv_transferring import KVTransferring
+from fd_core.scheduling.phases import Phase, PhaseClock
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request, State
@@ -69,6 +70,7 @@ class Residencies:
     _transferring: KVTransferring
     _drafts: DraftControl
     _control: AdmissionControl
+    _times: PhaseClock
     _on_end: Callable[[Request, FinishReason], None]
     """Told of each request that ended."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
@@ -85,15 +87,18 @@ class Residencies:
         slots.append_blocks(slot, blocks)
         slots.num_registered[slot] = len(matched)
 
-    def load(self, slot: int) -> None:
-        """The KV of a request is on its way; the slot waits for it."""
-        self.slots.request_in(slot).advance(Event.LOAD)
+    def load(self, slot: int, phase: Phase) -> None:
+        """The KV of a request is on its way, from where `phase` says; the slot waits for it."""
+        request = self.slots.request_in(slot)
+        request.advance(Event.LOAD)
+        self._times.enter(request.times, phase)
         self.slots.running[slot], self.slots.loading[slot] = False, True
 
     def run(self, slot: int, num_computed: int, num_cached: int) -> None:
         """A request begins to run with the KV of `num_computed` tokens in place; `num_cached` were there before it."""
         slots, counters = self.slots, self.counters
         request = slots.request_in(slot)
+        self._times.enter(request.times, Phase.COMPUTING)
         slots.num_computed[slot] = slots.num_settled[slot] = num_computed
         params = request.spec.params
         self._drafts.admit(slot, params.grammar is not None or params.reasoning is not None)
@@ -162,6 +167,7 @@ class Residencies:
         """Revoke a running slot for want of blocks; its request waits again once the slot is released."""
         request = self.slots.request_in(slot)
         request.preemptions += 1
+        self._times.enter(request.times, Phase.PREEMPTED)
         self.counters.preemptions += 1
         draft.preempted = True
         if self._offloading.keep.preempted:

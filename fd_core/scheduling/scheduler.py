@@ -43,6 +43,7 @@ from fd_core.scheduling.kv_offloading import Arrival, KeepKV, KVOffloading
 from fd_core.scheduling.kv_transferring import KVTransferring
 from fd_core.scheduling.operations import Operations
 from fd_core.scheduling.output_side import OutputSide
+from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.planner import Planner
 from fd_core.scheduling.prefixes import Prefixes
@@ -85,7 +86,8 @@ class ContinuousBatchingScheduler(Scheduler):
         self._pool = pool = BlockPool(limits.num_kv_blocks, self._recorder)
         self._slots = slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._drafts = drafts = drafts or DraftControl(limits.max_num_seqs, 0, 0)
-        self._waiting = waiting = WaitingQueue(policy)
+        self._times = times = PhaseClock(setup.clock)
+        self._waiting = waiting = WaitingQueue(policy, times)
         self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, waiting.wake)
         self._operations = Operations(pool)
         keep = setup.keep_kv or KeepKV(preempted=False)
@@ -94,16 +96,16 @@ class ContinuousBatchingScheduler(Scheduler):
         self._grammars = GrammarCompiling(self._operations)
         control = AdmissionControl(0.0 if keep.preempted else 1.0)
         self._residencies = residencies = Residencies(
-            slots, pool, prefixes, offloading, transferring, drafts, control, self._ended
+            slots, pool, prefixes, offloading, transferring, drafts, control, times, self._ended
         )
         self._admissions = Admissions(
             *(limits, policy, pool, slots, waiting, prefixes),
-            *(offloading, transferring, self._grammars, control, residencies),
+            *(offloading, transferring, self._grammars, control, residencies, times),
         )
         self._planner = Planner(
-            limits, setup.epoch, policy, setup.victims, pool, slots, drafts, residencies, self.admit
+            limits, setup.epoch, policy, setup.victims, pool, slots, drafts, residencies, times, self.admit
         )
-        self._output_side = OutputSide(slots, pool, drafts, residencies, self._admissions.wait)
+        self._output_side = OutputSide(slots, pool, drafts, residencies, times, self._admissions.wait)
         self._requests: dict[str, Request] = {}
         self._probe = SchedulerProbe(
             *(slots, pool, self._requests, waiting, prefixes, residencies),
@@ -223,7 +225,13 @@ class ContinuousBatchingScheduler(Scheduler):
             offload=snapshot(self._offloading.counters),
             pace=self._offloading.load_or_recompute.pace if self._offloading.keep.anything else None,
             transfers=snapshot(self._transferring.counters) if self._transferring.paired else None,
+            phases=self._times.stats(),
         )
+
+    def phases(self, request_id: str) -> tuple[float, ...] | None:
+        """Return the seconds of a request that has not ended, by what it did or waited for."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._times.told(request.times)
 
     def held(self) -> SchedulerHoldings:
         """Return what is held now."""

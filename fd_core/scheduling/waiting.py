@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field, replace
 
+from fd_core.scheduling.phases import Phase, PhaseClock
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request
 
@@ -60,8 +61,9 @@ class _Flow:
 class WaitingQueue:
     """Requests that wait for a slot, owned by one scheduler. Each operation takes O(log n) or less, amortized."""
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
+    def __init__(self, policy: SchedulingPolicy, times: PhaseClock) -> None:
         self._policy = policy
+        self._times = times
         self._flows: dict[str | None, _Flow] = {}
         self._turns: list[tuple[int, tuple[str, ...]]] = []
         """Flows by turn, the flow without a name as (). An entry that is out of date moves when it comes to the top."""
@@ -93,6 +95,10 @@ class WaitingQueue:
         self._enter(name)
         flow.push(request.rank, request)
         self._flow_of[request.arrival] = name
+        if request.preemptions:
+            self._times.enter(request.times, Phase.PREEMPTED)
+        else:
+            self._times.join(request.times)
 
     def turn_changed(self, request: Request) -> None:
         """Follow the policy, which has seen something of a request's flow; a preempted request waited in two."""
@@ -139,6 +145,7 @@ class WaitingQueue:
         self.remove(request)
         self._parked.setdefault(waits_for, {})[request.arrival] = request
         self._parked_for[request.arrival] = waits_for, until_step
+        self._times.enter(request.times, _phase_of(request, waits_for))
         if until_step is not None:
             heapq.heappush(self._deadlines, (until_step, request.arrival))
 
@@ -172,3 +179,12 @@ class WaitingQueue:
 
     def _turn(self, name: str | None) -> tuple[int, tuple[str, ...]]:
         return self._policy.turn(name), () if name is None else (name,)
+
+
+def _phase_of(request: Request, waits_for: WaitFor) -> Phase:
+    """Return the phase of a request that is parked."""
+    if request.preemptions:
+        return Phase.PREEMPTED
+    if isinstance(waits_for, bytes):
+        return Phase.PREFIX
+    return Phase.GRAMMAR if waits_for == request.compiling else Phase.STORE

@@ -237,6 +237,7 @@ class SimulatedEngineClient(SingleEngineClient):
                 paired=config.role != "mixed",
                 kv_events=bool(config.kv_events) and parts.hasher is not None,
                 epoch=self._epoch,
+                clock=self._timeline.clock,
             )
         )
 

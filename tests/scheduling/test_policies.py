@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fd_core.config import Limits
 from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import FairShare, Priority, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest, Request
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
@@ -33,7 +34,7 @@ class Queue:
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.policy = policy
-        self.waiting = WaitingQueue(policy)
+        self.waiting = WaitingQueue(policy, PhaseClock(None))
         self.running: list[Request] = []
         self._arrivals = itertools.count()
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import Fcfs, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest, Request
 from fd_core.scheduling.waiting import WaitFor, WaitingQueue
@@ -53,7 +54,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.policy = Turns()
-        self.queue = WaitingQueue(self.policy)
+        self.queue = WaitingQueue(self.policy, PhaseClock(None))
         self.ready: dict[int, tuple[Request, str | None]] = {}
         """With the flow that each request had when it became ready."""
         self.parked: dict[int, tuple[Request, WaitFor, int | None]] = {}
@@ -160,7 +161,7 @@ TestQueue.settings = TestQueue.settings.__class__(max_examples=60, stateful_step
 
 
 def test_a_thousand_requests_leave_in_order_whoever_left_before() -> None:
-    queue = WaitingQueue(Fcfs())
+    queue = WaitingQueue(Fcfs(), PhaseClock(None))
     requests = [request(arrival) for arrival in range(1000)]
     for one in requests:
         queue.push(one)
@@ -175,7 +176,7 @@ def test_a_thousand_requests_leave_in_order_whoever_left_before() -> None:
 
 @pytest.mark.parametrize("reason", [None, b"key", 7])
 def test_of_a_request_that_left_nothing_stays(reason: WaitFor | None) -> None:
-    queue = WaitingQueue(Fcfs())
+    queue = WaitingQueue(Fcfs(), PhaseClock(None))
     for arrival in range(100):
         queue.push(request(arrival))
     left = request(100)
@@ -193,7 +194,7 @@ def test_of_a_request_that_left_nothing_stays(reason: WaitFor | None) -> None:
 def test_requests_that_come_and_go_leave_no_trail() -> None:
     """What is remembered of those that left does not grow with their number."""
     policy = Turns()
-    queue = WaitingQueue(policy)
+    queue = WaitingQueue(policy, PhaseClock(None))
     queue.push(request(0, "a"))
     for arrival in range(1, 5000):
         one = request(arrival, str(arrival))

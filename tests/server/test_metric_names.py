@@ -14,6 +14,7 @@ from fd_core.runner.observing import ObserverStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.kv_transferring import TransferCounters
 from fd_core.scheduling.load_or_recompute import Pace
+from fd_core.scheduling.phases import PhaseCounters
 from fd_core.server.metrics import ServerMetrics
 from fd_core.types import AdapterInfo
 from tests.server.fakes import FakeClient, live, samples
@@ -101,6 +102,7 @@ PROMISED = {
     "fdcore_prompt_tokens": ("counter", []),
     "fdcore_queue_seconds": ("histogram", []),
     "fdcore_recomputed_tokens": ("counter", []),
+    "fdcore_request_seconds": ("counter", ["phase"]),
     "fdcore_requests_loading": ("gauge", []),
     "fdcore_rank_failures": ("counter", ["rank"]),
     "fdcore_requests_requeued": ("counter", []),
@@ -156,7 +158,10 @@ def served(leases: LeaseStats, vllm_model: str | None = None) -> dict[str, tuple
         leases=leases,
         observer=ObserverStats(),
         scheduler=SchedulerStats(
-            pace=Pace(), drafts=client._statistics().scheduler.drafts, transfers=TransferCounters()
+            pace=Pace(),
+            drafts=client._statistics().scheduler.drafts,
+            transfers=TransferCounters(),
+            phases=PhaseCounters(),
         ),
     )
     metrics = ServerMetrics(client, vllm_model)

@@ -1,0 +1,267 @@
+"""Where the time of requests goes: all of it is told, under the reason that is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fd_core.config import Limits
+from fd_core.kv.effects import Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.metrics import read_metrics
+from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.phases import PHASE_NAMES, Phase
+from fd_core.scheduling.plan import PlanBuilder
+from fd_core.scheduling.policies import Fcfs
+from fd_core.scheduling.requests import State
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
+from fd_core.scheduling.victims import LatestArrival
+from fd_core.types import Delta, RequestSpec, SamplingParams
+from tests.scheduling.driving import add, answer, next_plan, planned, take_effects
+from tests.scheduling.test_scheduler import HASHER
+
+LIMITS = Limits(
+    max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, block_size=4, num_kv_blocks=40, vocab_size=100
+)
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def made(
+    clock: Callable[[], float] | None, kind: type[ContinuousBatchingScheduler] = ContinuousBatchingScheduler, **own: int
+) -> ContinuousBatchingScheduler:
+    keep = KeepKV() if own.pop("keep", 0) else None
+    limits = msgspec.structs.replace(LIMITS, **own)
+    setup = SchedulerSetup(
+        limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep, clock=clock
+    )
+    scheduler = kind(setup)
+    scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon
+    return scheduler
+
+
+def spec(name: str, length: int = 10, max_tokens: int = 4, first: int = 0) -> RequestSpec:
+    prompt = tuple((first + index) % 90 for index in range(length))
+    return RequestSpec(request_id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens))
+
+
+def told(scheduler: ContinuousBatchingScheduler, name: str) -> dict[str, float]:
+    """The phases of a request that lasted, by name."""
+    phases = scheduler.phases(name)
+    assert phases is not None
+    return {PHASE_NAMES[index]: seconds for index, seconds in enumerate(phases) if seconds}
+
+
+def step(scheduler: ContinuousBatchingScheduler, clock: Hand, seconds: float = 1.0) -> list[Delta]:
+    plan = next_plan(scheduler)
+    clock.now += seconds
+    return [] if plan is None else answer(scheduler, plan)
+
+
+def test_without_a_clock_nothing_is_told() -> None:
+    scheduler = made(None)
+    add(scheduler, spec("one"))
+    assert scheduler.phases("one") is None and scheduler.stats().phases is None
+    assert {delta.phases for delta in answer(scheduler, planned(scheduler))} == {None}
+
+
+def test_who_waits_for_a_slot_is_told_so_with_its_first_and_its_last_delta() -> None:
+    clock = Hand()
+    scheduler = made(clock, max_num_seqs=1)
+    add(scheduler, spec("first", max_tokens=2))
+    add(scheduler, spec("second", max_tokens=3, first=50))
+    deltas = [delta for _ in range(5) for delta in step(scheduler, clock) if delta.request_id == "second"]
+    seconds = [delta.phases for delta in deltas]
+    assert seconds[1] is None
+    assert seconds[0] is not None and seconds[2] is not None
+    assert (seconds[0][Phase.SLOT], seconds[0][Phase.COMPUTING], sum(seconds[0])) == (2.0, 1.0, 3.0)
+    assert (seconds[2][Phase.SLOT], seconds[2][Phase.COMPUTING], sum(seconds[2])) == (2.0, 3.0, 5.0)
+    samples = {spec.name: samples for spec, samples in read_metrics(scheduler.stats())}["request_seconds"]
+    assert (("slot",), 2.0) in samples and (("computing",), 5.0) in samples
+
+
+def test_who_waits_for_blocks_is_told_so() -> None:
+    clock = Hand()
+    scheduler = made(clock, num_kv_blocks=16)
+    add(scheduler, spec("large", 60, 3))
+    add(scheduler, spec("next", 10, first=50))
+    add(scheduler, spec("behind", 1, first=70))
+    for _ in range(2):
+        step(scheduler, clock)
+    assert told(scheduler, "next") == told(scheduler, "behind") == {"blocks": 2.0}
+
+
+def test_a_budget_that_others_use_is_told_in_line_and_in_a_slot() -> None:
+    clock = Hand()
+    scheduler = made(clock, max_num_batched_tokens=8)
+    for index in range(3):
+        add(scheduler, spec(str(index), 12, first=30 * index))
+    step(scheduler, clock)  # 8 of the first
+    step(scheduler, clock)  # 4 of the first, 4 of the second
+    step(scheduler, clock)  # 1 of the first, 7 of the second
+    assert told(scheduler, "1") == {"budget": 1.0, "computing": 2.0}
+    assert told(scheduler, "2") == {"budget": 3.0}
+    narrow = made(clock, max_num_batched_tokens=2, keep=1)
+    for index in range(3):
+        add(narrow, spec(str(index), 8, 20, first=30 * index))
+    for lookup in take_effects(narrow):
+        assert isinstance(lookup, Lookup)
+        narrow.complete(Found(lookup.operation, 0, 1))
+    next_plan(narrow)
+    for load in take_effects(narrow):
+        assert isinstance(load, Load)
+        narrow.complete(Loaded(load.operation, 1))
+    left_out = [0.0, 0.0, 0.0]
+    for _ in range(12):
+        plan = planned(narrow)
+        clock.now += 1.0
+        for slot in {0, 1, 2} - set(plan.slots.tolist()):
+            left_out[slot] += 1.0
+        answer(narrow, plan)
+    found = [told(narrow, name) for name in "012"]
+    assert [sum(each.values()) for each in found] == [12.0] * 3
+    assert [each["budget"] for each in found] == left_out and min(left_out) >= 3
+
+
+def test_who_waits_for_the_prefix_that_another_computes_is_told_so() -> None:
+    clock = Hand()
+    scheduler = made(clock, max_num_batched_tokens=8)
+    add(scheduler, spec("first", 16))
+    step(scheduler, clock)
+    add(scheduler, spec("same", 24))
+    for _ in range(3):
+        step(scheduler, clock)
+    assert told(scheduler, "same") == {"budget": 1.0, "computing": 2.0}
+    wide = made(clock, max_num_batched_tokens=12)
+    add(wide, spec("first", 20))
+    step(wide, clock)
+    add(wide, spec("same", 24))
+    step(wide, clock)
+    assert told(wide, "same") == {"prefix": 1.0}
+    step(wide, clock)
+    assert told(wide, "same") == {"prefix": 1.0, "computing": 1.0}
+
+
+def test_a_store_that_is_asked_and_read_is_told_so() -> None:
+    clock = Hand()
+    scheduler = made(clock, keep=1)
+    add(scheduler, spec("stored", 18))
+    (lookup,) = take_effects(scheduler)
+    assert isinstance(lookup, Lookup)
+    clock.now += 0.5
+    scheduler.complete(Found(lookup.operation, 0, 4))
+    assert next_plan(scheduler) is None
+    (load,) = take_effects(scheduler)
+    assert isinstance(load, Load)
+    clock.now += 0.25
+    scheduler.complete(Loaded(load.operation, 4))
+    (delta,) = step(scheduler, clock)
+    assert delta.phases is not None
+    assert (delta.phases[Phase.STORE], delta.phases[Phase.COMPUTING], sum(delta.phases)) == (0.75, 1.0, 1.75)
+
+
+def test_who_is_preempted_is_told_so_until_it_is_resumed() -> None:
+    clock = Hand()
+    scheduler = made(clock, num_kv_blocks=9)
+    add(scheduler, spec("old", 12, 14))
+    add(scheduler, spec("young", 12, 14, first=50))
+    while scheduler.stats().counters.preemptions == 0:
+        step(scheduler, clock)
+    ran = told(scheduler, "young")
+    while scheduler.probe().requests["young"].state is not State.RUNNING:
+        assert set(told(scheduler, "young")) == {"computing", "preempted"}
+        step(scheduler, clock)
+    back = told(scheduler, "young")
+    step(scheduler, clock)
+    assert back["preempted"] >= 5 and told(scheduler, "young")["computing"] == back["computing"] + 1
+    assert ran["computing"] <= back["computing"] <= ran["computing"] + 1
+
+
+def test_what_a_scheduler_keeps_out_by_a_rule_of_its_own_is_told_so() -> None:
+    class Closed(ContinuousBatchingScheduler):
+        def admit(self, draft: PlanBuilder, step: int) -> None:
+            pass
+
+    clock = Hand()
+    scheduler = made(clock, Closed)
+    add(scheduler, spec("one"))
+    step(scheduler, clock)
+    step(scheduler, clock)
+    assert told(scheduler, "one") == {"scheduler": 2.0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+    st.integers(16, 40),
+    st.sampled_from([6, 16, 64]),
+    st.booleans(),
+)
+def test_all_time_of_every_request_is_told_and_in_a_slot_or_out_of_it_where_it_was(
+    seed: int, slots: int, blocks: int, budget: int, keep: bool
+) -> None:
+    """A second account is kept by looking at the states of all requests whenever the clock moves."""
+    draw, clock = np.random.default_rng(seed), Hand()
+    scheduler = made(clock, max_num_seqs=slots, num_kv_blocks=blocks, max_num_batched_tokens=budget, keep=int(keep))
+    came: dict[str, float] = {}
+    inside: dict[str, float] = {}
+    leaving: dict[str, float] = {}
+    outside = (Phase.SLOT, Phase.BLOCKS, Phase.BUDGET, Phase.SCHEDULER, Phase.PREFIX, Phase.STORE, Phase.PREEMPTED)
+
+    def move() -> None:
+        seconds = float(draw.exponential())
+        clock.now += seconds
+        for name, request in scheduler.probe().requests.items():
+            if request.state is State.RUNNING:
+                inside[name] += seconds
+            elif request.state is State.DRAINING:
+                leaving[name] += seconds
+
+    def ended(deltas: list[Delta]) -> None:
+        for delta in deltas:
+            if delta.phases is None:
+                continue
+            name = delta.request_id
+            assert min(delta.phases) >= 0
+            assert sum(delta.phases) == pytest.approx(clock.now - came[name])
+            waited = clock.now - came[name] - inside[name] - leaving[name]
+            assert delta.phases[Phase.COMPUTING] <= inside[name] + leaving[name] + 1e-6
+            assert sum(delta.phases[phase] for phase in outside) >= waited - 1e-6
+
+    for index in range(60):
+        if index < 30 and draw.random() < 0.6:
+            name = str(index)
+            came[name], inside[name], leaving[name] = clock.now, 0.0, 0.0
+            length, most = int(draw.integers(1, 40)), int(draw.integers(1, 20))
+            add(scheduler, spec(name, length, most, first=int(draw.integers(0, 3)) * 20))
+        move()
+        if draw.random() < 0.1 and scheduler.request_ids():
+            last = scheduler.abort(str(draw.choice(scheduler.request_ids())))
+            ended([] if last is None else [last])
+        for effect in take_effects(scheduler):
+            move()
+            match effect:
+                case Lookup():
+                    scheduler.complete(Found(effect.operation, 0, int(draw.integers(0, 3))))
+                case Load():
+                    scheduler.complete(Loaded(effect.operation, int(draw.integers(0, len(effect.blocks) + 1))))
+                case Save():
+                    scheduler.complete(Saved(effect.operation, 0))
+        plan = next_plan(scheduler)
+        move()
+        if plan is not None:
+            ended(answer(scheduler, plan))
