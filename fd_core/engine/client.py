@@ -50,20 +50,22 @@ class DeltaStream(AsyncIterator[Delta]):
         """When the request was given to the engine, in seconds of `time.perf_counter`."""
         self.admitted: float | None = None
         """When it entered a slot for the first time; None before."""
-        self.on_news: Callable[[Delta | None], None] = lambda _: None
+        self.on_news: Callable[[Delta | None], None] | None = None
         """Called with each delta once it arrives, read or not, and with None if the request ends without a last one."""
 
     def push(self, delta: Delta) -> None:
         """Take the next delta."""
         self._pending.append(delta)
-        self.on_news(delta)
+        if self.on_news is not None:
+            self.on_news(delta)
         if self._wake is not None:
             self._notify()
 
     def fail(self, message: str) -> None:
         """End with `EngineDead` once what arrived was fetched."""
         self._failure = message
-        self.on_news(None)
+        if self.on_news is not None:
+            self.on_news(None)
         self._notify()
 
     async def __anext__(self) -> Delta:
@@ -93,7 +95,8 @@ class DeltaStream(AsyncIterator[Delta]):
         if not self._done:
             self._done = True
             self._client._leave(self._request_id)
-            self.on_news(None)
+            if self.on_news is not None:
+                self.on_news(None)
 
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -378,7 +381,9 @@ class SingleEngineClient(abc.ABC):
         for delta in events.deltas:
             if delta.finish_reason is not None:
                 self._left.discard(delta.request_id)
-            self._hand_on(delta)
+                self._hand_on(delta)
+            elif (seen := self._ledger.deliver(delta)) is not None:
+                self._streams[delta.request_id].push(seen)
         self._try_next_suspect()
 
     def _hand_on(self, delta: Delta) -> None:

@@ -166,9 +166,9 @@ class SimulatedClient:
                 now.tokens += tokens
             if self.wanted is not None and self._check:
                 self._check_part(now, tokens)
-        now.worker = worker
         if delta.cached_tokens is not None:
             now.cached = delta.cached_tokens
+        now.worker = worker
         if delta.finish_reason is not None:
             reason = str(delta.finish_reason)
             self._timeline.at(at, lambda: self._whole(now, reason))

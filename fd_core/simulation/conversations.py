@@ -11,11 +11,13 @@ import numpy.typing as npt
 
 from fd_core.types import IntArray
 
-__all__ = ["Conversation", "Piece", "UserTurn", "stirred", "to_tokens", "tokens_of"]
+__all__ = ["Conversation", "Piece", "UserTurn", "stirred", "to_tokens", "tokens_from", "tokens_of"]
 
 _FIRST_TOKEN = 16
 """Tokens below are never in a text: the end of an answer is one of them."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_STATES = np.arange(1, 4097, dtype=np.uint64) * _GOLDEN
+"""What the first places add to a seed."""
 _STIR = np.uint64(0xBF58476D1CE4E5B9)
 _STIR_AGAIN = np.uint64(0x94D049BB133111EB)
 
@@ -64,21 +66,33 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
 
 def tokens_of(piece: Piece, vocab_size: int) -> IntArray:
     """Return the tokens of a piece, int32[piece.tokens], each in [16, vocab_size)."""
-    places = np.arange(piece.tokens, dtype=np.int32)
-    return to_tokens(stirred(np.uint64(piece.seed & (2**64 - 1)), places), vocab_size)
+    return tokens_from(piece, 0, piece.tokens, vocab_size)
 
 
-def stirred(seeds: npt.NDArray[np.uint64] | np.uint64, places: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+def tokens_from(piece: Piece, first: int, count: int, vocab_size: int) -> IntArray:
+    """Return `count` tokens of a piece from place `first` on, int32[count], as if it were long enough."""
+    if first + count <= len(_STATES):
+        states = _STATES[first : first + count]
+    else:
+        states = np.arange(first + 1, first + count + 1, dtype=np.uint64) * _GOLDEN
+    return to_tokens(_mixed(states + np.uint64(piece.seed & (2**64 - 1))), vocab_size)
+
+
+def stirred(seeds: npt.NDArray[np.uint64], places: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Return a number for each seed and place, as SplitMix64 stirs its states (Steele, Lea, Flood 2014)."""
-    with np.errstate(over="ignore"):
-        state = seeds + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-        state = (state ^ (state >> np.uint64(30))) * _STIR
-        state = (state ^ (state >> np.uint64(27))) * _STIR_AGAIN
-        mixed: npt.NDArray[np.uint64] = state ^ (state >> np.uint64(31))
-    return mixed
+    return _mixed(seeds + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
 def to_tokens(numbers: npt.NDArray[np.uint64], vocab_size: int) -> IntArray:
     """Return a token of a text for each number."""
     spread = np.uint64(vocab_size - _FIRST_TOKEN)
     return (_FIRST_TOKEN + ((numbers >> np.uint64(33)) * spread >> np.uint64(31))).astype(np.int32)
+
+
+def _mixed(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the states stirred, in their own place: whoever calls needs them no more."""
+    for shift, factor in ((30, _STIR), (27, _STIR_AGAIN)):
+        state ^= state >> np.uint64(shift)
+        state *= factor
+    state ^= state >> np.uint64(31)
+    return state

@@ -15,7 +15,7 @@ from fd_core.engine.device import Device
 from fd_core.ops.contract import KVCache
 from fd_core.runner.runner import Runner
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
-from fd_core.simulation.conversations import Piece, stirred, to_tokens
+from fd_core.simulation.conversations import Piece, stirred, to_tokens, tokens_from
 from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.kv_content import BlankKVCache
 from fd_core.simulation.timeline import Timeline
@@ -61,17 +61,24 @@ class ScriptedComputer:
         self._answer_of = answer_of
         self._acceptance = acceptance
         self._gens = np.zeros(slots, np.int32)
-        self._length = np.zeros(slots, np.intp)
+        self._length = np.zeros(slots, np.int32)
         """Tokens that each slot has."""
-        self._prompt = np.zeros(slots, np.intp)
+        self._prompt = np.zeros(slots, np.int32)
         """Tokens among them that are the client's prompt."""
         self._seeds = np.zeros(slots, np.uint64)
         self._answers = np.zeros(slots, np.int64)
         """Tokens of each answer."""
         self._drafts = np.zeros(slots, np.int32)
         self._columns = np.arange(1 + limits.max_drafts)
-        self._drawn = np.zeros((slots, _AHEAD), np.int32)
+        self._nothing = np.full((slots, len(self._columns)), EMPTY_TOKEN_ID, np.int32)
+        self._drawn = np.full((slots, _AHEAD), END, np.int32)
         """The part of each answer that its next token is in; it begins at a multiple of its length."""
+        self._coming = self._drawn.reshape(-1)
+        self._next = np.arange(slots) * _AHEAD
+        """Place in `coming` of each slot's next token."""
+        self._ends = self._next + _AHEAD
+        self._steps = 0
+        """Steps for which what was drawn will do, whatever slots they compute."""
 
     def announce(self, plan: StepPlan) -> None:
         """Do nothing: plans are answered one after the other."""
@@ -80,8 +87,8 @@ class ScriptedComputer:
         """Answer a plan. Raises `RuntimeError` for one that computes tokens which no slot has, or too many."""
         for admission in plan.admissions:
             self._admit(admission)
-        width = len(self._columns)
-        tokens = np.full((len(self._gens), width), EMPTY_TOKEN_ID, np.int32)
+        tokens = self._nothing.copy()
+        width = tokens.shape[1]
         slots = plan.slots.astype(np.intp)
         if len(slots):
             own, drafts = plan.num_tokens, plan.num_drafts
@@ -91,15 +98,11 @@ class ScriptedComputer:
             sampling = plan.samples
             if np.count_nonzero(sampling) < len(slots):
                 slots, drafts = slots[sampling], drafts[sampling]
-            index = self._length[slots] - self._prompt[slots]
             if width == 1:
-                column = index % _AHEAD
-                for row in (column == 0).nonzero()[0].tolist():
-                    self._draw_ahead(slots[row], index[row])
-                tokens[slots, 0] = self._drawn[slots, column]
+                tokens[slots, 0] = self._say(slots)
                 self._length[slots] += 1
             else:
-                places = index[:, None] + self._columns
+                places = (self._length[slots] - self._prompt[slots])[:, None] + self._columns
                 kept = self._kept(slots, places, drafts)
                 live = self._columns <= kept[:, None]
                 drawn = self._tokens(np.broadcast_to(slots[:, None], places.shape), places)
@@ -120,13 +123,30 @@ class ScriptedComputer:
         self._seeds[slot] = answer.seed & (2**64 - 1)
         self._answers[slot] = answer.tokens
         self._drafts[slot] = 0
-        index = len(admission.token_ids) - admission.prompt_len
-        if column := index % _AHEAD:
-            self._draw_ahead(slot, index - column)
+        if len(self._columns) == 1:
+            self._draw_ahead(slot)
+            self._steps = min(self._steps, int(self._ends[slot] - self._next[slot]))
 
-    def _draw_ahead(self, slot: int, first: int) -> None:
-        """Draw the part of an answer that begins at place `first`."""
-        self._drawn[slot] = self._tokens(np.full(_AHEAD, slot), np.arange(first, first + _AHEAD))
+    def _say(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
+        """Return the next token of the answer in each of `slots`."""
+        if not self._steps:
+            for slot in (self._next == self._ends).nonzero()[0].tolist():
+                self._draw_ahead(slot)
+            self._steps = int((self._ends - self._next).min())
+        self._steps -= 1
+        places = self._next[slots]
+        self._next[slots] = places + 1
+        return self._coming[places]
+
+    def _draw_ahead(self, slot: int) -> None:
+        """Draw the part of an answer that its next token is in."""
+        index = int(self._length[slot]) - int(self._prompt[slot])
+        first = index - index % _AHEAD
+        self._next[slot] = slot * _AHEAD + index - first
+        answer = Piece(int(self._seeds[slot]), int(self._answers[slot]))
+        text = tokens_from(answer, first, max(0, min(_AHEAD, answer.tokens - first)), self._limits.vocab_size)
+        self._drawn[slot, : len(text)] = text
+        self._drawn[slot, len(text) :] = END
 
     def _tokens(self, slots: npt.NDArray[np.intp], index: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
         """Return the tokens at places `index` of the answers in `slots`, of equal shapes."""
@@ -145,17 +165,17 @@ class ScriptedComputer:
     def _check(
         self, plan: StepPlan, slots: npt.NDArray[np.intp], own: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32]
     ) -> None:
-        total = sum((own + drafts).tolist())
+        total = sum(own.tolist()) + (sum(drafts.tolist()) if len(self._columns) > 1 else 0)
         budget = self._limits.max_num_batched_tokens
         if total > budget:
             raise RuntimeError(f"step {plan.step} computes {total} tokens, the step token budget is {budget}")
         last = self._length[slots] - own
-        early, late = last, plan.starts
-        if np.count_nonzero(plan.samples) < len(slots):
-            early, late = np.where(plan.samples, last, plan.starts), np.where(plan.samples, plan.starts, last)
-        if np.count_nonzero((early > late) | (early < 0)):
-            raise RuntimeError(f"step {plan.step} computes tokens that its requests do not have")
-        if np.count_nonzero(self._gens[slots] != plan.gens):
+        if np.count_nonzero(last - plan.starts):  # else every row computes what its slot has, up to its last token
+            early = np.where(plan.samples, last, plan.starts)
+            late = np.where(plan.samples, plan.starts, last)
+            if np.count_nonzero((early > late) | (early < 0)):
+                raise RuntimeError(f"step {plan.step} computes tokens that its requests do not have")
+        if self._gens[slots].tobytes() != plan.gens.tobytes():
             raise RuntimeError(f"step {plan.step} has a row of a request that is not in its slot")
 
 

@@ -269,9 +269,12 @@ class SimulatedEngineClient(SingleEngineClient):
 
     def _answered(self) -> None:
         """The oldest step in flight is computed: commit it, and begin the next turn."""
-        deltas = self._kept + self.engine.end_step(self._device.collect(math.inf))
-        self._tell(deltas)
-        self._rest(0.0)
+        deltas = self.engine.end_step(self._device.collect(math.inf))
+        self._tell(self._kept + deltas if self._kept else deltas)
+        if self.alive and self._timeline.quiet and (self._woken or self._inbox or self.engine.has_work):
+            self._turn()  # it would be called at once
+        else:
+            self._rest(0.0)
 
     def _rest(self, seconds: float) -> None:
         """End the turn; the next one is due at once after news, in `seconds` if there is work, else with news."""

@@ -179,11 +179,13 @@ class _Exchange:
 class _Attempt:
     """One request at one worker, or pair; its `Selection` is released exactly once, at its end."""
 
-    __slots__ = ("_arrived", "_over", "_worker", "exchange", "selection")
+    __slots__ = ("_arrived", "_network", "_over", "_reader", "_worker", "exchange", "selection")
 
     def __init__(self, exchange: _Exchange, selection: Selection) -> None:
         self.exchange = exchange
         self.selection = selection
+        self._network = exchange.gateway._network
+        self._reader = exchange.reader
         self._worker = exchange.gateway._workers[selection.decode.url]
         self._arrived = False
         self._over = False
@@ -220,14 +222,21 @@ class _Attempt:
 
     def answered(self, delta: Delta) -> None:
         """Pass a part of the answer on; only its first and its last change what is counted here."""
+        network = self._network
+        if network.healthy:
+            self._read(delta)
+            return
         gateway, place = self.exchange.gateway, self._worker.plan.name
-        if gateway._network.clear(place, gateway.name):
+        if network.clear(place, gateway.name):
             self._read(delta)
         else:
-            gateway._network.send(place, gateway.name, lambda: self._read(delta))
+            network.send(place, gateway.name, lambda: self._read(delta))
 
     def _read(self, delta: Delta) -> None:
         if self._over:
+            return
+        if delta.finish_reason is None and self.selection.started:
+            self._reader.read(delta, self._worker.index)
             return
         if delta.finish_reason is FinishReason.ERROR:
             self._hear(lambda: self._failed(500, delta.error or "the engine failed"))
@@ -235,7 +244,7 @@ class _Attempt:
         if not self.selection.started:
             self.selection.first_token()
             self._take_outcome(delta)
-        self.exchange.reader.read(delta, self._worker.index)
+        self._reader.read(delta, self._worker.index)
         if delta.finish_reason is not None:
             self._hear(self._served)
 

@@ -9,6 +9,24 @@ from fd_core.simulation.timeline import Appointment, Timeline
 __all__ = ["LocalTimeline"]
 
 
+class _LocalAppointment(Appointment):
+    """An appointment by the clock of a process; it is kept late if the process stands still when it falls due."""
+
+    __slots__ = ("_process",)
+
+    def __init__(self, when: float, call: Callable[[], None], process: LocalTimeline) -> None:
+        super().__init__(when, call)
+        self._process = process
+
+    def fall_due(self) -> None:
+        """Keep it, or book it again for the end of the standstill."""
+        if not self._process.keeps(self):
+            return
+        call, self.call = self.call, None
+        if call is not None:
+            call()
+
+
 class LocalTimeline(Timeline):
     """The shared timeline as one process sees it. A process that stands still keeps its appointments late."""
 
@@ -18,11 +36,15 @@ class LocalTimeline(Timeline):
         self._rate = 1.0
         self._offset = 0.0
         self._latest = 0.0
+        self._right = True
+        """Whether the clock was never set: it shows the shared time."""
         self._frozen_until = 0.0
 
     @property
     def now(self) -> float:
         """Seconds, by the clock of this process; never less than before."""
+        if self._right:
+            return self._shared.now
         self._latest = max(self._latest, self._offset + self._rate * self._shared.now)
         return self._latest
 
@@ -37,7 +59,9 @@ class LocalTimeline(Timeline):
 
     def set_clock(self, offset: float, drift: float) -> None:
         """Let the clock show `offset` seconds more from now on, and run faster by the share `drift`."""
-        now = self.now + max(0.0, offset)
+        self._latest = self.now
+        now = self._latest + max(0.0, offset)
+        self._right = False
         self._rate = 1.0 + drift
         self._offset = now - self._rate * self._shared.now
 
@@ -47,20 +71,24 @@ class LocalTimeline(Timeline):
 
     def at(self, when: float, call: Callable[[], None]) -> Appointment:
         """Have `call` called when the clock shows `when`, or once the process goes on."""
-        promise = Appointment(max(when, self.now), call)
-
-        def fall_due() -> None:
-            if promise.call is None:
-                return
-            if self.frozen:
-                self._shared.at(self._frozen_until, fall_due)
-                return
-            self._latest = max(self._latest, promise.when)
-            kept, promise.call = promise.call, None
-            kept()
-
-        self._shared.at((promise.when - self._offset) / self._rate, fall_due)
+        now = self.now
+        promise = _LocalAppointment(when if when > now else now, call, self)
+        self._shared.book((promise.when - self._offset) / self._rate, promise)
         return promise
+
+    def keeps(self, promise: _LocalAppointment) -> bool:
+        """Whether an appointment that falls due is kept now; else it is booked for the end of the standstill."""
+        if self._frozen_until and self.frozen:
+            self._shared.book(self._frozen_until, promise)
+            return False
+        if not self._right:
+            self._latest = max(self._latest, promise.when)
+        return True
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is due now, and the clock is that of everybody else."""
+        return self._right and not self._frozen_until and self._shared.quiet
 
     def run(self, until: float = float("inf")) -> None:
         """Refuse: time passes for all at once."""

@@ -20,6 +20,8 @@ class Network:
         self.latency = latency
         self.held = 0
         """Messages that had to wait until places were joined."""
+        self.healthy = True
+        """Whether nothing was ever parted or slowed down, so that everything is clear."""
         self._timeline = timeline
         self._waiting: dict[frozenset[str], list[tuple[str, Callable[[], None]]]] = {}
         """What waits between the places that are parted, and whose it is."""
@@ -29,6 +31,7 @@ class Network:
 
     def part(self, one: str, other: str) -> None:
         """Let nothing through between two places."""
+        self.healthy = False
         self._waiting.setdefault(frozenset((one, other)), [])
 
     def join(self, one: str, other: str) -> None:
@@ -41,6 +44,7 @@ class Network:
     def slow(self, one: str, other: str, seconds: float) -> None:
         """Delay what is sent between two places by so much more; 0 ends it."""
         if seconds > 0:
+            self.healthy = False
             self._slow[frozenset((one, other))] = seconds
         else:
             self._slow.pop(frozenset((one, other)), None)
@@ -51,14 +55,14 @@ class Network:
 
     def clear(self, one: str, other: str) -> bool:
         """Whether something that is sent now takes no longer than usual."""
-        if not (self._waiting or self._slow or self._clear):
+        if self.healthy or not (self._waiting or self._slow or self._clear):
             return True
         slow = frozenset((one, other)) in self._slow
         return not slow and self.reaches(one, other) and self._clear.get((one, other), 0.0) <= self._timeline.now
 
     def send(self, one: str, other: str, arrive: Callable[[], None]) -> None:
         """Have `arrive` called at the other end, once it can be."""
-        if self.clear(one, other):
+        if self.healthy or self.clear(one, other):
             self._timeline.after(self.latency, arrive)
         elif not self.reaches(one, other):
             self.held += 1

@@ -23,6 +23,12 @@ class Appointment:
         """Call it off; nothing happens if it is over."""
         self.call = None
 
+    def fall_due(self) -> None:
+        """Keep it, now that its time has come and it was not called off."""
+        call, self.call = self.call, None
+        if call is not None:
+            call()
+
 
 class Timeline:
     """Appointments in order of time, and of their making where times are equal. Nothing but `run` moves the clock."""
@@ -41,10 +47,19 @@ class Timeline:
 
     def at(self, when: float, call: Callable[[], None]) -> Appointment:
         """Have `call` called at time `when`; at once, behind what is due now, if that is past."""
-        appointment = Appointment(max(when, self.now), call)
-        heapq.heappush(self._queue, (appointment.when, self._made, appointment))
-        self._made += 1
+        appointment = Appointment(when if when > self.now else self.now, call)
+        self.book(appointment.when, appointment)
         return appointment
+
+    def book(self, when: float, appointment: Appointment) -> None:
+        """Have an appointment fall due at time `when`; its own `when` may be by another clock."""
+        heapq.heappush(self._queue, (when if when > self.now else self.now, self._made, appointment))
+        self._made += 1
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing else is due now: who would be called now may as well go on at once."""
+        return not self._queue or self._queue[0][0] > self.now
 
     def after(self, seconds: float, call: Callable[[], None]) -> Appointment:
         """Have `call` called in `seconds`."""
@@ -52,11 +67,12 @@ class Timeline:
 
     def run(self, until: float = math.inf) -> None:
         """Keep appointments up to time `until`, until none is left. An exception of one of them ends the run."""
-        queue = self._queue
+        queue, take = self._queue, heapq.heappop
         while queue and queue[0][0] <= until:
-            when, _, appointment = heapq.heappop(queue)
-            if (call := appointment.call) is not None:
-                self.now, self.events, appointment.call = when, self.events + 1, None
-                call()
+            when, _, appointment = take(queue)
+            if appointment.call is not None:
+                self.now = when
+                self.events += 1
+                appointment.fall_due()
         if until < math.inf:
             self.now = max(self.now, until)

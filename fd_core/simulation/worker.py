@@ -146,6 +146,8 @@ class SimulatedWorker:
             return
         self._callers[name] = caller, stream
 
+        answered = caller.answered
+
         def news(delta: Delta | None) -> None:
             if delta is None:
                 if self._callers.pop(name, None) is not None:
@@ -153,6 +155,6 @@ class SimulatedWorker:
                 return
             if delta.finish_reason is not None:
                 self._callers.pop(name, None)
-            caller.answered(delta)
+            answered(delta)
 
         stream.on_news = news
