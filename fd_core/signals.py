@@ -68,12 +68,13 @@ def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes
     if width == 1:  # what most engines write, and sums over rows take most of the time
         counts = is_token[:, 0].astype(np.int32)
         complete = (first >= EMPTY_TOKEN_ID) | released
+        kinds = is_token.view(np.uint8)[:, 0]  # EMPTY is 0 and TOKENS is 1
     else:
         counts = is_token.sum(axis=1, dtype=np.int32)
         empty_cells = (tokens == EMPTY_TOKEN_ID).sum(axis=1, dtype=np.int32)
         complete = counts + empty_cells + released == width
         complete &= ~(is_token[:, 1:] & ~is_token[:, :-1]).any(axis=1)
-    kinds = (counts > 0).view(np.uint8)  # EMPTY is 0 and TOKENS is 1
+        kinds = (counts > 0).view(np.uint8)
     kinds[released] = _RELEASED
     if np.count_nonzero(complete) < len(complete):
         slot = int(np.flatnonzero(~complete)[0])

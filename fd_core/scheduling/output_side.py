@@ -37,6 +37,9 @@ from fd_core.types import (
 __all__ = ["OutputCounters", "OutputSide"]
 
 _RELEASED: Final = np.uint8(Outcome.RELEASED)
+_ALL: Final = slice(None)
+"""Every row of a plan: an index that copies nothing."""
+_Rows = npt.NDArray[np.intp] | slice
 
 
 class OutputCounters(msgspec.Struct, kw_only=True):
@@ -85,13 +88,14 @@ class OutputSide:
         # Arrays of another integer type take several times as long as an index.
         places = plan.slots.astype(np.intp)
         rows = self._rows_of_this_residency(plan, places, output)
-        deltas = self._deliver(plan, rows, places[rows], outcomes, output)
+        deltas = self._deliver(plan, rows, places if rows is _ALL else places[rows], outcomes, output)
         if output.drafts_ready is not None:
             # Slots that were scheduled again since this step hold newer drafts; those of an earlier gen hold none.
             current = (self._slots.last_step <= plan.step) & (self._slots.gen == output.gens)
             self._slots.drafts_ready[current] = output.drafts_ready[current]
         self._pool.answered(plan.step)
-        return deltas + self._acknowledge(plan, outcomes, output)
+        deltas += self._acknowledge(plan, outcomes, output)
+        return deltas
 
     def end(self, request: Request, reason: FinishReason) -> Delta:
         """Return the last delta of a request that ended with nothing more to deliver."""
@@ -99,31 +103,31 @@ class OutputSide:
 
     # Inside -----------------------------------------------------------------------------------------------
 
-    def _rows_of_this_residency(
-        self, plan: StepPlan, places: npt.NDArray[np.intp], output: StepOutput
-    ) -> npt.NDArray[np.intp]:
+    def _rows_of_this_residency(self, plan: StepPlan, places: npt.NDArray[np.intp], output: StepOutput) -> _Rows:
         """Return indices of the plan's rows whose residency still exists on both sides; `places` are their slots."""
         slots = self._slots
         same_runner = output.gens[places] == plan.gens
         occupied = (slots.running[places] | slots.draining[places]) & ~slots.ended[places]
         same_here = (slots.gen[places] == plan.gens) & occupied
         rows: npt.NDArray[np.intp] = (same_runner & same_here).nonzero()[0]
-        if len(rows) < len(places):
-            stale = len(places) - int(np.count_nonzero(same_runner))
-            self.counters.stale_outputs += stale
-            self.counters.overrun_rows += len(places) - stale - len(rows)
+        if len(rows) == len(places):
+            return _ALL
+        stale = len(places) - int(np.count_nonzero(same_runner))
+        self.counters.stale_outputs += stale
+        self.counters.overrun_rows += len(places) - stale - len(rows)
         return rows
 
     def _deliver(
         self,
         plan: StepPlan,
-        rows: npt.NDArray[np.intp],
+        rows: _Rows,
         rows_of: npt.NDArray[np.intp],
         outcomes: signals.Outcomes,
         output: StepOutput,
     ) -> list[Delta]:
         deltas = []
         if output.errors:
+            rows = np.arange(len(plan.slots))[rows]
             healthy = outcomes.kinds[rows_of] != Outcome.ERROR
             failed = set(rows_of[~healthy].tolist())
             deltas = [self._fail(slot, message) for slot, message in output.errors if slot in failed]
@@ -131,11 +135,15 @@ class OutputSide:
         counts = outcomes.counts[rows_of]
         delivers, samples = counts > 0, plan.samples[rows]
         with_tokens = delivers & samples
-        unasked = delivers > samples
-        if np.count_nonzero(unasked):
+        delivering = with_tokens.nonzero()[0]
+        if len(delivering) < np.count_nonzero(delivers):
+            unasked = delivers > samples
             raise signals.MalformedOutput(f"slot {rows_of[unasked][0]} carries tokens that no row of the step samples")
         self._collect(output, rows_of)
-        told, ended = self._append(rows_of[with_tokens], counts[with_tokens], outcomes.tokens, output.logprobs)
+        asked, given = rows_of, counts
+        if len(delivering) < len(rows_of):
+            asked, given = rows_of[delivering], counts[delivering]
+        told, ended = self._append(asked, given, outcomes.tokens, output.logprobs)
         # What is settled comes before who is done: the blocks that a last step completes are named like any others.
         self._settle(plan, rows, rows_of, counts)
         for slot, reason in ended:
@@ -150,7 +158,7 @@ class OutputSide:
         if not len(rows):
             return [], []
         width = 1 if tokens.shape[1] == 1 else int(counts.max())
-        block = tokens[rows, :width]
+        block = tokens[rows] if width == tokens.shape[1] else tokens[rows, :width]
         counts = np.minimum(counts, slots.limit[rows] - slots.num_tokens[rows])
         if width == slots.stops.shape[1] == 1:  # most steps are such, and reductions take most of the time
             stopped = (block[:, 0] == slots.stops[rows, 0]) & (counts > 0)
@@ -164,23 +172,28 @@ class OutputSide:
         self.counters.generated_tokens += sum(given_out)
         full = slots.num_tokens[rows] >= slots.limit[rows]
         scores = _logprobs_by_slot(logprobs, slots.requests)
-        deltas: list[Delta] = []
         ended: list[tuple[int, FinishReason]] = []
-        ends, plain = (stopped | full).tolist(), logprobs is None
+        ends, told = (stopped | full).tolist(), self._told_first
         # Tuples straight from memory: a list for each row would keep the garbage collector busy.
-        cells = struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)
-        for index, (slot, count, delivered) in enumerate(zip(rows.tolist(), given_out, cells, strict=True)):
+        cells = [*struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)]
+        places = rows.tolist()
+        names = [slots.names[slot] for slot in places]
+        # Most rows go on, and have nothing to tell but tokens; the others are told anew below.
+        deltas = [*map(Delta, names, cells)]
+        if logprobs is None and (width == 1 or min(given_out) == width):
+            rest = [index for index, name in enumerate(names) if ends[index] or name not in told]
+        else:
+            rest = [*range(len(names))]
+        for index in rest:
+            slot, count, delivered = places[index], given_out[index], cells[index]
             request = slots.request_in(slot)
             token_ids = delivered if count == width else delivered[:count]
-            if plain and not ends[index] and (name := request.spec.request_id) in self._told_first:
-                deltas.append(Delta(name, token_ids))
-                continue
             reason = None
             if ends[index]:
                 reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
                 ended.append((slot, reason))
             given = scores.get(slot)
-            deltas.append(self._delta(request, token_ids, reason, given[:count] if given else None))
+            deltas[index] = self._delta(request, token_ids, reason, given[:count] if given else None)
         return deltas, ended
 
     def _collect(self, output: StepOutput, rows: npt.NDArray[np.intp]) -> None:
@@ -197,9 +210,7 @@ class OutputSide:
                 if state is not None:
                     state.take(start, count, value)
 
-    def _settle(
-        self, plan: StepPlan, rows: npt.NDArray[np.intp], rows_of: npt.NDArray[np.intp], counts: IntArray
-    ) -> None:
+    def _settle(self, plan: StepPlan, rows: _Rows, rows_of: npt.NDArray[np.intp], counts: IntArray) -> None:
         """Positions computed by the step are settled, but for rejected drafts; requests that left have none."""
         slots = self._slots
         sampled = plan.samples[rows]
@@ -212,8 +223,10 @@ class OutputSide:
             slots.num_planned[rows_of] -= rejected
             slots.num_computed[rows_of] -= rejected
         still = slots.running[rows_of]
-        rows, rows_of, sampled = rows[still], rows_of[still], sampled[still]
-        if len(rows):
+        if np.count_nonzero(still) < len(rows_of):
+            rows = np.arange(len(plan.slots))[rows][still]
+            rows_of, sampled = rows_of[still], sampled[still]
+        if len(rows_of):
             # The last token delivered has no KV yet.
             upto = np.where(sampled, slots.num_tokens[rows_of] - 1, plan.starts[rows] + plan.num_tokens[rows])
             self._residencies.settle(rows_of, upto.astype(np.int32))
@@ -221,6 +234,8 @@ class OutputSide:
     def _acknowledge(self, plan: StepPlan, outcomes: signals.Outcomes, output: StepOutput) -> list[Delta]:
         """Match every -9 with the one revocation that it answers."""
         slots = self._slots
+        if not plan.revocations and not np.count_nonzero(outcomes.kinds == _RELEASED):
+            return []
         expected = {revoked.slot: revoked.gen for revoked in plan.revocations}
         seen = set((outcomes.kinds == _RELEASED).nonzero()[0].tolist())
         if seen != set(expected):

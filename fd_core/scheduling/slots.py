@@ -54,6 +54,8 @@ class SlotTable:
         self.num_slots = num_slots
         self.block_size = block_size
         self.requests: list[Request | None] = [None] * num_slots
+        self.names = [""] * num_slots
+        """Id of the request in each slot, or of the last one."""
         self.running = np.zeros(num_slots, np.bool_)
         self.loading = np.zeros(num_slots, np.bool_)
         """Slots whose KV is on its way from outside the device; the runner does not know of them yet."""
@@ -115,6 +117,7 @@ class SlotTable:
         """Begin a residency: a new gen, no blocks yet, every token still to compute."""
         spec = request.spec
         self.requests[slot] = request
+        self.names[slot] = spec.request_id
         request.slot = slot
         request.tokens.attach(self._delivered, slot)
         self.running[slot] = True
