@@ -14,6 +14,7 @@ from fd_core.simulation.conversations import Conversation, Piece, UserTurn, toke
 from fd_core.simulation.device import END
 from fd_core.simulation.results.outcomes import RequestOutcome
 from fd_core.simulation.timeline import Appointment, Timeline
+from fd_core.simulation.waits import WaitAccount
 from fd_core.types import Delta, IntArray, RequestSpec, SamplingParams
 
 __all__ = ["ClientDoor", "SimulatedClient", "WrongAnswer"]
@@ -90,6 +91,8 @@ class SimulatedClient:
         self._more = len(conversation.turns) > 1
         self._patience: Appointment | None = None
         self._now = _Reading()
+        self.account = WaitAccount(timeline.clock)
+        """Where the time of the request in progress went."""
 
     @property
     def gone(self) -> bool:
@@ -119,6 +122,7 @@ class SimulatedClient:
         room = max(1, self._max_model_len - len(prompt))
         most = room if turn.max_tokens is None else min(turn.max_tokens, room)
         self._now = _Reading(self._timeline.now, len(prompt), most)
+        self.account = WaitAccount(self._timeline.clock)
         conversation = self.conversation
         spec = RequestSpec(
             request_id=self.request_id,
@@ -148,6 +152,8 @@ class SimulatedClient:
         if self._check and self._now.count and not self._now.over:
             raise WrongAnswer(f"request {self.request_id} was given to another worker after its first token")
         self._now.attempts += 1
+        if self._now.attempts > 1 and not self._now.over:
+            self.account.begin_again()
 
     def read(self, delta: Delta, worker: int) -> None:
         """Take a part of the answer; it reaches the client a moment later."""
@@ -155,9 +161,12 @@ class SimulatedClient:
         if now.over:
             return
         at = self._timeline.now + self._delay
+        if delta.phases is not None:
+            self.account.tell(delta.phases, at)
         if tokens := delta.token_ids:
             if now.first is None:
                 now.first = at
+                self.account.first_token(at)
             elif (gap := at - now.last) > now.gap:
                 now.gap = gap
             now.last = at
@@ -190,6 +199,8 @@ class SimulatedClient:
         if now.over:
             return
         now.over = True
+        if now.first is not None and now.first > self._timeline.now:
+            now.first, now.count = None, 0  # it was on its way
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,7 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.engine.adapters import EngineAdapters
 from fd_core.engine.client import SingleEngineClient
 from fd_core.engine.core import Engine, EnginePort
-from fd_core.engine.messages import ClientMessage, EngineInfo, EngineMessage, StepEvents
+from fd_core.engine.messages import ClientMessage, EngineInfo, EngineMessage, StepEvents, Submit
 from fd_core.engine.service import EngineService, tells_admissions
 from fd_core.errors import EngineDead
 from fd_core.kv.events import KVEvent
@@ -26,6 +27,7 @@ from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.device import END, PlanComputer, SimulatedDevice
 from fd_core.simulation.timeline import Appointment, Timeline
+from fd_core.simulation.waits import RESTART, STEP, WaitAccount
 from fd_core.tracing.format import TraceHeader
 from fd_core.tracing.writer import TraceWriter
 from fd_core.types import Delta
@@ -79,14 +81,14 @@ class SimulatedEngineClient(SingleEngineClient):
         super().__init__(parts.config)
         self.deaths = 0
         """Epochs that died."""
-        self.on_admitted: Callable[[str], None] = lambda _: None
-        """Called with each request that enters a slot."""
         self.on_kv_events: Callable[[Sequence[KVEvent]], None] = lambda _: None
         """Called with what prefixes the device came to hold and lost."""
         self.on_over: Callable[[], None] = lambda: None
         """Called when an epoch is about to end, with its engine still there."""
         self.on_restart: Callable[[], None] = lambda: None
         """Called when another epoch has begun."""
+        self.account_of: Callable[[str], WaitAccount | None] = lambda _: None
+        """Finds where the time of a request is noted."""
         self._timeline = timeline
         self._parts = parts
         self._restart_seconds = restart_seconds
@@ -113,6 +115,9 @@ class SimulatedEngineClient(SingleEngineClient):
             self._next.cancel()
             self._next = None
         if self.alive:
+            for name in self._streams:
+                if (account := self.account_of(name)) is not None:
+                    account.wait_for(RESTART)
             self.on_over()
             self._outside.kill()
             self.end_trace()
@@ -154,6 +159,8 @@ class SimulatedEngineClient(SingleEngineClient):
 
     def _send(self, message: ClientMessage) -> None:
         self._inbox.append(message)
+        if isinstance(message, Submit) and (account := self.account_of(message.spec.request_id)) is not None:
+            account.wait_for(STEP)
         self._wake()
 
     def _wake(self) -> None:
@@ -244,8 +251,6 @@ class SimulatedEngineClient(SingleEngineClient):
     def _deliver(self, message: EngineMessage) -> None:
         if not isinstance(message, StepEvents):
             return
-        for request_id in message.admitted:
-            self.on_admitted(request_id)
         if message.kv:
             self.on_kv_events(message.kv)
         self._dispatch(message)
@@ -256,6 +261,9 @@ class SimulatedEngineClient(SingleEngineClient):
         self._occupied, self._woken = True, False
         inbox, self._inbox = self._inbox, []
         engine = self.engine
+        for message in inbox:
+            if isinstance(message, Submit) and (account := self.account_of(message.spec.request_id)) is not None:
+                account.enter(partial(engine.phases, message.spec.request_id))
         self._kept = self._service.take(inbox)
         self._kept += engine.begin_steps()
         if engine.num_in_flight:

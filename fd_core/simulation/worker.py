@@ -13,6 +13,7 @@ from fd_core.scheduling.requests import check_spec
 from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.engine import EngineParts, SimulatedEngineClient
 from fd_core.simulation.local_time import LocalTimeline
+from fd_core.simulation.waits import FRONT, WaitAccount
 from fd_core.types import Delta, RequestSpec
 
 __all__ = ["Caller", "SimulatedWorker", "WorkerPlan"]
@@ -58,6 +59,8 @@ class SimulatedWorker:
         """Whether it takes no more requests, because it is to end."""
         self.on_start: Callable[[SimulatedEngineClient], None] = lambda _: None
         """Called with the client of each new process."""
+        self.account_of: Callable[[str], WaitAccount | None] = lambda _: None
+        """Finds where the time of a request is noted."""
         self.timeline = timeline
         """Time as whatever runs at this address sees it; standing still and wrong clocks are faults of it."""
         self._busy_until = 0.0
@@ -117,6 +120,8 @@ class SimulatedWorker:
             caller.lost("no process listens at the worker's address")
             return
         self._callers[spec.request_id] = caller, None
+        if (account := self.account_of(spec.request_id)) is not None:
+            account.wait_for(FRONT)
         self._busy_until = max(self._busy_until, self.timeline.now) + self._costs.request(len(spec.prompt))
         self.timeline.at(self._busy_until, lambda: self._submit(client, spec, caller))
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 import random
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from fd_core.simulation.results.outcomes import RequestOutcome, Run, WorkerSampl
 from fd_core.simulation.shared_store import SharedStore
 from fd_core.simulation.timeline import Timeline
 from fd_core.simulation.transfers import TransferNetwork
+from fd_core.simulation.waits import WaitAccount
 from fd_core.simulation.worker import SimulatedWorker, WorkerPlan
 from fd_core.types import Delta, FinishReason, RequestSpec
 
@@ -112,10 +114,10 @@ class World:
         self._groups: list[SimulatedPool] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
         """Of engines that are over, by metric."""
-        self._waited = 0.0
-        """Seconds from the client's sending to a slot, summed over requests."""
+        self._waits = array("f")
+        """Where the time of each outcome's request went, see `Run.waits`."""
+        self._accounts: dict[str, WaitAccount] = {}
         self._answers: dict[str, Piece] = {}
-        self._sent: dict[str, float] = {}
         self._every = deployment.sample_seconds
         self._ticks = 0
         self.workers = self._make_workers()
@@ -138,6 +140,7 @@ class World:
         self._more_to_come = False
         for worker in self.workers:
             worker.on_start = partial(self._started, worker)
+            worker.account_of = self._accounts.get
             if worker.client is not None:
                 self._started(worker, worker.client)
 
@@ -174,7 +177,7 @@ class World:
         """Carry a client's request to a router, or to the one worker."""
         name = spec.request_id
         self._answers[name] = client.answer
-        self._sent[name] = self.timeline.now
+        self._accounts[name] = client.account
         gateway, worker = self._gateway_of(client), self.workers[0]
 
         def arrive() -> None:
@@ -261,7 +264,7 @@ class World:
         )
 
     def _started(self, worker: SimulatedWorker, client: SimulatedEngineClient) -> None:
-        client.on_admitted = self._admitted
+        client.account_of = self._accounts.get
         client.on_over = partial(self._count, client)
         if not client.info.kv_events:
             return
@@ -271,10 +274,6 @@ class World:
                 self.network.send(worker.plan.name, gateway.name, partial(gateway.learn, worker))
 
         client.on_kv_events = tell
-
-    def _admitted(self, request_id: str) -> None:
-        if (sent := self._sent.pop(request_id, None)) is not None:
-            self._waited += self.timeline.now - sent
 
     def _gateway_of(self, client: SimulatedClient) -> SimulatedGateway | None:
         """Return the router that a conversation always uses; None where there is none."""
@@ -317,7 +316,8 @@ class World:
 
     def _ended(self, outcome: RequestOutcome) -> None:
         self._answers.pop(outcome.request_id, None)
-        self._sent.pop(outcome.request_id, None)
+        for seconds in self._accounts.pop(outcome.request_id).end():
+            self._waits.extend(seconds)
         self.outcomes.append(outcome)
         self.on_event()
 
@@ -379,7 +379,7 @@ class World:
             outcomes=tuple(self.outcomes),
             samples=tuple(self.samples),
             counters=dict(sorted(self._counters.items())),
-            waiting={"slot": self._waited},
+            waits=self._waits.tobytes(),
             profile="; ".join(profiles),
         )
 

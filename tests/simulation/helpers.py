@@ -6,10 +6,14 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
 from fd_core.simulation.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.waits import WAITS
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 from fd_core.types import StepPlan
 
@@ -91,3 +95,15 @@ def conversations(
             plain = UserTurn(adds if turn else (SYSTEM, *adds), answer, think=draw.random() if turn else 0.0)
             made.append(adjust(plain, draw))
         yield Conversation(f"c{number}", at, tuple(made))
+
+
+def require_all_time_told(run: Run) -> None:
+    """Raise `AssertionError` unless the time of every request has its reasons, before its first token and behind it."""
+    waits = np.frombuffer(run.waits, np.float32).reshape(-1, 2, len(WAITS))
+    sums = waits.sum(2, dtype=np.float64)
+    assert len(waits) == len(run.outcomes) and waits.min(initial=0.0) >= 0
+    for outcome, (before, between) in zip(run.outcomes, sums.tolist(), strict=True):
+        first = outcome.ended if outcome.first_token is None else outcome.first_token
+        close = 1e-5 * (outcome.ended - outcome.arrived) + 1e-6
+        assert abs(before - (first - outcome.arrived)) <= close, outcome
+        assert abs(between - (outcome.ended - first)) <= close, outcome

@@ -62,7 +62,7 @@ def limit_of(run: ReportedRun, shape: DeploymentShape, profile: CostProfile, whe
     rows = 0.0
     if bins is not None and len(bins.rows) == len(workers):
         rows = max(max(bins.row_running[each]) for each in decoding)
-    waited = summary.waiting_seconds.get("slot", 0.0) / max(summary.requests, 1)
+    waited = sum(each.before for each in summary.waits if each.reason != "computing")
     kv_peak = summary.kv_peak or 0.0
     tokens = [float(workers[each].output_tokens) for each in decoding]
     uneven = max(tokens) * len(tokens) / max(sum(tokens), 1.0)
@@ -91,6 +91,6 @@ def limit_of(run: ReportedRun, shape: DeploymentShape, profile: CostProfile, whe
     words = (
         f"What limits is {what}: {when}, {check_text(worst)}; {more}, devices busy {busy:.0%} of the time, up to "
         f"{rows:.0f} of {shape.max_num_seqs} slots and {kv_peak:.0%} of KV blocks of a worker in use, "
-        f"{duration_text(waited)} from sending to a slot."
+        f"{duration_text(waited)} of waiting before a first token."
     )
     return LimitFound(what, words)

@@ -15,6 +15,7 @@ import msgspec
 
 from fd_core.errors import ConfigError
 from fd_core.simulation.results.summary import LatencyFigures, RunSummary
+from fd_core.simulation.waits import WAIT_TITLES, WAITS
 
 __all__ = [
     *(
@@ -43,6 +44,8 @@ class ComparedFigure(msgspec.Struct, frozen=True):
     more_is_better: bool | None
     """None where neither is."""
     of: Callable[[RunSummary], float | None]
+    rare: bool = False
+    """Whether it is left out where it is 0 in all runs."""
 
 
 def _latency(measure: str, statistic: str) -> ComparedFigure:
@@ -53,6 +56,19 @@ def _latency(measure: str, statistic: str) -> ComparedFigure:
     upper = {"ttft": "TTFT", "tpot": "TPOT", "gap": "Longest gap", "e2e": "End to end"}[measure]
     return ComparedFigure(f"{measure}_{statistic}", f"{upper} {statistic}", "s", False, of)
 
+
+def _wait(name: str, title: str, *reasons: str) -> ComparedFigure:
+    """Return the mean seconds that a completed request waited for some reasons."""
+
+    def of(summary: RunSummary) -> float | None:
+        if not summary.waits:
+            return None
+        return math.fsum(each.before + each.between for each in summary.waits if each.reason in reasons)
+
+    return ComparedFigure(name, title, "s", False, of, rare=len(reasons) == 1)
+
+
+_REASONS: Final = tuple(reason for reason in WAITS if reason != "computing")
 
 FIGURES: Final = {
     each.name: each
@@ -67,6 +83,8 @@ FIGURES: Final = {
         *(_latency("tpot", each) for each in ("mean", "p50", "p99")),
         _latency("gap", "p99"),
         *(_latency("e2e", each) for each in ("mean", "p50", "p95", "p99")),
+        _wait("waiting", "Waiting", *_REASONS),
+        *(_wait(f"waiting_{reason}", f"Waiting for {WAIT_TITLES[reason]}", reason) for reason in _REASONS),
         ComparedFigure("completed", "Completed", "", True, lambda each: each.completed),
         ComparedFigure("hit_rate", "Prefix hits", "share", True, lambda each: each.hit_rate),
         ComparedFigure("kv_use", "KV use", "share", None, lambda each: each.kv_use),
@@ -87,7 +105,7 @@ FIGURES: Final = {
 
 USUAL_FIGURES: Final = (
     *("goodput", "attainment", "requests_per_s", "output_tokens_per_s", "ttft_p50", "ttft_p99", "tpot_p99", "e2e_p95"),
-    *("hit_rate", "preemptions", "fairness", "worker_seconds", "price"),
+    *("waiting", "hit_rate", "preemptions", "fairness", "worker_seconds", "price"),
 )
 """Those that people ask for first."""
 

@@ -65,7 +65,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[WorkerSample, ...]
     counters: dict[str, float]
     """Sums over workers and routers, by metric name."""
-    waiting: dict[str, float]
-    """Seconds that requests waited in workers, by reason, summed."""
     profile: str
     """Which costs were used, and whether they were measured or calculated."""
+    waits: bytes = b""
+    """Where the time of each request went: float32[requests, 2, reasons], seconds, in the order of `outcomes`, before
+    the first token and behind it, by `fd_core.simulation.waits.WAITS`. Empty if nothing tells."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.results.slo import Slo
+from fd_core.simulation.waits import WAITS
 
 __all__ = [
     *(
@@ -31,6 +32,7 @@ __all__ = [
         "RunSummary",
         "SloFigures",
         "TenantFigures",
+        "WaitFigures",
         "WorkerCost",
     ),
     *("WorkerFigures", "column", "jain", "latencies_of", "percentiles", "summarize"),
@@ -96,6 +98,23 @@ class TenantFigures(msgspec.Struct, frozen=True):
     """Share of its requests that are good; None without an SLO."""
 
 
+class WaitFigures(msgspec.Struct, frozen=True):
+    """Seconds that a request spent for one reason, means."""
+
+    reason: str
+    """Of `fd_core.simulation.waits.WAITS`, `computing` among them."""
+    before: float
+    """Of completed requests before their first tokens; over all reasons that is the mean TTFT."""
+    before_slowest: float
+    """The same of the hundredth of them whose first tokens came latest."""
+    between: float
+    """Of completed requests behind their first tokens."""
+    between_slowest: float
+    """The same of the hundredth of them that took longest there."""
+    lost: float
+    """Of requests that were not completed, in all their time."""
+
+
 class WorkerFigures(msgspec.Struct, frozen=True):
     """How one worker was used; means are over time."""
 
@@ -159,7 +178,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     waiting: float
     preemptions: int
     waiting_seconds: dict[str, float]
-    """Summed over requests, by reason."""
+    """Summed over all requests, by reason, without what they computed."""
+    waits: tuple[WaitFigures, ...]
+    """Where the time of requests went, reasons that none had left out, those first that took most of it."""
     fairness_service: float | None
     """Jain's index of the tokens that each tenant got: 1 is equal, 1/n is one that got all. None with one tenant."""
     fairness_speed: float | None
@@ -237,6 +258,7 @@ def summarize(
     good = _good(columns, slo) if slo else None
     use = _WorkerUse(run, float(columns.ended.max(initial=0.0)))
     service, speed, tenants = _tenants(run, columns, good)
+    waiting_seconds, waits = _waits(run, columns)
     return RunSummary(
         label=run.label,
         seed=run.seed,
@@ -265,7 +287,8 @@ def summarize(
         running=use.running,
         waiting=use.waiting,
         preemptions=int(run.counters.get("preemptions", 0)),
-        waiting_seconds=dict(sorted(run.waiting.items())),
+        waiting_seconds=waiting_seconds,
+        waits=waits,
         fairness_service=service,
         fairness_speed=speed,
         tenants=tenants,
@@ -376,6 +399,34 @@ def _tenants(
         )
 
     return jain(tokens), jain(speed), tuple(map(figures, most))
+
+
+def _waits(run: Run, columns: _Columns) -> tuple[dict[str, float], tuple[WaitFigures, ...]]:
+    """Return what all requests waited, summed by reason, and where their time went."""
+    table = np.frombuffer(run.waits, np.float32).reshape(-1, 2, len(WAITS))
+    if not len(table):
+        return {}, ()
+    done = columns.completed
+
+    def slowest(part: int) -> Numbers:
+        """Return a hundredth of the completed requests, and those that took as long as the quickest of them."""
+        own: Numbers = table[done, part].astype(np.float64)
+        took = own.sum(1)
+        last = len(took) - -(-len(took) // 100)
+        return own[took >= np.partition(took, last)[last]] if len(took) else own
+
+    late, slow = slowest(0), slowest(1)
+    sums, found = {}, []
+    for number, reason in enumerate(WAITS):
+        own = table[:, :, number]
+        if not own.any():
+            continue
+        if reason != "computing":
+            sums[reason] = math.fsum(own[own > 0].tolist())
+        parts = (own[done, 0], late[:, number], own[done, 1], slow[:, number], own[~done].sum(1, dtype=np.float64))
+        found.append(WaitFigures(reason, *(_mean(part) if len(part) else 0.0 for part in parts)))
+    found.sort(key=lambda each: (-each.before - each.between - each.lost, each.reason))
+    return dict(sorted(sums.items())), tuple(found)
 
 
 class _WorkerUse:

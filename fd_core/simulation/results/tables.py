@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -24,10 +25,13 @@ from fd_core.simulation.results.report import (
     load_curves_of,
 )
 from fd_core.simulation.results.summary import RunSummary
+from fd_core.simulation.waits import WAIT_TITLES
 
 __all__ = ["duration_text", "figure_text", "print_report"]
 
 _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "gap": "Longest gap", "e2e": "End to end"}
+_NOTHING: Final = 5e-7
+"""Seconds below which a wait is none: what sums of rounded numbers leave."""
 _STYLES = {"better": "green", "worse": "red", "noise": "dim", "one seed": "yellow", "different": ""}
 
 
@@ -84,7 +88,7 @@ def _print_case(case: ReportCase, console: Console) -> None:
     for name in ("", "mean", "95 % interval"):
         table.add_column(name, justify="right" if name else "left")
     for name, figure in FIGURES.items():
-        if (found := case.figure(name)) is not None:
+        if (found := case.figure(name)) is not None and (found.mean or not figure.rare):
             table.add_row(figure.title, figure_text(figure, found.mean), _span(figure, found))
     console.print(table)
 
@@ -110,9 +114,6 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
             table.add_row(title, f"{share:.1%}")
     table.add_row("Running, waiting", f"{_number(summary.running)}, {_number(summary.waiting)}")
     table.add_row("Preemptions", f"{summary.preemptions:,}")
-    for reason, seconds in summary.waiting_seconds.items():
-        each = duration_text(seconds / max(summary.requests, 1))
-        table.add_row(Text(f"Waited for {reason}"), f"{each} a request")
     if summary.fairness_speed is not None and summary.fairness_service is not None:
         fair = f"speed {summary.fairness_speed:.3f}, service {summary.fairness_service:.3f}"
         table.add_row("Fairness between tenants (Jain)", fair)
@@ -131,12 +132,27 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
     for name, figures in summary.latencies.items():
         latency.add_row(_TITLES[name], *(duration_text(getattr(figures, each)) for each in columns))
     console.print(latency)
+    if summary.waits:
+        console.print(_waits_table(summary))
     for check in slo.checks if slo else ():
         shown = (duration_text(check.value), duration_text(check.limit))
         if check.name == "attainment":
             shown = (f"{check.value or 0:.1%}", f"{check.limit:.1%}")
         line = f"{'holds' if check.held else 'BREAKS'} {check.name}: {shown[0]}, limit {shown[1]}"
         console.print(Text(line, "green" if check.held else "bold red"))
+
+
+def _waits_table(summary: RunSummary) -> Table:
+    """Return where the time of requests went."""
+    table = Table(title="What a request waits for, and its computing: means", title_justify="left")
+    columns = ["", "to first token", "slowest 1 %", "between tokens", "slowest 1 %"]
+    for name in [*columns, "not completed"] if summary.requests > summary.completed else columns:
+        table.add_column(name, justify="right" if name else "left")
+    for each in summary.waits:
+        seconds = (each.before, each.before_slowest, each.between, each.between_slowest, each.lost)
+        shown = [duration_text(value) if value >= _NOTHING else "–" for value in seconds[: len(table.columns) - 1]]
+        table.add_row(WAIT_TITLES[each.reason], *shown)
+    return table
 
 
 def _print_cases(title: str, cases: Sequence[ReportCase], console: Console) -> None:
@@ -162,7 +178,8 @@ def _print_comparison(values: dict[str, float | str], comparison: SettingsCompar
     for name in ("", first, *others):
         table.add_column(Text(name), justify="right" if name else "left")
     differences = {(each.setting, each.figure): each for each in comparison.differences}
-    for name in USUAL_FIGURES:
+    told = {each.figure for each in comparison.differences if each.verdict in ("better", "worse")}
+    for name in [name for name, each in FIGURES.items() if name in USUAL_FIGURES or (each.rare and name in told)]:
         figure, base = FIGURES[name], comparison.figures[first].get(name)
         if base is None:
             continue

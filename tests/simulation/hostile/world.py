@@ -26,6 +26,7 @@ from fd_core.simulation.shared_store import SharedStore
 from fd_core.simulation.worker import Caller, SimulatedWorker
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 from fd_core.types import Delta, RequestSpec
+from tests.simulation.helpers import require_all_time_told
 from tests.simulation.hostile.computing import AuditedComputer, BrokenLaw, Foreseeing, Oracle, null_runner
 from tests.simulation.hostile.plans import BLOCK_BYTES, HostilePlan, QuickCosts
 
@@ -346,4 +347,5 @@ def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tup
         if worker.client is not None:
             world.counts["engine_deaths"] += worker.client.deaths
     world.counts["messages_held"] += world.network.held
+    require_all_time_told(run)
     return +world.counts, run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fd_core.simulation.results.outcomes import RequestOutcome, Run, WorkerSample
+from fd_core.simulation.waits import WAITS
 
 _BLOCKS = 500
 _SLOTS = 48
@@ -39,10 +40,15 @@ def run_of(*outcomes: RequestOutcome, samples: tuple[WorkerSample, ...] = (), se
         "workers": ("w0",),
         "blocks": (_BLOCKS,),
         "counters": {},
-        "waiting": {},
         "profile": "made up, calculated, never measured",
     }
     return Run(seed=seed, outcomes=outcomes, samples=samples, **(values | fields))  # type: ignore[arg-type]
+
+
+def waits_of(*requests: tuple[dict[str, float], dict[str, float]]) -> bytes:
+    """Return `Run.waits` of requests that spent so many seconds before and behind the first token, by reason."""
+    parts = [[part.get(reason, 0.0) for reason in WAITS] for both in requests for part in both]
+    return np.array(parts, np.float32).tobytes()
 
 
 def queued(
@@ -66,7 +72,7 @@ def queued(
     outputs = (1 + draw.lognormal(4.0, 0.7, requests)).astype(int).tolist()
     cached = (draw.random(requests) < 0.3).tolist()
     free = [0.0] * workers
-    outcomes, spans = [], []
+    outcomes, spans, reasons = [], [], {}
     for index in range(requests):
         worker = index % workers
         start = max(free[worker], arrived[index])
@@ -89,6 +95,12 @@ def queued(
                 worker=worker,
             )
         )
+        took = outcomes[-1].ended - first
+        again = took / 4 if index % 50 == 1 else 0.0
+        reasons[f"r{index}"] = (
+            {"computing": compute + step, "slot": start - arrived[index]},
+            {"computing": took - again, "preempted": again},
+        )
         spans.append((arrived[index], start, outcomes[-1].ended, worker, prompts[index] // 16 + 1))
     last = max(each.ended for each in outcomes)
     table = np.array(spans).reshape(-1, 5)
@@ -101,13 +113,14 @@ def queued(
             used = min(_BLOCKS, int(own[runs, 4].sum()))
             running = min(_SLOTS, int(np.count_nonzero(runs)))
             samples.append(WorkerSample(at, worker, waits, running, used, (_BLOCKS - used) // 2))
+    outcomes.sort(key=lambda each: each.ended)
     return run_of(
-        *sorted(outcomes, key=lambda each: each.ended),
+        *outcomes,
         samples=tuple(samples),
         seed=seed,
         label=label,
         workers=tuple(f"mixed-{index}" for index in range(workers)),
         blocks=(_BLOCKS,) * workers,
         counters={"preemptions": float(requests // 50), "steps": 10.0 * requests},
-        waiting={"slots": float(table[:, 1].sum() - table[:, 0].sum()), "blocks": 1.5},
+        waits=waits_of(*(reasons[each.request_id] for each in outcomes)),
     )

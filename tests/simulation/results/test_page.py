@@ -119,6 +119,7 @@ def test_many_requests_and_many_workers_make_no_large_page() -> None:
         run,
         outcomes=tuple(outcomes),
         samples=tuple(samples),
+        waits=run.waits * 10,
         workers=tuple(f"mixed-{index}" for index in range(500)),
         blocks=(500,) * 500,
     )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fd_core.simulation.results.outcomes import WorkerSample
 from fd_core.simulation.results.slo import parse_slo
 from fd_core.simulation.results.summary import jain, latencies_of, percentiles, summarize
-from tests.simulation.results.made_up import outcome, queued, run_of
+from tests.simulation.results.made_up import outcome, queued, run_of, waits_of
 
 TIMES = st.floats(0, 1e6, allow_nan=False)
 
@@ -175,9 +175,29 @@ def test_cost_is_that_of_all_workers_for_the_whole_run() -> None:
     assert cost.price_per_million == pytest.approx(20.0)
 
 
+def test_where_time_goes_adds_up_to_the_latencies_and_shows_the_slowest_and_the_lost() -> None:
+    outcomes = [outcome(str(i), 0.0, 1.0, 2.0) for i in range(199)]
+    outcomes += [outcome("late", 0.0, 5.0, 6.0), outcome("lost", 0.0, None, 7.0, 0, end="left")]
+    quick = ({"computing": 0.75, "slot": 0.25}, {"computing": 1.0})
+    late, lost = ({"computing": 1.0, "blocks": 4.0}, {"preempted": 1.0}), ({"slot": 7.0}, {})
+    summary = summarize(run_of(*outcomes, waits=waits_of(*[quick] * 199, late, lost)))
+    found = {each.reason: each for each in summary.waits}
+    assert sum(each.before for each in summary.waits) == pytest.approx(summary.latencies["ttft"].mean)
+    between = summary.latencies["e2e"].mean - summary.latencies["ttft"].mean
+    assert sum(each.between for each in summary.waits) == pytest.approx(between)
+    assert [(each.reason, each.lost) for each in summary.waits][:2] == [("slot", 7.0), ("computing", 0.0)]
+    assert found["blocks"].before == pytest.approx(4 / 200)
+    assert found["blocks"].before_slowest == pytest.approx(4 / 200), "the second of them took as long as all others"
+    assert found["preempted"].between_slowest == pytest.approx(1 / 200)
+    assert summary.waiting_seconds == pytest.approx({"slot": 199 / 4 + 7, "blocks": 4.0, "preempted": 1.0})
+    nobody = summarize(run_of(outcomes[-1], waits=waits_of(lost)))
+    assert [(each.reason, each.before, each.lost) for each in nobody.waits] == [("slot", 0.0, 7.0)]
+
+
 def test_figures_do_not_depend_on_the_order_of_outcomes() -> None:
     run = queued(300)
-    turned = msgspec.structs.replace(run, outcomes=run.outcomes[::-1], samples=run.samples[::-1])
+    backwards = np.frombuffer(run.waits, np.float32).reshape(300, -1)[::-1].tobytes()
+    turned = msgspec.structs.replace(run, outcomes=run.outcomes[::-1], samples=run.samples[::-1], waits=backwards)
     slo = parse_slo("ttft_p99=0.5,tpot=0.05")
     there, back = (msgspec.to_builtins(summarize(each, slo)) for each in (run, turned))
     assert there.pop("tenants") and back.pop("tenants")
@@ -195,7 +215,7 @@ def test_latencies_of_a_run_are_sorted_and_those_of_its_figures() -> None:
 
 def test_many_outcomes_take_a_moment() -> None:
     run = queued(2000)
-    many = msgspec.structs.replace(run, outcomes=run.outcomes * 25)
+    many = msgspec.structs.replace(run, outcomes=run.outcomes * 25, waits=run.waits * 25)
     began = time.perf_counter()
     assert summarize(many, parse_slo("ttft_p99=0.5")).requests == 50_000
     assert time.perf_counter() - began < 2.0  # 0.15 s where nothing else runs

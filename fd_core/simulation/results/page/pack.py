@@ -24,6 +24,7 @@ from fd_core.simulation.results.report import (
 from fd_core.simulation.results.shapes import SHARES, TimeBins
 from fd_core.simulation.results.slo import MEASURES
 from fd_core.simulation.results.summary import RunSummary
+from fd_core.simulation.waits import WAIT_TITLES
 from fd_core.simulation.whole_file import write_whole
 
 __all__ = ["facts_of", "page_of", "write_page"]
@@ -58,7 +59,11 @@ def facts_of(report: Report) -> dict[str, Any]:
         )
     summaries = [run.summary for run in report.runs]
     settings = list(dict.fromkeys(case.setting for case in cases))
-    figures = [each for each in FIGURES.values() if any(each.of(summary) is not None for summary in summaries)]
+    figures = [
+        figure
+        for figure in FIGURES.values()
+        if any(value is not None and (value or not figure.rare) for value in map(figure.of, summaries))
+    ]
     names = [each.name for each in figures]
     curves, bins = _fitting(map(_curves, cases), _CURVES_BYTES), _fitting(map(_bins, cases), _BINS_BYTES)
     return {
@@ -72,6 +77,7 @@ def facts_of(report: Report) -> dict[str, Any]:
         "about": [[name, _text(value)] for name, value in _flat("", report.settings)],
         "traces": dict(report.traces),
         "measures": {name: about[0].upper() + about[1:] for name, about in MEASURES.items()},
+        "waits": WAIT_TITLES,
         "usual": USUAL_FIGURES,
         "figures": [[each.name, each.title, each.unit, each.more_is_better] for each in figures],
         "names": list(cases[0].values) if cases else [],
@@ -169,9 +175,7 @@ def _details(summary: RunSummary) -> dict[str, Any]:
     return {
         "lost": {name: count for name, count in lost.items() if count},
         "reasons": summary.reasons,
-        "waited": {
-            name: _short(seconds / max(summary.requests, 1)) for name, seconds in summary.waiting_seconds.items()
-        },
+        "waits": [[each.reason, *_shorts(msgspec.structs.astuple(each)[1:])] for each in summary.waits],
         "checks": [msgspec.structs.astuple(check) for check in summary.slo.checks] if summary.slo else [],
         "tenants": [msgspec.structs.astuple(each) for each in summary.tenants],
         "workers": [msgspec.structs.astuple(each) for each in summary.workers[:_MOST_WORKERS]],
@@ -185,6 +189,7 @@ def _comparison(
     differences = [
         [names.index(each.figure), settings.index(each.setting), _span(each.more), VERDICTS.index(each.verdict)]
         for each in found.differences
+        if each.figure in names
     ]
     return {
         "at": list(values.values()),

@@ -9,7 +9,7 @@ for (const one of facts.cases) Object.assign(one, { at: named(one.at), figures: 
 for (const found of facts.comparisons) Object.assign(found, { at: named(found.at), differences: found.differences.map(([figure, index, span, verdict]) => [facts.figures[figure][0], index, span, facts.verdicts[verdict]]) });
 const axes = Object.entries(facts.axes);
 const at = Object.fromEntries(axes.map(([name, values]) => [name, values[Math.floor((values.length - 1) / 2)]]));
-let setting = 0, mapped = figures.has("goodput") ? "goodput" : "ttft_p99", mapX = null, mapY = null, striped = "kv_use", tail = false, every = false;
+let setting = 0, mapped = figures.has("goodput") ? "goodput" : "ttft_p99", mapX = null, mapY = null, striped = "kv_use", tail = false, every = false, slowest = false;
 
 const colourOf = index => COLOURS[index % COLOURS.length];
 const digits = value => value >= 1000 ? whole(value) : `${+value.toPrecision(3)}`;
@@ -189,6 +189,35 @@ function showCurves() {
   }
 }
 
+const WAIT_COLOURS = {
+  computing: "decode", slot: "prefill", blocks: "draining", budget: "unscheduled", preempted: "limit", store: "loading", transfer: "overrun", prefix: "cached",
+  step: "drafts", front: "max", network: "faint", retry: "mark", restart: "text", scheduler: "decode2", grammar: "decode2", engine: "max",
+};
+
+function showWaits() {
+  const cases = here().filter(one => one.waits?.length), bars = byId("waitBars"), reasons = [...new Set(cases.flatMap(one => one.waits.map(([reason]) => reason)))];
+  byId("waits").hidden = !cases.length;
+  byId("slowest").setAttribute("aria-pressed", slowest);
+  byId("waitAbout").textContent = slowest ? "means of the slowest 1 % of completed requests in each part" : "means of completed requests";
+  const wordsOf = reason => reason === "computing" ? "computing" : `waiting for ${facts.waits[reason]}`;
+  byId("waitKeys").replaceChildren(...reasons.map(reason => {
+    const key = element("span");
+    key.append(element("i", null, { class: "key", style: `background: var(--${WAIT_COLOURS[reason]})` }), wordsOf(reason));
+    return key;
+  }));
+  bars.replaceChildren();
+  for (const [title, part] of [["To the first token", 1], ["Between tokens", 3]]) {
+    const column = part + slowest, total = one => one.waits.reduce((sum, wait) => sum + wait[column], 0), most = Math.max(...cases.map(total), 1e-9);
+    bars.append(element("h3", title));
+    for (const one of cases) {
+      const line = bars.appendChild(element("div", null, { class: "strip" })), parts = one.waits.filter(wait => wait[column] > 0).sort((a, b) => reasons.indexOf(a[0]) - reasons.indexOf(b[0]));
+      const bar = element("div", null, { class: "bar", role: "img", "aria-label": parts.map(wait => `${wordsOf(wait[0])} ${seconds(wait[column])}`).join(", ") || "nothing" });
+      for (const wait of parts) bar.append(element("i", null, { style: `width: ${100 * wait[column] / most}%; background: var(--${WAIT_COLOURS[wait[0]]})`, title: `${wordsOf(wait[0])}: ${seconds(wait[column])}` }));
+      line.append(element("span", facts.settings[one.setting], { title: nameOf(one) }), bar, element("b", seconds(total(one))));
+    }
+  }
+}
+
 function showTime() {
   const cases = here(), row = byId("timeRow"), one = cases.find(each => each.setting === setting), focused = row.contains(document.activeElement);
   byId("time").hidden = !facts.cases.some(each => each.bins);
@@ -243,19 +272,20 @@ function showDetails(one) {
   if (checks.length) fold("SLO", tableOf(["", "is", "limit", ""], checks), true);
   const lost = [...Object.entries(one.lost), ...Object.entries(one.reasons)];
   if (lost.length) fold("Requests that were not completed, and why", tableOf(["", "requests"], lost.map(([name, count]) => [name, whole(count)])), true);
-  const waited = Object.entries(one.waited);
-  if (waited.length) fold("Waiting, by reason", tableOf(["", "a request"], waited.map(([name, value]) => [name, seconds(value)])), true);
+  const spent = value => value >= 5e-7 ? seconds(value) : "–";
+  if (one.waits.length) fold("Where the time of a request goes", tableOf(["", "to the first token", "slowest 1 %", "between tokens", "slowest 1 %", "not completed"], one.waits.map(([reason, ...values]) => [facts.waits[reason], ...values.map(spent)])), true);
   if (one.tenants.length) fold("Tenants", tableOf(["", "requests", "completed", "output tokens", "TTFT p99", "good"], one.tenants.map(([name, requests, completed, tokens, ttft, good]) => [name || "(no name)", whole(requests), whole(completed), whole(tokens), known(ttft) ? seconds(ttft) : "–", share(good)])), false);
   fold(`Workers${one.moreWorkers ? `, the first ${one.workers.length}` : ""}`, tableOf(["", "requests", "output tokens", "running", "waiting", "KV use", "most"], one.workers.map(([name, requests, tokens, running, waiting, use, peak]) => [name, whole(requests), whole(tokens), plain(+running.toPrecision(3)), plain(+waiting.toPrecision(3)), share(use), share(peak)])), false);
   place.replaceChildren(element("h2", "Details"), element("p", `${nameOf(one)}, first seed`, { class: "faint" }), ...parts);
 }
 
 function showPlace() {
-  for (const show of [showTable, showWinner, showLoad, showMap, showCurves, showTime]) show();
+  for (const show of [showTable, showWinner, showLoad, showMap, showCurves, showWaits, showTime]) show();
 }
 
 followTheme(byId("theme"));
 byId("every").addEventListener("click", () => { every = !every; showWinner(); });
+byId("slowest").addEventListener("click", () => { slowest = !slowest; showWaits(); });
 byId("tail").addEventListener("click", () => { tail = !tail; showCurves(); });
 showHead();
 showPlace();

@@ -1,0 +1,120 @@
+"""Where the time of one request goes, from its client's sending to its end: every second has one reason.
+
+The engine's own scheduler tells what happens inside it (`fd_core.scheduling.phases`); what is around it is told here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from fd_core.scheduling.phases import PHASE_NAMES
+
+__all__ = ["FRONT", "NETWORK", "RESTART", "STEP", "WAITS", "WAIT_TITLES", "WaitAccount"]
+
+_AROUND: Final = ("network", "retry", "front", "step", "restart", "engine")
+WAITS: Final = (*PHASE_NAMES, *_AROUND)
+"""Reasons by number: phases of the scheduler first, `computing` the first of them, then what is around the engine."""
+NETWORK, RETRY, FRONT, STEP, RESTART, ENGINE = (WAITS.index(name) for name in _AROUND)
+"""Messages under way; attempts that came to nothing; the front of a server, which takes requests one after the other;
+the step in progress, after which an engine looks at what came; another engine in place of one that died; an engine
+whose scheduler does not tell."""
+
+WAIT_TITLES: Final = {
+    "computing": "computing",
+    "slot": "a slot",
+    "blocks": "KV blocks",
+    "budget": "the step token budget",
+    "scheduler": "the scheduler's rule",
+    "prefix": "a prefix in progress",
+    "grammar": "its grammar",
+    "store": "KV of a store",
+    "transfer": "a prefill worker",
+    "preempted": "being resumed",
+    "network": "the network",
+    "retry": "attempts in vain",
+    "front": "the server's front",
+    "step": "the step in progress",
+    "restart": "another engine",
+    "engine": "the engine",
+}
+"""What a request does or waits for, in words, by reason."""
+
+
+class WaitAccount:
+    """Where the time of one request went so far, as its client sees it, which reads later than engines tell."""
+
+    __slots__ = ("_ask", "_before", "_clock", "_first", "_reason", "_seconds", "_sent", "_since", "_told")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """The client sends the request; `clock` is not that of a worker, which may be wrong."""
+        self._clock = clock
+        self._sent = self._since = clock()
+        self._reason = NETWORK
+        self._seconds = [0.0] * len(WAITS)
+        self._before: list[float] | None = None
+        """What the seconds were at the first token."""
+        self._first = math.inf
+        """When it was read."""
+        self._ask: Callable[[], tuple[float, ...] | None] | None = None
+        """Asks the engine that holds the request."""
+        self._told: tuple[float, ...] | None = None
+        """What that engine told last."""
+
+    def wait_for(self, reason: int) -> None:
+        """The request waits for something around engines from now on."""
+        self._close(self._clock())
+        self._ask, self._reason = None, reason
+
+    def enter(self, ask: Callable[[], tuple[float, ...] | None]) -> None:
+        """An engine takes the request in; it tells what `Engine.phases` does if it is asked."""
+        self.wait_for(ENGINE)
+        self._ask, self._told = ask, None
+
+    def begin_again(self) -> None:
+        """Another worker is tried, before any token: all time so far was for nothing."""
+        self.wait_for(NETWORK)
+        self._seconds = [0.0] * len(WAITS)
+        self._seconds[RETRY] = self._since - self._sent
+
+    def tell(self, phases: tuple[float, ...] | None, at: float) -> None:
+        """The client reads, at a time, what the engine that holds the request told; None gives it all to one reason."""
+        elapsed = max(at - self._since, 0.0)
+        if phases is None:
+            self._seconds[self._reason] += elapsed
+        else:
+            told = self._told or (0.0,) * len(phases)
+            for number, (seconds, before) in enumerate(zip(phases, told, strict=True)):
+                # What the engine has told and the client not read yet is no time of the client.
+                spent = min(max(seconds - before, 0.0), elapsed)
+                self._seconds[number] += spent
+                elapsed -= spent
+            self._seconds[NETWORK] += elapsed
+            self._told = phases
+        self._since = max(at, self._since)
+
+    def first_token(self, at: float) -> None:
+        """The client reads the first token at a time; behind it are waits between tokens."""
+        self._close(at)
+        self._before, self._first = [*self._seconds], at
+
+    def end(self) -> tuple[list[float], list[float]]:
+        """Return the seconds by number of the reason, before the first token and behind it; together all time."""
+        now = self._clock()
+        self._close(now)
+        unread = self._since - now
+        before = self._before if self._first <= now else None
+        base = before or [0.0] * len(WAITS)
+        seconds = self._seconds
+        for number in (NETWORK, *range(len(WAITS))):
+            cut = min(max(unread, 0.0), seconds[number] - base[number])
+            seconds[number] -= cut
+            unread -= cut
+        if before is None:
+            return seconds, base
+        return before, [after - early for after, early in zip(seconds, before, strict=True)]
+
+    def _close(self, at: float) -> None:
+        """Give what passed until then to its reason."""
+        self.tell(None if self._ask is None else self._ask(), at)
