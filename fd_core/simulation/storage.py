@@ -51,14 +51,14 @@ class TimedKVCache(KVCache):
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks to the host."""
         copied = self._cache.export_blocks(blocks)
-        self._threads.spend(self._costs.host_copy(len(blocks)))
+        self._threads.copy(self._costs.host_copy(len(blocks)))
         if not isinstance(self._cache, BlankKVCache):
             self._threads.tell(lambda: self._require(blocks, copied.tobytes()))
         return copied
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         """Copy blocks from the host."""
-        self._threads.spend(self._costs.host_copy(len(blocks)))
+        self._threads.copy(self._costs.host_copy(len(blocks)))
         if not isinstance(self._cache, BlankKVCache):
             self._threads.tell(lambda: self._cache.import_blocks(blocks, data))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from fd_core.config import Limits
 from fd_core.disagg.connectors.contract import ConnectorSettings
@@ -40,6 +40,11 @@ _UNREACHABLE: Final = "the prefill worker cannot be reached"
 _BROKE: Final = "the connection to the prefill worker broke"
 
 
+Message = tuple[FromDecode | FromPrefill, Sequence[Bytes]]
+"""What one side says, and the frames of KV behind it."""
+Arrive = Callable[[Message], None]
+
+
 class TransferNetwork:
     """What lies between the prefill and the decode workers of a world: links over its network, and who listens."""
 
@@ -53,6 +58,10 @@ class TransferNetwork:
         """Messages so far."""
         self.listening: dict[str, SimulatedDecodeLinks] = {}
         """Prefill workers by address."""
+        self.window = 8
+        """Pieces of a lease that may be on their way at once, for receivers that start from here on."""
+        self.longest = 600.0
+        """Seconds after which a lease is over in any case, for sides that start from here on."""
         self.network = network
         self._leases = 0
         self._ports = _FIRST_PORT
@@ -67,14 +76,17 @@ class TransferNetwork:
         self._ports += 1
         return self._ports
 
-    def carry(self, threads: VirtualThreads, origin: str, target: str, arrive: Callable[[], None]) -> None:
+    def carry(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
         """Send a message from one place to another once it is that time for the job that says it."""
-        threads.tell(partial(self._leave, threads, origin, target, arrive))
+        threads.tell(partial(self._leave, threads, origin, target, message, arrive))
 
-    def _leave(self, threads: VirtualThreads, origin: str, target: str, arrive: Callable[[], None]) -> None:
+    def heard(self, place: str, message: Message) -> None:
+        """Take note that the worker at `place` is about to take a message in."""
+
+    def _leave(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
         self.said += 1
         for seconds in self.fate(self.said):
-            threads.tell(partial(self.network.send, origin, target, arrive), seconds)
+            threads.tell(partial(self.network.send, origin, target, partial(arrive, message)), seconds)
 
 
 class SimulatedPrefillLink(PrefillLink):
@@ -92,13 +104,13 @@ class SimulatedPrefillLink(PrefillLink):
     def say(self, message: FromDecode) -> None:
         """Send a message."""
         links = self.links
-        links.transfers.carry(links.threads, links.place, self._place, partial(self._arrive, message))
+        links.transfers.carry(links.threads, links.place, self._place, (message, ()), self._arrive)
 
-    def hear(self, message: FromPrefill, frames: Sequence[Bytes]) -> None:
+    def hear(self, message: Message) -> None:
         """Take a message and the frames behind it, at the decode worker."""
-        self.links.loop.post(partial(self.links.hear, self, message, frames))
+        self.links.loop.post(partial(self.links.take, self, message))
 
-    def _arrive(self, message: FromDecode) -> None:
+    def _arrive(self, message: Message) -> None:
         """Reach the prefill worker, or learn that there is none, or another one than before."""
         transfers = self.links.transfers
         there = transfers.listening.get(self.address)
@@ -107,7 +119,7 @@ class SimulatedPrefillLink(PrefillLink):
         if there is None or there is not self._heard_by:
             transfers.network.send(self._place, self.links.place, self.lose)
         else:
-            there.take(self.route, message)
+            there.hear(self.route, message)
 
     def lose(self) -> None:
         """Learn, at the decode worker, that the link is lost."""
@@ -132,7 +144,7 @@ class SimulatedPrefillLinks:
         self.threads = threads
         self.place = place
         self.loop = loop
-        self.hear = hear
+        self._hear = hear
         self._gone = gone
         self._links: dict[str, SimulatedPrefillLink] = {}
 
@@ -152,6 +164,11 @@ class SimulatedPrefillLinks:
     def close(self) -> None:
         """Give up every link."""
         self._links.clear()
+
+    def take(self, link: SimulatedPrefillLink, message: Message) -> None:
+        """Take a message in, on the loop."""
+        self.transfers.heard(self.place, message)
+        self._hear(link, cast("FromPrefill", message[0]), message[1])
 
     def knows(self, link: SimulatedPrefillLink) -> bool:
         """Whether a link is neither lost nor given up."""
@@ -196,9 +213,9 @@ class SimulatedDecodeLinks:
         self._links[route] = link
         return route
 
-    def take(self, route: bytes, message: FromDecode) -> None:
-        """Take a message."""
-        self._loop.post(partial(self._hear, route, message))
+    def hear(self, route: bytes, message: Message) -> None:
+        """Take a message, at the prefill worker."""
+        self._loop.post(partial(self._take, route, message))
 
     def say(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
         """Send a message; the KV behind it takes its time of the job that sends it."""
@@ -206,8 +223,9 @@ class SimulatedDecodeLinks:
             self._threads.spend(self._costs.transfer(1))
         link = self._links[route]
         if not link.links.knows(link):
-            return False
-        self._transfers.carry(self._threads, self._place, link.links.place, partial(link.hear, message, frames))
+            # A connection that is gone does not show as long as nothing gets through.
+            return not self._transfers.network.reaches(self._place, link.links.place)
+        self._transfers.carry(self._threads, self._place, link.links.place, (message, frames), link.hear)
         return True
 
     def close(self) -> None:
@@ -216,6 +234,10 @@ class SimulatedDecodeLinks:
             del self._transfers.listening[f"{self._place}:{self.port}"]
             for link in self._links.values():
                 self._transfers.network.send(self._place, link.links.place, link.lose)
+
+    def _take(self, route: bytes, message: Message) -> None:
+        self._transfers.heard(self._place, message)
+        self._hear(route, cast("FromDecode", message[0]))
 
 
 def simulated_receiver(
@@ -249,7 +271,9 @@ def simulated_receiver(
         Envelope(SECRET, draw=drawer()),
         TCPConnector(ConnectorSettings()),
         VirtualCompletions(threads, queue),
+        window=transfers.window,
         silence=silence,
+        longest=transfers.longest,
         clock=threads.clock,
         make_loop=threads.make_loop,
         connect=connect,
@@ -291,6 +315,7 @@ def simulated_sender(
         host=place,
         max_leases=4 * limits.max_num_seqs,
         max_tokens=limits.max_model_len,
+        longest=transfers.longest,
         clock=threads.clock,
         make_loop=threads.make_loop,
         listen=listen,

@@ -2,7 +2,8 @@
 
 A job runs as a whole at the time when it begins. Its clock runs ahead of everybody else's as it spends time: what it
 tells others reaches them when their clock shows the same, and the next job of its loop begins no earlier. So a job
-cannot be disturbed while it copies or calls a store; production's can, between two blocks.
+cannot be disturbed while it copies or calls a store; production's can, between two blocks. An operation that somebody
+else ends meanwhile is completed when the copy is over, as production's is.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class VirtualThreads:
 
     def __init__(self, timeline: Timeline) -> None:
         self.alive = True
+        self._copies_until = 0.0
         self._timeline = timeline
         self._ahead: float | None = None
         """The time for the job that runs; None while none does."""
@@ -45,6 +47,16 @@ class VirtualThreads:
     def ahead(self) -> float:
         """Seconds that the job which runs has taken so far."""
         return self.clock() - self._timeline.now
+
+    @property
+    def copying(self) -> float:
+        """Seconds until the copies are over that have begun; none for a job, which does not wait for its own."""
+        return max(0.0, self._copies_until - self._timeline.now) if self._ahead is None else 0.0
+
+    def copy(self, seconds: float) -> None:
+        """Let a copy of KV blocks take time, see `spend`."""
+        self.spend(seconds)
+        self._copies_until = max(self._copies_until, self.clock())
 
     def spend(self, seconds: float) -> None:
         """Let what the running job does now take time. Whoever is no job, such as an engine that ends, takes none."""
@@ -187,7 +199,7 @@ class VirtualCompletions(CompletionQueue):
     def put(self, completion: Completion) -> None:
         """Add a completion."""
         if self._threads.alive:
-            self._threads.tell(lambda: self._engines.put(completion))
+            self._threads.tell(lambda: self._engines.put(completion), self._threads.copying)
 
     def take(self) -> list[Completion]:
         """Return the completions since the last call."""

@@ -100,7 +100,7 @@ class World:
         """`seed` decides every random choice of routers and the secret of prefix names."""
         self.timeline = Timeline()
         self.network = Network(self.timeline, deployment.latency)
-        self.transfers = TransferNetwork(self.network)
+        self.transfers = self._make_transfers()
         self.store = None if deployment.store is None else deployment.store(self.timeline)
         self.deployment = deployment
         self.seed = seed
@@ -200,6 +200,9 @@ class World:
             self.network.send("clients", gateway.name, partial(gateway.leave, request_id))
 
     # Inside -------------------------------------------------------------------------------------------------
+
+    def _make_transfers(self) -> TransferNetwork:
+        return TransferNetwork(self.network)
 
     def _make_workers(self) -> list[SimulatedWorker]:
         workers: list[SimulatedWorker] = []

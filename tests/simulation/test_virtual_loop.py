@@ -66,6 +66,17 @@ def test_a_completion_reaches_the_engine_when_the_job_that_put_it_is_over(bench)
     assert bench.log == [("copy", 0.0), ("woken", 4.0)] and mine.take() == [Sent(1)]
 
 
+def test_an_operation_that_the_engine_ends_is_completed_when_the_copy_under_way_is_over(bench) -> None:
+    queue = CompletionQueue(lambda: bench.log.append(("woken", bench.timeline.now)))
+    completions = VirtualCompletions(bench.threads, queue)
+    bench.one.post(lambda: bench.threads.copy(3.0))
+    for when in (1.0, 4.0):
+        bench.timeline.at(when, lambda: completions.put(Sent(1)))
+        bench.timeline.run(when + 2.5)
+        queue.take()
+    assert bench.log == [("woken", 3.0), ("woken", 4.0)]
+
+
 def test_nobody_may_sleep_until_a_completion_comes(bench) -> None:
     with pytest.raises(RuntimeError, match="virtual clock"):
         VirtualCompletions(bench.threads, CompletionQueue()).wait(1.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 from functools import cache
+from typing import Protocol
 
 import numpy as np
 
@@ -159,11 +161,24 @@ class Foreseeing(PerSlotDrafter):
         return np.empty(0, np.int32)
 
 
+class PlanWatch(Protocol):
+    """Who wants to see plans before they are computed."""
+
+    def announces(self, plan: StepPlan) -> None:
+        """A plan is about to be submitted."""
+
+
 class AuditedComputer:
     """A computer whose every plan and output is looked at."""
 
     def __init__(self, runner: Runner, limits: Limits, counts: Counter[str], revoked_requests: set[str]) -> None:
         """`revoked_requests` is told who lost a slot before its end."""
+        self.watch: PlanWatch | None = None
+        """Who looks at plans as well."""
+        self.failing = 0.0
+        """Share of rows that cannot be computed."""
+        self._failed: set[int] = set()
+        """Slots whose request cannot be computed."""
         self._runner = runner
         self._revoked_requests = revoked_requests
         self._limits = limits
@@ -183,6 +198,8 @@ class AuditedComputer:
 
     def announce(self, plan: StepPlan) -> None:
         """See that no block is given away to be written while a plan in flight touches it for another request."""
+        if self.watch is not None:
+            self.watch.announces(plan)
         computed = {}
         for admission in plan.admissions:
             self._tables[admission.slot] = []
@@ -218,6 +235,7 @@ class AuditedComputer:
         released = np.flatnonzero((output.tokens == PREEMPTED_TOKEN_ID).any(axis=1)).tolist()
         if released != sorted(revocation.slot for revocation in plan.revocations):
             raise BrokenLaw("1.2", f"-9 answers slots {released}, not those that were taken back")
+        output = self._with_failures(plan, output)
         counts = self._counts
         counts["take_backs"] += len(released)
         counts["steps"] += 1
@@ -227,6 +245,23 @@ class AuditedComputer:
         if plan.num_drafts.any():
             counts["drafts_accepted"] += int((output.tokens[:, 1:] >= 0).any())
         return output
+
+    def _with_failures(self, plan: StepPlan, output: StepOutput) -> StepOutput:
+        """Let some rows fail, in this step and in all others until somebody else is admitted to their slots."""
+        self._failed -= {admission.slot for admission in plan.admissions}
+        if self.failing:
+            # By the place alone, so that equal seeds give equal worlds.
+            self._failed |= {slot for slot in plan.slots.tolist() if (self._steps + slot) * 0.618034 % 1 < self.failing}
+        rows = [row for row, slot in enumerate(plan.slots.tolist()) if slot in self._failed]
+        if not rows:
+            return output
+        self._counts["rows_failed"] += 1
+        size, tables = self._limits.block_size, self._runner.batch.tables
+        for row in rows:
+            places = plan.starts[row] + np.arange(plan.num_tokens[row])
+            self.cache.layer(0)[tables[plan.slots[row], places // size], places % size] = 0
+        errors = tuple((int(plan.slots[row]), "a row that fails") for row in rows)
+        return replace(output, errors=(*output.errors, *errors))
 
     def _admitted(self, admission: Admission) -> None:
         slot = admission.slot

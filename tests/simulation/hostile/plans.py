@@ -13,7 +13,7 @@ from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.faults import SimulatedFault, draw_faults
 from fd_core.types import SamplingParams, StepPlan
 
-__all__ = ["HostilePlan", "QuickCosts", "draw_plan", "without"]
+__all__ = ["HABITS", "HostilePlan", "PairPlan", "QuickCosts", "draw_plan", "without"]
 
 VOCAB = 25
 """Prompts have tokens from 16 on, so nine of them; answers have all."""
@@ -65,6 +65,25 @@ class QuickCosts(Costs):
         return self._copies * blocks
 
 
+HABITS = (
+    *("", "first_words_lost", "late", "echo", "foreign_pieces", "damaged_pieces", "swapped_pieces", "false_commits"),
+    *("early_commits", "too_much_credit", "old_credit", "misfits"),
+)
+"""How a network treats what pairs say, and how peers lie; a world has one habit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairPlan:
+    """What prefill and decode workers have between them."""
+
+    window: int
+    longest: float
+    """Seconds after which a lease is over in any case."""
+    habit: str
+    every: int
+    """How many chances for a lie there are for each that is told."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostilePlan:
     """Everything that a hostile world is made from."""
@@ -82,7 +101,10 @@ class HostilePlan:
     token_seconds: float
     copy_seconds: float
     wrong_drafts: float
+    failing_rows: float
+    """Share of rows that cannot be computed."""
     latency: float
+    pairs: PairPlan
     conversations: tuple[Conversation, ...]
     salts: dict[str, str]
     """Salt of each conversation."""
@@ -107,7 +129,7 @@ def draw_plan(seed: int) -> HostilePlan:
     stored = draw.random() < 0.4
     config: dict[str, Any] = {
         "model": "null",
-        "watchdog_seconds": 0.5,
+        "watchdog_seconds": draw.choice((0.5, 0.5, 2.0)),
         "block_size": limits.block_size,
         "enable_prefix_caching": paired or stored or draw.random() < 0.8,
         "save_preempted_kv": draw.random() < 0.7,
@@ -151,7 +173,9 @@ def draw_plan(seed: int) -> HostilePlan:
         token_seconds=draw.choice((2e-4, 5e-3)),
         copy_seconds=draw.choice((1e-4, 2e-3, 5e-3)),
         wrong_drafts=draw.choice((0.0, 0.3, 0.8)),
+        failing_rows=draw.choice((0.0,) * 9 + (0.05,)),
         latency=draw.choice((0.0, 1e-4, 5e-3)),
+        pairs=_pairs(draw),
         conversations=(conversations := _conversations(draw, limits, tight=tight)),
         salts=_salts(draw, conversations),
         params=_params(draw, conversations, tight=tight),
@@ -159,7 +183,7 @@ def draw_plan(seed: int) -> HostilePlan:
     )
     faults = draw_faults(
         draw,
-        draw.choice((0, 1, 1, 2, 3)),
+        draw.choice((0, 0, 0, 1) if paired and plan.pairs.habit else (0, 1, 1, 2, 3)),
         seconds=SECONDS,
         workers=plan.places,
         routers=tuple(f"router{number}" for number in range(routers)),
@@ -179,6 +203,16 @@ def without(plan: HostilePlan, conversations: set[str], faults: set[int]) -> Hos
         plan,
         conversations=tuple(each for each in plan.conversations if each.name not in conversations),
         faults=tuple(fault for place, fault in enumerate(plan.faults) if place not in faults),
+    )
+
+
+def _pairs(draw: random.Random) -> PairPlan:
+    habit = draw.choice(("",) * 4 + HABITS)
+    return PairPlan(
+        window=draw.choice((1, 2, 3, 8)),
+        longest=draw.choice((600.0, 600.0, 0.4)) if habit in ("", "echo") else 600.0,
+        habit=habit,
+        every=draw.choice((1, 2, 3)),
     )
 
 

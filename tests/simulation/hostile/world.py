@@ -12,6 +12,9 @@ import msgspec
 import numpy as np
 
 from fd_core.config import Limits
+from fd_core.engine.core import Engine
+from fd_core.kv.port import CompletionQueue
+from fd_core.ops.contract import KVCache
 from fd_core.plugins import Plugins, installed_plugins
 from fd_core.router.prefix_index import block_hasher
 from fd_core.router.reported_kv import HashedPrompt
@@ -19,16 +22,20 @@ from fd_core.router.selection import RouteRequest
 from fd_core.router.workers import RouterWorker
 from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.device import AnswerOf, PlanComputer
+from fd_core.simulation.engine import EngineParts, OutsideParts
 from fd_core.simulation.faults import apply, over_at
 from fd_core.simulation.gateway import SimulatedGateway
 from fd_core.simulation.results.outcomes import RequestOutcome, Run
 from fd_core.simulation.shared_store import SharedStore
+from fd_core.simulation.timeline import Timeline
 from fd_core.simulation.worker import Caller, SimulatedWorker
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 from fd_core.types import Delta, RequestSpec
 from tests.simulation.helpers import require_all_time_told
 from tests.simulation.hostile.computing import AuditedComputer, BrokenLaw, Foreseeing, Oracle, null_runner
+from tests.simulation.hostile.leases import EngineWatch, LeaseWatch, WatchedCache, WatchedPort
 from tests.simulation.hostile.plans import BLOCK_BYTES, HostilePlan, QuickCosts
+from tests.simulation.hostile.transfers import HARMLESS_HABITS, HostileTransfers
 
 __all__ = ["HARMLESS", "HostileWorld", "run_plan"]
 
@@ -59,6 +66,15 @@ class HostileWorld(World):
         self.revoked: set[str] = set()
         """Requests that lost a slot before their end."""
         self.log = log
+        kinds = {fault.kind for fault in plan.faults}
+        self.watch = LeaseWatch(
+            strict=not kinds & {"clock_wrong", "process_stands_still"},
+            gentle=kinds <= {"clients_leave", "transfers_repeated"} and plan.pairs.habit in HARMLESS_HABITS,
+            tokens_of=lambda place, request: self._delivered[place, request],
+            engine_of=self._engine_of,
+        )
+        self._delivered: Counter[tuple[str, str]] = Counter()
+        """Tokens that a request got from the worker that it came to last."""
         costs = QuickCosts(plan.token_seconds, plan.copy_seconds)
         groups = tuple(
             SimulatedPool(
@@ -87,6 +103,7 @@ class HostileWorld(World):
         self.on_event = self._look_at_routers
         for worker in self.workers:
             worker.take = partial(self._take, worker, worker.take)  # type: ignore[method-assign]
+            worker.leave = partial(self._leaves, worker, worker.leave)  # type: ignore[method-assign]
 
     def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
         """Ask with the salt and the parameters of the plan, and remember what is right."""
@@ -119,6 +136,7 @@ class HostileWorld(World):
     def settle(self) -> None:
         """Give everybody time, and see that nothing of any request is left anywhere."""
         self.timeline.run(self.timeline.now + SETTLE)
+        self.watch.settle()
         for worker in self.workers:
             if worker.num_open:
                 raise BrokenLaw("1.7", f"{worker.plan.name} has {worker.num_open} requests open although all are over")
@@ -209,11 +227,43 @@ class HostileWorld(World):
                 for outcome, count in stats.leases.receiver.outcomes.items():
                     counts[f"prefill_{outcome}"] += count
 
+    def _make_transfers(self) -> HostileTransfers:
+        return HostileTransfers(self.network, self.plan.pairs, self.watch, self.plan.seed, self.say)
+
+    def _parts(self, group: SimulatedPool, name: str, process: int) -> EngineParts:
+        """Return what an engine is made from, with somebody who watches each of its epochs."""
+        parts = super()._parts(group, name, process)
+        watches: list[EngineWatch] = []
+
+        def computer() -> PlanComputer:
+            watch = EngineWatch(self.watch, name, group.config, group.limits, self.plan.pairs.longest)
+            watches.append(watch)
+            made = parts.computer()
+            assert isinstance(made, AuditedComputer)
+            made.watch = watch
+            return made
+
+        def outside(timeline: Timeline, queue: CompletionQueue, cache: KVCache) -> OutsideParts:
+            watch = watches.pop()
+            watch.timeline = timeline
+            assert parts.outside is not None
+            made = parts.outside(timeline, queue, WatchedCache(cache, watch))
+            return dataclasses.replace(made, port=WatchedPort(made.port, watch))
+
+        return dataclasses.replace(parts, computer=computer, outside=outside)
+
+    def _engine_of(self, place: str) -> Engine:
+        client = next(worker.client for worker in self.workers if worker.plan.name == place)
+        assert client is not None
+        return client.engine
+
     def _computer(self, limits: Limits, answer_of: AnswerOf) -> PlanComputer:
         drafter = None
         if limits.max_drafts:
             drafter = Foreseeing(self.oracle, limits.max_num_seqs, self.plan.wrong_drafts)
-        return AuditedComputer(null_runner(limits, drafter), limits, self.counts, self.revoked)
+        computer = AuditedComputer(null_runner(limits, drafter), limits, self.counts, self.revoked)
+        computer.failing = self.plan.failing_rows
+        return computer
 
     def _take(
         self, worker: SimulatedWorker, take: Callable[[RequestSpec, Caller], None], spec: RequestSpec, caller: Caller
@@ -223,8 +273,14 @@ class HostileWorld(World):
         if worker.plan.role == "mixed" and name in before:
             raise BrokenLaw("7.3", f"{spec.request_id} comes to {name} again, which failed on it")
         before.append(name)
+        self._delivered.pop((name, spec.request_id), None)
         self.say(f"{spec.request_id} comes to {worker.instance}")
         take(spec, _WatchedCaller(self, worker, spec, caller))
+
+    def _leaves(self, worker: SimulatedWorker, leave: Callable[[str], None], request_id: str) -> None:
+        if worker.plan.name in self.watch.engines:
+            self.watch.engines[worker.plan.name].left(request_id)
+        leave(request_id)
 
     def _look_at_routers(self) -> None:
         for gateway in self.gateways:
@@ -267,6 +323,7 @@ class _WatchedCaller:
             raise BrokenLaw("7.4", f"{name} was answered by {self._process}, which is dead")
         if min(delta.token_ids, default=0) < 0:
             raise BrokenLaw("1.9", f"{name} got a negative token: {delta.token_ids}")
+        world._delivered[self._worker.plan.name, name] += len(delta.token_ids)
         if delta.cached_tokens:
             self._look_at_cached(delta.cached_tokens)
         if delta.prefill is not None:
@@ -333,10 +390,12 @@ def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tup
     ids = [outcome.request_id for outcome in run.outcomes]
     if sorted(ids) != sorted(world.asked):
         raise BrokenLaw("1", f"requests ended {sorted(ids)}, asked were {sorted(world.asked)}")
+    if len(plan.configs) > 1:
+        world.counts[f"habit_{plan.pairs.habit or 'none'}"] += 1
     kinds = {fault.kind for fault in plan.faults}
     # A device that is slow enough is one that hangs, to the watchdog.
     killed = "device_slow" in kinds and any(map(_deaths, world.workers))
-    harmless = kinds <= HARMLESS and not killed
+    harmless = kinds <= HARMLESS and not killed and plan.pairs.habit in HARMLESS_HABITS and not plan.failing_rows
     for outcome in run.outcomes:
         world.counts[f"ended_{outcome.end}"] += 1
         world.counts["retries"] += outcome.attempts > 1

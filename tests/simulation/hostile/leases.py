@@ -1,0 +1,546 @@
+"""Watches all that the two sides of pairs say, and what their engines do for it; the laws are those of section 6.
+
+What is written here follows from the protocol and from what messages mean, never from how the two sides are built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from fd_core.backends.null import NullCache, running_hashes
+from fd_core.config import EngineConfig, Limits
+from fd_core.disagg.messages import (
+    AbortLease,
+    Alive,
+    Commit,
+    Confirm,
+    Credit,
+    FromDecode,
+    FromPrefill,
+    KVPiece,
+    Open,
+    Refuse,
+)
+from fd_core.engine.core import Engine, EnginePort
+from fd_core.engine.kv_transfer import prefill_request_id
+from fd_core.kv.blocks import BlockPool
+from fd_core.kv.effects import (
+    Cancel,
+    Completion,
+    Effect,
+    Fetch,
+    Fetched,
+    GiveUp,
+    Load,
+    PrefillJobArrived,
+    Save,
+    Send,
+)
+from fd_core.kv.port import CompletionQueue, EffectPort
+from fd_core.ops.contract import KVCache
+from fd_core.scheduling.requests import Request
+from fd_core.scheduling.slots import SlotTable
+from fd_core.simulation.timeline import Timeline
+from fd_core.types import IntArray, StepPlan
+from tests.simulation.hostile.computing import BrokenLaw
+
+__all__ = ["EngineWatch", "LeaseWatch", "WatchedCache", "WatchedPort"]
+
+_MOMENT = 0.05
+"""Seconds within which whoever has to do something at a time does it."""
+_CALLS = 25
+"""Looks of an engine at its completions, more than there are in the steps that are in flight."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """What was said about a lease, by whom, and when by the clock of whoever said or heard it."""
+
+    opening: Open
+    decode: EngineWatch
+    operation: int
+    began: float
+    wanted: range
+    prefill: EngineWatch | None = None
+    fits: bool = True
+    """Whether the prefill side heard an opening as it was said."""
+    prefill_began: float = 0.0
+    decode_heard: float = 0.0
+    prefill_heard: float = 0.0
+    decode_over: bool = False
+    prefill_over: bool = False
+    decode_broke_off: bool = False
+    prefill_broke_off: bool = False
+    refused: bool = False
+    ended: float = 0.0
+    """When the decode side ended it."""
+    calls_at_end: int = 0
+    """Looks of the prefill side's engine at its completions when the lease ended there."""
+    said: dict[int, bytes] = field(default_factory=dict)
+    """Digests of pieces, by index, as they left the prefill side."""
+    credited: int = 0
+    came: dict[int, bytes] = field(default_factory=dict)
+    """Digests of wanted pieces, by index, as they came to the decode side first."""
+    landed: int = 0
+    """Blocks that were written."""
+    commit: Commit | None = None
+    flooded: bool = False
+    lies: set[str] = field(default_factory=set)
+    """What was said to the decode side that no honest prefill worker says, and that ends the lease."""
+
+    @property
+    def name(self) -> str:
+        return self.opening.lease
+
+
+class LeaseWatch:
+    """All leases of a world. `strict` says that clocks are right and no process stands still."""
+
+    def __init__(
+        self,
+        *,
+        strict: bool,
+        gentle: bool,
+        tokens_of: Callable[[str, str], int],
+        engine_of: Callable[[str], Engine],
+    ) -> None:
+        """`gentle`: nothing happens that has a lease end but its time, its client or an engine without room."""
+        self.strict = strict
+        self.gentle = gentle
+        self.leases: dict[str, _Lease] = {}
+        self.engines: dict[str, EngineWatch] = {}
+        """The engine that runs at each place."""
+        self.tokens_of = tokens_of
+        """How many tokens of a request a worker has delivered."""
+        self.engine_of = engine_of
+        """The engine that runs at a place."""
+
+    # What is said -------------------------------------------------------------------------------------------
+
+    def said(self, place: str, message: FromDecode | FromPrefill) -> None:
+        """Look at a message as it leaves the worker at `place`."""
+        engine = self.engines[place]
+        if isinstance(message, Open) and message.lease not in self.leases:
+            self._opened(engine, message)
+        lease = self.leases.get(message.lease)
+        if lease is None:
+            return
+        if isinstance(message, Refuse):
+            lease.refused = True
+            return
+        if engine is lease.decode:
+            self._decode_said(lease, message)
+        else:
+            self._prefill_said(lease, engine, message)
+
+    def heard(self, place: str, message: FromDecode | FromPrefill, lie: str = "") -> None:
+        """Look at a message that the worker at `place` is about to take in."""
+        lease, engine = self.leases.get(message.lease), self.engines[place]
+        if lease is None:
+            return
+        if engine is lease.decode:
+            self._decode_heard(lease, message, lie)
+        elif lease.prefill in (None, engine):
+            self._prefill_heard(lease, engine, message, lie)
+
+    def settle(self) -> None:
+        """See that what ended on one side was told to the other, when all is over."""
+        for lease in self.leases.values():
+            prefill = lease.prefill
+            if prefill is None or not (prefill.alive and lease.decode.alive):
+                continue
+            if lease.name in prefill.given_up and not (lease.prefill_over or lease.refused):
+                raise BrokenLaw("6.1", f"{prefill.place} gave up lease {lease.name} and did not say so")
+        for engine in self.engines.values():
+            engine.settle(lease for lease in self.leases.values() if lease.prefill is engine)
+
+    # Inside -------------------------------------------------------------------------------------------------
+
+    def _opened(self, engine: EngineWatch, opening: Open) -> None:
+        operation = engine.fetch_of.get(opening.request_id)
+        fetch = None if operation is None else engine.open.get(operation)
+        if operation is None or not isinstance(fetch, Fetch):
+            return  # it was cancelled at once
+        job, now = opening.job, engine.timeline.now
+        size = engine.limits.block_size
+        wanted = range(job.held_blocks, -(-job.num_tokens // size))
+        if len(wanted) != len(fetch.blocks):
+            raise BrokenLaw("6.1", f"lease {opening.lease} has {len(fetch.blocks)} blocks for {len(wanted)} pieces")
+        self.leases[opening.lease] = lease = _Lease(opening, engine, operation, now, wanted)
+        lease.decode_heard = now
+        engine.lease_of[operation] = lease
+
+    def _lives(self, side: str, lease: _Lease, over: bool, now: float, began: float, heard: float) -> None:
+        """See that whoever goes on with a lease may."""
+        if over:
+            raise BrokenLaw("6.1", f"the {side} side goes on with lease {lease.name}, which is over for it")
+        longest = lease.decode.longest + _MOMENT
+        if self.strict and (now - began > longest or now - heard > lease.opening.silence + _MOMENT):
+            raise BrokenLaw(
+                "6.1", f"lease {lease.name} has not expired on the {side} side: {now - heard:g} s of silence"
+            )
+
+    def _decode_said(self, lease: _Lease, message: FromDecode | FromPrefill) -> None:
+        now = lease.decode.timeline.now
+        if isinstance(message, AbortLease):
+            if not lease.decode_over:
+                lease.ended = now
+            lease.decode_over = lease.decode_broke_off = True
+            return
+        self._lives("decode", lease, lease.decode_over, now, lease.began, lease.decode_heard)
+        if lease.flooded and isinstance(message, Credit | Confirm):
+            raise BrokenLaw("6", f"lease {lease.name} goes on although more pieces came than its window holds")
+        if isinstance(message, Credit) and message.taken > lease.landed:
+            raise BrokenLaw("6", f"lease {lease.name} gives credit for {message.taken} of {lease.landed} pieces")
+        if isinstance(message, Confirm):
+            lease.ended, lease.decode_over = now, True
+            commit, job = lease.commit, lease.opening.job
+            if lease.landed < len(lease.wanted) or commit is None or commit.tokens != job.num_tokens:
+                raise BrokenLaw("6.2", f"lease {lease.name} is confirmed with {lease.landed} pieces and {commit}")
+            if commit.digest != _digest_of(lease.came):
+                raise BrokenLaw("6.2", f"lease {lease.name} is confirmed with pieces that were not committed")
+
+    def _prefill_said(self, lease: _Lease, engine: EngineWatch, message: FromDecode | FromPrefill) -> None:
+        now = engine.timeline.now
+        if isinstance(message, AbortLease):
+            lease.prefill_broke_off |= not lease.prefill_over
+            self._prefill_ends(lease)
+            return
+        self._lives("prefill", lease, lease.prefill_over, now, lease.prefill_began, lease.prefill_heard)
+        if not lease.fits:
+            raise BrokenLaw("6", f"{engine.place} takes lease {lease.name} although the two sides do not fit together")
+        if isinstance(message, KVPiece):
+            if message.index not in lease.wanted or message.index in lease.said:
+                raise BrokenLaw("6.2", f"piece {message.index} of lease {lease.name} is sent twice or not wanted")
+            lease.said[message.index] = message.digest
+            if len(lease.said) - lease.credited > lease.opening.window:
+                raise BrokenLaw(
+                    "6", f"lease {lease.name} has more than {lease.opening.window} pieces on their way without credit"
+                )
+        elif isinstance(message, Commit):
+            whole = len(lease.said) == len(lease.wanted) and message.tokens == lease.opening.job.num_tokens
+            if not whole or message.digest != _digest_of(lease.said):
+                raise BrokenLaw("6.2", f"lease {lease.name} is committed with {len(lease.said)} pieces: {message}")
+        elif isinstance(message, Alive):
+            engine.require_work(lease)
+
+    def _decode_heard(self, lease: _Lease, message: FromDecode | FromPrefill, lie: str) -> None:
+        if lease.decode_over:
+            return
+        lease.decode_heard = lease.decode.timeline.now
+        if isinstance(message, KVPiece) and message.index in lease.wanted and message.index not in lease.came:
+            lease.came[message.index] = message.digest
+            if lie:
+                lease.lies.add(lie)
+            lease.flooded |= len(lease.came) - lease.landed > lease.opening.window
+        elif isinstance(message, Commit) and lease.commit is None:
+            lease.commit = message
+            if lie:
+                lease.lies.add(lie)
+        elif isinstance(message, Refuse | AbortLease):
+            lease.decode_over = True
+
+    def _prefill_heard(self, lease: _Lease, engine: EngineWatch, message: FromDecode | FromPrefill, lie: str) -> None:
+        if lease.prefill is None:
+            if not isinstance(message, Open):
+                return
+            lease.prefill, lease.prefill_began = engine, engine.timeline.now
+            lease.fits = message == lease.opening
+        lease.prefill_heard = engine.timeline.now
+        if isinstance(message, Credit):
+            lease.credited = max(lease.credited, min(message.taken, len(lease.said)))
+        elif isinstance(message, Confirm | AbortLease):
+            self._prefill_ends(lease)
+
+    @staticmethod
+    def _prefill_ends(lease: _Lease) -> None:
+        if not lease.prefill_over and lease.prefill is not None:
+            lease.prefill_over, lease.calls_at_end = True, lease.prefill.calls
+
+
+class EngineWatch:
+    """One epoch of an engine: the operations that it has open, and the leases that they are for."""
+
+    def __init__(self, watch: LeaseWatch, place: str, config: EngineConfig, limits: Limits, longest: float) -> None:
+        self.watch = watch
+        self.place = place
+        self.limits = limits
+        self.longest = longest
+        self.alive = True
+        self.calls = 0
+        self.timeline = Timeline()
+        self.open: dict[int, Effect] = {}
+        """Operations that were performed and not completed."""
+        self.fetch_of: dict[str, int] = {}
+        """The last fetch of each request."""
+        self.lease_of: dict[int, _Lease] = {}
+        self.given_up: set[str] = set()
+        self._role = config.role
+        self._cancelled: set[int] = set()
+        self._arrived: set[str] = set()
+        self._sent: dict[str, set[int]] = {}
+        self._complete: set[str] = set()
+        """Leases whose prompt is computed."""
+        self._fetched: list[object] = []
+        """Stays of requests in this engine whose prompt was fetched."""
+        self._left: dict[str, int] = {}
+        """Looks at completions when a client left, by its request."""
+        self._fetch_into: dict[int, int] = {}
+        """The last fetch into each block."""
+        self._asked = 0.0
+        before = watch.engines.get(place)
+        if before is not None:
+            before.alive = False
+        watch.engines[place] = self
+
+    # What the engine does -----------------------------------------------------------------------------------
+
+    def performs(self, effect: Effect) -> None:
+        """Look at an effect that is about to be performed."""
+        match effect:
+            case Fetch():
+                self._fetches(effect)
+            case Send():
+                self._sends(effect)
+            case Load():
+                for block in effect.blocks.tolist():
+                    self._fetch_into.pop(block, None)
+            case GiveUp(lease):
+                self.given_up.add(lease)
+            case Cancel(operation):
+                self._cancelled.add(operation)
+        if isinstance(effect, Fetch | Send | Load | Save):
+            self.open[effect.operation] = effect
+
+    def asks(self) -> None:
+        """Look at what is held, before completions are taken."""
+        self.calls += 1
+        self._asked = self.timeline.now
+        if not self.open:
+            return
+        free = self._pool.free_blocks()
+        for effect in self.open.values():
+            if isinstance(effect, Fetch | Send | Load | Save) and not free.isdisjoint(effect.blocks.tolist()):
+                raise BrokenLaw("3.2", f"blocks of {effect} are free although it reads or writes them")
+            if isinstance(effect, Fetch) and effect.operation not in self._cancelled:
+                since = self._left.get(effect.request_id)
+                if since is not None and self.calls > since + _CALLS:
+                    raise BrokenLaw("6.1", f"{effect.request_id} has left, and its prompt is still fetched")
+
+    def told(self, completions: Iterable[Completion]) -> None:
+        """Look at completions that the engine takes."""
+        for completion in completions:
+            if isinstance(completion, PrefillJobArrived):
+                self._arrived.add(completion.job.lease)
+            effect = self.open.pop(getattr(completion, "operation", -1), None)
+            if isinstance(completion, Fetched) and isinstance(effect, Fetch):
+                self._has_fetched(effect, completion)
+
+    def announces(self, plan: StepPlan) -> None:
+        """Look at a plan before it is computed: nothing is for a lease that is over, what is known was sent."""
+        if self._role != "prefill":
+            return
+        for slot in plan.slots.tolist():
+            request = self._slots.requests[slot]
+            lease = None if request is None else self.watch.leases.get(_lease_name(request.spec.request_id))
+            if lease is not None and lease.prefill_over and self.calls > lease.calls_at_end:
+                raise BrokenLaw("6.1", f"{self.place} computes on for lease {lease.name}, which is over")
+        for admission in plan.admissions:
+            lease = self.watch.leases.get(_lease_name(admission.request_id))
+            if lease is None or lease.prefill is not self:
+                continue
+            known = range(lease.wanted.start, min(admission.computed // self.limits.block_size, lease.wanted.stop))
+            if not self._sent.get(lease.name, set()).issuperset(known):
+                raise BrokenLaw("6", f"lease {lease.name} waits for blocks that were there from the start")
+
+    def left(self, request_id: str) -> None:
+        """The client of a request has left."""
+        self._left.setdefault(request_id, self.calls)
+
+    def wrote(self, blocks: IntArray) -> None:
+        """Blocks were written from outside the device."""
+        for block in blocks.tolist():
+            lease = self.lease_of.get(self._fetch_into.get(block, 0))
+            if lease is not None:
+                lease.landed += 1
+                if lease.landed > len(lease.came):
+                    raise BrokenLaw("6.2", f"pieces of lease {lease.name} are written twice: {lease.landed}")
+
+    def read(self, cache: NullCache, blocks: IntArray) -> None:
+        """Look at what is sent of a prompt: its KV."""
+        for effect in self.open.values():
+            lease = self.watch.leases.get(effect.lease) if isinstance(effect, Send) else None
+            if lease is None or not isinstance(effect, Send):
+                continue
+            for place, block in enumerate(effect.blocks.tolist()):
+                if block in blocks and effect.first + place in lease.wanted:
+                    self._require_kv(lease, cache, block, effect.first + place)
+
+    def require_work(self, lease: _Lease) -> None:
+        """See that the engine works on a lease of which the other side is told that it goes on."""
+        if lease.name in self._complete:
+            return
+        if self.timeline.now - self._asked > lease.opening.silence + 1e-6:
+            raise BrokenLaw("6.1", f"{self.place} says that it works on lease {lease.name}, and its engine rests")
+        waits = lease.name in self._arrived - self.given_up and not self._engine.num_in_flight
+        if waits and prefill_request_id(lease.name) not in self._requests:
+            raise BrokenLaw("6.1", f"{self.place} says that it works on lease {lease.name}, and nobody does")
+
+    def settle(self, leases: Iterable[_Lease]) -> None:
+        """See that every end of a lease by its prefill side was told."""
+        if (stats := self._engine.stats().leases) is None or stats.sender is None:
+            return
+        ended = stats.sender.ended
+        told = sum(lease.prefill_broke_off or not lease.decode.alive for lease in leases)
+        if ended.get("expired", 0) + ended.get("gave_up", 0) > told:
+            raise BrokenLaw("6.1", f"{self.place} ended leases by itself, {ended}, and told {told} times")
+
+    # Inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine:
+        return self.watch.engine_of(self.place)
+
+    @property
+    def _pool(self) -> BlockPool:
+        return self._engine.probe().scheduler.probe().pool
+
+    @property
+    def _slots(self) -> SlotTable:
+        return self._engine.probe().scheduler.probe().slots
+
+    @property
+    def _requests(self) -> Mapping[str, Request]:
+        return self._engine.probe().scheduler.probe().requests
+
+    def _fetches(self, effect: Fetch) -> None:
+        request = effect.request_id
+        if self.watch.tokens_of(self.place, request):
+            raise BrokenLaw("6.3", f"{request} has tokens, and its prompt is fetched")
+        if (who := self._requests.get(request)) is not None:
+            if any(who is other for other in self._fetched):
+                raise BrokenLaw("6.3", f"the prompt of {request} is fetched twice")
+            self._fetched.append(who)
+        self._left.pop(request, None)
+        self.fetch_of[request] = effect.operation
+        self._fetch_into.update(dict.fromkeys(effect.blocks.tolist(), effect.operation))
+
+    def _has_fetched(self, effect: Fetch, answer: Fetched) -> None:
+        outcome, lease = answer.outcome, self.lease_of.get(effect.operation)
+        if outcome == "aborted" and effect.operation not in self._cancelled:
+            raise BrokenLaw("6.3", f"the fetch for {effect.request_id} was aborted by nobody: {answer.reason}")
+        if lease is None:
+            return
+        if outcome == "transferred" and not lease.decode_over:
+            raise BrokenLaw("6.2", f"lease {lease.name} is transferred, and the prefill side was not told")
+        if outcome == "damaged" and not (lease.lies or lease.flooded):
+            raise BrokenLaw("6.2", f"lease {lease.name} is damaged, and nobody lied: {answer.reason}")
+        if outcome in ("expired", "damaged") and self.watch.strict and not lease.decode_broke_off:
+            raise BrokenLaw("6.1", f"lease {lease.name} was {outcome}, and the prefill side was not told")
+        if outcome == "expired":
+            self._expired(lease, answer)
+
+    def _expired(self, lease: _Lease, answer: Fetched) -> None:
+        if any(lie.startswith("damaged") for lie in lease.lies):
+            raise BrokenLaw("6.2", f"lease {lease.name} went on behind a damaged piece until it expired")
+        if not self.watch.strict:
+            return
+        silent = lease.ended - lease.decode_heard > lease.opening.silence - _MOMENT
+        long = lease.ended - lease.began > self.longest - _MOMENT
+        if not (silent or long):
+            raise BrokenLaw("6", f"lease {lease.name} expired although it was spoken of: {answer.reason}")
+        if self.watch.gentle and not long:
+            raise BrokenLaw("6", f"lease {lease.name} expired although no piece was lost: {answer.reason}")
+
+    def _sends(self, effect: Send) -> None:
+        lease = self.watch.leases.get(effect.lease)
+        if lease is None:
+            return
+        sent = self._sent.setdefault(effect.lease, set())
+        places = {effect.first + place for place in range(len(effect.blocks))}
+        if not sent.isdisjoint(places):
+            raise BrokenLaw("6.2", f"blocks {sent & places} of lease {lease.name} are sent twice")
+        if effect.first < lease.wanted.start:
+            raise BrokenLaw("6.1", f"block {effect.first} of lease {lease.name} is sent, which was not asked for")
+        sent |= places
+        if effect.tokens is not None:
+            self._complete.add(effect.lease)
+
+    def _require_kv(self, lease: _Lease, cache: NullCache, block: int, index: int) -> None:
+        job, size = lease.opening.job, self.limits.block_size
+        last = min((index + 1) * size, job.num_tokens) - 1
+        if cache.hashes[block, last % size] != running_hashes(np.uint64(0), job.token_ids[: last + 1])[-1]:
+            raise BrokenLaw("6.2", f"piece {index} of lease {lease.name} is not the KV of its prompt")
+
+
+class WatchedPort(EffectPort[object]):
+    """The port of an engine, and who watches what goes through it."""
+
+    def __init__(self, port: EnginePort, watch: EngineWatch) -> None:
+        super().__init__(CompletionQueue())
+        self._port = port
+        self._watch = watch
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            self._watch.performs(effect)
+            self._port.perform((effect,))
+
+    def completions(self) -> list[Completion]:
+        self._watch.asks()
+        taken = self._port.completions()
+        self._watch.told(taken)
+        return taken
+
+    def wait(self, seconds: float) -> None:
+        self._port.wait(seconds)
+
+    def stats(self):
+        return self._port.stats()
+
+    def close(self) -> None:
+        self._port.close()
+
+
+class WatchedCache(KVCache):
+    """A cache, and who watches what is copied from it and to it."""
+
+    def __init__(self, cache: NullCache, watch: EngineWatch) -> None:
+        self.shape = cache.shape
+        self.num_blocks = cache.num_blocks
+        self._cache = cache
+        self._watch = watch
+
+    def layer(self, index: int):
+        return self._cache.layer(index)
+
+    def export_blocks(self, blocks: IntArray):
+        try:
+            self._watch.read(self._cache, blocks)
+        except BrokenLaw as error:
+            # Whoever copies takes an exception for a fault of the device.
+            self._watch.timeline.at(self._watch.timeline.now, partial(_raise, error))
+        return self._cache.export_blocks(blocks)
+
+    def import_blocks(self, blocks: IntArray, data) -> None:
+        self._watch.wrote(blocks)
+        self._cache.import_blocks(blocks, data)
+
+
+def _lease_name(request_id: str) -> str:
+    return request_id.removeprefix(prefill_request_id(""))
+
+
+def _raise(broken: BrokenLaw) -> None:
+    raise broken
+
+
+def _digest_of(digests: dict[int, bytes]) -> bytes:
+    """Return what a commit says: BLAKE2b of 16 bytes over index, in four bytes, and digest of each, by index."""
+    parts = (index.to_bytes(4, "little") + digests[index] for index in sorted(digests))
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
