@@ -85,8 +85,8 @@ class SimulatedEngineClient(SingleEngineClient):
         """Called with what prefixes the device came to hold and lost."""
         self.on_over: Callable[[], None] = lambda: None
         """Called when an epoch is about to end, with its engine still there."""
-        self.on_restart: Callable[[], None] = lambda: None
-        """Called when another epoch has begun."""
+        self.on_state: Callable[[], None] = lambda: None
+        """Called when an epoch has ended and when another one has begun."""
         self.account_of: Callable[[str], WaitAccount | None] = lambda _: None
         """Finds where the time of a request is noted."""
         self._timeline = timeline
@@ -144,6 +144,7 @@ class SimulatedEngineClient(SingleEngineClient):
         else:
             self._went_away(f"the engine failed: {reason}")
             self._timeline.after(self._restart_seconds, self._restart)
+        self.on_state()
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """End the engine."""
@@ -154,6 +155,7 @@ class SimulatedEngineClient(SingleEngineClient):
         self._over()
         self._restart_seconds = None
         self._went_down("the engine was closed")
+        self.on_state()
 
     # Inside -----------------------------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class SimulatedEngineClient(SingleEngineClient):
     def _restart(self) -> None:
         if self._restart_seconds is not None:
             self._start()
-            self.on_restart()
+            self.on_state()
 
     def _scheduler(self, outside: OutsideParts) -> Scheduler:
         parts, config, limits, plugins = self._parts, self._parts.config, self._parts.limits, self._parts.plugins

@@ -32,7 +32,7 @@ from fd_core.simulation.kv_check import KVCheckedComputer
 from fd_core.simulation.local_time import LocalTimeline
 from fd_core.simulation.network import Network
 from fd_core.simulation.outside import make_outside
-from fd_core.simulation.results.outcomes import RequestOutcome, Run, WorkerSample
+from fd_core.simulation.results.outcomes import Absence, RequestOutcome, Run, WorkerSample
 from fd_core.simulation.shared_store import SharedStore
 from fd_core.simulation.timeline import Timeline
 from fd_core.simulation.transfers import TransferNetwork
@@ -116,6 +116,9 @@ class World:
         """Of engines that are over, by metric."""
         self._waits = array("f")
         """Where the time of each outcome's request went, see `Run.waits`."""
+        self._absences: list[Absence] = []
+        self._states: dict[int, tuple[str, float]] = {}
+        """What each worker is, `up`, `restarts` or `away`, and since when."""
         self._accounts: dict[str, WaitAccount] = {}
         self._answers: dict[str, Piece] = {}
         self._every = deployment.sample_seconds
@@ -269,6 +272,8 @@ class World:
     def _started(self, worker: SimulatedWorker, client: SimulatedEngineClient) -> None:
         client.account_of = self._accounts.get
         client.on_over = partial(self._count, client)
+        client.on_state = partial(self._note_state, worker)
+        self._note_state(worker)
         if not client.info.kv_events:
             return
 
@@ -277,6 +282,16 @@ class World:
                 self.network.send(worker.plan.name, gateway.name, partial(gateway.learn, worker))
 
         client.on_kv_events = tell
+
+    def _note_state(self, worker: SimulatedWorker) -> None:
+        """Note whether a worker is there, and the absence that is over."""
+        client = worker.client
+        state = "away" if client is None else "up" if client.alive else "restarts" if client.restarts else "away"
+        before, since = self._states.get(worker.index, (state, self.timeline.now))
+        if before not in ("up", state) and since < self.timeline.now:
+            self._absences.append(Absence(worker.index, since, self.timeline.now, before == "restarts"))
+        if before != state or worker.index not in self._states:
+            self._states[worker.index] = state, self.timeline.now
 
     def _gateway_of(self, client: SimulatedClient) -> SimulatedGateway | None:
         """Return the router that a conversation always uses; None where there is none."""
@@ -371,6 +386,9 @@ class World:
                 worker.client.end_trace()
         first = min((outcome.arrived for outcome in self.outcomes), default=0.0)
         last = max((outcome.ended for outcome in self.outcomes), default=0.0)
+        for index, (state, since) in sorted(self._states.items()):
+            if state != "up" and since < last:
+                self._absences.append(Absence(index, since, last, state == "restarts"))
         profiles = dict.fromkeys(group.profile for group in self.deployment.groups)
         return Run(
             label=self.deployment.label,
@@ -383,6 +401,7 @@ class World:
             samples=tuple(self.samples),
             counters=dict(sorted(self._counters.items())),
             waits=self._waits.tobytes(),
+            absences=tuple(self._absences),
             profile="; ".join(profiles),
         )
 

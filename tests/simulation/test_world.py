@@ -103,6 +103,8 @@ def test_an_engine_that_dies_goes_on_with_the_same_texts() -> None:
     run = one.run(conversations(20, rate=100.0))
     assert ends(run) == {"stop": 20}
     assert one.workers[0].client.deaths == 2
+    found = [(each.begin, each.end, each.restarts) for each in run.absences]
+    assert found == [(0.4, pytest.approx(0.9), True), (1.2, pytest.approx(1.7), True)]
 
 
 def test_an_engine_that_hangs_is_noticed_by_its_watchdog() -> None:
@@ -122,6 +124,7 @@ def test_requests_of_a_killed_worker_that_got_no_token_are_answered_elsewhere() 
     assert counted["stop"] + counted["failed"] == 60
     assert counted["failed"] <= 8
     assert any(outcome.attempts > 1 for outcome in run.outcomes if outcome.end == "stop")
+    assert [(each.worker, each.begin, each.end, each.restarts) for each in run.absences] == [(0, 0.5, 3.0, False)]
     assert idle(one)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["RequestOutcome", "Run", "WorkerSample"]
+__all__ = ["Absence", "RequestOutcome", "Run", "WorkerSample"]
 
 
 class RequestOutcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -46,6 +46,16 @@ class WorkerSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_blocks: int
 
 
+class Absence(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Some time in which a worker served nobody. Times are seconds from the begin of the run."""
+
+    worker: int
+    begin: float
+    end: float
+    restarts: bool
+    """Whether its process was there and loaded another engine; else there was no process."""
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated run."""
 
@@ -70,3 +80,5 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     waits: bytes = b""
     """Where the time of each request went: float32[requests, 2, reasons], seconds, in the order of `outcomes`, before
     the first token and behind it, by `fd_core.simulation.waits.WAITS`. Empty if nothing tells."""
+    absences: tuple[Absence, ...] = ()
+    """In the order of their ends; those of the end of the run are there too."""

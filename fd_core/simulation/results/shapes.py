@@ -32,12 +32,14 @@ class TimeBins(msgspec.Struct, frozen=True, kw_only=True):
     """In all workers together, as is `running`."""
     running: tuple[float, ...]
     kv_use: tuple[float, ...]
-    """Share of KV blocks that requests hold, mean of workers."""
+    """Share of KV blocks that requests hold, mean of the workers that serve."""
     rows: tuple[str, ...]
     """Workers, at most 32: beyond that each row is the mean of some that follow one another."""
     row_waiting: tuple[tuple[float, ...], ...]
     row_running: tuple[tuple[float, ...], ...]
     row_kv_use: tuple[tuple[float, ...], ...]
+    row_absent: tuple[tuple[float, ...], ...]
+    """Share of the time in which nobody was served: there was no process, or an engine was loaded."""
 
 
 def distributions(run: Run) -> dict[str, tuple[float, ...]]:
@@ -75,6 +77,9 @@ def over_time(run: Run) -> TimeBins | None:
 
     waiting, running = table(column(run.samples, "waiting")), table(column(run.samples, "running"))
     kv_use = table(column(run.samples, "used_blocks") / blocks[worker])
+    absent = np.zeros((len(run.workers), _BINS))
+    for each in run.absences:
+        absent[each.worker] += np.diff(np.clip(edges, each.begin, each.end)) / np.diff(edges)
     groups = np.array_split(np.arange(len(run.workers)), min(len(run.workers), _MOST_ROWS))
     a_second = partial(_a_second, edges)
     return TimeBins(
@@ -84,7 +89,7 @@ def over_time(run: Run) -> TimeBins | None:
         completions=a_second(ended[completed]),
         waiting=_plain(waiting.sum(0)),
         running=_plain(running.sum(0)),
-        kv_use=_plain(kv_use.mean(0)),
+        kv_use=_plain(kv_use.sum(0) / np.maximum(len(run.workers) - absent.sum(0), 1.0)),
         rows=tuple(
             run.workers[each[0]] if len(each) == 1 else f"{run.workers[each[0]]} to {run.workers[each[-1]]}"
             for each in groups
@@ -92,6 +97,7 @@ def over_time(run: Run) -> TimeBins | None:
         row_waiting=tuple(_plain(waiting[each].mean(0)) for each in groups),
         row_running=tuple(_plain(running[each].mean(0)) for each in groups),
         row_kv_use=tuple(_plain(kv_use[each].mean(0)) for each in groups),
+        row_absent=tuple(_plain(absent[each].mean(0)) for each in groups),
     )
 
 

@@ -125,12 +125,19 @@ class WorkerFigures(msgspec.Struct, frozen=True):
     running: float
     waiting: float
     kv_use: float | None
-    """Share of its KV blocks that requests held; None where nothing was sampled."""
+    """Share of its KV blocks that requests held while it served; None where nothing was sampled."""
     kv_peak: float | None
+    away: float
+    """Seconds without a process."""
+    restarting: float
+    """Seconds in which its process loaded another engine."""
 
 
 class WorkerCost(msgspec.Struct, frozen=True):
-    """What the workers cost, from the first arrival to the last end, whether they computed or not."""
+    """What the workers cost from the first arrival to the last end, whether they computed or not.
+
+    A worker costs while its process is there, be it to load another engine.
+    """
 
     worker_seconds: float
     worker_seconds_per_million: float | None
@@ -138,6 +145,10 @@ class WorkerCost(msgspec.Struct, frozen=True):
     device_hours_per_million: float | None
     price_per_million: float | None
     """In the currency of the price of a worker's hour; None without a price."""
+    away_seconds: float
+    """Worker-seconds without a process, which cost nothing."""
+    restarting_seconds: float
+    """Those among `worker_seconds` in which engines were loaded anew."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +181,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     hit_rate: float | None
     """Share of the prompts' tokens that were found in a prefix cache; None without a completed request."""
     kv_use: float | None
-    """Mean over time and workers of the share of KV blocks that requests held; None where nothing was sampled."""
+    """Mean over time and workers, while they served, of the share of KV blocks that requests held; None where nothing
+    was sampled."""
     kv_peak: float | None
     """Largest of these of one worker."""
     running: float
@@ -256,7 +268,8 @@ def summarize(
     done, count, seconds = columns.completed, len(run.outcomes), run.seconds
     sums = {name: int(getattr(columns, name)[done].sum()) for name in ("prompt", "cached", "output")}
     good = _good(columns, slo) if slo else None
-    use = _WorkerUse(run, float(columns.ended.max(initial=0.0)))
+    gone = _absent(run, columns)
+    use = _WorkerUse(run, float(columns.ended.max(initial=0.0)), gone.sum(0))
     service, speed, tenants = _tenants(run, columns, good)
     waiting_seconds, waits = _waits(run, columns)
     return RunSummary(
@@ -292,8 +305,10 @@ def summarize(
         fairness_service=service,
         fairness_speed=speed,
         tenants=tenants,
-        workers=use.figures(run, columns),
-        cost=_cost(len(run.workers) * seconds, int(columns.output.sum()), price_per_worker_hour, devices_per_worker),
+        workers=use.figures(run, columns, gone),
+        cost=_cost(
+            *(len(run.workers) * seconds, gone, int(columns.output.sum())), price_per_worker_hour, devices_per_worker
+        ),
         counters=dict(sorted(run.counters.items())),
     )
 
@@ -429,10 +444,19 @@ def _waits(run: Run, columns: _Columns) -> tuple[dict[str, float], tuple[WaitFig
     return dict(sorted(sums.items())), tuple(found)
 
 
+def _absent(run: Run, columns: _Columns) -> Numbers:
+    """Return float64[2, workers]: seconds without a process, and with one that loads an engine, within the run."""
+    found = np.zeros((2, len(run.workers)))
+    first, last = float(columns.arrived.min(initial=math.inf)), float(columns.ended.max(initial=0.0))
+    for each in run.absences:
+        found[int(each.restarts), each.worker] += max(0.0, min(each.end, last) - max(each.begin, first))
+    return found
+
+
 class _WorkerUse:
     """Means over time of what workers held: each sample holds until the next of its worker, the last to the end."""
 
-    def __init__(self, run: Run, last: float) -> None:
+    def __init__(self, run: Run, last: float, absent: Numbers) -> None:
         names = ("at", "worker", "waiting", "running", "used_blocks")
         at, worker, waiting, running, used = (column(run.samples, name) for name in names)
         order = np.lexsort((at, worker))
@@ -449,7 +473,7 @@ class _WorkerUse:
         self._peaks = np.zeros(self._workers)
         np.maximum.at(self._peaks, number, share)
         self._seen = np.bincount(number, minlength=self._workers) > 0
-        time = self._over_time(np.ones_like(at))
+        time = np.maximum(self._over_time(np.ones_like(at)) - absent, 0.0)
         self.kv_use = math.fsum(self._kv) / math.fsum(time) if time.any() else None
         self.kv_peak = float(self._peaks.max()) if len(at) else None
         self.running, self.waiting = (_rate(math.fsum(each), self._span) for each in (self._running, self._waiting))
@@ -458,7 +482,7 @@ class _WorkerUse:
     def _over_time(self, values: Numbers) -> Numbers:
         return np.bincount(self._number, values * self._held, self._workers).astype(np.float64)
 
-    def figures(self, run: Run, columns: _Columns) -> tuple[WorkerFigures, ...]:
+    def figures(self, run: Run, columns: _Columns, absent: Numbers) -> tuple[WorkerFigures, ...]:
         """Return the figures of each worker."""
         answered = columns.worker >= 0
         of_request = columns.worker[answered]
@@ -473,16 +497,22 @@ class _WorkerUse:
                 waiting=_rate(float(self._waiting[index]), self._span),
                 kv_use=float(self._kv[index]) if self._seen[index] else None,
                 kv_peak=float(self._peaks[index]) if self._seen[index] else None,
+                away=float(absent[0, index]),
+                restarting=float(absent[1, index]),
             )
             for index, name in enumerate(run.workers)
         )
 
 
-def _cost(worker_seconds: float, output: int, price: float | None, devices: int) -> WorkerCost:
+def _cost(worker_seconds: float, absent: Numbers, output: int, price: float | None, devices: int) -> WorkerCost:
+    away, restarting = map(math.fsum, absent)
+    worker_seconds -= away
     per_million = worker_seconds / output * 1e6 if output else None
     return WorkerCost(
         worker_seconds=worker_seconds,
         worker_seconds_per_million=per_million,
         device_hours_per_million=None if per_million is None else per_million * devices / 3600,
         price_per_million=None if per_million is None or price is None else per_million * price / 3600,
+        away_seconds=away,
+        restarting_seconds=restarting,
     )

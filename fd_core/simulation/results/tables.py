@@ -118,6 +118,9 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
         fair = f"speed {summary.fairness_speed:.3f}, service {summary.fairness_service:.3f}"
         table.add_row("Fairness between tenants (Jain)", fair)
     cost = summary.cost
+    for title, seconds in (("away", cost.away_seconds), ("that loaded engines anew", cost.restarting_seconds)):
+        if seconds:
+            table.add_row(f"Worker-seconds {title}", Text(duration_text(seconds), "red"))
     if cost.worker_seconds_per_million is not None:
         table.add_row("Worker-seconds for 1M tokens", _number(cost.worker_seconds_per_million))
         table.add_row("Device-hours for 1M tokens", _number(cost.device_hours_per_million or 0.0))

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fd_core.simulation.results.outcomes import WorkerSample
+from fd_core.simulation.results.outcomes import Absence, WorkerSample
+from fd_core.simulation.results.shapes import over_time
 from fd_core.simulation.results.slo import parse_slo
 from fd_core.simulation.results.summary import jain, latencies_of, percentiles, summarize
 from tests.simulation.results.made_up import outcome, queued, run_of, waits_of
@@ -173,6 +174,27 @@ def test_cost_is_that_of_all_workers_for_the_whole_run() -> None:
     assert (cost.worker_seconds, cost.worker_seconds_per_million) == (20.0, 20_000.0)
     assert cost.device_hours_per_million == pytest.approx(20_000 * 4 / 3600)
     assert cost.price_per_million == pytest.approx(20.0)
+
+
+def test_a_worker_without_a_process_costs_nothing_and_one_that_loads_an_engine_does() -> None:
+    absences = (Absence(0, 2.0, 4.0, False), Absence(1, 6.0, 7.0, True), Absence(1, 9.0, 99.0, False))
+    samples = (WorkerSample(0.0, 0, 0, 2, 50, 0), WorkerSample(2.0, 0, 0, 0, 0, 0), WorkerSample(4.0, 0, 0, 2, 50, 0))
+    run = run_of(
+        outcome(arrived=0.0, ended=10.0, output=100),
+        workers=("a", "b"),
+        blocks=(100, 100),
+        absences=absences,
+        samples=samples,
+    )
+    summary = summarize(run, price_per_worker_hour=3.6)
+    cost = summary.cost
+    assert (cost.worker_seconds, cost.away_seconds, cost.restarting_seconds) == (20 - 3, 3.0, 1.0)
+    assert cost.price_per_million == pytest.approx(17 / 100 * 1e6 * 3.6 / 3600)
+    assert [(each.away, each.restarting) for each in summary.workers] == [(2.0, 0.0), (1.0, 1.0)]
+    assert summary.workers[0].kv_use == 0.5, "of the eight seconds in which it served"
+    bins = over_time(run)
+    assert bins is not None
+    assert np.mean(bins.row_absent, 1) == pytest.approx([0.2, 0.2])
 
 
 def test_where_time_goes_adds_up_to_the_latencies_and_shows_the_slowest_and_the_lost() -> None:

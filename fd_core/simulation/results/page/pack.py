@@ -163,6 +163,7 @@ def _bins(case: ReportCase) -> dict[str, Any] | None:
         "end": _short(bins.end, 6),
         **{name: _shorts(getattr(bins, name)) for name in lines},
         "rows": bins.rows,
+        "absent": [_shorts(row, 3) if any(row) else [] for row in bins.row_absent],
         "strips": {
             name: [_shorts(row, 3) for row in getattr(bins, f"row_{name}")] for name in ("running", "waiting", "kv_use")
         },

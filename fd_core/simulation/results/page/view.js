@@ -251,6 +251,10 @@ function showTime() {
   }
   const table = bins.strips[striped], top = striped === "kv_use" ? 1 : Math.max(...table.flat(), 1e-9), format = striped === "kv_use" ? percent : value => plain(+value.toPrecision(3));
   head.append(element("span", `from nothing to ${format(top)}, mean and most`));
+  if (bins.absent.some(row => row.length)) {
+    const key = head.appendChild(element("span"));
+    key.append(element("i", null, { class: "key", style: "background: var(--limit)" }), "away, or loading an engine");
+  }
   bins.rows.forEach((name, i) => {
     const line = strips.appendChild(element("div", null, { class: "strip" })), values = table[i], most = Math.max(...values), mean = values.reduce((sum, value) => sum + value, 0) / count;
     const drawing = svg("svg", { viewBox: `0 0 ${count} 1`, preserveAspectRatio: "none", role: "img", "aria-label": `${name}: mean ${format(mean)}, most ${format(most)}` });
@@ -259,6 +263,9 @@ function showTime() {
       while (to < count && Math.abs(values[to] - values[from]) < top / 128) to++;
       if (values[from] > 0) drawing.append(svg("rect", { x: from, y: 0, width: to - from, height: 1, "fill-opacity": (0.08 + 0.92 * values[from] / top).toFixed(2) }));
     }
+    const absent = bins.absent[i].map((share, place) => [place, share]).filter(([, share]) => share > 0);
+    for (const [place, share] of absent) drawing.append(svg("rect", { class: "absent", x: place, y: 0, width: 1, height: 1, "fill-opacity": share }));
+    if (absent.length) drawing.setAttribute("aria-label", `${drawing.getAttribute("aria-label")}; away for ${percent(absent.reduce((sum, [, share]) => sum + share, 0) / count)} of the time`);
     line.append(element("span", name, { title: name }), drawing, element("b", `${format(mean)}, ${format(most)}`));
   });
 }
@@ -275,7 +282,7 @@ function showDetails(one) {
   const spent = value => value >= 5e-7 ? seconds(value) : "–";
   if (one.waits.length) fold("Where the time of a request goes", tableOf(["", "to the first token", "slowest 1 %", "between tokens", "slowest 1 %", "not completed"], one.waits.map(([reason, ...values]) => [facts.waits[reason], ...values.map(spent)])), true);
   if (one.tenants.length) fold("Tenants", tableOf(["", "requests", "completed", "output tokens", "TTFT p99", "good"], one.tenants.map(([name, requests, completed, tokens, ttft, good]) => [name || "(no name)", whole(requests), whole(completed), whole(tokens), known(ttft) ? seconds(ttft) : "–", share(good)])), false);
-  fold(`Workers${one.moreWorkers ? `, the first ${one.workers.length}` : ""}`, tableOf(["", "requests", "output tokens", "running", "waiting", "KV use", "most"], one.workers.map(([name, requests, tokens, running, waiting, use, peak]) => [name, whole(requests), whole(tokens), plain(+running.toPrecision(3)), plain(+waiting.toPrecision(3)), share(use), share(peak)])), false);
+  fold(`Workers${one.moreWorkers ? `, the first ${one.workers.length}` : ""}`, tableOf(["", "requests", "output tokens", "running", "waiting", "KV use", "most", "away", "restarting"], one.workers.map(([name, requests, tokens, running, waiting, use, peak, away, restarting]) => [name, whole(requests), whole(tokens), plain(+running.toPrecision(3)), plain(+waiting.toPrecision(3)), share(use), share(peak), spent(away), spent(restarting)])), false);
   place.replaceChildren(element("h2", "Details"), element("p", `${nameOf(one)}, first seed`, { class: "faint" }), ...parts);
 }
 
