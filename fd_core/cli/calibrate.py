@@ -69,11 +69,12 @@ def calibrate(
     from fd_core.simulation.costs.calibrating import Calibration, require_alone
     from fd_core.simulation.costs.calibrating import calibrate as measure
     from fd_core.simulation.costs.naming import calibrated_path
-    from fd_core.simulation.costs.profile import require_writable, write_profile
+    from fd_core.simulation.costs.profile import write_profile
+    from fd_core.simulation.whole_file import require_writable
 
     config = require_alone(merge(model, given, os.environ, default_model="smollm2").engine)
     if output is not None:
-        require_writable(output)
+        require_writable(output, "-o")
     console = Console()
     with startup_bars(Console(stderr=True)) as bars:
         found = find_model(config, None, bars)

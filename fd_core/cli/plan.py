@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fd_core.simulation.planning.search import PlanShape
     from fd_core.simulation.planning.shapes import DeploymentShape
     from fd_core.simulation.results.slo import Slo
+    from fd_core.simulation.workloads.workload import Workload
 
 __all__ = ["plan"]
 
@@ -92,7 +94,9 @@ def plan(
         int, typer.Option(metavar="N", min=1, max=_MOST_DEVICES, help="Devices that may be used.")
     ] = 64,
     max_runs: Annotated[int, typer.Option(metavar="N", min=1, max=_MOST_RUNS, help="Simulations at most.")] = 300,
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="Time that the search may take.")] = 900.0,
+    time_limit: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="Time that the search may take.")
+    ] = 900.0,
     jobs: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, max=_MOST_JOBS, help="Processes. [default: one for each processor core]"),
@@ -125,8 +129,12 @@ def plan(
         from fd_core.simulation.planning.search import PlanSearch
         from fd_core.simulation.planning.shapes import parse_roles, setup_of, shapes_of
         from fd_core.simulation.results.slo import parse_slo
+        from fd_core.simulation.whole_file import require_writable
         from fd_core.simulation.workloads.workload import read_workload
 
+    for path, flag in ((page, "--page"), (json, "--json")):
+        if path is not None and str(path) != "-":
+            require_writable(path, flag)
     limits, began = parse_slo(slo), time.monotonic()
     text = _workload_text(workload, trace_file)
     engine = _parsed(given)
@@ -139,14 +147,21 @@ def plan(
         _numbers(max_num_batched_tokens, "--max-num-batched-tokens"),
     )
     # What contradicts itself is said before anything runs.
+    longest = {}
     for shape in shapes:
-        setup_of(shape, 1, profiles[shape.profile], engine).deployment(shape.described(1))
+        made = setup_of(shape, 1, profiles[shape.profile], engine).deployment(shape.described(1))
+        longest[shape] = min(group.limits.max_model_len for group in made.groups)
     asked = read_workload(text, seed)
     demand = demand_of(asked)
-    _require_possible(limits, shapes, profiles, demand)
-    sizes, kept = _sized(shapes, profiles, demand, limits, prices, max_devices)
-    shortened = len(demand.new_tokens) > first
-    search = PlanSearch(sizes, range(seed, seed + seeds), shortened=shortened, runners_up=runners_up)
+    _require_possible(limits, profiles, demand, longest)
+    sizes, kept = _sized(profiles, demand, limits, prices, max_devices, longest)
+    search = PlanSearch(
+        sizes,
+        range(seed, seed + seeds),
+        shortened=len(demand.new_tokens) > first,
+        runners_up=runners_up,
+        most_load=_most_load(asked),
+    )
     about = PlanAsked(
         slo=str(limits),
         workload=asked.description,
@@ -358,21 +373,46 @@ def _prices(given: Sequence[str], profiles: Mapping[str, CostProfile]) -> dict[s
     return {name: by_kind.get(kind, by_kind.get("", 1.0)) for name, kind in kinds.items()}
 
 
+def _most_load(workload: Workload) -> float:
+    """Return the largest factor of a load that there can be, of those that are tried."""
+    from fd_core.errors import ConfigError
+    from fd_core.simulation.planning.search import LOADS
+
+    for load in reversed(LOADS):
+        try:
+            workload.scaled(load)
+        except ConfigError:
+            continue
+        return load
+    return 1.0
+
+
 def _require_possible(
-    slo: Slo, shapes: Sequence[DeploymentShape], profiles: Mapping[str, CostProfile], demand: Demand
+    slo: Slo, profiles: Mapping[str, CostProfile], demand: Demand, longest: Mapping[DeploymentShape, int]
 ) -> None:
     """Raise `ConfigError` for a limit that no profile holds even for requests that are alone."""
     from fd_core.errors import ConfigError
     from fd_core.simulation.planning.bounds import least_possible
 
+    if not len(demand.new_tokens):
+        raise ConfigError("no request comes, so nothing is to be planned", field="WORKLOAD", hint="raise its duration")
+    most = max(longest.values())
     for each in slo.objectives:
         least = {
             shape: least_possible(
-                each, profiles[shape.profile], demand, shape.max_num_batched_tokens, slo.attainment or 1.0
+                each, profiles[shape.profile], demand, shape.max_num_batched_tokens, slo.attainment or 1.0, length
             )
-            for shape in shapes
+            for shape, length in longest.items()
         }
         best = min(least, key=least.__getitem__)
+        if least[best] == math.inf:
+            count = int((demand.prompt_tokens >= most).sum())
+            raise ConfigError(
+                f"{each.name}={each.limit:g} cannot be held by any plan: {count:,} of {len(demand.prompt_tokens):,} "
+                f"prompts have {most:,} tokens or more, and every worker refuses them",
+                field="--max-model-len",
+                hint="raise it as far as the model and KV blocks allow, or leave such requests out",
+            )
         if least[best] > each.limit:
             raise ConfigError(
                 f"{each.name}={each.limit:g} cannot be held by any plan: where every request is alone on its worker it "
@@ -383,12 +423,12 @@ def _require_possible(
 
 
 def _sized(
-    shapes: Sequence[DeploymentShape],
     profiles: Mapping[str, CostProfile],
     demand: Demand,
     slo: Slo,
     prices: Mapping[str, float],
     max_devices: int,
+    longest: Mapping[DeploymentShape, int],
 ) -> tuple[list[PlanShape], list[DeploymentShape]]:
     """Return the shapes that may hold the SLO, with their bounds. Raises `ConfigError` if there is none."""
     from fd_core.errors import ConfigError
@@ -398,11 +438,12 @@ def _sized(
     sizes: list[PlanShape] = []
     kept: list[DeploymentShape] = []
     fewest_devices: list[int] = []
-    for shape in shapes:
+    for shape, length in longest.items():
         own = profiles[shape.profile]
         budget = shape.max_num_batched_tokens
         alone = (
-            least_possible(each, own, demand, budget, slo.attainment or 1.0) <= each.limit for each in slo.objectives
+            least_possible(each, own, demand, budget, slo.attainment or 1.0, length) <= each.limit
+            for each in slo.objectives
         )
         if not all(alone):
             continue
@@ -416,7 +457,7 @@ def _sized(
     if not kept:
         needed = min(fewest_devices, default=0)
         raise ConfigError(
-            f"{max_devices} devices hold {slo} with none of {len(shapes)} kinds of deployment: "
+            f"{max_devices} devices hold {slo} with none of {len(longest)} kinds of deployment: "
             + (f"{needed} are needed at the very least" if needed else "each is too slow even for a request alone"),
             field="--max-devices" if needed else "--slo",
         )

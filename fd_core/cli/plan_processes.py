@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import queue
 import selectors
-import signal
 import subprocess
 import sys
 import threading
@@ -110,9 +109,9 @@ class PlanProcesses:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "fd_core.cli.plan_processes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    # In a group of its own, since Ctrl-C is for the parent to decide about.
+    command = [sys.executable, "-m", "fd_core.cli.plan_processes"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
@@ -149,7 +148,8 @@ def _died() -> ConfigError:
 
 def _serve() -> None:
     """Do the jobs of standard input until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    replies = sys.stdout.buffer
+    sys.stdout = sys.stderr  # a policy under study may print
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
@@ -164,8 +164,8 @@ def _serve() -> None:
             reply = _Reply(do_job(msgspec.json.decode(line, type=PlanJob), installed_plugins()))
         except FdError as error:
             reply = _Reply(None, error.message, error.hint, error.field, isinstance(error, PluginError))
-        sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
-        sys.stdout.buffer.flush()
+        replies.write(msgspec.json.encode(reply) + b"\n")
+        replies.flush()
 
 
 if __name__ == "__main__":

@@ -127,8 +127,12 @@ def simulate(
         from fd_core.simulation.results.slo import parse_slo
         from fd_core.simulation.results.tables import print_report
         from fd_core.simulation.setups import Setup
+        from fd_core.simulation.whole_file import require_writable
         from fd_core.simulation.workloads.workload import read_workload
 
+    for path, flag in ((page, "--page"), (json, "--json")):
+        if path is not None and str(path) != "-":
+            require_writable(path, flag)
     limits = None if slo is None else parse_slo(slo)
     asked, axes = read_workload(workload, seed), [_axis(text) for text in vary or ()]
     settings = parse_given(given)

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from fd_core.errors import ConfigError
 
-__all__ = ["write_whole"]
+__all__ = ["require_writable", "write_whole"]
+
+
+def require_writable(path: Path, flag: str) -> None:
+    """Raise `ConfigError` that names `flag` if no file can be made there, before anything is computed for it."""
+    folder = path.absolute().parent
+    reason = "it is a folder" if path.is_dir() else None if folder.is_dir() else f"there is no folder {folder}"
+    if reason is None and not os.access(folder, os.W_OK):
+        reason = f"{folder} is not yours to write"
+    if reason is not None:
+        raise ConfigError(f"cannot write {path}: {reason}", field=flag)
 
 
 def write_whole(path: Path, content: bytes, flag: str) -> None:

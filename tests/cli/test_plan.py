@@ -48,6 +48,25 @@ def test_processes_do_not_change_the_answer(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
+def test_what_a_policy_prints_is_no_answer_of_a_process(tmp_path: Path) -> None:
+    policy = tmp_path / "loud.py"
+    policy.write_text(
+        "from fd_core.scheduling.policies import SchedulingPolicy\n\n\n"
+        "class Loud(SchedulingPolicy):\n    def rank(self, request):\n        print('here')\n        return (0,)\n"
+    )
+    brief = ["constant:rate=20,requests=6,prompt=500,output=2", "--profile", "h100:llama-8b", "--roles", "mixed"]
+    result = planned(*brief, *SLO, "--jobs", "2", "--scheduling-policy", f"{policy}:Loud")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_load_that_cannot_be_is_not_tried() -> None:
+    brief = ["constant:rate=400000,requests=6,prompt=5,output=2", "--profile", "h100:llama-8b", "--roles", "mixed"]
+    result = planned(*brief, *SLO, "--jobs", "1", "--seeds", "1")
+    assert result.exit_code == 0, result.output
+    assert "up to 2 times the load at least" in result.stdout
+    assert "What would limit first is" in " ".join(result.stdout.split())
+
+
 def test_the_best_so_far_is_shown_when_the_runs_are_used_up() -> None:
     result = planned(*SMALL, *SLO, "--jobs", "1", "--max-runs", "7")
     assert "NOT FINISHED" in result.stdout
@@ -79,6 +98,12 @@ def test_where_no_plan_holds_it_the_closest_is_shown() -> None:
         ([*SMALL, *SLO, "--max-num-seqs", "0"], 2, "--max-num-seqs"),
         ([*SMALL, *SLO, "--profile", "a100:llama-8b"], 2, "--price"),
         ([*SMALL, *SLO, "--price", "free"], 2, "--price"),
+        ([*SMALL, *SLO, "--time-limit", "inf"], 2, "--time-limit"),
+        ([*SMALL, *SLO, "--page", "/nowhere/x.html"], 2, "--page"),
+        ([*SMALL, *SLO, "--json", "/nowhere/x.json"], 2, "--json"),
+        (["poisson:duration=0", *SMALL[1:], *SLO], 2, "no request comes"),
+        (["poisson:prompt=200000,longest=200000", *SMALL[1:], "--slo", "tpot_p99=1"], 2, "1,000 of 1,000 prompts have"),
+        (["poisson:prompt=9000", *SMALL[1:], "--slo", "ttft_p99=9", "--num-kv-blocks", "100"], 2, "--max-model-len"),
         (["constant:rate=2000,requests=3000,prompt=4000", *SMALL[1:], *SLO, "--max-devices", "2"], 2, "are needed"),
         ([*SMALL, *SLO, "--scheduling-policy", "nobodys", "--jobs", "1"], 4, "nobodys"),
     ],

@@ -5,7 +5,6 @@ Measured and calculated profiles have the same form, so whatever is simulated wi
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -28,7 +27,6 @@ __all__ = [
     "StepTerms",
     "parse_profile",
     "read_profile",
-    "require_writable",
     "write_profile",
 ]
 
@@ -228,16 +226,6 @@ def parse_profile(content: bytes, where: str) -> CostProfile:
             hint="calibrate again",
         )
     return profile
-
-
-def require_writable(path: Path) -> None:
-    """Raise `ConfigError` if no file can be made there, before anything was measured for it."""
-    folder = path.absolute().parent
-    reason = "it is a folder" if path.is_dir() else None if folder.is_dir() else f"there is no folder {folder}"
-    if reason is None and not os.access(folder, os.W_OK):
-        reason = f"{folder} is not yours to write"
-    if reason is not None:
-        raise ConfigError(f"the profile {path} cannot be written: {reason}", field="-o")
 
 
 def write_profile(profile: CostProfile, path: Path) -> None:

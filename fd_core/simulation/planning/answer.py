@@ -144,6 +144,8 @@ def answer_of(
         at, when = (breaking[0], f"at {breaking[0].load:g} times the load") if breaking else (None, "")
         if at is None and (broken := search.breaks_below(chosen)) is not None:
             at, when = broken, f"with {shapes[chosen].described(broken.units)}"
+        if at is None and tried:
+            at, when = tried[-1], f"at {tried[-1].load:g} times the load"
         at = at or max(known(chosen, units), key=lambda each: -search.margins[each])
         limit = limit_of(runs[at], shapes[chosen], profiles[shapes[chosen].profile], when or "as asked")
     elif search.margins:
@@ -183,9 +185,9 @@ def page_report(asked: PlanAsked, runs: Mapping[PlanTrial, ReportedRun], answer:
     kept = kept or [run for run in runs.values() if run.setting in shown]
     if best is not None:
         kept.sort(key=lambda run: run.setting != best.plan)
-    said = {"answer": _headline(answer), "what limits": answer.limit.words if answer.limit else "nothing was tried"}
+    said = {"what limits": answer.limit.words if answer.limit else "nothing was tried"}
     return Report(
-        title=f"Plan for {asked.workload}",
+        title=f"Plan: {_headline(answer)}",
         runs=tuple(kept),
         slo=slo,
         settings={**said, "workload": asked.workload, "runs": str(answer.runs)},
@@ -210,29 +212,24 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
         console.print(Text(f"NOT FINISHED, this is the best so far: {answer.unfinished}", "bold yellow"))
     plans = [plan for plan in (answer.best, *answer.runners_up, answer.below, answer.closest) if plan is not None]
     if plans:
-        table = Table(title=f"Plans for {asked.slo}", title_justify="left")
+        table = Table(title=f"Plans for {asked.slo}", title_justify="left", box=None, padding=(0, 1, 0, 0))
         names = [each.name for each in plans[0].limits]
-        for name in (
-            "Workers",
-            "Batch, budget",
-            "Devices",
-            "Cost an hour" if asked.priced else "Cost",
-            *names,
-            "Margin",
-            "Seeds",
-        ):
-            table.add_column(name, justify="left" if name == "Workers" else "right", overflow="fold")
+        # Without prices devices are what plans cost.
+        costs = ("Cost\nan hour",) if asked.priced else ()
+        for name in ("Workers", "Batch,\nbudget", "Devices", *costs, *names, "Margin", "Seeds"):
+            workers = name == "Workers"
+            table.add_column(name, justify="left" if workers else "right", overflow="fold", no_wrap=workers)
         for plan in plans:
             style = "bold green" if plan is answer.best else "red" if plan.margin < 0 else ""
             cells = [_limit_text(each) for each in plan.limits]
             seeds = f"{plan.seeds}{'' if plan.whole else ', short'}"
-            workers = plan.shape.workers_text(plan.units).replace(" x ", "\nx ")
+            several = plan.shape.workers_text(plan.units).replace(" + ", "\n+ ").replace(" x ", "\nx ")
             batch = f"{plan.shape.max_num_seqs},\n{plan.shape.max_num_batched_tokens}"
             row = (
-                workers,
+                several,
                 batch,
                 f"{plan.devices}",
-                f"{plan.cost_per_hour:,.6g}",
+                *([f"{plan.cost_per_hour:,.6g}"] if asked.priced else []),
                 *cells,
                 _margin_text(plan.margin),
                 seeds,
@@ -260,7 +257,7 @@ def _headline(answer: PlanAnswer) -> str:
     if best is None:
         return f"No plan that was tried holds {answer.asked.slo}."
     sure = "holds" if best.checked else "holds, as far as it was tried,"
-    words = f"{best.plan}: {best.devices} devices, {sure} {answer.asked.slo}"
+    words = f"{best.plan}: {best.devices} device{'s' if best.devices > 1 else ''}, {sure} {answer.asked.slo}"
     if answer.holds_load is None:
         return f"{words}."
     if answer.breaks_load is None:
@@ -314,7 +311,7 @@ def _limit_text(each: PlanLimit) -> str:
     if each.value is None:
         return "never"
     show = (lambda value: f"{value:.1%}") if each.name == "attainment" else duration_text
-    if each.value.low is None or each.value.high is None:
+    if each.value.low is None or each.value.high is None or each.value.low == each.value.high:
         return show(each.value.mean)
     return f"{show(each.value.mean)}\n± {show((each.value.high - each.value.low) / 2)}"
 

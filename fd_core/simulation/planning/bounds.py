@@ -32,7 +32,10 @@ class Demand(msgspec.Struct, frozen=True):
 
     new_tokens: Numbers
     """Tokens of prompts that no request before had: the others may be found in a cache."""
+    prompt_tokens: Numbers
+    """Tokens of whole prompts."""
     output_tokens: Numbers
+    """0 where a client may leave before."""
     first_turn: Numbers
     """1 for the first request of a conversation, whose time is known, 0 for the others."""
     span: float
@@ -47,33 +50,39 @@ class Demand(msgspec.Struct, frozen=True):
 def demand_of(workload: Workload) -> Demand:
     """Return what the clients of a workload want; of its first 100,000 requests, if there are more."""
     seen: set[int] = set()
-    rows: list[tuple[float, float, float]] = []
+    rows: list[tuple[float, float, float, float]] = []
     begin: float | None = None
     at = 0.0
     for conversation in workload:
         at = conversation.at
         begin = at if begin is None else begin
-        said = 0
+        said = length = 0
         for number, turn in enumerate(itertools.islice(conversation.turns, _MOST_REQUESTS - len(rows))):
-            said = 0 if turn.fresh else said
+            said, length = (0, 0) if turn.fresh else (said, length)
             new = 0
             for piece in turn.adds:
+                length += piece.tokens
                 said = hash((said, piece.seed, piece.tokens))
                 new += 0 if said in seen else piece.tokens
                 seen.add(said)
             asked = math.inf if turn.max_tokens is None else turn.max_tokens
-            rows.append((new, 0 if turn.patience is not None else min(asked, turn.answer.tokens), number == 0))
+            answer = min(asked, turn.answer.tokens)
+            rows.append((new, length, 0 if turn.patience is not None else answer, number == 0))
+            length += 0 if turn.patience is not None else int(answer)
             said = hash((said, turn.answer.seed, turn.answer.tokens))
         if len(rows) >= _MOST_REQUESTS:
             break
-    new_tokens, output, first = np.array(rows, np.float64).reshape(-1, 3).T
-    return Demand(new_tokens, output, first, at - (begin or 0.0))
+    new_tokens, prompts, output, first = np.array(rows, np.float64).reshape(-1, 4).T
+    return Demand(new_tokens, prompts, output, first, at - (begin or 0.0))
 
 
-def least_possible(each: Objective, profile: CostProfile, demand: Demand, budget: int, attainment: float) -> float:
+def least_possible(
+    each: Objective, profile: CostProfile, demand: Demand, budget: int, attainment: float, longest: float = math.inf
+) -> float:
     """Return the least value of a limit that requests alone on their workers get; seconds.
 
-    `budget`: tokens of a step. `attainment`: the share that a limit of each request is for.
+    `budget`: tokens of a step. `attainment`: the share that a limit of each request is for. `longest`: tokens that
+    prompt and answer may have together; whoever has more is refused, which is later than any limit.
     """
     step = profile.step
     one = curve_function(step.by_tokens)(1.0) + curve_function(step.by_sampled_rows)(1.0) + step.constant + step.per_row
@@ -84,6 +93,11 @@ def least_possible(each: Objective, profile: CostProfile, demand: Demand, budget
         "gap": np.full(len(first), one),
         "e2e": first + np.maximum(demand.output_tokens - 1, 0) * one,
     }[each.measure]
+    refused = demand.prompt_tokens >= longest
+    if each.measure in ("tpot", "gap"):
+        # An answer of one token has neither.
+        values, refused = values[refused | (demand.output_tokens >= 2)], refused[refused | (demand.output_tokens >= 2)]
+    values[refused] = math.inf
     if not len(values):
         return 0.0
     if each.statistic == "mean":

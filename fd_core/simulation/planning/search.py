@@ -12,12 +12,14 @@ from collections.abc import Generator, Sequence
 
 import msgspec
 
-__all__ = ["PlanSearch", "PlanShape", "PlanTrial"]
+__all__ = ["LOADS", "PlanSearch", "PlanShape", "PlanTrial"]
 
 _AT_ONCE = 4
 """Shapes of which a run is asked for together. The answer must not depend on how many processes there are."""
-_LOADS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+LOADS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Loads with which the chosen plan is tried, as a factor of what was asked for."""
+_NEARLY = -0.5
+"""Margin on the first requests from which a shape is tried on all of them, whose percentiles may be better."""
 _LOAD_STEP = 1.05
 """How near the load that holds and the one that breaks have to be."""
 
@@ -50,9 +52,18 @@ class PlanSearch:
     """One search. `trials` yields plans and is sent their margins, of which one below 0 breaks the SLO."""
 
     def __init__(
-        self, shapes: Sequence[PlanShape], seeds: Sequence[int], *, shortened: bool, runners_up: int = 3
+        self,
+        shapes: Sequence[PlanShape],
+        seeds: Sequence[int],
+        *,
+        shortened: bool,
+        runners_up: int = 3,
+        most_load: float = math.inf,
     ) -> None:
-        """`shortened`: whether a run of the first requests takes less than the whole workload."""
+        """`shortened`: whether a run of the first requests takes less than the whole workload.
+
+        `most_load`: largest factor of the load that there can be.
+        """
         self.shapes = tuple(shapes)
         self.seeds = tuple(seeds)
         self.margins: dict[PlanTrial, float] = {}
@@ -68,6 +79,7 @@ class PlanSearch:
         """By shape, the most units that are known to break it so far."""
         self._shortened = shortened
         self._runners_up = runners_up
+        self._most_load = most_load
 
     def trials(self) -> Generator[list[PlanTrial], Sequence[float], None]:
         """Yield plans to simulate together; send their margins, in the same order."""
@@ -76,6 +88,8 @@ class PlanSearch:
             # What was too dear may no longer be so, once the best turns out to need more.
             yield from self._size()
             settled = yield from self._settle()
+            if settled and self._shortened:
+                settled = yield from self._challenge()
         if self.ranking():
             yield from self._load(self.ranking()[0])
         self.finished = True
@@ -155,6 +169,29 @@ class PlanSearch:
             self._move(shape)
         return False
 
+    def _challenge(self) -> Generator[list[PlanTrial], Sequence[float], bool]:
+        """Try shapes on the whole workload that nearly held its first requests and would be cheaper than the best.
+
+        Asks once; returns whether there was nothing to ask for.
+        """
+        best = min((self.cost(shape) for shape in self.units), default=math.inf)
+        batch: list[PlanTrial] = []
+        for shape, about in enumerate(self.shapes):
+            failed = self._failed[shape]
+            units = failed if best == math.inf else min(failed, math.ceil(best / about.cost - 1e-9) - 1)
+            nearly = self.margins.get(self._short(shape, failed), -math.inf) >= _NEARLY
+            trial = PlanTrial(shape, units, self.seeds[0], True)
+            if nearly and units >= about.least and trial not in self.margins:
+                batch.append(trial)
+        if not batch:
+            return True
+        found = yield from self._ask(batch[:_AT_ONCE])
+        for trial, margin in found.items():
+            if margin >= 0:
+                self.units[trial.shape] = trial.units
+                self._failed[trial.shape] = trial.units - 1
+        return False
+
     def _move(self, shape: int) -> None:
         """Take more units where these break the whole workload, and fewer where fewer hold it with every seed."""
         units = self.units[shape]
@@ -171,7 +208,7 @@ class PlanSearch:
     def _load(self, shape: int) -> Generator[list[PlanTrial], Sequence[float], None]:
         """Find the factor of the load at which the plan breaks."""
         self.holds_load = 1.0
-        loads = list(_LOADS)
+        loads = [load for load in LOADS if load <= self._most_load]
         while loads and self.breaks_load is None:
             yield from self._try_loads(shape, loads[:_AT_ONCE])
             loads = loads[_AT_ONCE:]

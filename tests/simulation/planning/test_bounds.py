@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from fd_core.plugins import installed_plugins
@@ -54,6 +56,29 @@ def test_tokens_that_a_cache_may_hold_count_once() -> None:
     assert demand.new_tokens.sum() == 1000 + 50 * 10
     assert demand.first_turn.sum() == 25
     assert set(demand.output_tokens) == {7.0}
+
+
+def test_requests_that_no_worker_takes_are_later_than_any_limit() -> None:
+    demand = demand_of(read_workload("poisson:requests=100,turns=2,prompt=400,output=100", 0))
+    assert sorted(set(demand.prompt_tokens)) == [400, 900]
+    profile = profile_named(PROFILE)
+    for slo, longest, possible in (
+        ("ttft_p99=1", 901, True),
+        ("ttft_p99=1", 900, False),
+        ("tpot_p99=1", 900, False),
+        ("ttft_p40=1", 900, True),
+        ("e2e_mean=9", 900, False),
+    ):
+        [each] = parse_slo(slo).objectives
+        assert (least_possible(each, profile, demand, 2048, 1.0, longest) < math.inf) is possible
+
+
+def test_answers_of_one_token_have_no_time_for_each_further_one() -> None:
+    [each] = parse_slo("tpot_p99=0.0001").objectives
+    for output, least in ((1, 0.0), (2, 0.001)):
+        demand = demand_of(read_workload(f"poisson:requests=9,output={output}", 0))
+        assert least_possible(each, profile_named(PROFILE), demand, 2048, 1.0) >= least
+        assert (least_possible(each, profile_named(PROFILE), demand, 2048, 1.0) == 0) is (output == 1)
 
 
 def test_requests_without_a_limit_of_time_bound_nothing() -> None:

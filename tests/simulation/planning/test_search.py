@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fd_core.simulation.planning.search import PlanSearch, PlanShape, PlanTrial
 
@@ -109,3 +111,72 @@ def test_a_large_fleet_takes_few_simulations() -> None:
     search, asked = searched([PlanShape(1.0, 1, 10_000)], lambda trial: 1 - 4321.5 * trial.load / trial.units)
     assert search.units == {0: 4322}
     assert len(asked) < 50
+
+
+SPACES = st.lists(st.tuples(st.sampled_from((1.0, 2.0, 2.5, 4.0)), st.integers(1, 9)), min_size=1, max_size=5)
+
+
+def cheapest(shapes: list[PlanShape], margin: Margin) -> float | None:
+    """Return the least cost of a plan that holds the whole workload with every seed, by trying every plan."""
+    return min(
+        (
+            about.cost * units
+            for shape, about in enumerate(shapes)
+            for units in range(1, about.most + 1)
+            if all(margin(PlanTrial(shape, units, seed, True)) >= 0 for seed in SEEDS)
+        ),
+        default=None,
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(SPACES, st.randoms(use_true_random=False), st.booleans())
+def test_first_requests_that_are_harder_than_the_others_hide_no_cheaper_plan(
+    space: list[tuple[float, int]], draw: random.Random, shortened: bool
+) -> None:
+    shapes = [PlanShape(cost, 1, most) for cost, most in space]
+    needs = [[draw.uniform(0.3, 11) * draw.uniform(0.95, 1)] * 3 for _ in shapes]
+    needs = [[need * draw.uniform(0.9, 1.1) for need in each] for each in needs]
+    first = [draw.uniform(0.6, 1.45) for _ in shapes]
+
+    def margin(trial: PlanTrial) -> float:
+        need = needs[trial.shape][trial.seed] * trial.load
+        return 1 - need * (1 if trial.whole else first[trial.shape]) / trial.units
+
+    search, asked = searched(shapes, margin, shortened=shortened)
+    least = cheapest(shapes, margin)
+    assert len(set(asked)) == len(asked)
+    assert [search.cost(shape) for shape in search.ranking()[:1]] == ([] if least is None else [least])
+
+
+@settings(deadline=None, max_examples=300)
+@given(SPACES, st.integers(0, 2**32), st.floats(0.05, 0.95), st.booleans())
+def test_where_more_units_may_break_it_the_answer_holds_and_one_unit_less_does_not(
+    space: list[tuple[float, int]], world: int, chance: float, shortened: bool
+) -> None:
+    shapes = [PlanShape(cost, 1, most) for cost, most in space]
+
+    def margin(trial: PlanTrial) -> float:
+        return chance - random.Random(f"{world}/{trial}").random()
+
+    search, asked = searched(shapes, margin, shortened=shortened)
+    assert search.finished
+    assert len(set(asked)) == len(asked)
+    for shape in search.ranking()[:1]:
+        units = search.units[shape]
+        assert all(margin(PlanTrial(shape, units, seed, True)) >= 0 for seed in SEEDS)
+        below = search.breaks_below(shape)
+        assert units == 1 or (below is not None and margin(below) < 0)
+        assert search.cost(shape) >= (cheapest(shapes, margin) or math.inf)
+
+
+def test_loads_stay_below_what_there_can_be() -> None:
+    search = PlanSearch([PlanShape(1.0, 1, 3)], SEEDS, shortened=False, most_load=1.6)
+    trials, loads = search.trials(), set()
+    with pytest.raises(StopIteration):
+        batch = next(trials)
+        while True:
+            loads |= {trial.load for trial in batch}
+            batch = trials.send([0.5] * len(batch))
+    assert loads == {1.0, 1.1, 1.25, 1.5}
+    assert (search.holds_load, search.breaks_load) == (1.5, None)
