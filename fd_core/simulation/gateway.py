@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
 
 import msgspec
 
-from fd_core.router.config import RouterConfig
-from fd_core.router.policies import RouterPolicy
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.router.workers import RouterWorker, WorkerState
@@ -50,8 +50,7 @@ class SimulatedGateway:
         self,
         timeline: Timeline,
         name: str,
-        config: RouterConfig,
-        policy_class: Callable[[str], type[RouterPolicy]],
+        make_router: Callable[[], Router],
         workers: Sequence[SimulatedWorker],
         network: Network,
         draw: random.Random,
@@ -60,8 +59,7 @@ class SimulatedGateway:
         self.name = name
         self.checks = 0
         """Health checks that were made."""
-        self._config = config
-        self._policy_class = policy_class
+        self._make_router = make_router
         self._timeline = timeline
         self._network = network
         self._draw = draw
@@ -71,7 +69,9 @@ class SimulatedGateway:
         self._start()
 
     def _start(self) -> None:
-        self.router = Router(self._config, self._policy_class)
+        self.router = self._make_router()
+        self._asked: set[RouterWorker] = set()
+        """Incarnations whose answer to a health check is on its slow way."""
         self._following: dict[RouterWorker, tuple[str, int | None]] = {}
         """The process whose KV events count, by incarnation, and the number of the next event."""
         self._unreached: dict[str, float] = {}
@@ -120,29 +120,65 @@ class SimulatedGateway:
         if after is None and not reported.begin(known, client.info.block_size, worker.instance):
             return
         self._following[known] = worker.instance, following
-        for event in events:
-            reported.apply(known, event)
+        try:
+            for event in events:
+                reported.apply(known, event)
+        except ValueError:  # as more blocks than the router keeps: what the worker served counts instead
+            reported.end(known)
+            del self._following[known]
+
+    def register(self, worker: SimulatedWorker) -> None:
+        """Take the word of a worker's process that it is there; it is checked before it gets requests."""
+        instance = worker.instance if worker.up else None
+        self.router.register(worker.url, worker.plan.role, self._timeline.now, instance=instance)
+        self.check()
 
     def check(self) -> None:
         """Ask every worker how it is, and draw the consequences for requests that wait for its answer."""
-        now = self._timeline.now
         for known in self.router.workers():
             worker = self._workers[known.url]
             self.checks += 1
-            reached = self._reached(worker)
-            ok = reached and worker.healthy
-            client = worker.client
-            after = self.router.health(
-                known,
-                ok,
-                now,
-                instance=worker.instance if reached else None,
-                role=worker.plan.role if ok else None,
-                kv_port=None if client is None or not ok else client.info.kv_port,
-            )
-            if ok and worker.leaving:
-                self.router.leaving(after)
-            self._unreachable(after, reached, now)
+            if (delay := self._network.delay(self.name, worker.plan.name)) and self._reached(worker):
+                self._check_slowly(known, worker, delay)
+            else:
+                self._take(known, worker, self._look(worker))
+
+    def _check_slowly(self, known: RouterWorker, worker: SimulatedWorker, delay: float) -> None:
+        """Ask over a slow way, one question at a time; the answer may come when another process is known there."""
+        if known in self._asked:
+            return
+        self._asked.add(known)
+        timeline, router = self._timeline, self.router
+
+        def come() -> None:
+            timeline.after(delay, partial(answer, self._look(worker)))
+
+        def answer(health: _Health) -> None:
+            if self.router is router:
+                self._asked.discard(known)
+                self._take(known, worker, health)
+
+        limit = router.config.health_check_timeout_secs
+        if 2 * delay > limit:
+            timeline.after(limit, lambda: answer(_SILENT))
+        else:
+            timeline.after(delay, come)
+
+    def _look(self, worker: SimulatedWorker) -> _Health:
+        """Return what a worker says of itself at this moment."""
+        if not self._reached(worker):
+            return _SILENT
+        client = worker.client
+        if client is None or not worker.healthy:
+            return _Health(worker.instance)
+        return _Health(worker.instance, worker.plan.role, client.info.kv_port, worker.leaving)
+
+    def _take(self, known: RouterWorker, worker: SimulatedWorker, health: _Health) -> None:
+        now, ok = self._timeline.now, health.role is not None
+        after = self.router.health(known, ok, now, instance=health.instance, role=health.role, kv_port=health.kv_port)
+        if health.leaving:
+            self.router.leaving(after)
+        self._unreachable(after, health.instance is not None, now)
 
     def _reached(self, worker: SimulatedWorker) -> bool:
         return worker.up and not worker.timeline.frozen and self._network.reaches(self.name, worker.plan.name)
@@ -158,6 +194,21 @@ class SimulatedGateway:
         for attempt in [*self._attempts[known.url]]:
             if not attempt.selection.started or now - since >= _UNREACHABLE_SECONDS:
                 attempt.lost("the worker cannot be reached")
+
+
+@dataclass(frozen=True, slots=True)
+class _Health:
+    """The answer to a health check; nothing for one that came to nobody."""
+
+    instance: str | None = None
+    """The process that answered."""
+    role: str | None = None
+    """What it says it is, if it is well."""
+    kv_port: int | None = None
+    leaving: bool = False
+
+
+_SILENT: Final = _Health()
 
 
 class _Exchange:

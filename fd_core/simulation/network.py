@@ -49,6 +49,10 @@ class Network:
         else:
             self._slow.pop(frozenset((one, other)), None)
 
+    def delay(self, one: str, other: str) -> float:
+        """Return how much longer than usual something takes between two places that are not parted, in seconds."""
+        return self._slow.get(frozenset((one, other)), 0.0) if self._slow else 0.0
+
     def reaches(self, one: str, other: str) -> bool:
         """Whether two places are not parted."""
         return not self._waiting or frozenset((one, other)) not in self._waiting

@@ -20,6 +20,7 @@ from fd_core.kv.prefix import PrefixHasher
 from fd_core.metrics import read_metrics
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.config import RouterConfig
+from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest
 from fd_core.router.workers import Role
 from fd_core.simulation.clients import SimulatedClient
@@ -129,8 +130,7 @@ class World:
             SimulatedGateway(
                 self.timeline,
                 f"router{number}",
-                deployment.router,
-                lambda name: plugins.load(ROUTER_POLICY, name),
+                partial(self._make_router, f"router{number}"),
                 self.workers,
                 self.network,
                 random.Random(draw.random()),  # noqa: S311  # no secret
@@ -206,6 +206,10 @@ class World:
 
     def _make_transfers(self) -> TransferNetwork:
         return TransferNetwork(self.network)
+
+    def _make_router(self, _name: str) -> Router:
+        """Return a router that knows nothing yet, for the gateway of this name."""
+        return Router(self.deployment.router, partial(self._plugins.load, ROUTER_POLICY))
 
     def _make_workers(self) -> list[SimulatedWorker]:
         workers: list[SimulatedWorker] = []

@@ -54,6 +54,36 @@ def test_every_request_ends_whatever_happens(kind: str) -> None:
         assert set(ends) == {"stop"}
 
 
+def test_the_answer_to_a_health_check_takes_its_slow_way_and_is_what_the_worker_said_then() -> None:
+    one = world(group(count=2), routers=1)
+    gateway, worker, network = one.gateways[0], one.workers[1], one.network
+    network.slow("router0", "mixed1", 0.2)
+    gateway.check()
+    gateway.check()
+    asked = gateway.checks
+    one.timeline.at(0.1, worker.kill)
+    one.timeline.run(0.3)
+    assert [each.state.value for each in gateway.router.snapshot().workers] == ["healthy", "healthy"]
+    one.timeline.run(0.5)
+    assert [each.state.value for each in gateway.router.snapshot().workers] == ["healthy", "unhealthy"]
+    assert gateway.checks == asked, "one question at a time"
+
+
+def test_the_answer_of_a_process_that_was_replaced_meanwhile_changes_nothing() -> None:
+    one = world(group(count=2), routers=1)
+    gateway, worker, network = one.gateways[0], one.workers[1], one.network
+    worker.kill()
+    network.slow("router0", "mixed1", 0.2)
+    gateway.check()
+    network.slow("router0", "mixed1", 0.0)
+    worker.start()
+    gateway.register(worker)
+    before = gateway.router.snapshot().workers
+    assert before[1].worker.incarnation == 3
+    one.timeline.run(1.0)
+    assert gateway.router.snapshot().workers == before
+
+
 def test_what_waits_where_places_are_parted_arrives_in_order_once_they_are_joined() -> None:
     timeline, came = Timeline(), []
     network = Network(timeline, 0.25)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 
+import pytest
+
+from tests.simulation.hostile.__main__ import main
+from tests.simulation.hostile.computing import BrokenLaw
 from tests.simulation.hostile.plans import draw_plan, without
 from tests.simulation.hostile.session import command_of, run_session, run_world
-from tests.simulation.hostile.world import run_plan
+from tests.simulation.hostile.world import HostileWorld, run_plan
 
-WORLDS = int(os.environ.get("FD_HOSTILE_WORLDS", "120"))
+WORLDS = int(os.environ.get("FD_HOSTILE_WORLDS", "300"))
 FIRST = int(os.environ.get("FD_HOSTILE_FIRST", "0"))
 
 
+@pytest.mark.law("1.1", "1.2", "1.4", "1.5", "1.7", "1.8", "1.9", "2", "3.2", "3.6", "4", "5.3", "5.5")
+@pytest.mark.law("6.1", "6.3", "7.1", "7.2", "7.3", "7.4")
 def test_the_laws_hold_in_hostile_worlds() -> None:
     session = run_session(range(FIRST, FIRST + WORLDS), stop_after=1)
     assert not session.failures, str(session)
@@ -27,10 +35,26 @@ def test_equal_seeds_give_equal_worlds() -> None:
         assert first == second
 
 
+def test_a_failing_world_prints_the_command_that_runs_it_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def settle(one: HostileWorld) -> None:
+        raise BrokenLaw("9", f"{len(one.asked)} requests of seed {one.seed} are not answered at {one.timeline.now!r}")
+
+    monkeypatch.setattr(HostileWorld, "settle", settle)
+    session = run_session(range(8, 9))
+    (command,) = re.findall(r"see it again: python -m tests.simulation.hostile (.*)", str(session))
+    monkeypatch.setattr(sys, "argv", ["hostile", *command.split()])
+    assert main() == 1
+    assert capsys.readouterr().out.splitlines()[-1] == session.failures[0].what
+
+
 def test_a_world_can_do_without_clients_and_faults() -> None:
-    plan = draw_plan(11)
-    smaller = without(plan, {"c0", "c1"}, {0})
+    plan = next(plan for plan in map(draw_plan, range(100)) if plan.faults and plan.accidents)
+    count = len(plan.faults)
+    smaller = without(plan, {"c0", "c1"}, {0, count})
     assert len(plan.conversations) - len(smaller.conversations) == 2
+    assert (smaller.faults, smaller.accidents) == (plan.faults[1:], plan.accidents[1:])
     assert run_world(smaller)[1] is None
     command = command_of(11, clients=["c1", "c0"], faults=[0])
     assert command.endswith("--seed 11 --trace --without-clients c0,c1 --without-faults 0")

@@ -24,7 +24,8 @@ class RequestOutcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """When the first token reached the client; None if none did."""
     ended: float
     end: str
-    """`stop` or `length`; `left` if the client left, `refused` if nobody took it, `failed` if the answer broke off."""
+    """`stop` or `length`; `left` if the client left, `refused` if nobody took it, `failed` if the answer broke off,
+    `abort` if an operator ended it."""
     reason: str
     """Why it was refused or failed; empty otherwise."""
     longest_gap: float

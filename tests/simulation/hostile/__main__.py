@@ -69,7 +69,8 @@ def _shrink(plan: HostilePlan) -> int:
         print("nothing is wrong in this world")
         return 0
     clients, faults = shrunk(plan)
-    print(f"{len(plan.conversations) - len(clients)} clients and {len(plan.faults) - len(faults)} faults are enough:")
+    left = len(plan.faults) + len(plan.accidents) - len(faults)
+    print(f"{len(plan.conversations) - len(clients)} clients and {left} faults are enough:")
     print(f"  {command_of(plan.seed, clients=clients, faults=faults)}")
     return 1
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig
 from fd_core.router.config import RouterConfig
+from fd_core.router.workers import Role
 from fd_core.simulation.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.faults import SimulatedFault, draw_faults
 from fd_core.types import SamplingParams, StepPlan
+from tests.simulation.hostile.accidents import Accident, Poison
+from tests.simulation.hostile.routed import routed
 
 __all__ = ["HABITS", "HostilePlan", "PairPlan", "QuickCosts", "draw_plan", "without"]
 
@@ -111,6 +114,40 @@ class HostilePlan:
     params: dict[str, SamplingParams]
     """How each conversation samples; `max_tokens` comes from its turns."""
     faults: tuple[SimulatedFault, ...]
+    accidents: tuple[Accident, ...] = ()
+    poison: dict[str, Poison] = field(default_factory=dict)
+    """What each request of a conversation does to the engine that computes it."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Name of the adapter that a conversation asks for; the model itself where there is none."""
+    max_queued_requests: int = 1024
+    anonymous: bool = False
+    """Whether no process names itself."""
+    misnamed: dict[str, Role] = field(default_factory=dict)
+    """Roles with which some workers are registered that have another one."""
+    registers: bool = False
+    """Whether a process tells the routers when it has started."""
+    rude: bool = False
+    """Whether callers of routers do what they must not."""
+
+    @property
+    def harmless(self) -> bool:
+        """Whether nothing but faults may make a request fail."""
+        refused = self.max_queued_requests < 100 or self.router.max_requests_per_worker
+        refused = refused or self.router.health_success_threshold > 1
+        return not (
+            self.failing_rows
+            or self.accidents
+            or self.poison
+            or self.anonymous
+            or self.misnamed
+            or self.registers
+            or refused
+        )
+
+    @property
+    def each_config(self) -> tuple[EngineConfig, ...]:
+        """Settings of the engine of each worker."""
+        return tuple(config for config, count in self.configs for _ in range(count))
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -190,19 +227,18 @@ def draw_plan(seed: int) -> HostilePlan:
         store=stored,
         pairs=paired,
     )
-    return _with(plan, faults=faults)
-
-
-def _with(plan: HostilePlan, **changes: Any) -> HostilePlan:
-    return HostilePlan(**{name: getattr(plan, name) for name in HostilePlan.__slots__} | changes)
+    plan = replace(plan, faults=faults)
+    return routed(plan, draw) if seed % 3 == 2 else plan
 
 
 def without(plan: HostilePlan, conversations: set[str], faults: set[int]) -> HostilePlan:
-    """Return a plan without some conversations, and without the faults at some places."""
-    return _with(
+    """Return a plan without some conversations, and without the faults and then accidents at some places."""
+    count = len(plan.faults)
+    return replace(
         plan,
         conversations=tuple(each for each in plan.conversations if each.name not in conversations),
         faults=tuple(fault for place, fault in enumerate(plan.faults) if place not in faults),
+        accidents=tuple(each for place, each in enumerate(plan.accidents, count) if place not in faults),
     )
 
 

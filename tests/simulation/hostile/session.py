@@ -117,7 +117,7 @@ def shrunk(plan: HostilePlan) -> tuple[set[str], set[int]]:
     """Return the clients and faults that a failing world can do without."""
     clients: set[str] = set()
     faults: set[int] = set()
-    for fault in range(len(plan.faults)):
+    for fault in range(len(plan.faults) + len(plan.accidents)):
         if run_world(without(plan, clients, faults | {fault}))[1] is not None:
             faults.add(fault)
     for conversation in plan.conversations:

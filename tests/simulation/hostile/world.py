@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cache, partial
@@ -15,14 +16,15 @@ from fd_core.config import Limits
 from fd_core.engine.core import Engine
 from fd_core.kv.port import CompletionQueue
 from fd_core.ops.contract import KVCache
-from fd_core.plugins import Plugins, installed_plugins
+from fd_core.plugins import ROUTER_POLICY, Plugins, installed_plugins
 from fd_core.router.prefix_index import block_hasher
 from fd_core.router.reported_kv import HashedPrompt
+from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest
 from fd_core.router.workers import RouterWorker
 from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.device import AnswerOf, PlanComputer
-from fd_core.simulation.engine import EngineParts, OutsideParts
+from fd_core.simulation.engine import EngineParts, OutsideParts, SimulatedEngineClient
 from fd_core.simulation.faults import apply, over_at
 from fd_core.simulation.gateway import SimulatedGateway
 from fd_core.simulation.results.outcomes import RequestOutcome, Run
@@ -32,9 +34,12 @@ from fd_core.simulation.worker import Caller, SimulatedWorker
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 from fd_core.types import Delta, RequestSpec
 from tests.simulation.helpers import require_all_time_told
+from tests.simulation.hostile.accidents import Poison, PoisonedComputer, befall
 from tests.simulation.hostile.computing import AuditedComputer, BrokenLaw, Foreseeing, Oracle, null_runner
+from tests.simulation.hostile.epochs import WatchedEpochs
 from tests.simulation.hostile.leases import EngineWatch, LeaseWatch, WatchedCache, WatchedPort
 from tests.simulation.hostile.plans import BLOCK_BYTES, HostilePlan, QuickCosts
+from tests.simulation.hostile.routing import Disguise, WatchedRouter
 from tests.simulation.hostile.transfers import HARMLESS_HABITS, HostileTransfers
 
 __all__ = ["HARMLESS", "HostileWorld", "run_plan"]
@@ -43,6 +48,8 @@ BOUND = 60.0
 """Seconds from the last fault to the end of the last request."""
 SETTLE = 40.0
 """Seconds after which nothing may be left of any request."""
+ADAPTERS = ("wit", "wisdom")
+"""What every worker serves beside the model."""
 HARMLESS = frozenset(
     {
         *("device_slow", "clock_wrong", "network_slow", "clients_leave", "transfers_repeated"),
@@ -65,11 +72,18 @@ class HostileWorld(World):
         """The workers that each was given to."""
         self.revoked: set[str] = set()
         """Requests that lost a slot before their end."""
+        self.epochs: dict[str, WatchedEpochs] = {}
+        """The client of the process that each worker has, or had last."""
+        self.sick: set[str] = set()
+        """Workers whose rows fail."""
+        self.disguise = Disguise(plan.anonymous, {f"http://{name}:8000": role for name, role in plan.misnamed.items()})
         self.log = log
         kinds = {fault.kind for fault in plan.faults}
         self.watch = LeaseWatch(
             strict=not kinds & {"clock_wrong", "process_stands_still"},
-            gentle=kinds <= {"clients_leave", "transfers_repeated"} and plan.pairs.habit in HARMLESS_HABITS,
+            gentle=kinds <= {"clients_leave", "transfers_repeated"}
+            and plan.pairs.habit in HARMLESS_HABITS
+            and plan.harmless,
             tokens_of=lambda place, request: self._delivered[place, request],
             engine_of=self._engine_of,
         )
@@ -82,12 +96,12 @@ class HostileWorld(World):
                 limits=plan.limits,
                 costs=costs,
                 profile="made up",
-                count=count,
+                max_queued_requests=plan.max_queued_requests,
                 restart_seconds=0.3,
-                computer=self._computer,
+                computer=partial(self._computer, name),
                 block_bytes=BLOCK_BYTES if plan.tiers else None,
             )
-            for config, count in plan.configs
+            for name, config in zip(plan.places, plan.each_config, strict=True)
         )
         deployment = SimulatedDeployment(
             label=f"hostile world {plan.seed}",
@@ -117,7 +131,8 @@ class HostileWorld(World):
         if len(spec.prompt) < self.plan.limits.max_model_len:
             client.wanted = self.oracle.answer(spec)
         self.say(f"{spec.request_id} asks: {len(spec.prompt)} tokens, at most {params.max_tokens}, salt {salt!r}")
-        super().ask(spec, dataclasses.replace(asked, salt=salt), client)
+        model = self.plan.adapters.get(name) or None
+        super().ask(spec, dataclasses.replace(asked, salt=salt, model=model), client)
 
     def leave(self, request_id: str) -> None:
         self.say(f"{request_id} leaves")
@@ -239,7 +254,7 @@ class HostileWorld(World):
             watch = EngineWatch(self.watch, name, group.config, group.limits, self.plan.pairs.longest)
             watches.append(watch)
             made = parts.computer()
-            assert isinstance(made, AuditedComputer)
+            assert isinstance(made, AuditedComputer | PoisonedComputer)
             made.watch = watch
             return made
 
@@ -257,13 +272,44 @@ class HostileWorld(World):
         assert client is not None
         return client.engine
 
-    def _computer(self, limits: Limits, answer_of: AnswerOf) -> PlanComputer:
+    def _make_router(self, name: str) -> Router:
+        rude = random.Random(f"{name}/{self.seed}") if self.plan.rude else None
+        policies = partial(self._plugins.load, ROUTER_POLICY)
+        return WatchedRouter(self.plan.router, policies, name, self.disguise, ADAPTERS, rude)
+
+    def _started(self, worker: SimulatedWorker, client: SimulatedEngineClient) -> None:
+        super()._started(worker, client)
+        name = worker.plan.name
+        self.epochs[name] = WatchedEpochs(name, client)
+        if self.plan.registers:
+            for gateway in self.gateways:
+                self.network.send(name, gateway.name, partial(gateway.register, worker))
+
+    def _computer(self, place: str, limits: Limits, answer_of: AnswerOf) -> PlanComputer:
         drafter = None
         if limits.max_drafts:
             drafter = Foreseeing(self.oracle, limits.max_num_seqs, self.plan.wrong_drafts)
-        computer = AuditedComputer(null_runner(limits, drafter), limits, self.counts, self.revoked)
-        computer.failing = self.plan.failing_rows
-        return computer
+        audited = AuditedComputer(null_runner(limits, drafter), limits, self.counts, self.revoked)
+        audited.failing = self.plan.failing_rows
+        if not (self.plan.poison or self.plan.accidents):
+            return audited
+        return PoisonedComputer(audited, self._poison_of, lambda: place in self.sick, partial(self._kill, place))
+
+    def _poison_of(self, request_id: str) -> Poison | None:
+        return self.plan.poison.get(request_id.partition("/")[0])
+
+    def _kill(self, place: str) -> None:
+        """End an engine before it answers what it was just given."""
+        client = next(worker.client for worker in self.workers if worker.plan.name == place)
+        if client is not None:
+            self.counts["poisoned"] += 1
+            epoch = client.info.epoch
+
+            def die() -> None:
+                if client.info.epoch == epoch:
+                    client.die("a request was too much for it")
+
+            self.timeline.after(0.0, die)
 
     def _take(
         self, worker: SimulatedWorker, take: Callable[[RequestSpec, Caller], None], spec: RequestSpec, caller: Caller
@@ -284,21 +330,11 @@ class HostileWorld(World):
 
     def _look_at_routers(self) -> None:
         for gateway in self.gateways:
-            counted = gateway.router._loads  # a snapshot copies much
-            if counted.faults:
-                raise BrokenLaw("7.1", f"{gateway.name} released something twice or judged it too late")
-            for worker, load in counted.by_worker().items():
-                if min(load.requests, load.waiting, load.prefill_tokens) < 0:
-                    raise BrokenLaw("7.1", f"{gateway.name} counts less than nothing for {worker}: {load}")
-            requests = waiting = 0
-            for attempt in (attempt for attempts in gateway._attempts.values() for attempt in attempts):
-                chosen = attempt.selection
-                requests += sum(not chosen.started or worker.role != "prefill" for worker in chosen.workers)
-                waiting += 0 if chosen.started else len(chosen.workers)
-            loads = counted.by_worker().values()
-            found = sum(load.requests for load in loads), sum(load.waiting for load in loads)
-            if found != (requests, waiting):
-                raise BrokenLaw("7.1", f"{gateway.name} counts {found} requests and waiting, not {requests, waiting}")
+            router = gateway.router
+            assert isinstance(router, WatchedRouter)
+            router.look()
+            if router.num_in_force != gateway.num_open:
+                raise BrokenLaw("7.1", f"{gateway.name} has {gateway.num_open} attempts, not {router.num_in_force}")
 
     def _ended(self, outcome: RequestOutcome) -> None:
         self.say(f"{outcome.request_id} ends by {outcome.end!r} {outcome.reason}")
@@ -381,6 +417,8 @@ def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tup
     """Run a world to its end; return what occurred in it. Raises whatever is wrong in it."""
     world = HostileWorld(plan, log)
     apply(plan.faults, world)
+    for accident in plan.accidents:
+        befall(world, accident)
     for fault in plan.faults:
         world.counts[f"fault_{fault.kind}"] += 1
         if log is not None:
@@ -395,7 +433,7 @@ def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tup
     kinds = {fault.kind for fault in plan.faults}
     # A device that is slow enough is one that hangs, to the watchdog.
     killed = "device_slow" in kinds and any(map(_deaths, world.workers))
-    harmless = kinds <= HARMLESS and not killed and plan.pairs.habit in HARMLESS_HABITS and not plan.failing_rows
+    harmless = kinds <= HARMLESS and not killed and plan.pairs.habit in HARMLESS_HABITS and plan.harmless
     for outcome in run.outcomes:
         world.counts[f"ended_{outcome.end}"] += 1
         world.counts["retries"] += outcome.attempts > 1

@@ -1,0 +1,552 @@
+"""A router whose every answer is compared with a plain model of what the router was told, written from the law.
+
+The model compares incarnations by their numbers, and looks for the longest prefix by going through it. It knows nothing
+of guards, indexes, versions and what is kept for the next request.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from fd_core.router.accounting import WorkerLoad
+from fd_core.router.config import RouterConfig
+from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
+from fd_core.router.router import Router
+from fd_core.router.selection import NoWorker, RouteRequest, Selection
+from fd_core.router.workers import Role, RouterWorker
+from tests.simulation.hostile.computing import BrokenLaw
+
+__all__ = ["Disguise", "WatchedRouter"]
+
+_FAILURES = 2
+"""Workers that may fail on a request before it is tried on no other."""
+
+Path = tuple[str, str, bytes]
+"""Salt, adapter and tokens of a prefix."""
+
+
+@dataclass(slots=True)
+class _Fuse:
+    """What failures do to an incarnation: a pause, then one request that tries it again."""
+
+    config: RouterConfig
+    failures: int = 0
+    pause: float = 0.0
+    until: float | None = None
+    """End of the pause; None while there is nothing against the worker."""
+    trial: bool = False
+    """Whether that one request is under way."""
+
+    def __post_init__(self) -> None:
+        self.pause = self.config.circuit_open_secs
+
+    def open_to_requests(self, now: float) -> bool:
+        return not self.trial and (self.until is None or now >= self.until)
+
+    def chosen(self) -> bool:
+        """Return whether the request that is let through is the trial."""
+        self.trial = self.until is not None
+        return self.trial
+
+    def success(self) -> None:
+        if self.trial:
+            self.until, self.trial = None, False
+        if self.until is None:
+            self.failures, self.pause = 0, self.config.circuit_open_secs
+
+    def failure(self, now: float, *, severe: bool) -> None:
+        if self.until is not None and not self.trial:
+            return
+        self.failures += 1
+        if self.trial:
+            self.pause = min(2 * self.pause, self.config.circuit_max_open_secs)
+        elif not severe and self.failures < self.config.circuit_failure_threshold:
+            return
+        self.until, self.trial = now + self.pause, False
+
+    def convict(self, now: float) -> None:
+        """A failure of earlier was the worker's own fault; one that ends its pause was a trial."""
+        self.trial |= self.until is not None and now >= self.until
+        self.failure(now, severe=False)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one incarnation."""
+
+    number: int
+    url: str
+    role: Role
+    instance: str | None
+    fuse: _Fuse
+    state: str = "unknown"
+    passed: int = 0
+    missed: int = 0
+    says: str | None = None
+    port: int | None = None
+    leaving: bool = False
+    adapters: frozenset[str] = frozenset()
+    held: dict[Path, float] = field(default_factory=dict)
+    """When each prefix was served last; the one that leaves next comes first."""
+
+    @property
+    def fit(self) -> bool:
+        return self.says in (None, self.role) and (self.role != "prefill" or self.port is not None)
+
+
+@dataclass(slots=True)
+class Disguise:
+    """What workers say of themselves, where it is not what they are."""
+
+    anonymous: bool = False
+    """Whether no process names itself."""
+    given: Mapping[str, Role] = field(default_factory=dict)
+    """Roles with which workers are registered, by address."""
+    says: dict[str, str] = field(default_factory=dict)
+    """Roles that they name in health checks."""
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """What is known of one selection."""
+
+    selection: Selection
+    paths: list[Path]
+    missing: int
+    number: int
+    tried: frozenset[str]
+    """Addresses on which earlier attempts failed."""
+    suspects: list[int]
+    failures: int
+    trials: set[int]
+    verdicts: dict[int, str] = field(default_factory=dict)
+
+    def counts(self) -> Iterator[tuple[int, WorkerLoad]]:
+        """Yield what it counts on each of its workers."""
+        selection = self.selection
+        for place, worker in enumerate(selection.workers):
+            if not selection.started:
+                yield worker.incarnation, WorkerLoad(1, 1, 0 if place else self.missing)
+            elif worker.role != "prefill":
+                yield worker.incarnation, WorkerLoad(1, 0, 0)
+
+
+class WatchedRouter(Router):
+    """The production router, and what it has to say and to count."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        policy_class: Callable[[str], type[RouterPolicy]],
+        name: str,
+        disguise: Disguise,
+        adapters: Collection[str] = (),
+        rude: random.Random | None = None,
+    ) -> None:
+        """`rude`: draws when a caller does what it must not: ends twice, judges late, retries behind the first byte."""
+        super().__init__(config, policy_class)
+        self.name = name
+        self._disguise = disguise
+        self._served_there = adapters
+        self._rude = rude
+        self._rudeness = 0
+        """Faults of the caller's that the router has to count."""
+        self._there: dict[str, _Known] = {}
+        self._latest = 0
+        """The highest number of an incarnation."""
+        self._attempts: dict[Selection, _Attempt] = {}
+        """All that ever were; those that are in force are in `_in_force` as well."""
+        self._in_force: list[_Attempt] = []
+        self._asked: tuple[RouteRequest, list[Path], float] | None = None
+        """The request for which a policy is to choose, its prefixes, and the time."""
+        self._pools: dict[Role, list[_Known]] = {}
+        self._chosen: Candidate | None = None
+        """Whom the policy of the prefill side chose."""
+        for role, policy in self._policies.items():
+            policy.choose = partial(self._choose, role, policy.choose)  # type: ignore[method-assign]
+        begin = self.reported_kv.begin
+        self.reported_kv.begin = partial(self._told, begin)  # type: ignore[method-assign]
+
+    # What it is told of workers -----------------------------------------------------------------------------------
+
+    def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> RouterWorker:
+        self._see_who_left()
+        role = self._disguise.given.get(url, role)
+        instance = None if self._disguise.anonymous else instance
+        before = self._there.get(url)
+        worker = super().register(url, role, now, instance=instance)
+        same = before is not None and instance is not None and (before.instance, before.role) == (instance, role)
+        if same and before is not None and before.state != "draining":
+            self._require(worker.incarnation == before.number, "7.4", f"{url} is as before, and got another number")
+        else:
+            self._arrived(worker, instance)
+        self.look()
+        return worker
+
+    def deregister(self, url: str, now: float) -> RouterWorker | None:
+        self._see_who_left()
+        worker = super().deregister(url, now)
+        if url in self._there:
+            self._there[url].state = "draining"
+        self.look()
+        return worker
+
+    def health(
+        self,
+        worker: RouterWorker,
+        ok: bool,
+        now: float,
+        *,
+        instance: str | None = None,
+        role: str | None = None,
+        kv_port: int | None = None,
+    ) -> RouterWorker:
+        self._see_who_left()
+        instance = None if self._disguise.anonymous else instance
+        role = role and self._disguise.says.get(worker.url, role)
+        after = super().health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
+        known = self._there.get(worker.url)
+        if known is None or known.number != worker.incarnation or known.state == "draining":
+            self._require(after.incarnation == worker.incarnation, "7.4", f"a check of {worker} counts, who is gone")
+        elif not ok:
+            self._require(after.incarnation == worker.incarnation, "7.4", f"{worker} is another one by a failed check")
+            known.passed, known.missed = 0, known.missed + 1
+            if known.missed >= self.config.health_failure_threshold:
+                known.state = "unhealthy"
+        else:
+            self._passed(known, after, instance, role, kv_port)
+            if self._served_there and not self._there[after.url].adapters:
+                self.serves(after, ("model", *self._served_there), self._served_there)
+        self.look()
+        return after
+
+    @property
+    def num_in_force(self) -> int:
+        """Attempts that were not given back."""
+        return len(self._in_force)
+
+    def _passed(
+        self, known: _Known, after: RouterWorker, instance: str | None, role: str | None, port: int | None
+    ) -> None:
+        enough = self.config.health_success_threshold
+        returns = known.state == "unhealthy" and known.passed + 1 >= enough
+        if instance is not None and known.instance not in (None, instance):
+            known = self._arrived(after, instance)
+        elif returns and (instance is None or instance != known.instance):
+            known = self._arrived(after, instance)
+            known.passed = enough
+        self._require(after.incarnation == known.number, "7.4", f"{after} answered, and number {known.number} is there")
+        known.passed, known.missed = known.passed + 1, 0
+        if known.state != "unhealthy":
+            known.instance = instance or known.instance
+        if known.passed >= enough:
+            known.state = "healthy"
+        known.says, known.port = role, port
+
+    def _arrived(self, worker: RouterWorker, instance: str | None) -> _Known:
+        self._require(worker.incarnation > self._latest, "7.4", f"{worker} is an incarnation that there was before")
+        self._latest = worker.incarnation
+        known = _Known(worker.incarnation, worker.url, worker.role, instance, _Fuse(self.config))
+        self._there[worker.url] = known
+        return known
+
+    def leaving(self, worker: RouterWorker) -> None:
+        super().leaving(worker)
+        if (known := self._known(worker)) is not None:
+            known.leaving = True
+
+    def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
+        super().serves(worker, models, adapters)
+        if (known := self._known(worker)) is not None:
+            known.adapters = frozenset(adapters)
+
+    def _told(self, begin: Callable[..., bool], worker: RouterWorker, block_size: int, instance: str) -> bool:
+        counts, known = begin(worker, block_size, instance), self._known(worker)
+        right = known is not None and known.instance in (None, instance)
+        self._require(counts is right, "7.2", f"what {instance} tells counts for {worker}: {counts}")
+        return counts
+
+    # What it is asked ---------------------------------------------------------------------------------------------
+
+    def select(self, request: RouteRequest, now: float, rng: float) -> Selection | NoWorker:
+        return self._judged(request, now, None, lambda: super(WatchedRouter, self).select(request, now, rng))
+
+    def retry(self, selection: Selection, now: float, rng: float) -> Selection | NoWorker:
+        before, request = self._attempts[selection], selection.request
+        again = partial(super().retry, selection, now, rng)
+        if why := self._why_not_again(before):
+            answer = again()
+            self._require(not isinstance(answer, Selection), "7.3", f"a request goes to another worker {why}")
+            return answer
+        return self._judged(request, now, before, again)
+
+    def _why_not_again(self, attempt: _Attempt) -> str:
+        if attempt.selection.started:
+            return "behind the first byte of its answer"
+        if attempt.failures >= _FAILURES:
+            return "although two have failed on it"
+        return f"behind {attempt.number} attempts" if attempt.number >= self.config.max_attempts else ""
+
+    def _judged(
+        self,
+        request: RouteRequest,
+        now: float,
+        before: _Attempt | None,
+        choose: Callable[[], Selection | NoWorker],
+    ) -> Selection | NoWorker:
+        self._see_who_left()
+        tried: frozenset[str] = frozenset()
+        if before is not None:
+            workers = before.selection.workers
+            failed = [one.url for one in workers if before.verdicts.get(one.incarnation, "served") != "served"]
+            tried = before.tried.union(failed or (one.url for one in workers))
+        paths = self._paths(request)
+        self._asked, self._pools, self._chosen = (request, paths, now), self._open(tried, now), None
+        answer = choose()
+        self._asked = None
+        if not isinstance(answer, Selection):
+            self._require(
+                not _sufficient(self._pools), "7.4", f"no worker is chosen ({answer.message}), and some could be"
+            )
+            return answer
+        self._began(answer, paths, tried, before)
+        return answer
+
+    def _began(self, selection: Selection, paths: list[Path], tried: frozenset[str], before: _Attempt | None) -> None:
+        missing = selection.request.length
+        uses = any(self._policies[worker.role].uses_prefix for worker in selection.workers)
+        if uses and self._chosen is not None:
+            block = self.config.cache_block_size
+            missing = min(missing, max(1, missing - block * self._chosen.expected_hits))
+        trials = set()
+        for worker in selection.workers:
+            known = self._known(worker)
+            self._require(known is not None and worker.url not in tried, "7.3", f"{worker} is chosen, not to be tried")
+            assert known is not None
+            if known.fuse.chosen():
+                trials.add(known.number)
+        attempt = _Attempt(
+            selection,
+            paths if uses else [],
+            missing,
+            number=1 if before is None else before.number + 1,
+            tried=tried,
+            suspects=[] if before is None else [*before.suspects],
+            failures=0 if before is None else before.failures,
+            trials=trials,
+        )
+        self._attempts[selection] = attempt
+        self._in_force.append(attempt)
+        selection.on_release = partial(self._released, attempt, selection.on_release)
+        self.look()
+
+    def _open(self, tried: frozenset[str], now: float) -> dict[Role, list[_Known]]:
+        """Return who may be chosen: healthy, what it was given as, not failed of late, not failed on this request."""
+        found = [
+            known
+            for known in self._there.values()
+            if known.state == "healthy" and known.fit and known.fuse.open_to_requests(now) and known.url not in tried
+        ]
+        staying = [known for known in found if not known.leaving]
+        found = staying if _sufficient(_by_role(staying)) else found
+        if limit := self.config.max_requests_per_worker:
+            loads = self._loads_expected()
+            found = [known for known in found if loads.get(known.number, WorkerLoad()).requests < limit]
+        return _by_role(found)
+
+    def _choose(self, role: Role, choose: Callable[[RoutingContext], Candidate], context: RoutingContext) -> Candidate:
+        assert self._asked is not None
+        request, paths, now = self._asked
+        self._require(np.array_equal(context.tokens, request.tokens), "7.2", "a policy sees another prompt")
+        expected = {known.number: known for known in self._pools.get(role, ())}
+        found = {candidate.worker.incarnation for candidate in context.candidates}
+        if found != expected.keys():
+            law = "7.2" if found - expected.keys() else "7.4"
+            raise BrokenLaw(law, f"{self.name} may choose among {sorted(found)}, and those are {sorted(expected)}")
+        loads = self._loads_expected()
+        for candidate in context.candidates:
+            load = loads.get(candidate.worker.incarnation, WorkerLoad())
+            self._require(candidate.load == load, "7.1", f"{candidate.worker} has {load}, and shows {candidate.load}")
+            if self._policies[role].uses_prefix:
+                self._look_at_hits(candidate, expected[candidate.worker.incarnation], request, paths, now)
+        chosen = choose(context)
+        if self.config.policy_of(role) == "cache_aware":
+            self._look_at_balance(context, chosen)
+        if role != "decode":
+            self._chosen = chosen
+        return chosen
+
+    def _look_at_hits(
+        self, candidate: Candidate, known: _Known, request: RouteRequest, paths: list[Path], now: float
+    ) -> None:
+        kept = self.config.eviction_duration
+        held = {path for path, served in known.held.items() if now - served < kept}
+        computed = {
+            path
+            for attempt in self._in_force
+            if attempt.selection.prefill.incarnation == known.number
+            for path in attempt.paths
+        }
+        hits, expected = _leading(held, paths), max(_leading(held, paths), _leading(computed, paths))
+        salted = bool(request.salt or self._adapter(request))
+        if not salted and self.reported_kv.num_blocks(candidate.worker) is not None:
+            hits = candidate.hits  # what it reports is looked at where it is told
+            expected = max(hits, _leading(computed, paths))
+        found = candidate.hits, candidate.expected_hits
+        if found != (hits, expected):
+            raise BrokenLaw(
+                "7.2", f"{candidate.worker} holds and computes {hits} and {expected} blocks of a prompt, not {found}"
+            )
+
+    def _look_at_balance(self, context: RoutingContext, chosen: Candidate) -> None:
+        requests = [candidate.load.requests for candidate in context.candidates]
+        apart = max(requests) - min(requests)
+        config = self.config
+        if apart > config.balance_abs_threshold and apart > config.balance_rel_threshold * max(requests):
+            least = min(candidate.load.prefill_tokens for candidate in context.candidates)
+            self._require(chosen.load.prefill_tokens == least, "7.2", "load does not decide, and is out of balance")
+
+    # What it is told of attempts ----------------------------------------------------------------------------------
+
+    def prefilled(self, selection: Selection, now: float) -> None:
+        super().prefilled(selection, now)
+        self._noted_well(selection, selection.prefill, now)
+        self.look()
+
+    def served(self, selection: Selection, now: float) -> None:
+        super().served(selection, now)
+        self._noted_well(selection, selection.decode, now)
+        there = {known.number: known for known in self._there.values()}
+        for suspect in self._attempts[selection].suspects:
+            if suspect in there:
+                there[suspect].fuse.convict(now)
+        self.look()
+
+    def declined(self, selection: Selection, worker: RouterWorker) -> None:
+        super().declined(selection, worker)
+        self._attempts[selection].verdicts[worker.incarnation] = "declined"
+
+    def failed(self, selection: Selection, worker: RouterWorker, now: float, *, severe: bool = False) -> None:
+        super().failed(selection, worker, now, severe=severe)
+        attempt, known = self._attempts[selection], self._known(worker)
+        attempt.verdicts[worker.incarnation] = "failed"
+        if not severe:
+            attempt.suspects.append(worker.incarnation)
+            attempt.failures += worker.incarnation == selection.decode.incarnation
+        elif known is not None:
+            known.fuse.failure(now, severe=True)
+        self.look()
+
+    def _noted_well(self, selection: Selection, worker: RouterWorker, now: float) -> None:
+        attempt, known = self._attempts[selection], self._known(worker)
+        attempt.verdicts[worker.incarnation] = "served"
+        if known is None:
+            return
+        known.fuse.success()
+        if not self._policies[worker.role].uses_prefix:
+            return
+        kept, most = self.config.eviction_duration, self.config.max_index_blocks
+        for path in [path for path, served in known.held.items() if now - served >= kept]:
+            del known.held[path]
+        for path in reversed(attempt.paths[:most]):  # the end of a prefix leaves before its beginning
+            known.held.pop(path, None)
+            known.held[path] = now
+        for path in [*known.held][: max(0, len(known.held) - most)]:
+            del known.held[path]
+
+    def _released(self, attempt: _Attempt, on_release: Callable[[Selection], None], selection: Selection) -> None:
+        on_release(selection)
+        self._require(attempt in self._in_force, "7.1", f"{selection.workers} are given back twice")
+        self._in_force.remove(attempt)
+        for known in self._there.values():
+            if known.number in attempt.trials and attempt.verdicts.get(known.number) != "served":
+                known.fuse.trial = False
+        self._see_who_left()
+        self.look()
+        if self._rude is not None and self._rude.random() < 0.5:
+            self._be_rude(selection)
+
+    def _be_rude(self, selection: Selection) -> None:
+        """Do what a caller must not: nothing may come of it but a fault that is counted."""
+        before = self._loads.by_worker(), len(self._index), self.snapshot().roles
+        self._require(not selection.release(), "7.1", "a second release gives something back")
+        super().served(selection, 0.0)
+        self._rudeness += 2
+        after = self._loads.by_worker(), len(self._index), self.snapshot().roles
+        self._require(before == after, "7.2", f"a verdict behind the end changes {before} to {after}")
+        if selection.started:
+            again = super().retry(selection, 0.0, 0.5)
+            self._require(not isinstance(again, Selection), "7.3", "a request goes on elsewhere behind its first byte")
+        self.look()
+
+    # What holds at every moment -----------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """See that what is counted and believed is what was told."""
+        self._see_who_left()
+        expected = self._loads_expected()
+        counted = {worker.incarnation: load for worker, load in self._loads.by_worker().items()}
+        self._require(counted == expected, "7.1", f"{counted} is counted, and {expected} is in force")
+        self._require(self._loads.faults == self._rudeness, "7.1", "something was released or judged twice, or late")
+        members = [*self._registry]
+        there = {member.worker.incarnation: member.state.value for member in members}
+        known = {each.number: each.state for each in self._there.values()}
+        self._require(there == known, "7.4", f"{there} are there, and {known} are")
+        index = sum(self._index.blocks(member.worker) for member in members)
+        self._require(len(self._index) == index, "7.4", "prefixes are remembered of who is gone")
+        telling = sum(self.reported_kv.num_blocks(member.worker) is not None for member in members)
+        self._require(len(self.reported_kv) == telling, "7.2", "what is told counts of who is gone")
+
+    def _see_who_left(self) -> None:
+        """Who drains is there until nothing runs on it."""
+        leaving = [known for known in self._there.values() if known.state == "draining"]
+        if leaving:
+            busy = self._loads_expected()
+            for known in leaving:
+                if known.number not in busy:
+                    del self._there[known.url]
+
+    def _loads_expected(self) -> dict[int, WorkerLoad]:
+        loads: dict[int, WorkerLoad] = {}
+        for attempt in self._in_force:
+            for number, load in attempt.counts():
+                loads[number] = loads[number].plus(load) if number in loads else load
+        return loads
+
+    def _known(self, worker: RouterWorker) -> _Known | None:
+        known = self._there.get(worker.url)
+        return known if known is not None and known.number == worker.incarnation else None
+
+    def _adapter(self, request: RouteRequest) -> str:
+        name = request.model or ""
+        return name if any(name in known.adapters for known in self._there.values()) else ""
+
+    def _paths(self, request: RouteRequest) -> list[Path]:
+        size, tokens, adapter = self.config.cache_block_size, request.tokens, self._adapter(request)
+        ends = range(size, len(tokens) + 1, size)
+        return [(request.salt, adapter, tokens[:end].tobytes()) for end in ends]
+
+    def _require(self, holds: bool, law: str, what: str) -> None:
+        if not holds:
+            raise BrokenLaw(law, f"{self.name}: {what}")
+
+
+def _by_role(found: Iterable[_Known]) -> dict[Role, list[_Known]]:
+    pools: dict[Role, list[_Known]] = {}
+    for known in found:
+        pools.setdefault(known.role, []).append(known)
+    return pools
+
+
+def _sufficient(pools: dict[Role, list[_Known]]) -> bool:
+    """Whether there is a mixed worker, or both sides of a pair."""
+    return "mixed" in pools or pools.keys() >= {"prefill", "decode"}
+
+
+def _leading(held: Collection[Path], paths: list[Path]) -> int:
+    return next((count for count, path in enumerate(paths) if path not in held), len(paths))
