@@ -151,8 +151,9 @@ def row(name: str, runs: Sequence[RunSummary]) -> tuple[str, ...]:
 
 
 SCALED = (
-    *(("cache_aware", told) for told in (True, False)),
-    *((name, False) for name in ("request_num", "prefix_hash")),
+    ("cache_aware", True),
+    *((name, False) for name in ("cache_aware", "request_num", "process_tokens", "metrics_score", "power_of_two")),
+    *((name, False) for name in ("random", "round_robin", "prefix_hash", "session")),
 )
 """Policies, and whether workers tell what they hold."""
 SCALE_HEADINGS = (

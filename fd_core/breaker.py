@@ -22,12 +22,13 @@ class Breaker:
         self._longest = longest
         self._patience = patience
         self._pause = first
-        self._until = 0.0
+        self.until = 0.0
+        """Reading of the clock from which on an open breaker lets a call through."""
         self._failures = 0
 
     def ready(self, now: float) -> bool:
         """Whether `admit` would let a call through."""
-        return self.state == "closed" or (self.state == "open" and now >= self._until)
+        return self.state == "closed" or (self.state == "open" and now >= self.until)
 
     def admit(self, now: float) -> bool:
         """Ask for a call. Whoever is let through reports `success` or `failure` once."""
@@ -55,9 +56,9 @@ class Breaker:
         elif not severe and self._failures < self._patience:
             return False
         self.state = "open"
-        self._until = now + self._pause
+        self.until = now + self._pause
         return True
 
     def remaining(self, now: float) -> float:
         """Seconds until the next call may be made."""
-        return max(0.0, self._until - now) if self.state == "open" else 0.0
+        return max(0.0, self.until - now) if self.state == "open" else 0.0

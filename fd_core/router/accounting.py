@@ -6,12 +6,14 @@ of a worker is the sum over its selections, so at idle every counter is exactly 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated, Final
 
 import msgspec
+import numpy as np
 
 from fd_core.metrics import gauge
+from fd_core.router.places import Numbers, Places
 from fd_core.router.workers import RouterWorker
 
 __all__ = ["IDLE", "WorkerLoad", "WorkerLoads"]
@@ -53,9 +55,12 @@ IDLE: Final = WorkerLoad()
 class WorkerLoads:
     """The load of every incarnation."""
 
-    def __init__(self, on_idle: Callable[[RouterWorker], None]) -> None:
+    def __init__(self, on_idle: Callable[[RouterWorker], None], places: Places) -> None:
         """`on_idle` is called with each worker whose last request ended."""
         self._by_worker: dict[RouterWorker, WorkerLoad] = {}
+        self._places = places
+        self._columns = np.zeros((len(msgspec.structs.fields(WorkerLoad)), 16), np.int64)
+        """The same by field and place."""
         self._on_idle = on_idle
         self.faults = 0
         """Releases and verdicts that came twice or too late: always 0 if the callers are right."""
@@ -64,9 +69,10 @@ class WorkerLoads:
         """Return the load of one incarnation, gone or not."""
         return self._by_worker.get(worker, IDLE)
 
-    def of_each(self, workers: Iterable[RouterWorker]) -> list[WorkerLoad]:
-        """Return the load of each of `workers`."""
-        return [self._by_worker.get(worker, IDLE) for worker in workers]
+    def at(self, places: Numbers) -> Numbers:
+        """Return the loads of workers by their places, as they are now: shape [fields of `WorkerLoad`, n]."""
+        self._make_room()
+        return self._columns.take(places, axis=1)
 
     def by_worker(self) -> dict[RouterWorker, WorkerLoad]:
         """Return the load of every incarnation that has one, gone or not."""
@@ -74,13 +80,26 @@ class WorkerLoads:
 
     def add(self, worker: RouterWorker, load: WorkerLoad) -> None:
         """Count `load` on `worker`."""
-        self._by_worker[worker] = self.of(worker).plus(load)
+        self._set(worker, self.of(worker).plus(load))
 
     def subtract(self, worker: RouterWorker, load: WorkerLoad) -> None:
         """Give back what was added."""
         left = self._by_worker[worker].minus(load)
+        self._set(worker, left)
         if left != IDLE:
-            self._by_worker[worker] = left
             return
         del self._by_worker[worker]
         self._on_idle(worker)
+
+    def _set(self, worker: RouterWorker, load: WorkerLoad) -> None:
+        self._by_worker[worker] = load
+        place = self._places.of(worker)
+        self._make_room()
+        self._columns[:, place] = load.requests, load.waiting, load.prefill_tokens
+
+    def _make_room(self) -> None:
+        fields, length = self._columns.shape
+        if len(self._places) > length:
+            longer = np.zeros((fields, 2 * len(self._places)), np.int64)
+            longer[:, :length] = self._columns
+            self._columns = longer

@@ -12,7 +12,15 @@ import numpy.typing as npt
 
 from fd_core.router.config import RouterConfig
 from fd_core.router.expiring import Expiring
-from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext, by_requests, by_tokens, cheapest, least
+from fd_core.router.policies import (
+    Candidate,
+    RouterPolicy,
+    RoutingContext,
+    fewest_requests,
+    fewest_tokens,
+    lowest,
+)
+from fd_core.router.workers import RouterWorker
 
 __all__ = ["CacheAware", "PrefixHash", "SessionAffinity"]
 
@@ -39,21 +47,17 @@ class CacheAware(RouterPolicy):
 
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the candidate with the smallest score, or with the fewest tokens where load is out of balance."""
-        loads = [candidate.load.requests for candidate in context.candidates]
-        largest = max(loads)
-        apart = largest - min(loads)
+        seen = context.candidates
+        largest = int(seen.requests.max())
+        apart = largest - int(seen.requests.min())
         if apart > self.config.balance_abs_threshold and apart > self.config.balance_rel_threshold * largest:
-            return least(context.candidates, by_tokens, context.random)
+            return fewest_tokens(context)
 
         length, block = len(context.tokens), self.config.cache_block_size
         of_missing, of_load = self.config.hit_ratio_weight * _MISSING_WEIGHT, self.config.load_balance_weight
 
-        costs = [
-            (length - each.expected_hits * block) * of_missing
-            + (each.load.prefill_tokens + each.load.requests * _REQUEST_TOKENS) * of_load
-            for each in context.candidates
-        ]
-        return cheapest(context.candidates, costs, context.random)
+        missing, load = length - seen.expected_hits * block, seen.prefill_tokens + seen.requests * _REQUEST_TOKENS
+        return lowest(seen, context.random, missing * of_missing + load * of_load)
 
 
 class PrefixHash(RouterPolicy):
@@ -68,8 +72,7 @@ class PrefixHash(RouterPolicy):
         """Return the first candidate in the prefix's order that has room."""
         head = context.tokens[: self.config.cache_block_size * self.config.prefix_hash_blocks]
         prefix = _hash(np.ascontiguousarray(head, "<i4").tobytes())
-        urls = np.array([_hash_of_url(one.worker.url) for one in context.candidates], np.uint64)
-        loads = np.array([one.load.requests for one in context.candidates])
+        urls, loads = context.candidates.once(_hashes_of_urls), context.candidates.requests
         room = math.ceil((1 + self.config.prefix_hash_slack) * (int(loads.sum()) + 1) / len(loads))
         # At least one has room: the one with the fewest requests.
         weights = np.where(loads < room, _mixed(urls ^ np.uint64(prefix)), np.uint64(0))
@@ -90,8 +93,8 @@ class SessionAffinity(RouterPolicy):
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the session's worker if it is a candidate, else the least loaded one."""
         home = None if context.session is None else self._homes.get(context.session, context.now)
-        at_home = (candidate for candidate in context.candidates if candidate.worker.url == home)
-        chosen = next(at_home, None) or least(context.candidates, by_requests, context.random)
+        place = None if home is None else context.candidates.once(_places_of_urls).get(home)
+        chosen = fewest_requests(context) if place is None else context.candidates[place]
         if context.session is not None:
             self._homes.put(context.session, chosen.worker.url, context.now)
         return chosen
@@ -105,9 +108,17 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
+def _hashes_of_urls(workers: tuple[RouterWorker, ...]) -> npt.NDArray[np.uint64]:
+    return np.array([_hash_of_url(worker.url) for worker in workers], np.uint64)
+
+
 @lru_cache(maxsize=1 << 16)
 def _hash_of_url(url: str) -> int:
     return _hash(url.encode())
+
+
+def _places_of_urls(workers: tuple[RouterWorker, ...]) -> dict[str, int]:
+    return {worker.url: place for place, worker in enumerate(workers)}
 
 
 def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

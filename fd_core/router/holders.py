@@ -7,11 +7,12 @@ So a prompt is compared with what a thousand workers hold in a few operations a 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
+
+from fd_core.router.places import Numbers, Places
 
 __all__ = ["Holders"]
 
@@ -20,12 +21,11 @@ _FEW: Final = 8
 
 
 class Holders:
-    """The blocks of every worker. A worker has a bit from its first block until `leave`."""
+    """The blocks of every worker."""
 
-    def __init__(self) -> None:
-        self._places: dict[Hashable, int] = {}
-        self._free: list[int] = []
-        """Places of workers that left, a heap: numbers stay as short as there are workers."""
+    def __init__(self, places: Places) -> None:
+        """`places` are of the bits; whoever gives one on discards the blocks of its worker before."""
+        self._places = places
         self._of: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -34,11 +34,7 @@ class Holders:
 
     def bit(self, worker: Hashable) -> int:
         """Return the number in which only this worker has its bit."""
-        place = self._places.get(worker)
-        if place is None:
-            place = heapq.heappop(self._free) if self._free else len(self._places)
-            self._places[worker] = place
-        return 1 << place
+        return 1 << self._places.of(worker)
 
     def add(self, bit: int, keys: Iterable[bytes]) -> None:
         """The worker with this `bit` holds blocks that it did not hold."""
@@ -58,19 +54,14 @@ class Holders:
             elif holders & bit:
                 of[key] = holders ^ bit
 
-    def leave(self, worker: Hashable) -> None:
-        """Give back the bit of a worker that holds nothing."""
-        place = self._places.pop(worker, None)
-        if place is not None:
-            heapq.heappush(self._free, place)
-
-    def leading(self, keys: Sequence[bytes], workers: Sequence[Hashable]) -> list[int]:
-        """Return how many leading blocks each of `workers` holds, given that none holds one without those before it.
+    def leading(self, keys: Sequence[bytes]) -> Numbers:
+        """Return how many leading blocks each worker holds, by place, given that none holds one without those before.
 
         Looks at the logarithm of the blocks for each place where workers part.
         """
         found: list[tuple[int, int]] = []
-        open_ = [(0, len(keys), self._everyone())] if keys else []
+        first = self._of.get(keys[0], 0) if keys else 0
+        open_ = [(1, len(keys), first)] if first else []
         while open_:
             least, most, here = open_.pop()
             if least == most:
@@ -82,34 +73,29 @@ class Holders:
                 open_.append((middle, most, on))
             if on != here:
                 open_.append((least, middle - 1, here ^ on))
-        return self._by_worker(found, workers)
+        return self._by_place(found)
 
-    def unbroken(self, keys: Iterable[bytes], workers: Sequence[Hashable]) -> list[int]:
+    def unbroken(self, keys: Iterable[bytes]) -> Numbers:
         """Return the same where workers may hold blocks without those before them; looks at one block after the other.
 
         Takes no more of `keys` than one behind the last that somebody holds.
         """
-        here, found, count = self._everyone(), [], 0
-        for key in keys if here else ():
+        here, found, count = -1, [], 0
+        for key in keys if self._of else ():
             on = here & self._of.get(key, 0)
-            if on != here:
+            if count and on != here:
                 found.append((count, here ^ on))
             here = on
             if not here:
                 break
             count += 1
-        return self._by_worker([*found, (count, here)], workers)
+        return self._by_place([*found, (count, here)] if count else [])
 
-    def _everyone(self) -> int:
-        return (1 << (len(self._places) + len(self._free))) - 1
-
-    def _by_worker(self, found: Iterable[tuple[int, int]], workers: Sequence[Hashable]) -> list[int]:
-        """Return the count of each worker from counts and the workers that have them."""
-        places = len(self._places) + len(self._free)
-        counts = np.zeros(places + 1, np.int64)  # the last one is of those who hold nothing
+    def _by_place(self, found: Iterable[tuple[int, int]]) -> Numbers:
+        """Return the count of each place from counts and the places that have them."""
+        places = len(self._places)
+        counts = np.zeros(places, np.int64)
         for count, here in found:
-            if not count:
-                continue
             if here.bit_count() <= _FEW:
                 while here:
                     first = here & -here
@@ -117,6 +103,5 @@ class Holders:
                     here ^= first
             else:
                 bits = np.frombuffer(here.to_bytes(places // 8 + 1, "little"), np.uint8)
-                counts[:-1][np.unpackbits(bits, bitorder="little", count=places).view(bool)] = count
-        listed, place = counts.tolist(), self._places
-        return [listed[place.get(worker, -1)] for worker in workers]
+                counts[np.unpackbits(bits, bitorder="little", count=places).view(bool)] = count
+        return counts

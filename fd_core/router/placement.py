@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from fd_core.errors import PluginError
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.accounting import WorkerLoads
 from fd_core.router.config import RouterConfig
-from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
+from fd_core.router.places import Numbers, Places
+from fd_core.router.policies import Candidate, Candidates, RouterPolicy, RoutingContext
 from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
 from fd_core.router.reported_kv import HashedPrompt, ReportedKV
 from fd_core.router.selection import Mode, NoWorker, RouteRequest
@@ -20,7 +26,31 @@ __all__ = ["PARTS", "Placement", "Placer"]
 PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill", "decode")}
 """Roles that serve a request together, the prefill side first."""
 
-Pools = Mapping[Role, Sequence[Member]]
+
+@dataclass(frozen=True, slots=True)
+class WorkerPool:
+    """Workers of one role that may be chosen, and what is found once for all of them together."""
+
+    members: tuple[Member, ...]
+    workers: tuple[RouterWorker, ...]
+    places: Numbers = field(compare=False)
+    """Places of the workers, shape [n]."""
+    worked_out: dict[Callable[..., Any], Any] = field(default_factory=dict, compare=False)
+    """What policies found for these workers, see `Candidates.once`."""
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def where(self, chosen: Iterable[bool]) -> WorkerPool:
+        """Return the pool of those that are `chosen`, which says it of each."""
+        chosen = [*chosen]
+        if all(chosen):
+            return self
+        members, workers = itertools.compress(self.members, chosen), itertools.compress(self.workers, chosen)
+        return WorkerPool(tuple(members), tuple(workers), self.places[chosen])
+
+
+Pools = Mapping[Role, WorkerPool]
 """Workers by role."""
 _MODELS = 64
 """Models for which it is kept who may be chosen."""
@@ -46,7 +76,11 @@ class Placement:
 
 @dataclass(slots=True)
 class Placer:
-    """Finds the eligible workers and asks the policies. Nothing changes but what the policies remember."""
+    """Finds the eligible workers and asks the policies. Nothing changes but what the policies remember.
+
+    Who is eligible is found again only when that could have changed, so a request costs nearly the same whether there
+    are ten workers or a thousand: what is done for each of them is done by numpy, for all at once.
+    """
 
     config: RouterConfig
     policies: Mapping[Role, RouterPolicy]
@@ -55,20 +89,23 @@ class Placer:
     index: PrefixIndex
     in_flight: PrefixesInFlight
     reported_kv: ReportedKV
+    places: Places
     hasher: PrefixHasher = field(init=False)
-    _kept: dict[str | None, Pools] = field(default_factory=dict)
-    """Who may be chosen for each model, as long as nothing changes in the registry."""
+    _kept: dict[str | None, tuple[Pools, Pools]] = field(default_factory=dict)
+    """For each model the healthy workers, and those of them that get a request that has not failed anywhere."""
     _adapters: frozenset[str] = frozenset()
     """Models of all workers that are adapters."""
     _version: int = -1
     """That of the registry, for which both are kept."""
+    _until: float = -math.inf
+    """When time alone changes who is healthy: the next circuit breaker lets a request through."""
 
     def __post_init__(self) -> None:
         self.hasher = block_hasher(self.config.cache_block_size)
 
     def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
         """Choose workers for a request that failed on the addresses `tried`."""
-        self._forget_what_changed()
+        self._forget_what_changed(now)
         pools = self._eligible(request, tried, now)
         if isinstance(pools, NoWorker):
             return pools
@@ -91,62 +128,66 @@ class Placer:
 
     def _eligible(self, request: RouteRequest, tried: frozenset[str], now: float) -> Pools | NoWorker:
         """Return the workers that may be chosen, by role, or the first reason that leaves too few of them."""
-        if tried or request.home is not None:
-            pools = self._open(request, tried, now)
-        else:
-            pools = self._usual(request, now)
+        pools = self._untried(request, tried, now)
         if isinstance(pools, NoWorker) or not (limit := self.config.max_requests_per_worker):
             return pools
-        free = _where(pools, lambda one: self.loads.of(one.worker).requests < limit)
+        free = _where(pools, lambda pool: (self.loads.at(pool.places)[0] < limit).tolist())
         return free if _sufficient(free) else NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
 
-    def _forget_what_changed(self) -> None:
-        if self._version != self.registry.version:
-            self._version = self.registry.version
-            self._kept.clear()
-            self._adapters = frozenset().union(*(member.adapters for member in self.registry))
+    def _forget_what_changed(self, now: float) -> None:
+        if self._version == self.registry.version and now < self._until:
+            return
+        self._version = self.registry.version
+        self._kept.clear()
+        self._adapters = frozenset().union(*(member.adapters for member in self.registry))
+        circuits = (member.circuit for member in self.registry)
+        self._until = min((one.until for one in circuits if one.state == "open" and one.until > now), default=math.inf)
 
-    def _usual(self, request: RouteRequest, now: float) -> Pools | NoWorker:
-        """Return the same for the first attempt of a request, which is found once for each state of the registry.
-
-        While a circuit breaker is open or half open, time alone changes the answer, and nothing is kept.
-        """
-        kept = self._kept.get(request.model)
-        if kept is not None:
-            return kept
-        pools = self._open(request, frozenset(), now)
-        if not isinstance(pools, NoWorker) and all(one.circuit.state == "closed" for one in self.registry):
+    def _untried(self, request: RouteRequest, tried: frozenset[str], now: float) -> Pools | NoWorker:
+        """Return the healthy workers on which the request has not failed, without those that leave if others stay."""
+        kept = self._kept.get(request.model) if request.home is None else None
+        if kept is not None and not tried:
+            return kept[1]
+        healthy = self._healthy(request, now) if kept is None else kept[0]
+        if isinstance(healthy, NoWorker):
+            return healthy
+        untried = healthy
+        if tried:
+            untried = _where(healthy, lambda pool: [one.url not in tried for one in pool.workers])
+            if not _sufficient(untried):
+                return NoWorker("all_tried", "every healthy worker failed on this request", None)
+        staying = _where(untried, lambda pool: [not one.leaving for one in pool.members])
+        if _sufficient(staying):
+            untried = staying
+        if not tried and request.home is None:
             if len(self._kept) >= _MODELS:  # clients choose the names
                 self._kept.clear()
-            self._kept[request.model] = pools
-        return pools
+            self._kept[request.model] = healthy, untried
+        return untried
 
-    def _open(self, request: RouteRequest, tried: frozenset[str], now: float) -> Pools | NoWorker:
-        """Return who is there, serves the model, is healthy and has not failed on the request."""
+    def _healthy(self, request: RouteRequest, now: float) -> Pools | NoWorker:
+        """Return who is there, serves the model and is healthy."""
         found: dict[Role, list[Member]] = {role: [] for role in ROLES}
         for member in self.registry:
             if member.state is not WorkerState.DRAINING:
                 found[member.worker.role].append(member)
-        pools: Pools = found
-        if request.model is not None:
-            pools = _serving(request.model, pools)
+        serving = found if request.model is None else _serving(request.model, found)
+        pools = {role: self._pool(members) for role, members in serving.items()}
         if request.home is not None:
-            at_home = _where(pools, lambda one: one.worker == request.home or one.worker.role == "prefill")
+            at_home = _where(pools, lambda pool: [one == request.home or one.role == "prefill" for one in pool.workers])
             pools = at_home if _sufficient(at_home) else pools
         if not _sufficient(pools):
             return NoWorker("none_registered", "no worker is registered", self.config.health_check_interval_secs)
-        healthy = _where(pools, lambda one: one.open_to_requests(now))
+        healthy = _where(pools, lambda pool: [one.open_to_requests(now) for one in pool.members])
         if not _sufficient(healthy):
-            pauses = [one.circuit.remaining(now) for pool in pools.values() for one in pool if one.broken]
+            pauses = [one.circuit.remaining(now) for pool in pools.values() for one in pool.members if one.broken]
             wait = min(pauses, default=self.config.health_check_interval_secs)
             return NoWorker("none_healthy", "no worker is healthy", max(wait, _SHORTEST_WAIT))
-        untried = _where(healthy, lambda one: one.worker.url not in tried)
-        if not _sufficient(untried):
-            return NoWorker("all_tried", "every healthy worker failed on this request", None)
-        staying = _where(untried, lambda one: not one.leaving)
-        if _sufficient(staying):
-            untried = staying
-        return untried
+        return healthy
+
+    def _pool(self, members: Sequence[Member]) -> WorkerPool:
+        workers = tuple(member.worker for member in members)
+        return WorkerPool(tuple(members), workers, self.places.among(workers))
 
     def _mode(self, pools: Pools) -> Mode:
         """Return the mode that has fewer requests for each of its workers, if there is a choice."""
@@ -154,56 +195,46 @@ class Placer:
         return min(modes, key=lambda mode: self._crowding(pools, PARTS[mode])) if len(modes) > 1 else modes[0]
 
     def _crowding(self, pools: Pools, roles: tuple[Role, ...]) -> float:
-        members = [member for role in roles for member in pools[role]]
-        loads = self.loads.of_each(member.worker for member in members)
-        return sum(load.requests for load in loads) / len(members)
+        requests = sum(int(self.loads.at(pools[role].places)[0].sum()) for role in roles)
+        return requests / sum(len(pools[role]) for role in roles)
 
     def _choose(
         self,
         role: Role,
-        pool: Sequence[Member],
+        pool: WorkerPool,
         request: RouteRequest,
         keys: tuple[bytes, ...],
         now: float,
         random: float,
     ) -> tuple[Member, Candidate]:
         policy = self.policies[role]
-        workers = [one.worker for one in pool]
-        loads = self.loads.of_each(workers)
+        loads, seen = self.loads.at(pool.places), keys if policy.uses_prefix else ()
+        held = expected = None
         if policy.uses_prefix:
-            held = self._held(workers, request, keys, now)
-            computed = self.in_flight.match(workers, keys)
-            expected = [one if one > other else other for one, other in zip(held, computed, strict=True)]
-            candidates = tuple(map(Candidate, workers, loads, held, expected))
-        else:
-            candidates = tuple(map(Candidate, workers, loads))
-        seen = keys if policy.uses_prefix else ()
+            holding = self._held(request, keys, now)
+            held = holding[pool.places]
+            expected = np.maximum(holding, self.in_flight.match(keys))[pool.places]
+        candidates = Candidates(pool.workers, loads, held, expected, pool.worked_out)
         chosen = policy.choose(RoutingContext(candidates, request.tokens, seen, request.session, random, now))
         try:
-            return pool[candidates.index(chosen)], chosen
+            return pool.members[candidates.index(chosen)], chosen
         except ValueError:
             name = self.config.policy_of(role)
             raise PluginError(
                 f"router policy {name} chose {chosen!r:.200}, which is not one of the candidates"
             ) from None
 
-    def _held(
-        self, workers: Sequence[RouterWorker], request: RouteRequest, keys: tuple[bytes, ...], now: float
-    ) -> list[int]:
-        """Return how many leading blocks each of `workers` holds.
+    def _held(self, request: RouteRequest, keys: tuple[bytes, ...], now: float) -> Numbers:
+        """Return how many leading blocks each worker holds, by place.
 
         A worker holds the blocks that it reports; if it does not report, those that it served. Reports can be compared
         only with token ids of the workers, and do not cover prompts with a salt or an adapter.
         """
         if not request.tokenized or request.salt or self._adapter(request) or not len(self.reported_kv):
-            return self.index.match(workers, keys, now)
-        told, silent = self.reported_kv.leading_tokens(workers, HashedPrompt(request.tokens, self.hasher, keys))
-        held = [tokens // self.hasher.block_size for tokens in told]
-        if silent:
-            served = self.index.match([workers[place] for place in silent], keys, now)
-            for place, hits in zip(silent, served, strict=True):
-                held[place] = hits
-        return held
+            return self.index.match(keys, now)
+        told, silent = self.reported_kv.leading_tokens(HashedPrompt(request.tokens, self.hasher, keys))
+        held = told // self.hasher.block_size
+        return np.where(silent, self.index.match(keys, now), held) if silent.any() else held
 
     def _adapter(self, request: RouteRequest) -> str:
         """Return the adapter that a request asks for, empty if no worker says that its model is one."""
@@ -216,8 +247,8 @@ class Placer:
         return min(request.length, max(1, left))
 
 
-def _serving(model: str, pools: Pools) -> Pools:
-    """Return the pools without workers of other models, if a worker is known to serve `model`.
+def _serving(model: str, pools: Mapping[Role, list[Member]]) -> dict[Role, list[Member]]:
+    """Return the workers without those of other models, if a worker is known to serve `model`.
 
     If none is, nobody is left out, and a worker refuses the name. Prefill workers may have the model under another
     name: they are left out only where another prefill worker names it.
@@ -234,10 +265,10 @@ def _serving(model: str, pools: Pools) -> Pools:
     }
 
 
-def _where(pools: Pools, test: Callable[[Member], bool]) -> dict[Role, list[Member]]:
-    return {role: [member for member in pool if test(member)] for role, pool in pools.items()}
+def _where(pools: Pools, chosen: Callable[[WorkerPool], Iterable[bool]]) -> dict[Role, WorkerPool]:
+    return {role: pool.where(chosen(pool)) for role, pool in pools.items()}
 
 
-def _sufficient(pools: Pools) -> bool:
+def _sufficient(pools: Mapping[Role, Sized]) -> bool:
     """Whether the pools hold a mixed worker or both sides of a pair."""
-    return any(all(pools[role] for role in roles) for roles in PARTS.values())
+    return any(all(len(pools[role]) for role in roles) for roles in PARTS.values())

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.holders import Holders
+from fd_core.router.places import Numbers, Places
 from fd_core.router.workers import RouterWorker
 from fd_core.types import IntArray
 
@@ -39,12 +40,13 @@ class PrefixIndex:
     clock that are passed in never go backwards.
     """
 
-    def __init__(self, *, duration: float, capacity: int) -> None:
+    def __init__(self, *, duration: float, capacity: int, places: Places) -> None:
         self._duration = duration
         self._capacity = capacity
         self._held: dict[RouterWorker, OrderedDict[bytes, float]] = {}
         """When each block was last served, the one that was served longest ago first."""
-        self._holders = Holders()
+        self._places = places
+        self._holders = Holders(places)
         self._served: deque[tuple[float, RouterWorker]] = deque()
         """Who served when: whose blocks expire next."""
 
@@ -73,24 +75,23 @@ class PrefixIndex:
         if not self._served or self._served[-1] != (now, worker):
             self._served.append((now, worker))
 
-    def match(self, workers: Sequence[RouterWorker], keys: Sequence[bytes], now: float) -> list[int]:
-        """Return how many leading blocks each of `workers` is believed to hold."""
+    def match(self, keys: Sequence[bytes], now: float) -> Numbers:
+        """Return how many leading blocks each worker is believed to hold, by place."""
         self.sweep(now)
-        return self._holders.leading(keys, workers)
+        return self._holders.leading(keys)
 
     def remove(self, worker: RouterWorker) -> None:
         """Forget all blocks of `worker`: it is gone, or came back empty."""
         held = self._held.pop(worker, None)
         if held is not None:
             self._holders.discard(self._holders.bit(worker), held)
-            self._holders.leave(worker)
 
     def sweep(self, now: float) -> None:
         """Forget expired blocks; costs time in proportion to what has expired since the last call."""
         if self._served and now - self._served[-1][0] >= self._duration:  # all of them
             self._served.clear()
             self._held.clear()
-            self._holders = Holders()
+            self._holders = Holders(self._places)
         while self._served and now - self._served[0][0] >= self._duration:
             _, worker = self._served.popleft()
             held = self._held.get(worker)
@@ -120,13 +121,17 @@ class PrefixesInFlight:
     matching costs the logarithm of its blocks. Nothing of a prompt is remembered after its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places) -> None:
         self._nodes: dict[RouterWorker, dict[bytes, int]] = {}
-        self._holders = Holders()
+        self._holders = Holders(places)
 
     def __len__(self) -> int:
         """Distinct blocks, of all workers together."""
         return sum(map(len, self._nodes.values()))
+
+    def __contains__(self, worker: RouterWorker) -> bool:
+        """Whether `worker` has been given a prompt that has not ended there."""
+        return worker in self._nodes
 
     def begin(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
         """`worker` was given a prompt of these blocks; `end` has to follow."""
@@ -157,8 +162,7 @@ class PrefixesInFlight:
         self._holders.discard(self._holders.bit(worker), gone)
         if not nodes:
             del self._nodes[worker]
-            self._holders.leave(worker)
 
-    def match(self, workers: Sequence[RouterWorker], keys: Sequence[bytes]) -> list[int]:
-        """Return how many leading blocks of a prompt each of `workers` is computing for others."""
-        return self._holders.leading(keys, workers)
+    def match(self, keys: Sequence[bytes]) -> Numbers:
+        """Return how many leading blocks of a prompt each worker is computing for others, by place."""
+        return self._holders.leading(keys)

@@ -11,13 +11,15 @@ holds as much of a prompt as that engine which holds the most.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.kv.events import BEGINNING, TOKEN_BYTES, Cleared, KVEvent, Removed, Stored
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.holders import Holders
+from fd_core.router.places import Numbers, Places
 from fd_core.router.prefix_index import block_hasher
 from fd_core.router.workers import Registry, RouterWorker
 from fd_core.types import IntArray
@@ -55,16 +57,19 @@ class HashedPrompt:
 class ReportedKV:
     """The blocks of every worker that reports. Reports of an incarnation count from `begin` to `end` or `remove`."""
 
-    def __init__(self, registry: Registry, capacity: int) -> None:
+    def __init__(self, registry: Registry, capacity: int, places: Places) -> None:
         """`capacity`: blocks that one engine may report."""
         self._capacity = capacity
         self._registry = registry
+        self._places = places
         self._mirrors: dict[RouterWorker, list[_Mirror]] = {}
         """What each engine of a worker holds."""
         self._sizes: dict[Hashable, int] = {}
-        """Tokens in a block of each engine that reports, by its name in `Holders`."""
+        """Tokens in a block of each engine that reports, by its name in `Places`."""
         self._further: dict[RouterWorker, tuple[Hashable, ...]] = {}
         """Names of the engines behind the first, of workers that have several; the first has the worker's."""
+        self._found: _EnginesThatReport | None = None
+        """The same by place, until somebody begins or ends."""
         self._holders: dict[int, Holders] = {}
         """Who holds a block, by the size of blocks."""
         self._num_events: dict[RouterWorker, int] = {}
@@ -86,7 +91,8 @@ class ReportedKV:
         if member is None or member.instance not in (None, instance):
             return False
         self.end(worker)
-        holders = self._holders.setdefault(block_size, Holders())
+        self._found = None
+        holders = self._holders.setdefault(block_size, Holders(self._places))
         names = (worker, *((worker, engine) for engine in range(1, engines)))
         self._mirrors[worker] = [_Mirror(name, block_size, self._capacity, holders) for name in names]
         self._sizes |= dict.fromkeys(names, block_size)
@@ -110,43 +116,39 @@ class ReportedKV:
 
     def end(self, worker: RouterWorker) -> None:
         """Forget the blocks of `worker`: it reports no more."""
+        self._found = None
         for mirror in self._mirrors.pop(worker, ()):
-            mirror.close()
+            mirror.clear()
             if self._sizes.pop(mirror.name) not in self._sizes.values():
                 del self._holders[mirror.block_size]
-        self._further.pop(worker, None)
+        for name in self._further.pop(worker, ()):
+            self._places.leave(name)
 
     def remove(self, worker: RouterWorker) -> None:
         """Forget an incarnation that is gone."""
         self.end(worker)
         self._num_events.pop(worker, None)
 
-    def leading_tokens(self, workers: Sequence[RouterWorker], prompt: HashedPrompt) -> tuple[list[int], list[int]]:
-        """Return how many leading tokens of a prompt each of `workers` holds, and the places of those that are silent.
+    def leading_tokens(self, prompt: HashedPrompt) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+        """Return how many leading tokens of a prompt each worker holds, and who is silent, both by place.
 
         A silent worker does not report, and has 0.
         """
-        if not self._further:
-            return self._of_each(workers, prompt)
-        further = [(place, name) for place, of in enumerate(workers) for name in self._further.get(of, ())]
-        tokens, silent = self._of_each([*workers, *(name for _, name in further)], prompt)
-        for (place, _), more in zip(further, tokens[len(workers) :], strict=True):
-            tokens[place] = max(tokens[place], more)
-        return tokens[: len(workers)], silent
-
-    def _of_each(self, workers: Sequence[Hashable], prompt: HashedPrompt) -> tuple[list[int], list[int]]:
-        """Return the same of engines by their names."""
-        if len(self._holders) == 1 and all(map(self._sizes.__contains__, workers)):
-            ((size, holders),) = self._holders.items()
-            return [count * size for count in holders.unbroken(prompt.keys(size), workers)], []
-        sizes = [self._sizes.get(worker, 0) for worker in workers]
-        tokens = [0] * len(workers)
+        tokens = np.zeros(len(self._places), np.int64)
+        if self._found is None or len(self._found.sizes) != len(tokens):
+            self._found = self._engines_that_report()
+        sizes, owners, further = self._found
         for size, holders in self._holders.items():
-            blocks = holders.unbroken(prompt.keys(size), workers)
-            tokens = [
-                count * size if of == size else held for count, of, held in zip(blocks, sizes, tokens, strict=True)
-            ]
-        return tokens, [place for place, size in enumerate(sizes) if not size]
+            np.copyto(tokens, holders.unbroken(prompt.keys(size)) * size, where=sizes == size)
+        np.maximum.at(tokens, owners, tokens[further])
+        return tokens, sizes == 0
+
+    def _engines_that_report(self) -> _EnginesThatReport:
+        sizes = np.zeros(len(self._places), np.int64)
+        sizes[self._places.among(self._sizes)] = [*self._sizes.values()]
+        owners = [worker for worker, names in self._further.items() for _ in names]
+        further = [name for names in self._further.values() for name in names]
+        return _EnginesThatReport(sizes, self._places.among(owners), self._places.among(further))
 
     def num_blocks(self, worker: RouterWorker) -> int | None:
         """Return how many blocks `worker` holds; None if it does not report."""
@@ -158,11 +160,20 @@ class ReportedKV:
         return self._num_events.get(worker, 0)
 
 
+class _EnginesThatReport(NamedTuple):
+    sizes: Numbers
+    """Tokens in a block, by place; 0 for whoever does not report."""
+    owners: Numbers
+    """Place of the worker of each engine behind the first."""
+    further: Numbers
+    """Places of those engines."""
+
+
 class _Mirror:
     """The blocks that one engine of an incarnation reports to hold, named as the router names them."""
 
     def __init__(self, name: Hashable, block_size: int, capacity: int, holders: Holders) -> None:
-        """`name` is that in `holders`."""
+        """`name` is that of its place."""
         self.name = name
         self.block_size = block_size
         self._holders = holders
@@ -176,10 +187,10 @@ class _Mirror:
     def __len__(self) -> int:
         return len(self._names)
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Hold nothing any longer."""
-        self._clear()
-        self._holders.leave(self.name)
+        self._holders.discard(self._bit, self._names.values())
+        self._names.clear()
 
     def apply(self, event: KVEvent) -> None:
         match event:
@@ -189,11 +200,7 @@ class _Mirror:
                 gone = [name for key in keys if (name := self._names.pop(key, None)) is not None]
                 self._holders.discard(self._bit, gone)
             case Cleared():
-                self._clear()
-
-    def _clear(self) -> None:
-        self._holders.discard(self._bit, self._names.values())
-        self._names.clear()
+                self.clear()
 
     def _store(self, event: Stored) -> None:
         parent = self._root if event.parent == BEGINNING else self._names.get(event.parent)

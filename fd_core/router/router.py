@@ -19,6 +19,7 @@ from typing import Final
 from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
 from fd_core.router.config import RouterConfig
 from fd_core.router.placement import Placement, Placer
+from fd_core.router.places import Places
 from fd_core.router.policies import RouterPolicy
 from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex
 from fd_core.router.reported_kv import ReportedKV
@@ -47,16 +48,26 @@ class Router:
         """
         self.config = config
         self._registry = Registry(config)
-        self._loads = WorkerLoads(self._on_idle)
-        self._index = PrefixIndex(duration=config.eviction_duration, capacity=config.max_index_blocks)
+        self._places = Places()
+        self._loads = WorkerLoads(self._on_idle, self._places)
+        self._index = PrefixIndex(
+            duration=config.eviction_duration, capacity=config.max_index_blocks, places=self._places
+        )
         self._policies: dict[Role, RouterPolicy] = {
             role: policy_class(config.policy_of(role))(config) for role in ROLES
         }
-        self._in_flight = PrefixesInFlight()
-        self.reported_kv = ReportedKV(self._registry, config.max_index_blocks)
+        self._in_flight = PrefixesInFlight(self._places)
+        self.reported_kv = ReportedKV(self._registry, config.max_index_blocks, self._places)
         """The KV that workers report to hold."""
         self._placer = Placer(
-            config, self._policies, self._registry, self._loads, self._index, self._in_flight, self.reported_kv
+            config,
+            self._policies,
+            self._registry,
+            self._loads,
+            self._index,
+            self._in_flight,
+            self.reported_kv,
+            self._places,
         )
         self._by_worker: dict[RouterWorker, SelectionCounts] = {}
         self._by_role: dict[Role, SelectionCounts] = {role: SelectionCounts() for role in ROLES}
@@ -294,7 +305,9 @@ class Router:
             if verdict is None:
                 self._count(worker, "unused" if ended_well else "left")
             member = self._registry.member(worker)
-            if verdict != "served" and member is not None and worker in selection.trials:
+            if member is None:
+                self._leave(worker)
+            elif verdict != "served" and worker in selection.trials:
                 member.circuit.withdraw()
 
     def _on_idle(self, worker: RouterWorker) -> None:
@@ -312,6 +325,12 @@ class Router:
         self._by_worker.pop(worker, None)
         for policy in self._policies.values():
             policy.departed(worker)
+        self._leave(worker)
+
+    def _leave(self, worker: RouterWorker) -> None:
+        """Give on the place of an incarnation that is gone, unless requests that run there are still counted."""
+        if self._loads.of(worker) == IDLE and worker not in self._in_flight:
+            self._places.leave(worker)
 
     def _sweep(self, now: float) -> None:
         if now < self._next_sweep:

@@ -186,7 +186,7 @@ class Registry:
     def leaving(self, worker: RouterWorker) -> None:
         """Note that `worker` says that it shuts down."""
         member = self.member(worker)
-        if member is not None:
+        if member is not None and not member.leaving:
             member.leaving = True
             self._changed()
 

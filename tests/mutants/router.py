@@ -274,6 +274,25 @@ MUTANTS = (
         ),
     ),
     mutant(
+        "a-place-is-given-on-while-requests-count-there",
+        _COUNTED,
+        (ROUTER, "if self._loads.of(worker) == IDLE and worker not in self._in_flight:", "if True:"),
+    ),
+    mutant(
+        "a-place-is-given-on-while-a-prompt-is-computed-there",
+        "7.2: a worker is believed to compute a prefix only while a request that computes it runs",
+        (
+            ROUTER,
+            "if self._loads.of(worker) == IDLE and worker not in self._in_flight:",
+            "if self._loads.of(worker) == IDLE:",
+        ),
+    ),
+    mutant(
+        "a-breaker-whose-time-has-come-is-not-noticed",
+        "7.4: a worker that failed is tried again",
+        (PLACEMENT, " and now < self._until:", ":"),
+    ),
+    mutant(
         "a-success-is-recorded-for-who-is-gone",
         _SERVED,
         (
@@ -295,7 +314,7 @@ MUTANTS = (
     mutant(
         "a-place-is-given-on-with-the-blocks-of-another",
         _BACK,
-        (INDEX, "            self._holders.discard(self._holders.bit(worker), held)\n", ""),
+        (INDEX, "            self._holders.discard(self._holders.bit(worker), held)\n", "            pass\n"),
     ),
     mutant(
         "an-unhealthy-worker-counts",
@@ -329,13 +348,9 @@ MUTANTS = (
         "7.2: unhealthy workers count nowhere",
         (
             PLACEMENT,
-            "        seen = keys if",
-            "        candidates += tuple(\n"
-            "            Candidate(one.worker, self.loads.of(one.worker), -1)\n"
-            "            for one in self.registry\n"
-            "            if one.worker.role == role and one not in pool\n"
-            "        )\n"
-            "        seen = keys if",
+            "        loads, seen = self.loads.at(pool.places), keys if",
+            "        pool = self._pool([one for one in self.registry if one.worker.role == role])\n"
+            "        loads, seen = self.loads.at(pool.places), keys if",
         ),
     ),
     mutant(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
+from fd_core.router.places import Places
 from fd_core.router.selection import Selection
 from fd_core.router.workers import RouterWorker
 from tests.router.helpers import request
@@ -16,7 +18,7 @@ WAITING, RUNNING = WorkerLoad(1, 1, 0), WorkerLoad(1, 0, 0)
 
 
 def loads_of() -> WorkerLoads:
-    return WorkerLoads(lambda _: None)
+    return WorkerLoads(lambda _: None, Places())
 
 
 def take(loads: WorkerLoads, prefill_tokens: int, *workers: RouterWorker) -> Selection:
@@ -81,7 +83,7 @@ def test_an_earlier_incarnation_keeps_its_own_counters() -> None:
 
 def test_idle_workers_are_told_of_once() -> None:
     told: list[RouterWorker] = []
-    loads = WorkerLoads(told.append)
+    loads = WorkerLoads(told.append, Places())
     first, second = take(loads, 5, MIXED), take(loads, 0, MIXED)
     first.release()
     assert told == []
@@ -89,3 +91,20 @@ def test_idle_workers_are_told_of_once() -> None:
     assert told == []
     second.release()
     assert told == [MIXED]
+
+
+def test_columns_say_what_each_worker_says_also_when_places_are_given_on() -> None:
+    places = Places()
+    loads = WorkerLoads(lambda _: None, places)
+    workers = [RouterWorker(f"http://{number}", "mixed", number) for number in range(40)]
+    for number, worker in enumerate(workers):
+        loads.add(worker, WorkerLoad(number + 1, number, 100 * number))
+    for worker in workers[:9]:
+        loads.subtract(worker, loads.of(worker))
+        places.leave(worker)
+    late = [RouterWorker(f"http://late{number}", "mixed", 100 + number) for number in range(12)]
+    for worker in late[6:]:
+        loads.add(worker, WorkerLoad(7, 6, 5))
+    shown = loads.at(places.among([*late, *workers[9:]])).T.tolist()
+    assert shown == [list(msgspec.structs.astuple(loads.of(worker))) for worker in (*late, *workers[9:])]
+    assert len(places) == 43

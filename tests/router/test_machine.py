@@ -364,9 +364,10 @@ class Interleavings(RuleBasedStateMachine):
         if self.router is None:
             return
         placer, asked = self.router._placer, request()
-        placer._forget_what_changed()
-        kept, anew = placer._usual(asked, self.now), placer._open(asked, frozenset(), self.now)
-        assert kept == anew
+        placer._forget_what_changed(self.now)
+        kept = placer._untried(asked, frozenset(), self.now)
+        placer._kept.clear()
+        assert kept == placer._untried(asked, frozenset(), self.now)
 
     def teardown(self) -> None:
         while self.running:

@@ -6,12 +6,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fd_core.router.accounting import WorkerLoad
 from fd_core.router.config import RouterConfig
-from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
+from fd_core.router.policies import Candidate, Candidates, RoundRobin, RouterPolicy, RoutingContext, least, lowest
 from fd_core.router.workers import RouterWorker
-from tests.router.helpers import policy_class
+from tests.router.helpers import add, place, policy_class, router_of
 
 DRAWS = [draw / 997 for draw in range(997)]
 
@@ -36,7 +38,7 @@ def context(
     session: str | None = None,
 ) -> RoutingContext:
     keys = tuple(bytes([block]) for block in range(blocks))
-    return RoutingContext(candidates, np.array(tokens, np.int32), keys, session, random, now)
+    return RoutingContext(Candidates.of(candidates), np.array(tokens, np.int32), keys, session, random, now)
 
 
 def number(chosen: Candidate) -> int:
@@ -182,3 +184,55 @@ def test_a_silent_session_is_forgotten_and_so_is_one_too_many() -> None:
     assert number(chooser.choose(context(busy, b, session="s", now=149.0))) == 1
     chooser.sweep(1000.0)
     assert number(chooser.choose(context(a, candidate(1, 1), session="s", now=1000.0))) == 0
+
+
+def test_candidates_are_a_sequence_whose_columns_say_the_same() -> None:
+    these = [candidate(index, requests=5 - index, tokens=index, hits=index, expected_hits=2) for index in range(4)]
+    seen = Candidates.of(these)
+    fresh = Candidates(seen.workers, np.array([seen.requests, seen.waiting, seen.prefill_tokens]), seen.hits)
+    assert list(seen) == these and seen[-1] is these[-1] and seen[1:3] == tuple(these[1:3]) and len(seen) == 4
+    assert [each.load.requests for each in these] == seen.requests.tolist() == fresh.requests.tolist()
+    assert [each.expected_hits for each in these] == seen.expected_hits.tolist()
+    third = fresh[2]
+    assert fresh[2] is third and fresh.index(third) == 2 and [*fresh][2] is third and fresh.index(third) == 2
+    assert fresh.index(Candidate(third.worker, third.load, third.hits, third.expected_hits)) == 2
+    with pytest.raises(ValueError):
+        fresh.index(Candidate(third.worker, WorkerLoad(99)))
+    with pytest.raises(IndexError):
+        fresh[4]
+    for column in (fresh.requests, fresh.hits, fresh.expected_hits):
+        assert not column.flags.writeable
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 2)] * 2), min_size=1, max_size=9),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_the_lowest_of_columns_is_the_least_of_tuples(loads: list[tuple[int, int]], random: float) -> None:
+    seen = Candidates.of(candidate(index, requests, tokens) for index, (requests, tokens) in enumerate(loads))
+    by_tuples = least(seen, lambda each: (each.load.requests, each.load.prefill_tokens), random)
+    assert lowest(seen, random, seen.requests, seen.prefill_tokens) is by_tuples
+
+
+def test_what_is_worked_out_once_is_kept_as_long_as_the_workers_are_the_same() -> None:
+    router = router_of(mixed=2, policy="round_robin")
+    seen: list[Candidates] = []
+    choose = RoundRobin.choose
+
+    class Watched(RoundRobin):
+        def choose(self, context: RoutingContext) -> Candidate:
+            seen.append(context.candidates)
+            return choose(self, context)
+
+    router._policies["mixed"] = Watched(RouterConfig())
+    worked: list[int] = []
+
+    def work_out(workers: tuple[RouterWorker, ...]) -> int:
+        worked.append(len(workers))
+        return len(workers)
+
+    for _ in range(2):
+        place(router)
+    add(router, "http://late")
+    place(router)
+    assert [each.once(work_out) for each in seen] == [2, 2, 3] and worked == [2, 3]

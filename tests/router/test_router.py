@@ -479,3 +479,17 @@ def test_settings_and_policies_that_cannot_be_used_are_refused() -> None:
         router_of(max_attempts=0)
     with pytest.raises(PluginError, match="no router policy called 'best'"):
         Router(RouterConfig(policy="best"), policy_class)
+
+
+def test_the_place_of_who_is_gone_is_given_on_when_nothing_of_it_is_left() -> None:
+    router = router_of(prefill=1, decode=1, **AWARE)
+    selection = place(router, PROMPT)
+    add(router, selection.prefill.url, "prefill")
+    selection.first_token()  # the prefill side counts no longer, but computes as far as anybody knows
+    late = [add(router, f"http://late{number}", "prefill") for number in range(2)]
+    for _ in late:
+        with chosen(router.select(request(PROMPT), 0.0, 0.0)) as other:
+            assert other.prefill not in selection.workers
+            assert router.snapshot().total.prefill_tokens == len(PROMPT), "nobody who is there computes it"
+    selection.release()
+    assert router._places.of(add(router, "http://last", "prefill")) < 5 and is_idle(router)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fd_core.router.accounting import IDLE, WorkerLoad
 from fd_core.router.config import RouterConfig
-from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
+from fd_core.router.policies import Candidate, Candidates, RouterPolicy, RoutingContext
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.router.workers import ROLES, Role, RouterWorker
@@ -90,7 +90,7 @@ class RouterPolicySuite:
         tokens = np.arange(prompt, prompt + size * _BLOCKS, dtype=np.int32)
         tokens.flags.writeable = False
         keys = tuple(f"{prompt}/{block}".encode() for block in range(_BLOCKS))
-        candidates = tuple(
+        candidates = Candidates.of(
             Candidate(worker, load, *((hits, min(_BLOCKS, hits + 1)) if prefix else ()))
             for worker, load, hits in workers
         )
