@@ -481,15 +481,23 @@ def test_settings_and_policies_that_cannot_be_used_are_refused() -> None:
         Router(RouterConfig(policy="best"), policy_class)
 
 
-def test_the_place_of_who_is_gone_is_given_on_when_nothing_of_it_is_left() -> None:
+def test_who_comes_back_does_not_have_the_load_of_who_it_was() -> None:
+    router = router_of(mixed=1)
+    before = [place(router) for _ in range(3)]
+    back, other = add(router, "http://mixed0"), add(router, "http://other")
+    assert {place(router).decode for _ in range(2)} == {back, other}
+    for selection in before:
+        selection.release()
+    assert {place(router).decode for _ in range(2)} == {back, other}
+    assert router._places.of(add(router, "http://last")) <= 3, "places of those who are gone are given on"
+
+
+def test_who_comes_back_does_not_compute_what_it_did_before() -> None:
     router = router_of(prefill=1, decode=1, **AWARE)
     selection = place(router, PROMPT)
-    add(router, selection.prefill.url, "prefill")
     selection.first_token()  # the prefill side counts no longer, but computes as far as anybody knows
-    late = [add(router, f"http://late{number}", "prefill") for number in range(2)]
-    for _ in late:
-        with chosen(router.select(request(PROMPT), 0.0, 0.0)) as other:
-            assert other.prefill not in selection.workers
-            assert router.snapshot().total.prefill_tokens == len(PROMPT), "nobody who is there computes it"
+    add(router, selection.prefill.url, "prefill")
+    with place(router, PROMPT):
+        assert router.snapshot().total.prefill_tokens == len(PROMPT)
     selection.release()
-    assert router._places.of(add(router, "http://last", "prefill")) < 5 and is_idle(router)
+    assert router._places.of(add(router, "http://last")) <= 2 and is_idle(router)
