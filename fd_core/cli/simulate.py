@@ -123,6 +123,7 @@ def simulate(
         from rich.console import Console
 
         from fd_core.simulation.costs.naming import profile_named
+        from fd_core.simulation.results.comparing import figure_named
         from fd_core.simulation.results.report import Report, report_json
         from fd_core.simulation.results.slo import parse_slo
         from fd_core.simulation.results.tables import print_report
@@ -134,6 +135,8 @@ def simulate(
         if path is not None and str(path) != "-":
             require_writable(path, flag)
     limits = None if slo is None else parse_slo(slo)
+    if by is not None:
+        figure_named(by, slo=limits is not None, price=price is not None)
     asked, axes = read_workload(workload, seed), [_axis(text) for text in vary or ()]
     settings = parse_given(given)
     setup = Setup(

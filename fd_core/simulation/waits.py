@@ -31,7 +31,7 @@ WAIT_TITLES: Final = {
     "grammar": "its grammar",
     "store": "KV of a store",
     "transfer": "a prefill worker",
-    "preempted": "being resumed",
+    "preempted": "resumption",
     "network": "the network",
     "retry": "attempts in vain",
     "front": "the server's front",

@@ -83,3 +83,18 @@ def test_what_cannot_be_simulated_is_told_in_a_line(arguments: list[str], code: 
     assert result.exit_code == code, result.output
     assert told in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--by", "speed"], "'speed' is no figure"),
+        (["--by", "goodput"], "no goodput without an SLO"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_before_anything_is_simulated(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fd_core.cli.simulate._run_all", lambda *_: pytest.fail("it was simulated"))
+    result = CliRunner().invoke(app, ["simulate", *SMALL, *arguments])
+    assert result.exit_code == 2 and words in " ".join(result.output.split())

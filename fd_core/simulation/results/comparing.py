@@ -165,10 +165,14 @@ class SettingsComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The same as a sentence."""
 
 
-def figure_named(name: str, flag: str = "--by") -> ComparedFigure:
-    """Return a figure; raises `ConfigError` that names those that there are."""
+def figure_named(name: str, flag: str = "--by", *, slo: bool = True, price: bool = True) -> ComparedFigure:
+    """Return a figure; raises `ConfigError` that names those that there are, or what is missing for this one."""
     if name not in FIGURES:
         raise ConfigError(f"{flag}: {name!r} is no figure: there are {', '.join(FIGURES)}", field=flag)
+    if name in ("goodput", "attainment") and not slo:
+        raise ConfigError(f"{flag}: there is no {name} without an SLO", field=flag, hint="give --slo")
+    if name == "price" and not price:
+        raise ConfigError(f"{flag}: tokens have no price without that of a worker", field=flag, hint="give --price")
     return FIGURES[name]
 
 
@@ -199,8 +203,10 @@ def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None 
     deciding = {setting: found[setting].get(by.name, {}) for setting in settings}
     common = set.intersection(*(set(values) for values in deciding.values())) if deciding else set()
     best, lead = None, []
+    # Who is best and by how much is asked of the same seeds.
+    deciding = {setting: {seed: values[seed] for seed in sorted(common)} for setting, values in deciding.items()}
     if common:
-        means = {name: math.fsum(values[seed] for seed in common) for name, values in deciding.items()}
+        means = {name: math.fsum(values.values()) for name, values in deciding.items()}
         best = (max if by.more_is_better else min)(settings, key=means.__getitem__)
         others = [setting for setting in settings if setting != best]
         pairs = max(len(settings) * len(others) // 2, 1)
@@ -265,6 +271,8 @@ def _words(
     seeds = min(each.more.seeds for each in lead)
     undecided = [each for each in lead if each.verdict != "better"]
     closest = min(undecided or lead, key=lambda each: abs(each.more.mean))
+    if seeds < 2 and closest.more.mean == 0:
+        return f"{best} and {closest.against} are equal by {what} with one seed."
     if seeds < 2:
         return (
             f"{best} has the best {what}, with one seed: nothing says whether that is more than noise. "

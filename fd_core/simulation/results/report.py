@@ -49,7 +49,6 @@ class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
     curves: dict[str, tuple[float, ...]]
     """Percentiles at `shapes.SHARES` of each latency, seconds."""
     bins: TimeBins | None
-    wall_seconds: float
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +133,6 @@ def reported(
         summary=summarize(run, slo, price_per_worker_hour=price_per_worker_hour, devices_per_worker=devices_per_worker),
         curves=distributions(run),
         bins=over_time(run),
-        wall_seconds=run.wall_seconds,
     )
 
 
@@ -204,8 +202,8 @@ def load_curves_of(cases: Sequence[ReportCase]) -> list[LoadCurve]:
     return curves
 
 
-def report_json(report: Report, *, wall: bool = False) -> bytes:
-    """Return the report as JSON, the same bytes for the same runs; `wall` adds what the runs took.
+def report_json(report: Report) -> bytes:
+    """Return the report as JSON, the same bytes for the same runs.
 
     `cases` holds the figures of every run, as `summary.RunSummary` describes them, and the distributions of latencies
     at `shares`; `comparisons` and `load_curves` are what the tables and the page show.
@@ -231,8 +229,6 @@ def report_json(report: Report, *, wall: bool = False) -> bytes:
         "load_curves": load_curves_of(cases),
         "traces": dict(report.traces),
     }
-    if wall:
-        document["wall_seconds"] = [[run.wall_seconds for run in case.runs] for case in cases]
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 

@@ -71,8 +71,12 @@ def figure_text(figure: ComparedFigure, value: float | None) -> str:
     if figure.unit == "s":
         return duration_text(value)
     if figure.unit == "share":
-        return f"{value:.1%}"
+        return _share(value)
     return _number(value) + figure.unit
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
 
 
 def _number(value: float) -> str:
@@ -108,7 +112,7 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
     table.add_row("Prompt tokens per second", _number(summary.prompt_tokens_per_s))
     table.add_row("Output tokens per second", _number(summary.output_tokens_per_s))
     if (slo := summary.slo) is not None:
-        table.add_row("Good requests per second", f"{_number(slo.goodput)}, {slo.attainment or 0:.1%} of requests")
+        table.add_row("Good requests per second", f"{_number(slo.goodput)}, {_share(slo.attainment)} of requests")
     for title, share in (("Prompt found in prefix caches", summary.hit_rate), ("KV blocks in use", summary.kv_use)):
         if share is not None:
             table.add_row(title, f"{share:.1%}")
@@ -134,13 +138,13 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
         latency.add_column(name, justify="right" if name else "left")
     for name, figures in summary.latencies.items():
         latency.add_row(_TITLES[name], *(duration_text(getattr(figures, each)) for each in columns))
-    console.print(latency)
+    console.print(latency if summary.latencies else Text("No request was completed: there are no latencies."))
     if summary.waits:
         console.print(_waits_table(summary))
     for check in slo.checks if slo else ():
         shown = (duration_text(check.value), duration_text(check.limit))
         if check.name == "attainment":
-            shown = (f"{check.value or 0:.1%}", f"{check.limit:.1%}")
+            shown = (_share(check.value), f"{check.limit:.1%}")
         line = f"{'holds' if check.held else 'BREAKS'} {check.name}: {shown[0]}, limit {shown[1]}"
         console.print(Text(line, "green" if check.held else "bold red"))
 

@@ -92,6 +92,29 @@ def test_equal_settings_are_called_equal() -> None:
     assert found.words == "one and same are equal by Goodput (goodput) in each of 3 seeds."
 
 
+def test_with_one_seed_equal_settings_are_called_equal_too() -> None:
+    assert (
+        compare({"one": runs(1), "same": runs(1)}).words == "one and same are equal by Goodput (goodput) with one seed."
+    )
+
+
+def test_who_is_best_and_by_how_much_is_asked_of_the_seeds_that_all_have() -> None:
+    def made(**ends: float) -> list[RunSummary]:
+        return [summarize(run_of(outcome(ended=end), seed=int(seed[1:]))) for seed, end in ends.items()]
+
+    found = compare({"a": made(s0=1.0, s1=1.1, s2=9.0), "b": made(s0=2.0, s1=2.1, s2=1.0), "c": made(s0=3.0, s1=3.1)})
+    assert found.best == "a" and [each.more.seeds for each in found.lead] == [2, 2]
+    assert [each.more.mean for each in found.lead] == pytest.approx([-1.0, -2.0])
+
+
+@pytest.mark.parametrize(("degrees", "wide"), [(1, 12.7062047), (2, 4.30265273), (9, 2.26215716), (29, 2.04522964)])
+def test_the_width_of_an_interval_is_that_of_the_tables_of_t(degrees: int, wide: float) -> None:
+    values = [float(index % 2) for index in range(degrees + 1)]
+    found = interval(values)
+    assert found.high is not None
+    assert (found.high - found.mean) / (np.std(values, ddof=1) / len(values) ** 0.5) == pytest.approx(wide)
+
+
 def test_settings_without_a_common_seed_or_figure_are_not_compared() -> None:
     found = compare({"one": runs(2), "none": [summarize(run_of())]}, FIGURES["e2e_mean"])
     assert (found.best, found.wins, found.lead) == (None, False, ())
@@ -103,3 +126,6 @@ def test_a_figure_that_there_is_not_is_answered_with_those_that_there_are() -> N
     with pytest.raises(ConfigError, match="--by: 'speed' is no figure: there are goodput, attainment") as caught:
         figure_named("speed")
     assert caught.value.field == "--by"
+    for name, missing in (("goodput", "slo"), ("attainment", "slo"), ("price", "price")):
+        with pytest.raises(ConfigError, match="without"):
+            figure_named(name, **{missing: False})

@@ -80,7 +80,7 @@ function plot(place, spec) {
     }
     (spec.marks ?? []).forEach((mark, index) => {
       drawing.append(svg("line", { class: "knee", x1: x(mark.x), x2: x(mark.x), y1: TOP, y2: HIGH - BOTTOM, style: `stroke: var(--${mark.colour})` }));
-      const left = x(mark.x) > wide - 100;
+      const left = x(mark.x) > LEFT + (wide - LEFT) / 2 && x(mark.x) + 6 * mark.label.length > wide;
       drawing.append(svg("text", { class: "label", x: x(mark.x) + (left ? -4 : 4), y: TOP + 8 + 13 * index, "text-anchor": left ? "end" : "start" }, mark.label));
     });
     spec.lines.forEach(line => {

@@ -11,6 +11,11 @@ const axes = Object.entries(facts.axes);
 const at = Object.fromEntries(axes.map(([name, values]) => [name, values[Math.floor((values.length - 1) / 2)]]));
 let setting = 0, mapped = figures.has("goodput") ? "goodput" : "ttft_p99", mapX = null, mapY = null, striped = "kv_use", tail = false, every = false, slowest = false;
 
+// What all names of settings begin with, up to a "=" in it, says nothing about one of them.
+const [someName = ""] = facts.settings, alike = [...someName].findIndex((letter, i) => facts.settings.some(name => name[i] !== letter));
+const shared = facts.settings.length > 1 ? someName.slice(0, someName.slice(0, alike < 0 ? someName.length : alike).lastIndexOf("=") + 1) : "";
+facts.settings = facts.settings.map(name => name.slice(shared.length));
+
 const colourOf = index => COLOURS[index % COLOURS.length];
 const digits = value => value >= 1000 ? whole(value) : `${+value.toPrecision(3)}`;
 const seconds = value => value >= 1 || value === 0 ? `${digits(value)} s` : value >= 1e-3 ? `${digits(1e3 * value)} ms` : `${digits(1e6 * value)} µs`;
@@ -61,7 +66,7 @@ function showHead() {
     byId("calculated").append(element("b", "CALCULATED, NEVER MEASURED"), `No device was timed for this: the times of steps rest on ${facts.calculated.join("; ")}. Trust the order of settings more than the seconds.`);
   }
   showFigures(byId("figures"), [
-    ["SLO", facts.slo ?? "none given"], ["settings", facts.settings.length], ...axes.map(([name, values]) => [name, `${values.length} values`]),
+    ["SLO", facts.slo ?? "none given"], [shared.slice(0, -1) || "settings", facts.settings.length === 1 ? facts.settings[0] : `${facts.settings.length} values`], ...axes.map(([name, values]) => [name, `${values.length} values`]),
     [facts.seeds.length > 1 ? "seeds" : "seed", facts.seeds.length > 6 ? `${facts.seeds.length}: ${facts.seeds[0]} to ${facts.seeds.at(-1)}` : facts.seeds.join(", ")],
     ["costs of steps", facts.profiles.join("; ")],
   ]);
@@ -132,7 +137,10 @@ function showLoad() {
   const rates = facts.axes[load], place = byId("loadPlots"), others = here([load]);
   const lineOf = (index, name) => ({ label: facts.settings[index], colour: colourOf(index), dots: true,
     points: rates.map(rate => { const span = others.find(one => one.setting === index && one.at[load] === rate)?.figures[name]; return span ? [rate, ...span] : null; }) });
-  const marks = curves.filter(([, , knee]) => knee !== null).map(([index, , knee]) => ({ x: knee, label: `knee of ${facts.settings[index]}: ${plain(knee)}/s`, colour: colourOf(index) }));
+  const marks = [...new Set(curves.map(([, , knee]) => knee).filter(known))].map(knee => {
+    const own = curves.filter(each => each[2] === knee), names = own.length > 1 && own.length === curves.length ? "all" : own.map(([index]) => facts.settings[index]).join(", ");
+    return { x: knee, label: `knee of ${names}: ${plain(knee)}/s`, colour: own.length > 1 ? "text" : colourOf(own[0][0]) };
+  });
   place.replaceChildren();
   for (const name of ["ttft_p99", "goodput", "requests_per_s", "tpot_p99"]) {
     const figure = figures.get(name), limit = facts.limits[name];
@@ -198,7 +206,7 @@ function showWaits() {
   const cases = here().filter(one => one.waits?.length), bars = byId("waitBars"), reasons = [...new Set(cases.flatMap(one => one.waits.map(([reason]) => reason)))];
   byId("waits").hidden = !cases.length;
   byId("slowest").setAttribute("aria-pressed", slowest);
-  byId("waitAbout").textContent = slowest ? "means of the slowest 1 % of completed requests in each part" : "means of completed requests";
+  byId("waitAbout").textContent = `means of ${slowest ? "the slowest 1 % of " : ""}completed requests${facts.seeds.length > 1 ? `, seed ${facts.seeds[0]}` : ""}`;
   const wordsOf = reason => reason === "computing" ? "computing" : `waiting for ${facts.waits[reason]}`;
   byId("waitKeys").replaceChildren(...reasons.map(reason => {
     const key = element("span");
@@ -263,9 +271,12 @@ function showTime() {
       while (to < count && Math.abs(values[to] - values[from]) < top / 128) to++;
       if (values[from] > 0) drawing.append(svg("rect", { x: from, y: 0, width: to - from, height: 1, "fill-opacity": (0.08 + 0.92 * values[from] / top).toFixed(2) }));
     }
-    const absent = bins.absent[i].map((share, place) => [place, share]).filter(([, share]) => share > 0);
-    for (const [place, share] of absent) drawing.append(svg("rect", { class: "absent", x: place, y: 0, width: 1, height: 1, "fill-opacity": share }));
-    if (absent.length) drawing.setAttribute("aria-label", `${drawing.getAttribute("aria-label")}; away for ${percent(absent.reduce((sum, [, share]) => sum + share, 0) / count)} of the time`);
+    const absent = bins.absent[i];
+    for (let from = 0, to; from < absent.length; from = to) {
+      for (to = from + 1; to < count && absent[to] === absent[from]; to++);
+      if (absent[from] > 0) drawing.append(svg("rect", { class: "absent", x: from, y: 0, width: to - from, height: 1, "fill-opacity": absent[from] }));
+    }
+    if (absent.length) drawing.setAttribute("aria-label", `${drawing.getAttribute("aria-label")}; away for ${percent(absent.reduce((sum, share) => sum + share, 0) / count)} of the time`);
     line.append(element("span", name, { title: name }), drawing, element("b", `${format(mean)}, ${format(most)}`));
   });
 }
