@@ -40,8 +40,8 @@ MUTANTS = (
         _WAIT,
         (
             ADMISSIONS,
-            "            residencies.load(slot)\n            upto",
-            "            residencies.load(slot)\n"
+            "            residencies.load(slot, Phase.TRANSFER)\n            upto",
+            "            residencies.load(slot, Phase.TRANSFER)\n"
             "            self._prefixes.announce(request, first, len(self._prefixes.keys(request)))\n"
             "            upto",
         ),
@@ -49,7 +49,7 @@ MUTANTS = (
     mutant(
         "who-waits-behind-one-that-does-not-fit-is-looked-at",
         "2.6: planning costs the same however many requests wait",
-        (ADMISSIONS, "if request is None or self._is_blocked(request, step):", "if request is None:"),
+        (ADMISSIONS, "if self._is_blocked(request, step):", "if False:"),
     ),
     mutant(
         "one-that-does-not-fit-is-never-looked-at-again",

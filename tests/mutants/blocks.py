@@ -128,8 +128,8 @@ MUTANTS = (
         "3.4: no cascade; who is admitted in a pass that preempted takes what the victim gave",
         (
             PLANNER,
-            "        if not draft.preempted:\n            self._admit(",
-            "        if True:\n            self._admit(",
+            "        if draft.preempted:\n            self._times",
+            "        if False:\n            self._times",
         ),
     ),
     mutant(
