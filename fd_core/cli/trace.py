@@ -60,8 +60,9 @@ def trace(
         raise ConfigError(f"cannot write {target}: {reason}", field="--output") from error
     for problem in read.problems:
         print(f"note: {problem}")
-    if summary := _kv_summary(read):
-        print(summary)
+    for summary in (_phases_summary(read), _kv_summary(read)):
+        if summary:
+            print(summary)
     print(f"{target}: {len(read.positions):,} steps, {target.stat().st_size / 1e6:.1f} MB")
 
 
@@ -73,6 +74,20 @@ def _rendered(read: TraceContents, name: str, written: TraceFormat) -> bytes:
     from fd_core.cli.trace_page.pack import page
 
     return page(read, name).encode()
+
+
+def _phases_summary(read: TraceContents) -> str:
+    """Return a line about what requests did and waited for; empty if no request ended or the trace does not say it."""
+    from fd_core.scheduling.phases import PHASE_NAMES
+
+    entries = [entry.phases or () for position in read.positions for entry in position.line.finished]
+    told = [phases for phases in entries if len(phases) == len(PHASE_NAMES)]
+    if not told:
+        return ""
+    means = [sum(column) / len(told) / 1e6 for column in zip(*told, strict=True)]
+    waits = sorted(zip(means[1:], PHASE_NAMES[1:], strict=True), key=lambda each: -each[0])
+    shown = ", ".join(f"{name} {mean:.3f} s" for mean, name in waits if mean > 0) or "nothing"
+    return f"{len(told):,} requests computed for {means[0]:.3f} s in the mean and waited for {shown}"
 
 
 def _kv_summary(read: TraceContents) -> str:

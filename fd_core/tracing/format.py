@@ -1,7 +1,7 @@
 """The lines of a trace: what each holds, and the letters of its texts.
 
 Format version 2 added `LOADING` and the entries about KV outside the device; a trace of version 1 has none of them.
-Format version 3 added `StepLine.arrived` and `FinishEntry.tokens`.
+Format version 3 added `StepLine.arrived`, `FinishEntry.tokens` and `FinishEntry.phases`.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class FinishEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reason: FinishReason
     tokens: Small | None = None
     """Tokens that the client got; None in a trace that does not say it."""
+    phases: tuple[Count, ...] | None = None
+    """How long it did or waited for what in this epoch, by `fd_core.scheduling.phases.Phase`; None if nothing tells."""
 
 
 class DecisionEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):

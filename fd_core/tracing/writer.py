@@ -125,7 +125,10 @@ def line_of(record: StepRecord) -> StepLine:
         ),
         revoked=tuple((revocation.slot, revocation.gen) for revocation in plan.revocations),
         finished=tuple(
-            FinishEntry(delta.request_id, delta.finish_reason, tokens)
+            FinishEntry(
+                *(delta.request_id, delta.finish_reason, tokens),
+                None if delta.phases is None else tuple(round(1e6 * seconds) for seconds in delta.phases),
+            )
             for delta, tokens in itertools.zip_longest(record.deltas, record.answered)
             if delta.finish_reason is not None
         ),

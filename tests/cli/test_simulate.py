@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
+from fd_core.scheduling.phases import Phase
 from fd_core.tracing.reader import read_trace
 
 SMALL = ["poisson:rate=50,requests=20,prompt=50,output=8", "--profile", "h100:llama-8b"]
@@ -83,6 +84,20 @@ def test_what_cannot_be_simulated_is_told_in_a_line(arguments: list[str], code: 
     assert result.exit_code == code, result.output
     assert told in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_trace_says_what_every_request_waited_for(tmp_path: Path) -> None:
+    written = tmp_path / "steps.jsonl"
+    run(*SMALL, "--max-num-seqs", "2", "--trace", str(written))
+    lines = [position.line for position in read_trace(written, 10**6).positions]
+    came = {entry.request_id: entry.at for line in lines for entry in line.arrived}
+    ended = {entry.request_id: (line.ended, entry.phases) for line in lines for entry in line.finished}
+    assert came.keys() == ended.keys() and len(ended) == 20
+    for name, (at, phases) in ended.items():
+        assert phases is not None and abs(sum(phases) - (at - came[name])) <= len(phases)
+    assert any(phases[Phase.SLOT] for _, phases in ended.values() if phases)
+    printed = CliRunner().invoke(app, ["trace", str(written)]).stdout
+    assert "20 requests computed for " in printed and "s in the mean and waited for slot " in printed
 
 
 @pytest.mark.parametrize(
