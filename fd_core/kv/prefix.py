@@ -40,9 +40,11 @@ class PrefixHasher:
         done, size = len(chain), self.block_size
         # One copy of what is to be hashed, and no array for each block: a router hashes every prompt on its event loop.
         data = np.ascontiguousarray(tokens[done * size : upto // size * size], "<i4").tobytes()
-        parent = chain[-1] if chain else root
+        parent, begun = chain[-1] if chain else root, self._keyed.copy
         for begin in range(0, len(data), 4 * size):
-            parent = self._digest(parent + data[begin : begin + 4 * size])
+            state = begun()
+            state.update(parent + data[begin : begin + 4 * size])
+            parent = state.digest()
             chain.append(parent)
 
     def _digest(self, data: bytes) -> bytes:

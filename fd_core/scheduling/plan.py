@@ -13,6 +13,9 @@ from fd_core.types import Admission, BlockGrant, IntArray, Revocation, StepPlan,
 
 __all__ = ["PlanBuilder"]
 
+_ONES = frozen(np.ones(4096, np.int32))
+_ZEROS = frozen(np.zeros(4096, np.int32))
+
 
 class PlanBuilder:
     """A plan in the making; `build` freezes it."""
@@ -23,6 +26,8 @@ class PlanBuilder:
         """Whether this pass preempted a request for want of blocks."""
         self.num_rows = 0
         """Slots that are scheduled so far."""
+        self.rows = np.empty(0, np.intp)
+        """Slots of the plan that was built, as an index: arrays of another integer type take several times as long."""
         self._epoch = epoch
         self._step = step
         self._slots: list[npt.NDArray[np.intp]] = []
@@ -44,6 +49,14 @@ class PlanBuilder:
             self._slots.append(slots)
             self._num_tokens.append(num_tokens)
             self._num_drafts.append(num_drafts)
+
+    def add_decodes(self, slots: npt.NDArray[np.intp]) -> None:
+        """Schedule one token of each of several slots, without drafts."""
+        count = len(slots)
+        if count > len(_ONES):
+            self.add_rows(slots, np.ones(count, np.int32), np.zeros(count, np.int32))
+        else:
+            self.add_rows(slots, _ONES[:count], _ZEROS[:count])
 
     def add_row(self, slot: int, num_tokens: int) -> None:
         """Schedule one slot without drafts."""
@@ -83,7 +96,7 @@ class PlanBuilder:
 
     def build(self, table: SlotTable) -> StepPlan:
         """Freeze the plan; positions are read from the slot table."""
-        slots = _joined(self._slots, np.intp)
+        self.rows = slots = _joined(self._slots, np.intp)
         num_tokens = _joined(self._num_tokens, np.int32)
         num_drafts = _joined(self._num_drafts, np.int32)
         starts = table.num_computed[slots]

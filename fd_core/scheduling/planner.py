@@ -129,6 +129,10 @@ class Planner:
             decoding = rows
         if not len(decoding):
             return
+        if not self._drafts.possible and len(decoding) < draft.budget.left:  # most steps of most engines
+            draft.budget.take(len(decoding))
+            draft.add_decodes(decoding)
+            return
         wanted = self._wanted_drafts(decoding, draft)
         chosen, granted = allot_decodes(draft.budget, wanted, slots.last_step[decoding])
         draft.add_rows(decoding[chosen], granted + 1, granted)
@@ -153,6 +157,8 @@ class Planner:
         return fitting
 
     def _continue_prefills(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
+        if draft.num_rows == len(rows):
+            return
         slots = self._slots
         prefilling = rows[slots.num_planned[rows] - slots.num_computed[rows] > 1]
         if not (draft.budget.left and len(prefilling)):
@@ -181,12 +187,11 @@ class Planner:
     def _seal(self, draft: PlanBuilder) -> StepPlan:
         """Fix the plan and account for it."""
         plan = draft.build(self._slots)
-        # Arrays of another integer type take several times as long as an index.
-        slots, rows = self._slots, plan.slots.astype(np.intp)
+        slots, rows = self._slots, draft.rows
         slots.num_computed[rows] += plan.num_tokens
         slots.num_planned[rows] += plan.samples + plan.num_drafts
         slots.last_step[rows] = plan.step
-        if self._limits.pipeline_depth > 1 and self._drafts.possible:
+        if self._drafts.possible and self._limits.pipeline_depth > 1:
             # Until the answer tells, the runner may hold as many drafts as it can.
             sampling = rows[plan.samples]
             slots.drafts_ready[sampling] = self._drafts.most(sampling)

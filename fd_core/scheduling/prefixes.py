@@ -102,8 +102,8 @@ class Prefixes:
             self.extend(request)
         chain = request.chain
         named = False
-        for index in range(first, upto):
-            named |= self._pool.register(int(table[index]), chain[index])
+        for index, block in enumerate(table[first:upto].tolist(), first):
+            named |= self._pool.register(block, chain[index])
             if index < request.announced:
                 self._end(chain[index])
                 self._on_end(chain[index])
@@ -120,8 +120,5 @@ class Prefixes:
         request.announced = 0
 
     def _end(self, key: bytes) -> None:
-        count = self._computing.get(key, 0)
-        if count > 1:
+        if (count := self._computing.pop(key, 0)) > 1:
             self._computing[key] = count - 1
-        else:
-            self._computing.pop(key, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Final
 
@@ -30,6 +31,8 @@ class TokenBuffer:
         """`limit` is the number of tokens that the request may come to have; `tokens` are copied."""
         self._taken = len(tokens)
         self._data = np.empty(max(min(self._taken + _ROOM, limit), self._taken), np.int32)
+        if isinstance(tokens, tuple):  # half of the time that an array takes to look at them one by one
+            tokens = np.frombuffer(struct.pack(f"={self._taken}i", *tokens), np.int32)
         self._data[: self._taken] = tokens
         self._delivered: DeliveredTokens | None = None
         self._slot = -1
@@ -83,7 +86,9 @@ class DeliveredTokens:
 
     def __init__(self, num_slots: int) -> None:
         self._tokens = np.zeros((num_slots, _ROOM), np.int32)
-        self._counts = np.zeros(num_slots, np.int32)
+        self._counts = np.zeros(num_slots, np.intp)
+        self._sure = _ROOM
+        """Tokens for which every row has room, or fewer than that."""
 
     def count(self, slot: int) -> int:
         """Number of tokens in row `slot`."""
@@ -98,6 +103,9 @@ class DeliveredTokens:
 
     def crowded(self, rows: npt.NDArray[np.intp], width: int) -> list[int]:
         """Return those of `rows` that have no room for `width` more tokens: their buffers have to take theirs first."""
+        if width <= self._sure:
+            return []
+        self._sure = self._tokens.shape[1] - int(self._counts.max())
         slots: list[int] = rows[self._counts[rows] + width > self._tokens.shape[1]].tolist()
         return slots
 
@@ -105,8 +113,9 @@ class DeliveredTokens:
         """Append to each row of `rows` intp[n] the first `counts` int32[n] of its `tokens` int32[n, width]."""
         first = self._counts[rows]
         if tokens.shape[1] == 1:
-            self._tokens[rows, first.astype(np.intp)] = tokens[:, 0]
+            self._tokens[rows, first] = tokens[:, 0]
         else:
             # Entries behind the count of a row are written, too: the next append writes over them.
             self._tokens[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens
         self._counts[rows] = first + counts
+        self._sure -= tokens.shape[1]

@@ -170,6 +170,6 @@ MUTANTS = (
     mutant(
         "the-hash-ignores-the-parent",
         "5.3: keys chain over the parent hash",
-        (PREFIX, "self._digest(parent + data", "self._digest(root + data"),
+        (PREFIX, "state.update(parent + data", "state.update(root + data"),
     ),
 )
