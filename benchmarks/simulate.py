@@ -2,6 +2,7 @@
 
     python benchmarks/simulate.py
     python benchmarks/simulate.py --workers 1,64 --requests 10000 --code-requests 0
+    python benchmarks/simulate.py --million --out simulate_million
 
 Each case runs in a process of its own, without checks of the answers. Times are processor time, since a run uses one
 core and does nothing but compute. Costs of steps are those of a calculated device, which no measurement is about.
@@ -10,6 +11,7 @@ core and does nothing but compute. Costs of steps are those of a calculated devi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import random
@@ -42,6 +44,10 @@ from fd_core.simulation.costs.profile_costs import costs_of
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 
 PROFILE = "h100:llama-8b"
+COLLECTIONS = (50_000, 50, 100)
+"""Thresholds of the garbage collector, as `fdcore simulate` sets them."""
+TALKATIVE = 200_000
+"""Requests from which on a run tells how far it is."""
 RUNNING = 16
 """Requests that each worker has at once, about: arrivals are as fast as they end then."""
 HEADINGS = (
@@ -94,6 +100,8 @@ class SimulatorFigures:
     route_us: float
     """Microseconds to choose a worker and to give it back, afterwards."""
     peak_mib: float
+    growth: tuple[tuple[int, float, float], ...] = ()
+    """Requests that ended, processor seconds and MiB by then, at twenty places."""
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of a row, as HEADINGS names them."""
@@ -134,9 +142,22 @@ def simulate(name: str, workers: int, requests: int, seed: int) -> SimulatorFigu
         profile=PROFILE,
         count=workers,
     )
-    deployment = SimulatedDeployment(label=name, groups=(pool,), router=RouterConfig(policy="cache_aware"), check=False)
+    # The router remembers what a worker can hold: by default it remembers prefixes of 131,072 blocks for each.
+    held = LIMITS.num_kv_blocks * LIMITS.block_size // RouterConfig().cache_block_size
+    router = RouterConfig(policy="cache_aware", max_index_blocks=held)
+    deployment = SimulatedDeployment(label=name, groups=(pool,), router=router, check=False)
     world = World(deployment, installed_plugins(), seed)
-    began = time.process_time()
+    gc.set_threshold(*COLLECTIONS)
+    began, every = time.process_time(), max(1, requests // 20)
+    growth: list[tuple[int, float, float]] = []
+
+    def note() -> None:
+        if len(world.outcomes) % every == 0:
+            growth.append((len(world.outcomes), time.process_time() - began, resident_mib()))
+            if requests >= TALKATIVE:
+                print(*growth[-1], flush=True)
+
+    world.on_event = note
     run = world.run(conversations(load, requests, workers, seed))
     seconds = time.process_time() - began
     if (ended := sum(outcome.end in ("stop", "length") for outcome in run.outcomes)) < requests:
@@ -154,7 +175,14 @@ def simulate(name: str, workers: int, requests: int, seed: int) -> SimulatorFigu
         seconds=seconds,
         route_us=_route(world, round(load.prompt[0])),
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        growth=tuple(growth),
     )
+
+
+def resident_mib() -> float:
+    """Return the memory of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
 
 
 def _route(world: World, tokens: int, count: int = 200) -> float:
@@ -176,8 +204,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--workers", default="1,10,100,1000", help="sizes of deployments (default: 1,10,100,1000)")
     parser.add_argument("--requests", type=int, default=10_000, help="requests of each of them")
-    parser.add_argument("--code-requests", type=int, default=1_000_000, help="requests of the Azure-like run; 0: none")
+    parser.add_argument("--code-requests", type=int, default=20_000, help="requests of the Azure-like run; 0: none")
     parser.add_argument("--code-workers", type=int, default=64, help="workers of that run (default: 64)")
+    parser.add_argument("--million", action="store_true", help="the Azure-like run alone, on 8 workers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="simulate", help="name or path of the result, without suffix")
     options = parser.parse_args(arguments)
@@ -195,7 +224,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=200)
     cases = [("short", workers, options.requests) for workers in options.workers]
-    if options.code_requests:
+    if options.million:
+        cases = [("code", 8, 1_000_000)]
+    elif options.code_requests:
         cases.append(("code", options.code_workers, options.code_requests))
     facts = {
         "command": shlex.join(["python", "benchmarks/simulate.py", *shown(arguments or sys.argv[1:])]),

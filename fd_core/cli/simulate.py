@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shlex
 import sys
@@ -295,6 +296,7 @@ def _run_all(
         changed.deployment(_label(chosen))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     runs: list[ReportedRun] = []
+    gc.set_threshold(50_000, 50, 100)  # a simulation makes little that refers to itself
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=None)
         for number, (chosen, changed) in enumerate(cases):

@@ -274,8 +274,9 @@ class _Attempt:
     def answered(self, delta: Delta) -> None:
         """Pass a part of the answer on; only its first and its last change what is counted here."""
         network = self._network
-        if network.healthy:
-            self._read(delta)
+        if network.healthy and delta.finish_reason is None and self.selection.started:  # nearly always
+            if not self._over:
+                self._reader.read(delta, self._worker.index)
             return
         gateway, place = self.exchange.gateway, self._worker.plan.name
         if network.clear(place, gateway.name):
@@ -285,9 +286,6 @@ class _Attempt:
 
     def _read(self, delta: Delta) -> None:
         if self._over:
-            return
-        if delta.finish_reason is None and self.selection.started:
-            self._reader.read(delta, self._worker.index)
             return
         if delta.finish_reason is FinishReason.ERROR:
             self._hear(lambda: self._failed(500, delta.error or "the engine failed"))

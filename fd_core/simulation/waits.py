@@ -86,10 +86,11 @@ class WaitAccount:
         else:
             told = self._told or (0.0,) * len(phases)
             for number, (seconds, before) in enumerate(zip(phases, told, strict=True)):
-                # What the engine has told and the client not read yet is no time of the client.
-                spent = min(max(seconds - before, 0.0), elapsed)
-                self._seconds[number] += spent
-                elapsed -= spent
+                if seconds > before:
+                    # What the engine has told and the client not read yet is no time of the client.
+                    spent = min(seconds - before, elapsed)
+                    self._seconds[number] += spent
+                    elapsed -= spent
             self._seconds[NETWORK] += elapsed
             self._told = phases
         self._since = max(at, self._since)
@@ -107,7 +108,7 @@ class WaitAccount:
         before = self._before if self._first <= now else None
         base = before or [0.0] * len(WAITS)
         seconds = self._seconds
-        for number in (NETWORK, *range(len(WAITS))):
+        for number in (NETWORK, *range(len(WAITS))) if unread > 0 else ():
             cut = min(max(unread, 0.0), seconds[number] - base[number])
             seconds[number] -= cut
             unread -= cut
