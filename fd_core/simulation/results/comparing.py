@@ -86,6 +86,7 @@ FIGURES: Final = {
         _wait("waiting", "Waiting", *_REASONS),
         *(_wait(f"waiting_{reason}", f"Waiting for {WAIT_TITLES[reason]}", reason) for reason in _REASONS),
         ComparedFigure("completed", "Completed", "", True, lambda each: each.completed),
+        ComparedFigure("lost", "Not completed", "", False, lambda each: each.requests - each.completed, rare=True),
         ComparedFigure("hit_rate", "Prefix hits", "share", True, lambda each: each.hit_rate),
         ComparedFigure("kv_use", "KV use", "share", None, lambda each: each.kv_use),
         ComparedFigure("preemptions", "Preemptions", "", False, lambda each: each.preemptions),
@@ -105,6 +106,7 @@ FIGURES: Final = {
 
 USUAL_FIGURES: Final = (
     *("goodput", "attainment", "requests_per_s", "output_tokens_per_s", "ttft_p50", "ttft_p99", "tpot_p99", "e2e_p95"),
+    "lost",
     *("waiting", "hit_rate", "preemptions", "fairness", "worker_seconds", "price"),
 )
 """Those that people ask for first."""
@@ -160,7 +162,7 @@ class SettingsComparison(msgspec.Struct, frozen=True, kw_only=True):
     lead: tuple[Difference, ...]
     """Of the best against each other one; their intervals hold all at once (Bonferroni, over all pairs)."""
     wins: bool
-    """Whether the best is better than every other one by more than noise."""
+    """Whether the best is better than every other one by more than noise, and not by completing fewer requests."""
     words: str
     """The same as a sentence."""
 
@@ -212,7 +214,8 @@ def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None 
         pairs = max(len(settings) * len(others) // 2, 1)
         sure = 1 - (1 - CONFIDENCE) / pairs
         lead = [_difference(by, best, deciding[best], other, deciding[other], sure) for other in others]
-    wins = bool(lead) and all(each.verdict == "better" for each in lead)
+    dropper = _who_loses_fewer(by, best, common, found)
+    wins = bool(lead) and all(each.verdict == "better" for each in lead) and dropper is None
     against = settings[:1]
     return SettingsComparison(
         by=by.name,
@@ -231,8 +234,19 @@ def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None 
         best=best,
         lead=tuple(lead),
         wins=wins,
-        words=_words(by, settings, best, lead, wins),
+        words=_words(by, settings, best, lead, wins, dropper),
     )
+
+
+def _who_loses_fewer(
+    by: ComparedFigure, best: str | None, seeds: set[int], found: Mapping[str, Mapping[str, Mapping[int, float]]]
+) -> str | None:
+    """Return a setting that completes more requests than the best, where latencies decide: dropping shortens them."""
+    if best is None or by.unit != "s":
+        return None
+    lost = {setting: math.fsum(figures["lost"][seed] for seed in seeds) for setting, figures in found.items()}
+    fewest = min(lost, key=lost.__getitem__)
+    return fewest if lost[fewest] < lost[best] else None
 
 
 def _by_seed(summaries: Sequence[RunSummary], figure: ComparedFigure) -> dict[int, float]:
@@ -261,7 +275,12 @@ def _difference(
 
 
 def _words(
-    by: ComparedFigure, settings: Sequence[str], best: str | None, lead: Sequence[Difference], wins: bool
+    by: ComparedFigure,
+    settings: Sequence[str],
+    best: str | None,
+    lead: Sequence[Difference],
+    wins: bool,
+    dropper: str | None,
 ) -> str:
     what = f"{by.title} ({by.name})"
     if best is None:
@@ -277,6 +296,11 @@ def _words(
         return (
             f"{best} has the best {what}, with one seed: nothing says whether that is more than noise. "
             "Several seeds would."
+        )
+    if dropper is not None:
+        return (
+            f"No winner by {what}, which is that of completed requests: {best} is ahead, but completes fewer of them "
+            f"than {dropper}."
         )
     low, high = closest.more.low or 0.0, closest.more.high or 0.0
     span = f"{closest.more.mean:+.4g} against {closest.against}, {CONFIDENCE:.0%} interval {low:+.4g} to {high:+.4g}"

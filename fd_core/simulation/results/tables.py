@@ -95,6 +95,11 @@ def _print_case(case: ReportCase, console: Console) -> None:
         if (found := case.figure(name)) is not None and (found.mean or not figure.rare):
             table.add_row(figure.title, figure_text(figure, found.mean), _span(figure, found))
     console.print(table)
+    checks = [run.summary.slo.checks for run in case.runs if run.summary.slo]
+    for of_seeds in zip(*checks, strict=True):
+        held, seeds = sum(check.held for check in of_seeds), len(of_seeds)
+        line = f"{'holds' if held == seeds else 'BREAKS'} {of_seeds[0].name}: held with {held} of {seeds} seeds"
+        console.print(Text(line, "green" if held == seeds else "bold red"))
 
 
 def _print_summary(summary: RunSummary, console: Console) -> None:
@@ -165,7 +170,7 @@ def _waits_table(summary: RunSummary) -> Table:
 def _print_cases(title: str, cases: Sequence[ReportCase], console: Console) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    names = [name for name in USUAL_FIGURES[:8] if any(case.figure(name) for case in cases)]
+    names = [name for name in USUAL_FIGURES[:9] if _is_shown(FIGURES[name], [case.figure(name) for case in cases])]
     for name in names:
         table.add_column(FIGURES[name].title, justify="right")
     for case in cases:
@@ -188,7 +193,7 @@ def _print_comparison(values: dict[str, float | str], comparison: SettingsCompar
     told = {each.figure for each in comparison.differences if each.verdict in ("better", "worse")}
     for name in [name for name, each in FIGURES.items() if name in USUAL_FIGURES or (each.rare and name in told)]:
         figure, base = FIGURES[name], comparison.figures[first].get(name)
-        if base is None:
+        if base is None or not _is_shown(figure, [comparison.figures[each].get(name) for each in comparison.settings]):
             continue
         row = [Text(figure_text(figure, base.mean))]
         for setting in others:
@@ -206,6 +211,10 @@ def _print_comparison(values: dict[str, float | str], comparison: SettingsCompar
         table.add_row(figure.title, *row, end_section=True)
     console.print(table)
     console.print(Text(comparison.words, "bold green" if comparison.wins else "bold yellow"))
+
+
+def _is_shown(figure: ComparedFigure, found: Sequence[SeedInterval | None]) -> bool:
+    return any(each is not None and (each.mean or not figure.rare) for each in found)
 
 
 def _span(figure: ComparedFigure, found: SeedInterval) -> str:

@@ -115,6 +115,17 @@ def test_the_width_of_an_interval_is_that_of_the_tables_of_t(degrees: int, wide:
     assert (found.high - found.mean) / (np.std(values, ddof=1) / len(values) ** 0.5) == pytest.approx(wide)
 
 
+def test_who_drops_requests_does_not_win_by_the_latencies_of_those_that_are_left() -> None:
+    quick = [run_of(outcome("a", ended=1.0), outcome("b", end="refused", first=None), seed=seed) for seed in range(3)]
+    slow = [run_of(outcome("a", ended=2.0 + seed / 99), outcome("b", ended=9.0), seed=seed) for seed in range(3)]
+    found = compare({"drops": list(map(summarize, quick)), "serves": list(map(summarize, slow))})
+    assert (found.by, found.best, found.wins) == ("e2e_mean", "drops", False)
+    assert found.words.endswith("drops is ahead, but completes fewer of them than serves.")
+    assert {each.figure: each.verdict for each in found.differences}["lost"] == "better"
+    wins = compare({"drops": list(map(summarize, quick)), "serves": list(map(summarize, slow))}, FIGURES["completed"])
+    assert (wins.best, wins.wins) == ("serves", True)
+
+
 def test_settings_without_a_common_seed_or_figure_are_not_compared() -> None:
     found = compare({"one": runs(2), "none": [summarize(run_of())]}, FIGURES["e2e_mean"])
     assert (found.best, found.wins, found.lead) == (None, False, ())

@@ -152,7 +152,9 @@ def test_tables_show_one_case_in_full_and_say_what_was_never_measured() -> None:
 
 
 def test_tables_show_seeds_rates_and_who_wins() -> None:
-    assert "plain, rate 4: 2 seeds" in printed(report_of(made(4.0, settings=("plain",))))
+    seeds = printed(report_of(made(4.0, settings=("plain",))))
+    assert "plain, rate 4: 2 seeds" in seeds and "holds ttft_p99: held with 2 of 2 seeds" in seeds
+    assert "Not completed" not in seeds
     text = printed(report_of(made(4.0, 16.0, seeds=3)))
     assert "slower, rate 16" in text and "Knee of plain" in text
     assert "Against plain, rate 4" in text and "worse" in text
@@ -166,3 +168,5 @@ def test_a_run_of_which_nothing_came_is_printed() -> None:
     )
     text = printed(report_of([reported(nothing, slo=SLO)]))
     assert "0 of 3" in text and "Requests refused" in text and "BREAKS ttft_p99: never, limit 2.00 s" in text
+    assert "No request was completed: there are no latencies." in text
+    assert "Not completed" in printed(report_of([reported(nothing, "drops"), reported(run, "serves")], None))
