@@ -10,8 +10,10 @@ from typing import Any, Final
 from fd_core import hookspecs
 from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP, Entry
 
-__all__ = ["StrangerError", "check_module", "checked_entries", "described", "shielded"]
+__all__ = ["OWN_CODE", "StrangerError", "check_module", "checked_entries", "described", "shielded"]
 
+OWN_CODE: Final = "the plugin's own code raised this: install another version of it or ask its maker"
+"""What to do about an error that only its maker can explain."""
 _HOOK_PREFIX: Final = "fd_"
 _NAME: Final = re.compile(r"[a-z0-9_+]+")
 _TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -41,7 +43,7 @@ def _hint_for(error: BaseException) -> str:
         return f"install what provides {error.name}; if the plugin needs it, its pyproject.toml has to say so"
     if isinstance(error, (ImportError, AttributeError)):
         return "correct the name, or install the version that has it"
-    return "the plugin's own code raised this: install another version of it or ask its maker"
+    return OWN_CODE
 
 
 def check_module(module: object) -> None:

@@ -11,8 +11,10 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,7 +27,7 @@ import pluggy
 from fd_core import hookspecs
 from fd_core.errors import PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP, Entry
-from fd_core.plugin_rules import StrangerError, check_module, checked_entries, described, shielded
+from fd_core.plugin_rules import OWN_CODE, StrangerError, check_module, checked_entries, described, shielded
 
 if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
@@ -58,7 +60,7 @@ __all__ = [
         "SCHEDULER",
     ),
     *("SCHEDULING_POLICY", "STORE", "TOOL_PARSER", "VICTIMS"),
-    *("ChosenBackend", "Kind", "Origin", "PluginOffer", "Plugins", "Problem", "installed_plugins"),
+    *("ChosenBackend", "Kind", "Origin", "PluginOffer", "Plugins", "Problem", "blamed_on_file", "installed_plugins"),
 ]
 
 KNOWN_PLUGINS: Final[Mapping[str, str]] = {
@@ -90,6 +92,9 @@ _BUILTIN_MODULES: Final = (
     "fd_core.text.parsing.builtin",
 )
 
+_IN_FILE: Final = "in the file"
+"""In place of a distribution's name."""
+_FILE_MODULE: Final = "fd_core_file_"
 _FILE_TARGET: Final = re.compile(r"\.py:[A-Za-z_]\w*$")
 
 
@@ -248,6 +253,9 @@ class PluginOffer:
         if not (isinstance(cls, type) and issubclass(cls, base)):
             hint = "derive it from that class, or correct the target of the Entry"
             raise StrangerError(f"{self.entry.target} is not a subclass of {self.kind.base}", hint)
+        if inspect.isabstract(cls) and self.origin.distribution == _IN_FILE:
+            missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+            raise StrangerError(f"{self.entry.target} has no {missing}", f"write it as {self.kind.base} says")
         return cls
 
     def _ask(self) -> Availability:
@@ -264,8 +272,10 @@ class PluginOffer:
         try:
             return shielded(action)
         except StrangerError as error:
-            message = f"{self.label} of plugin {self.origin} cannot be used: {error}"
-            raise PluginError(message, field=self.kind.flag, hint=error.hint) from error
+            in_file = self.origin.distribution == _IN_FILE
+            whose = self.label if in_file else f"{self.label} of plugin {self.origin}"
+            hint = "correct the file" if in_file and error.hint == OWN_CODE else error.hint
+            raise PluginError(f"{whose} cannot be used: {error}", field=self.kind.flag, hint=hint) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +328,7 @@ class Plugins:
         A name such as `study/mine.py:Shortest` is a class in a file of Python.
         """
         if kind.files and _FILE_TARGET.search(name):
-            return PluginOffer(kind, Entry(name, name, "from a file"), Origin("in the file", name, name))
+            return PluginOffer(kind, Entry(name, name, "from a file"), Origin(_IN_FILE, name, name))
         usable = self.offered(kind)
         if name in usable:
             return usable[name]
@@ -326,6 +336,8 @@ class Plugins:
             if problem.concerns(kind, name):
                 raise PluginError(f"{kind.word} {name} cannot be used: {problem}", field=kind.flag, hint=problem.hint)
         hint = f"there are: {', '.join(sorted(usable)) or 'none'}"
+        if kind.files and name.endswith(".py"):
+            hint += f"; a class in a file is {name}:Class"
         if _plugin_of(name) in KNOWN_PLUGINS:
             hint += f"; `fdcore install {_plugin_of(name)}` installs the plugin"
         raise PluginError(f"there is no {kind.word} called {name!r}", field=kind.flag, hint=hint)
@@ -424,6 +436,20 @@ def _plugin_of(name: str) -> str:
     return _PLUGIN_OF.get(base, base)
 
 
+def blamed_on_file(error: BaseException) -> PluginError | None:
+    """Return the error to show where code of a `FILE.py:Class` raised this; None where other code did."""
+    own = [
+        (frame.f_code, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(_FILE_MODULE)
+    ]
+    if not own:
+        return None
+    code, line = own[-1]
+    where = f"{code.co_filename}, line {line}, in {code.co_qualname}"
+    return PluginError(f"{where}: {type(error).__name__}: {error}", hint="correct the file")
+
+
 def _origin(point: importlib.metadata.EntryPoint) -> Origin:
     if point.dist is None:
         return Origin("unknown distribution", "?", point.name)
@@ -442,7 +468,7 @@ def _module_of_file(path: Path) -> ModuleType:
     """Import a file that stands in no package, once."""
     if not path.is_file():
         raise StrangerError(f"there is no file {path}", "write FILE.py:Class with the path of a file that is there")
-    name = f"fd_core_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise StrangerError(f"{path} cannot be imported", "write FILE.py:Class with the path of a file of Python")

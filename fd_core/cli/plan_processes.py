@@ -19,7 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from fd_core.errors import ConfigError, FdError, PluginError
-from fd_core.plugins import installed_plugins
+from fd_core.plugins import blamed_on_file, installed_plugins
 from fd_core.simulation.planning.jobs import PlanJob, do_job
 from fd_core.simulation.results.report import ReportedRun
 
@@ -162,7 +162,10 @@ def _serve() -> None:
         line = jobs.get()
         try:
             reply = _Reply(do_job(msgspec.json.decode(line, type=PlanJob), installed_plugins()))
-        except FdError as error:
+        except Exception as caught:
+            error = caught if isinstance(caught, FdError) else blamed_on_file(caught)
+            if error is None:
+                raise
             reply = _Reply(None, error.message, error.hint, error.field, isinstance(error, PluginError))
         replies.write(msgspec.json.encode(reply) + b"\n")
         replies.flush()

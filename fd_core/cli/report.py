@@ -33,6 +33,13 @@ def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             print("\nfdcore: interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            from fd_core.plugins import blamed_on_file
+
+            if (told := blamed_on_file(error)) is None:
+                raise
+            say(told)
+            raise typer.Exit(told.exit_code) from None
 
     return command
 

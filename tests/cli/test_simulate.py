@@ -113,3 +113,57 @@ def test_what_cannot_be_compared_is_said_before_anything_is_simulated(
     monkeypatch.setattr("fd_core.cli.simulate._run_all", lambda *_: pytest.fail("it was simulated"))
     result = CliRunner().invoke(app, ["simulate", *SMALL, *arguments])
     assert result.exit_code == 2 and words in " ".join(result.output.split())
+
+
+POLICIES = """
+from fd_core.scheduling.policies import SchedulingPolicy
+from fd_core.router.policies import RouterPolicy
+
+
+class Nothing(SchedulingPolicy):
+    pass
+
+
+class Wrong(SchedulingPolicy):
+    def rank(self, request):
+        return (request.prompt_len,)
+
+
+class Beyond(RouterPolicy):
+    def choose(self, context):
+        return context.candidates[99]
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "named", "words"),
+    [
+        ("--scheduling-policy", "mine.py:Nothing", "mine.py:Nothing has no rank (write it as fd_core.scheduling.pol"),
+        ("--scheduling-policy", "mine.py:Wrong", "mine.py, line 12, in Wrong.rank: AttributeError: 'QueuedRequest' ob"),
+        ("--policy", "mine.py:Beyond", "mine.py, line 17, in Beyond.choose: IndexError: "),
+        ("--scheduling-policy", "mine.py", "a class in a file is"),
+        (
+            "--scheduling-policy",
+            "wrong.py:Mine",
+            "cannot be used: SyntaxError: '(' was never closed (wrong.py, line 1)",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_ones_own_is_told_in_a_line(
+    flag: str, named: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(POLICIES)
+    (tmp_path / "wrong.py").write_text("class Mine(")
+    result = CliRunner().invoke(app, ["simulate", *SMALL, "--workers", "2", flag, str(tmp_path / named)])
+    assert result.exit_code == 4
+    assert words in result.output
+    assert "of plugin" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert len(result.stderr.splitlines()[-1]) == len(result.stderr.strip().rpartition("fdcore:")[2]) + len("fdcore:")
+
+
+@pytest.mark.parametrize("flag", ["--page", "--json"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(flag: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", "poisson:requests=1000000", flag, "/nowhere/out"])
+    assert result.exit_code == 2
+    assert "there is no folder /nowhere" in result.output
