@@ -67,6 +67,8 @@ class EngineParts:
     """Names prefixes; None turns prefix caching off."""
     check: bool = False
     """Whether slots and blocks are audited after every turn."""
+    adapters: Callable[[EngineConfig, None], EngineAdapters] = EngineAdapters
+    """Makes what knows the adapters that requests may ask for; there is no folder to read one for a model from."""
     trace: Path | None = None
     """File that receives a trace of every step; None writes none."""
     prefill_token: float = 1e-4
@@ -193,7 +195,7 @@ class SimulatedEngineClient(SingleEngineClient):
             self._scheduler(outside),
             self._device,
             outside.port,
-            EngineAdapters(parts.config, None),
+            parts.adapters(parts.config, None),
             watchdog_seconds=parts.config.watchdog_seconds,
             prefill_token=parts.prefill_token,
             admitted=tells_admissions(self._deliver, self._epoch),

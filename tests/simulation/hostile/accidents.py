@@ -33,7 +33,7 @@ class Accident:
     seconds: float = 0.0
     """How long it lasts."""
     amount: float = -1.0
-    """Of aborted requests: seconds until their engine dies, none if negative."""
+    """Of aborted requests and late words: seconds until the engine dies; it lives on if negative."""
 
 
 def befall(world: HostileWorld, accident: Accident) -> None:
@@ -56,11 +56,18 @@ def befall(world: HostileWorld, accident: Accident) -> None:
     world.timeline.at(accident.at, happen)
 
 
-def _words_late(world: HostileWorld, worker: SimulatedWorker, _: Accident) -> Callable[[], None]:
-    """What the engine says comes late to its client, even behind the engine's death."""
+def _words_late(world: HostileWorld, worker: SimulatedWorker, accident: Accident) -> Callable[[], None]:
+    """What the engine says comes late to its client, even behind the engine's death and the next one's begin."""
     epochs = world.epochs[worker.plan.name]
     epochs.hold()
+    _dies_behind(world, worker, accident)
     return epochs.let_go
+
+
+def _dies_behind(world: HostileWorld, worker: SimulatedWorker, accident: Accident) -> None:
+    client = worker.client
+    if client is not None and accident.amount >= 0:
+        world.timeline.after(accident.amount, partial(client.die, f"a fault behind {accident.kind}"))
 
 
 def _requests_aborted(world: HostileWorld, worker: SimulatedWorker, accident: Accident) -> None:
@@ -69,8 +76,7 @@ def _requests_aborted(world: HostileWorld, worker: SimulatedWorker, accident: Ac
     if client is None or not (client.alive or client.restarts):
         return
     client.abort([*world.epochs[worker.plan.name].open_requests])
-    if accident.amount >= 0:
-        world.timeline.after(accident.amount, partial(client.die, "it was told to abort"))
+    _dies_behind(world, worker, accident)
 
 
 def _rows_fail(world: HostileWorld, worker: SimulatedWorker, _: Accident) -> Callable[[], None]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from fd_core.backends.null import NullBackend, NullModel
 from fd_core.config import EngineConfig, Limits
-from fd_core.ops.contract import KVCache
+from fd_core.ops.contract import KVCache, StepInput
 from fd_core.runner.drafting import PerSlotDrafter
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
 from fd_core.signals import PREEMPTED_TOKEN_ID
 from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, StepOutput, StepPlan
+from fd_core.weights import Adapter
 
-__all__ = ["AuditedComputer", "BrokenLaw", "Foreseeing", "Oracle", "null_runner"]
+__all__ = ["ADAPTERS", "AuditedComputer", "BrokenLaw", "Foreseeing", "Oracle", "adapted", "null_runner"]
 
 _MASK = 2**64 - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -34,9 +36,35 @@ class BrokenLaw(AssertionError):
         self.section = section
 
 
+ADAPTERS = ("wit", "wisdom")
+"""What every engine serves beside the model, by name and by digest."""
+_ADAPTED = 100
+"""Added to the first token of a text for each place of adapters, so that all behind it depends on the adapter."""
+
+
+def adapted(text: IntArray, adapter: str) -> IntArray:
+    """Return the tokens whose KV without an adapter is that of `text` with one."""
+    if not adapter:
+        return text
+    return np.concatenate([text[:1] + _ADAPTED * (1 + ADAPTERS.index(adapter)), text[1:]])
+
+
+class _AdaptableNull(NullModel):
+    """The null model, with adapters."""
+
+    def with_adapters(self, places: Sequence[Adapter | None]) -> _AdaptableNull:
+        return self
+
+    def states(self, step: StepInput, cache: KVCache) -> Any:
+        if step.lora_places is not None:
+            begins = step.positions == 0
+            step = replace(step, token_ids=step.token_ids + _ADAPTED * np.where(begins, step.lora_places, 0))
+        return super().states(step, cache)
+
+
 @cache
-def _model(vocab_size: int) -> NullModel:
-    return NullModel(vocab_size)
+def _model(vocab_size: int) -> _AdaptableNull:
+    return _AdaptableNull(vocab_size)
 
 
 @cache
@@ -46,7 +74,9 @@ def _ops():
 
 
 def null_runner(limits: Limits, drafter: PerSlotDrafter | None = None) -> Runner:
-    return Runner(_ops()(), _model(limits.vocab_size), limits, NumpyPostprocess, drafter)
+    runner = Runner(_ops()(), _model(limits.vocab_size), limits, NumpyPostprocess, drafter)
+    runner.adapters.replace(Adapter(name, 1, {}) for name in ADAPTERS)
+    return runner
 
 
 class Oracle:
@@ -79,7 +109,7 @@ class Oracle:
     def _greedy(self, spec: RequestSpec):
         """Return what gives the most likely token after the other, from the hash of the text alone."""
         state = 0
-        for token in spec.prompt:
+        for token in adapted(np.array(spec.prompt), spec.adapter).tolist():
             state = (state * _MULTIPLIER + token + 1) & _MASK
 
         def following() -> int:
@@ -105,6 +135,7 @@ class Oracle:
         )
         prompt = np.array(spec.prompt, np.int32)
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+        admission = Admission(0, 1, prompt, length, spec.params, spec.eos_token_ids, 0, adapter=spec.adapter)
         step = 0
 
         def following() -> int:
@@ -119,7 +150,7 @@ class Oracle:
                 num_tokens=np.full(1, length, np.int32) if first else one,
                 num_drafts=zero,
                 samples=np.ones(1, np.bool_),
-                admissions=(Admission(0, 1, prompt, length, spec.params, spec.eos_token_ids, 0),) if first else (),
+                admissions=(admission,) if first else (),
                 grants=(BlockGrant(0, 0, zero),) if first else (),
             )
             step += 1

@@ -47,7 +47,7 @@ from fd_core.scheduling.requests import Request
 from fd_core.scheduling.slots import SlotTable
 from fd_core.simulation.timeline import Timeline
 from fd_core.types import IntArray, StepPlan
-from tests.simulation.hostile.computing import BrokenLaw
+from tests.simulation.hostile.computing import BrokenLaw, adapted
 
 __all__ = ["EngineWatch", "LeaseWatch", "WatchedCache", "WatchedPort"]
 
@@ -474,7 +474,8 @@ class EngineWatch:
     def _require_kv(self, lease: _Lease, cache: NullCache, block: int, index: int) -> None:
         job, size = lease.opening.job, self.limits.block_size
         last = min((index + 1) * size, job.num_tokens) - 1
-        if cache.hashes[block, last % size] != running_hashes(np.uint64(0), job.token_ids[: last + 1])[-1]:
+        text = adapted(job.token_ids[: last + 1], job.adapter)
+        if cache.hashes[block, last % size] != running_hashes(np.uint64(0), text)[-1]:
             raise BrokenLaw("6.2", f"piece {index} of lease {lease.name} is not the KV of its prompt")
 
 

@@ -14,6 +14,7 @@ from fd_core.simulation.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.faults import FaultKind, SimulatedFault
 from fd_core.types import SamplingParams
 from tests.simulation.hostile.accidents import Accident, AccidentKind
+from tests.simulation.hostile.computing import ADAPTERS
 
 if TYPE_CHECKING:
     from tests.simulation.hostile.plans import HostilePlan
@@ -43,12 +44,16 @@ _TROUBLES: Final = (
     *("deaths", "partings", "slowness", "sick", "poison", "poison", "bad", "busy", "leaving", "strange", "rude"),
 )
 
+_MEETINGS: Final = (("sick", "leaving"), ("sick", "leaving"), ("sick", "busy"), ("late",), ("late",))
+"""What shows most in a crowd, with nothing beside it: workers whose trial is left, and engines that die in mid-word."""
+
 
 def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
     """Return a world with the engines of `plan` in which the routers have most of the trouble."""
-    troubles = set(draw.sample(_TROUBLES, draw.choice((1, 2, 3, 4))))
+    crowded = draw.random() < 0.3
+    troubles = set(draw.choice(_MEETINGS) if crowded else draw.sample(_TROUBLES, draw.randint(1, 4)))
     paired = len(plan.configs) > 1
-    counts: dict[str, int] = {"mixed": draw.choice((2, 3, 3, 4))}
+    counts: dict[str, int] = {"mixed": 2 if crowded else draw.choice((2, 3, 3, 4))}
     if paired:
         counts = {"prefill": 2, "decode": 2, "mixed": draw.choice((0, 0, 1))}
     tells = draw.random() < 0.4
@@ -59,9 +64,10 @@ def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
         max_num_batched_tokens=64,
         num_kv_blocks=4 * plan.limits.blocks_per_seq,
     )
-    conversations = _conversations(draw, limits.max_model_len, hurried="leaving" in troubles)
+    count = draw.randint(16, 24) if crowded else draw.randint(8, 14)
+    conversations = _conversations(draw, limits.max_model_len, count, hurried="leaving" in troubles)
     salts = draw.choice((("",), ("", "ab", "ac"), ("ab", "ac")))
-    adapters = draw.choice((("",), ("",), ("", "wit", "wisdom")))
+    adapters = draw.choice((("",), ("", *ADAPTERS)))
     plan = replace(
         plan,
         limits=limits,
@@ -110,22 +116,23 @@ def _router(draw: random.Random, block_size: int) -> RouterConfig:
         max_index_blocks=draw.choice((1 << 17, 1 << 17, 3, 6)),
         balance_abs_threshold=thresholds[0],
         balance_rel_threshold=thresholds[1],
+        hit_ratio_weight=draw.choice((1.0, 100.0)),
         health_check_interval_secs=draw.choice((0.05, 0.2)),
         health_check_timeout_secs=draw.choice((0.1, 5.0)),
         health_failure_threshold=draw.choice((1, 1, 2)),
         health_success_threshold=draw.choice((1, 1, 2)),
-        circuit_failure_threshold=draw.choice((1, 1, 2)),
-        circuit_open_secs=draw.choice((0.05, 0.2)),
+        circuit_failure_threshold=draw.choice((1, 1, 1, 2)),
+        circuit_open_secs=draw.choice((0.02, 0.1)),
         circuit_max_open_secs=0.5,
         max_attempts=draw.choice((1, 2, 3, 4)),
         max_requests_per_worker=draw.choice((0, 0, 0, 2)),
     )
 
 
-def _conversations(draw: random.Random, room: int, *, hurried: bool) -> tuple[Conversation, ...]:
+def _conversations(draw: random.Random, room: int, count: int, *, hurried: bool) -> tuple[Conversation, ...]:
     """Return many clients with short requests, whose prompts begin alike for one, two or three pieces."""
     shared = [Piece(draw.getrandbits(32), draw.randint(2, room // 6)) for _ in range(3)]
-    times = sorted(draw.random() * 0.9 * _SECONDS for _ in range(draw.randint(8, 14)))
+    times = sorted(draw.random() * 0.9 * _SECONDS for _ in range(count))
     made = []
     for number, at in enumerate(times):
         adds = (*shared[: draw.randint(0, 3)], Piece(draw.getrandbits(32), draw.randint(1, room // 6)))
@@ -172,7 +179,8 @@ def _accidents(draw: random.Random, plan: HostilePlan, troubles: set[str]) -> tu
     for trouble in sorted(troubles & _ACCIDENTS.keys()):
         for _ in range(draw.randint(2, 5)):
             at, worker = draw.random() * _SECONDS, draw.choice(plan.places)
-            kind, seconds = _ACCIDENTS[trouble], draw.uniform(0.1, 0.6)
-            amount = draw.choice((-1.0, 0.0, 0.0, 0.005))
+            kind, late = _ACCIDENTS[trouble], trouble == "late"
+            seconds = draw.uniform(0.4, 0.8) if late else draw.uniform(0.1, 0.6)
+            amount = draw.choice((-1.0, 0.03, 0.1) if late else (-1.0, 0.0, 0.0, 0.005))
             made.append(Accident(at=at, kind=kind, target=worker, seconds=seconds, amount=amount))
     return tuple(sorted(made, key=lambda accident: accident.at))

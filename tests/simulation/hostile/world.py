@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 
 from fd_core.config import Limits
+from fd_core.engine.adapters import EngineAdapters
 from fd_core.engine.core import Engine
+from fd_core.errors import BadRequest
 from fd_core.kv.port import CompletionQueue
 from fd_core.ops.contract import KVCache
 from fd_core.plugins import ROUTER_POLICY, Plugins, installed_plugins
@@ -35,7 +37,7 @@ from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 from fd_core.types import Delta, RequestSpec
 from tests.simulation.helpers import require_all_time_told
 from tests.simulation.hostile.accidents import Poison, PoisonedComputer, befall
-from tests.simulation.hostile.computing import AuditedComputer, BrokenLaw, Foreseeing, Oracle, null_runner
+from tests.simulation.hostile.computing import ADAPTERS, AuditedComputer, BrokenLaw, Foreseeing, Oracle, null_runner
 from tests.simulation.hostile.epochs import WatchedEpochs
 from tests.simulation.hostile.leases import EngineWatch, LeaseWatch, WatchedCache, WatchedPort
 from tests.simulation.hostile.plans import BLOCK_BYTES, HostilePlan, QuickCosts
@@ -48,8 +50,6 @@ BOUND = 60.0
 """Seconds from the last fault to the end of the last request."""
 SETTLE = 40.0
 """Seconds after which nothing may be left of any request."""
-ADAPTERS = ("wit", "wisdom")
-"""What every worker serves beside the model."""
 HARMLESS = frozenset(
     {
         *("device_slow", "clock_wrong", "network_slow", "clients_leave", "transfers_repeated"),
@@ -125,14 +125,16 @@ class HostileWorld(World):
         params = msgspec.structs.replace(self.plan.params[name], max_tokens=spec.params.max_tokens)
         params = msgspec.structs.replace(params, min_tokens=min(params.min_tokens, params.max_tokens))
         salt = self.plan.salts[name]
-        spec = msgspec.structs.replace(spec, params=params, cache_salt=salt)
+        adapter = self.plan.adapters.get(name, "")
+        spec = msgspec.structs.replace(spec, params=params, cache_salt=salt, adapter=adapter)
         self.asked[spec.request_id] = spec
         client.wanted = None
         if len(spec.prompt) < self.plan.limits.max_model_len:
             client.wanted = self.oracle.answer(spec)
-        self.say(f"{spec.request_id} asks: {len(spec.prompt)} tokens, at most {params.max_tokens}, salt {salt!r}")
-        model = self.plan.adapters.get(name) or None
-        super().ask(spec, dataclasses.replace(asked, salt=salt, model=model), client)
+        self.say(
+            f"{spec.request_id} asks: {len(spec.prompt)} tokens, at most {params.max_tokens}, salt {salt!r} {adapter}"
+        )
+        super().ask(spec, dataclasses.replace(asked, salt=salt, model=adapter or None), client)
 
     def leave(self, request_id: str) -> None:
         self.say(f"{request_id} leaves")
@@ -176,6 +178,11 @@ class HostileWorld(World):
 
     # Inside -------------------------------------------------------------------------------------------------
 
+    @property
+    def _untold(self) -> bool:
+        """Whether workers hold prefixes that they do not tell: those with a salt or an adapter."""
+        return any(self.plan.salts.values()) or any(self.plan.adapters.values())
+
     def _look_at_reports(self, gateway: SimulatedGateway) -> None:
         """See that a router believes workers to hold exactly what they hold."""
         reported = gateway.router.reported_kv
@@ -183,7 +190,7 @@ class HostileWorld(World):
         if len(reported) > len(self.workers):
             raise BrokenLaw("7.2", f"{gateway.name} believes reports of {len(reported)} of {len(self.workers)} workers")
         for worker in self.workers:
-            if worker.client is None or worker.client.kv_log is None or any(self.plan.salts.values()):
+            if worker.client is None or worker.client.kv_log is None or self._untold:
                 continue
             gateway.learn(worker)
             known = next(each for each in gateway.router.workers() if each.url == worker.url)
@@ -265,7 +272,7 @@ class HostileWorld(World):
             made = parts.outside(timeline, queue, WatchedCache(cache, watch))
             return dataclasses.replace(made, port=WatchedPort(made.port, watch))
 
-        return dataclasses.replace(parts, computer=computer, outside=outside)
+        return dataclasses.replace(parts, computer=computer, outside=outside, adapters=_ServedAdapters)
 
     def _engine_of(self, place: str) -> Engine:
         client = next(worker.client for worker in self.workers if worker.plan.name == place)
@@ -341,6 +348,14 @@ class HostileWorld(World):
         super()._ended(outcome)
 
 
+class _ServedAdapters(EngineAdapters):
+    """Adapters that are there, and nothing to read them from."""
+
+    def require(self, digest: str) -> None:
+        if digest not in ("", *ADAPTERS):
+            raise BadRequest("the adapter of the request is not loaded here", field="model")
+
+
 class _WatchedCaller:
     """Who sent a request to a process, seen from that process."""
 
@@ -384,12 +399,13 @@ class _WatchedCaller:
             raise BrokenLaw("1.1", f"{name} was {what} by {self._process} behind its end")
 
     def _look_at_cached(self, cached: int) -> None:
-        """See that whoever's KV was used has the same salt."""
+        """See that whoever's KV was used has the same salt and adapter."""
         world, spec = self._world, self._spec
         world.counts["prefix_hits"] += 1
         most = 0
         for name, other in world.asked.items():
-            if other.cache_salt == spec.cache_salt and (name != spec.request_id or world.met_itself(name)):
+            same = (other.cache_salt, other.adapter) == (spec.cache_salt, spec.adapter)
+            if same and (name != spec.request_id or world.met_itself(name)):
                 most = max(most, _common(world.oracle.texts.get(name, ()), spec.prompt))
         if cached > most:
             raise BrokenLaw("5.3", f"{spec.request_id} used KV of {cached} tokens, of its salt there are {most}")
