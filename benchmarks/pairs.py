@@ -90,13 +90,13 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], processor: int | None, log: Path) -> Iterator[None]:
-    """Run a process until the block ends, on one processor if one is named."""
+def started(command: Sequence[str], processor: int | None, log: Path) -> Iterator[int]:
+    """Run a process until the block ends, on one processor if one is named; yield its id."""
     pinned = ["taskset", "-c", str(processor)] if processor is not None else []
     with log.open("w") as file:
         process = subprocess.Popen([*pinned, *command], stdout=file, stderr=file)
     try:
-        yield
+        yield process.pid
     finally:
         process.terminate()
         try:

@@ -14,6 +14,7 @@ from fd_core.cli.report import reports_errors
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fd_core.simulation.costs.calibrating import Progress
     from fd_core.simulation.costs.profile import CostProfile
 
 __all__ = ["calibrate"]
@@ -83,13 +84,53 @@ def calibrate(
             named = name or f"{Path(engine.info.model).stem.lower()}-{engine.info.backend}"
             path = output or calibrated_path(named)
             today = datetime.datetime.now(datetime.UTC).date().isoformat()
-            how = Calibration(named, processor(), seconds, max_spread, today)
+            how = Calibration(named, processor(), seconds, max_spread, today, config.tensor_parallel_size)
             profile = measure(engine, found.tokenizer.encode, how, bars)
         finally:
             engine.close()
+        profile = _with_surroundings(profile, config.model, given, bars)
     write_profile(profile, path)
     _show(console, profile)
     console.print(f"Written to {path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _with_surroundings(profile: CostProfile, model: str, given: Given, bars: Progress) -> CostProfile:
+    """Return the profile with what else can be measured on this machine: a server, transfers, a store on the disk."""
+    import msgspec
+
+    from fd_core.cli.measured_server import serving_times
+    from fd_core.errors import FdError
+    from fd_core.simulation.costs.calibrating import ASSUMED_LINKS, ASSUMED_SERVING
+    from fd_core.simulation.costs.links import disk_links, transfer_link
+
+    notes = [note for note in profile.notes if note not in (ASSUMED_LINKS, ASSUMED_SERVING)]
+    bars("server and links", 0, 2)
+    try:
+        request = serving_times([model, *_typed(given)], profile.request, profile.limits.max_model_len)
+        notes.append("Receiving a request and delivery are the processor time of a server's process, over HTTP.")
+    except FdError as error:
+        request = profile.request
+        notes += [ASSUMED_SERVING, f"They were not measured: {error.message}."[:500].replace("\n", " ")]
+    bars("server and links", 1, 2)
+    transfer = transfer_link(profile.bytes_per_block)
+    reads, writes = disk_links(profile.bytes_per_block)
+    bars("server and links", 2, 2)
+    return msgspec.structs.replace(
+        profile, notes=tuple(notes), request=request, transfer=transfer, store_read=reads, store_write=writes
+    )
+
+
+def _typed(given: Given) -> list[str]:
+    """Return the engine's settings as they are typed behind `fdcore serve`."""
+    words = []
+    for flag in (*ENGINE_FLAGS, CONFIG_FILE):
+        value = given.get(flag.field)
+        if isinstance(value, bool):
+            words.append(flag.flag if value else f"--no-{flag.key}")
+        elif value is not None:
+            for one in value if flag.repeated else [value]:
+                words += [flag.flag, str(one)]
+    return words
 
 
 def _show(console: Console, profile: CostProfile) -> None:
@@ -126,8 +167,12 @@ def _terms(profile: CostProfile) -> list[tuple[str, float]]:
         *([("a draft", step.per_draft)] if profile.limits.max_drafts else []),
         ("a turn of the loop", request.turn),
         ("a row of a turn", request.turn_per_row),
+        ("receiving a request", request.receive),
         ("1,000 tokens of a text", 1000 * request.receive_per_token),
+        ("delivering a token", request.delivery),
         ("a KV block to the host", profile.host_copy.seconds(profile.bytes_per_block)),
+        ("a KV block to another worker", profile.transfer.seconds(profile.bytes_per_block)),
+        ("a KV block from the disk", profile.store_read.seconds(profile.bytes_per_block)),
     ]
 
 

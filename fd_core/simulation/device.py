@@ -209,6 +209,8 @@ class SimulatedDevice(Device):
     def __init__(self, timeline: Timeline, costs: Costs, computer: PlanComputer, limits: Limits) -> None:
         self.slowness = 1.0
         """Factor of the time of each step that is submitted from now on."""
+        self.beside: Callable[[StepPlan], float] = lambda _: 1.0
+        """Factor of the time of a plan, by what else computes on the machine when it is submitted."""
         self.busy_seconds = 0.0
         """Time of the steps that were submitted."""
         self._timeline = timeline
@@ -217,6 +219,8 @@ class SimulatedDevice(Device):
         self._shared = _SharedReads(limits) if costs.shared_read(1) else None
         self._plans: deque[tuple[StepPlan, float]] = deque()
         self._busy_until = 0.0
+        self._free_at = 0.0
+        """When the processor is through with what it does beside steps."""
         self._hangs = False
 
     @property
@@ -226,15 +230,28 @@ class SimulatedDevice(Device):
 
     def submit(self, plan: StepPlan) -> None:
         """Begin to compute once the engine's loop is done with the plan and the device with those before it."""
-        begins = max(self._timeline.now + self._costs.turn(plan), self._busy_until)
+        begins = max(max(self._timeline.now, self._free_at) + self._costs.turn(plan), self._busy_until)
         seconds = self._costs.step(plan)
         if self._shared is not None:
             seconds -= self._costs.shared_read(self._shared.count(plan))
-        seconds = max(0.0, seconds) * self.slowness
+        seconds = max(0.0, seconds) * self.slowness * self.beside(plan)
         self.busy_seconds += seconds
         self._busy_until = begins + seconds
         self._computer.announce(plan)
         self._plans.append((plan, self._busy_until))
+
+    @property
+    def computing(self) -> bool:
+        """Whether a step is being computed."""
+        return self._busy_until > self._timeline.now
+
+    def work_beside(self, seconds: float) -> float:
+        """Let the processor that computes do something else, which delays the next step; return how long it takes.
+
+        The step in flight has its share of the processor meanwhile.
+        """
+        self._free_at = max(self._free_at, self._busy_until, self._timeline.now) + seconds
+        return 2 * seconds if self.computing else seconds
 
     def collect(self, timeout: float) -> StepOutput:
         """Answer the oldest plan; the caller has waited until `ready_at`."""

@@ -30,7 +30,7 @@ from fd_core.simulation.timeline import Appointment, Timeline
 from fd_core.simulation.waits import RESTART, STEP, WaitAccount
 from fd_core.tracing.format import TraceHeader
 from fd_core.tracing.writer import TraceWriter
-from fd_core.types import Delta
+from fd_core.types import Delta, StepPlan
 
 __all__ = ["EngineParts", "OutsideParts", "SimulatedEngineClient"]
 
@@ -49,6 +49,8 @@ class OutsideParts:
     """Where decode workers reach a prefill worker."""
     kill: Callable[[], None] = lambda: None
     """Ends what is under way there, as the death of the process does."""
+    share: Callable[[Callable[[float], float]], None] = lambda _: None
+    """Has a function told what processor time is spent there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,10 @@ class EngineParts:
     """Makes what knows the adapters that requests may ask for; there is no folder to read one for a model from."""
     trace: Path | None = None
     """File that receives a trace of every step; None writes none."""
+    shares_processor: bool = False
+    """Whether serving, copies and transfers take time of the processor that computes steps."""
+    beside: Callable[[StepPlan], float] | None = None
+    """See `SimulatedDevice.beside`."""
     prefill_token: float = 1e-4
     """Seconds for a token of a prompt that the engine believes before it has measured any."""
 
@@ -190,6 +196,10 @@ class SimulatedEngineClient(SingleEngineClient):
         self._outside = outside
         self._trace = self._open_trace()
         self._device = SimulatedDevice(timeline, parts.costs, computer, parts.limits)
+        if parts.beside is not None:
+            self._device.beside = parts.beside
+        if parts.shares_processor:
+            outside.share(self._device.work_beside)
         engine = Engine(
             _info(parts, self._epoch, outside),
             self._scheduler(outside),

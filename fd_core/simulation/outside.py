@@ -63,4 +63,5 @@ def make_outside(
         keep,
         transfer.port if isinstance(transfer, Sender) else None,
         threads.kill,
+        threads.share,
     )

@@ -40,6 +40,12 @@ class Setup:
     """Chance of a draft to be kept, if those before it were; for engines that draft."""
     shared_store: bool = False
     """Whether all workers keep KV in one store."""
+    spare_processors: int | None = None
+    """Processors that a worker's steps leave to its server; None takes the profile's."""
+    relay: float = 0.0
+    """See `SimulatedDeployment.relay`."""
+    crowding: tuple[float, float] | None = None
+    """See `SimulatedDeployment.crowding`."""
     latency: float = 0.0002
     """Seconds that anything takes from one place to another."""
     restart_seconds: float = 10.0
@@ -58,6 +64,8 @@ class Setup:
             router=RouterConfig(**self.router),
             store=SharedStore if self.shared_store else None,
             latency=self.latency,
+            relay=self.relay,
+            crowding=self.crowding,
             check=check,
             audit=audit,
         )
@@ -94,6 +102,7 @@ class Setup:
             default_batched_tokens=own.max_num_batched_tokens,
         )
         costs = costs_of(profile, block_size=config.block_size)
+        spare = profile.spare_processors if self.spare_processors is None else self.spare_processors
         return SimulatedPool(
             config=config,
             limits=limits,
@@ -103,5 +112,6 @@ class Setup:
             acceptance=self.acceptance if limits.max_drafts else 0.0,
             max_queued_requests=self.max_queued_requests,
             restart_seconds=self.restart_seconds,
+            shares_processor=not spare,
             block_bytes=block_bytes,
         )

@@ -117,6 +117,6 @@ class SharedStoreClient(KVStore):
         store, threads = self._store, self._threads
         trouble = store.trouble or (store.write_trouble if writes else None)
         taken = timeout if trouble is Trouble.TIMEOUT else store.serve(threads.ahead, values, seconds)
-        threads.spend(min(taken, timeout))
+        threads.spend(min(taken, timeout), waits=True)
         if trouble is not None or taken > timeout:
             raise StoreError(trouble or Trouble.TIMEOUT, "the simulated store fails")

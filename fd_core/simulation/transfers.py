@@ -135,6 +135,7 @@ class SimulatedPrefillLinks:
         threads: VirtualThreads,
         place: str,
         loop: VirtualLoop,
+        costs: Costs,
         *,
         hear: Callable[[PrefillLink, FromPrefill, Sequence[Bytes]], None],
         gone: Callable[[str, str], None],
@@ -146,6 +147,7 @@ class SimulatedPrefillLinks:
         self.loop = loop
         self._hear = hear
         self._gone = gone
+        self._costs = costs
         self._links: dict[str, SimulatedPrefillLink] = {}
 
     def __len__(self) -> int:
@@ -166,8 +168,10 @@ class SimulatedPrefillLinks:
         self._links.clear()
 
     def take(self, link: SimulatedPrefillLink, message: Message) -> None:
-        """Take a message in, on the loop."""
+        """Take a message in, on the loop; reading the KV behind it is work of the processor, if steps wait for that."""
         self.transfers.heard(self.place, message)
+        if message[1]:
+            self.threads.spend_beside(self._costs.transfer(1))
         self._hear(link, cast("FromPrefill", message[0]), message[1])
 
     def knows(self, link: SimulatedPrefillLink) -> bool:
@@ -262,7 +266,7 @@ def simulated_receiver(
         reopen: Callable[[str], None],
         gone: Callable[[str, str], None],
     ) -> SimulatedPrefillLinks:
-        return SimulatedPrefillLinks(transfers, threads, place, loop, hear=hear, gone=gone)
+        return SimulatedPrefillLinks(transfers, threads, place, loop, costs, hear=hear, gone=gone)
 
     return Receiver(
         timed,

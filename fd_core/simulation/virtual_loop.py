@@ -38,6 +38,11 @@ class VirtualThreads:
         self._ahead: float | None = None
         """The time for the job that runs; None while none does."""
         self._at_end: list[Callable[[], None]] = []
+        self._work: Callable[[float], float] | None = None
+
+    def share(self, work: Callable[[float], float]) -> None:
+        """Have `work` told processor seconds of jobs from here on; it returns how long they take."""
+        self._work = work
 
     def clock(self) -> float:
         """Return the time in seconds for whoever asks: the job that runs, or the engine."""
@@ -58,10 +63,18 @@ class VirtualThreads:
         self.spend(seconds)
         self._copies_until = max(self._copies_until, self.clock())
 
-    def spend(self, seconds: float) -> None:
-        """Let what the running job does now take time. Whoever is no job, such as an engine that ends, takes none."""
+    def spend(self, seconds: float, *, waits: bool = False) -> None:
+        """Let what the running job does now take time, of a processor unless it `waits` for somebody outside.
+
+        Whoever is no job, such as an engine that ends, takes none.
+        """
         if self._ahead is not None:
-            self._ahead += seconds
+            self._ahead += seconds if waits or self._work is None else self._work(seconds)
+
+    def spend_beside(self, seconds: float) -> None:
+        """Spend time of the processor that computes steps, if there is no other; where there is one, nobody waits."""
+        if self._work is not None:
+            self.spend(seconds)
 
     def tell(self, call: Job, seconds: float = 0.0) -> None:
         """Have `call` called `seconds` after the time that it is for the caller, unless the process was killed."""

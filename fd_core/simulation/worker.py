@@ -61,6 +61,8 @@ class SimulatedWorker:
         """Called with the client of each new process."""
         self.account_of: Callable[[str], WaitAccount | None] = lambda _: None
         """Finds where the time of a request is noted."""
+        self.on_answer: Callable[[], None] = lambda: None
+        """Called with each part of an answer that leaves the worker."""
         self.timeline = timeline
         """Time as whatever runs at this address sees it; standing still and wrong clocks are faults of it."""
         self._busy_until = 0.0
@@ -93,6 +95,7 @@ class SimulatedWorker:
         self.leaving = False
         parts = self.plan.make_parts(self.processes)
         self._costs: Costs = parts.costs
+        self._shares_processor = parts.shares_processor
         self.client = SimulatedEngineClient(self.timeline, parts, self.plan.restart_seconds)
         self._busy_until = self.timeline.now
         self.on_start(self.client)
@@ -122,7 +125,10 @@ class SimulatedWorker:
         self._callers[spec.request_id] = caller, None
         if (account := self.account_of(spec.request_id)) is not None:
             account.wait_for(FRONT)
-        self._busy_until = max(self._busy_until, self.timeline.now) + self._costs.request(len(spec.prompt))
+        taken = self._costs.request(len(spec.prompt))
+        if self._shares_processor:
+            client.device.work_beside(taken)
+        self._busy_until = max(self._busy_until, self.timeline.now) + taken
         self.timeline.at(self._busy_until, lambda: self._submit(client, spec, caller))
 
     def leave(self, request_id: str) -> None:
@@ -154,6 +160,9 @@ class SimulatedWorker:
         answered = caller.answered
 
         def news(delta: Delta | None) -> None:
+            if self._shares_processor:
+                client.device.work_beside(self._costs.delivery())
+            self.on_answer()
             if delta is None:
                 if self._callers.pop(name, None) is not None:
                     caller.lost("the engine is gone for good")

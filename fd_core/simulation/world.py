@@ -39,7 +39,7 @@ from fd_core.simulation.timeline import Timeline
 from fd_core.simulation.transfers import TransferNetwork
 from fd_core.simulation.waits import WaitAccount
 from fd_core.simulation.worker import SimulatedWorker, WorkerPlan
-from fd_core.types import Delta, FinishReason, RequestSpec
+from fd_core.types import Delta, FinishReason, RequestSpec, StepPlan
 
 __all__ = ["SimulatedDeployment", "SimulatedPool", "Stuck", "World"]
 
@@ -69,6 +69,8 @@ class SimulatedPool:
     """Time to load another engine in place of one that died; None has the server end with its engine."""
     computer: Callable[[Limits, AnswerOf], PlanComputer] | None = None
     """Makes what answers plans; None takes `ScriptedComputer`."""
+    shares_processor: bool = False
+    """Whether serving, copies and transfers take time of the processor that computes steps."""
     block_bytes: int | None = None
     """Bytes of a KV block of the simulated model; None keeps no KV outside the device, whatever `config` says."""
 
@@ -86,6 +88,12 @@ class SimulatedDeployment:
     """Makes the KV store of all workers; None has none."""
     latency: float = 0.0002
     """Seconds that anything takes from one place to another."""
+    relay: float = 0.0
+    """Processor seconds of routers and clients for each part of an answer, where they run on the first worker's
+    processor; 0 where they have others."""
+    crowding: tuple[float, float] | None = None
+    """How many times as long a step that only decodes, and any other step, takes while another worker computes, where
+    workers share memory and caches; None where each has a machine of its own."""
     sample_seconds: float = 1.0
     """Time between two looks at what workers hold; grows in long runs."""
     check: bool = True
@@ -144,6 +152,8 @@ class World:
         for worker in self.workers:
             worker.on_start = partial(self._started, worker)
             worker.account_of = self._accounts.get
+            if deployment.relay:
+                worker.on_answer = self._relay
             if worker.client is not None:
                 self._started(worker, worker.client)
 
@@ -270,6 +280,8 @@ class World:
             ),
             hasher=hasher,
             trace=self._trace_of(config, name),
+            shares_processor=group.shares_processor,
+            beside=None if self.deployment.crowding is None else partial(self._beside, name, *self.deployment.crowding),
             check=self.deployment.audit,
         )
 
@@ -296,6 +308,18 @@ class World:
             self._absences.append(Absence(worker.index, since, self.timeline.now, before == "restarts"))
         if before != state or worker.index not in self._states:
             self._states[worker.index] = state, self.timeline.now
+
+    def _beside(self, name: str, decoding: float, computing: float, plan: StepPlan) -> float:
+        """Return the factor of the time of a step of the worker `name`."""
+        others = (worker.client for worker in self.workers if worker.plan.name != name)
+        if not any(client is not None and client.alive and client.device.computing for client in others):
+            return 1.0
+        return decoding if plan.total_tokens == len(plan.slots) else computing
+
+    def _relay(self) -> None:
+        """Have routers and clients pass a part of an answer on."""
+        if (first := self.workers[0].client) is not None:
+            first.device.work_beside(self.deployment.relay)
 
     def _gateway_of(self, client: SimulatedClient) -> SimulatedGateway | None:
         """Return the router that a conversation always uses; None where there is none."""

@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fd_core.cli.app import app
+from fd_core.errors import FdError
+from fd_core.simulation.costs.calculating import ASSUMED_REQUEST
 from fd_core.simulation.costs.naming import profile_named
 
 SMALL = ("--backend", "null", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
@@ -26,13 +28,24 @@ def test_a_profile_is_written_where_its_name_finds_it() -> None:
     done = run()
     assert done.exit_code == 0, done.output
     assert "Mean error" in done.output and "mixed" in done.output
-    assert profile_named("x-null").label == "x-null (measured)"
+    profile = profile_named("x-null")
+    assert profile.label == "x-null (measured)"
+    assert 0 < profile.request.delivery < profile.request.receive < 1
+    assert any("over HTTP" in note for note in profile.notes)
+    assert all(link.source.startswith("measured") for link in (profile.transfer, profile.store_read))
 
 
-def test_a_profile_is_written_to_a_file(tmp_path: Path) -> None:
+def test_a_profile_says_what_was_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise FdError("no server here")
+
+    monkeypatch.setattr("fd_core.cli.measured_server.serving_times", fails)
     done = run("-o", str(tmp_path / "mine.json"), "--name", "mine")
     assert done.exit_code == 0, done.output
-    assert profile_named(str(tmp_path / "mine.json")).name == "mine"
+    profile = profile_named(str(tmp_path / "mine.json"))
+    assert profile.name == "mine"
+    assert any("no server here" in note for note in profile.notes)
+    assert profile.request.receive == ASSUMED_REQUEST.receive
 
 
 def test_a_noisy_machine_gets_no_profile(tmp_path: Path) -> None:

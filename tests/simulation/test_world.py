@@ -59,6 +59,31 @@ def test_a_request_alone_takes_the_time_of_its_steps() -> None:
     assert outcome.prompt_tokens == 100
 
 
+class BusyServer(PlainCosts):
+    def delivery(self) -> float:
+        return 0.002
+
+
+def test_serving_delays_steps_where_a_worker_has_one_processor() -> None:
+    load = [Conversation("c", 1.0, (UserTurn((Piece(1, 100),), Piece(2, 3)),))]
+    one = world(group(limit={"pipeline_depth": 1}, costs=BusyServer(), shares_processor=True), routers=0, latency=0.0)
+    outcome = one.run(load).outcomes[0]
+    assert outcome.first_token == pytest.approx(1.0 + 0.001 + 0.02 + 0.002)
+    # Each further step begins when the token before it was delivered; the last delivery is the client's wait.
+    assert outcome.ended == pytest.approx(1.0 + 0.001 + 0.02 + 3 * (0.002 + 0.0101) + 0.002)
+
+
+def test_a_router_on_the_first_workers_processor_delays_its_steps_with_answers_of_all() -> None:
+    load = [Conversation(f"c{index}", 0.0, (UserTurn((Piece(index, 100),), Piece(9, 40)),)) for index in (1, 2)]
+    ended = []
+    for relay in (0.0, 0.001):
+        outcomes = world(group(count=2, limit={"pipeline_depth": 1}), relay=relay).run(load).outcomes
+        ended.append({outcome.worker: outcome.ended for outcome in outcomes})
+    alone, beside = ended
+    assert beside[1] == pytest.approx(alone[1])
+    assert beside[0] - alone[0] == pytest.approx(0.001 * 80, abs=0.003)
+
+
 @pytest.mark.parametrize("caching", [False, True])
 def test_positions_that_several_rows_read_are_charged_once(caching: bool) -> None:
     class Sharing(PlainCosts):

@@ -9,6 +9,7 @@ own loop with a few requests.
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import sys
 import time
@@ -36,7 +37,16 @@ from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel,
 from fd_core.simulation.costs.profile_costs import step_features
 from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan
 
-__all__ = ["MOST_SPREAD", "Calibration", "MachineTooNoisy", "calibrate", "require_alone"]
+__all__ = [
+    "ASSUMED_LINKS",
+    "ASSUMED_SERVING",
+    "MOST_SPREAD",
+    "Calibration",
+    "MachineTooNoisy",
+    "StepBench",
+    "calibrate",
+    "require_alone",
+]
 
 _LEAST_ROUNDS: Final = 5
 _ROUNDS: Final = 15
@@ -48,6 +58,10 @@ _LOOP_ROUNDS: Final = 4
 _ASSUMED_TRANSFER: Final = KVLink(
     latency=500e-6, bandwidth=3e9, source="assumed: the tcp connector between workers of one machine, 3 GB/s"
 )
+
+ASSUMED_SERVING: Final = "Reading a request over HTTP and delivery are assumed but for the tokens of its text."
+ASSUMED_LINKS: Final = "Store and transfers between workers are assumed."
+"""Notes of a profile until what they say is measured."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is measured, how much of it is done, and how much there is."""
@@ -70,6 +84,8 @@ class Calibration:
     most_spread: float = MOST_SPREAD
     date: str = ""
     """In ISO form."""
+    ranks: int = 1
+    """Processes that compute steps together."""
 
 
 def calibrate(
@@ -85,7 +101,7 @@ def calibrate(
         limits = msgspec.structs.replace(limits, max_drafts=0)
     cases = cases_of(limits, np.random.default_rng(_SEED))
     request, delivery = _LoopTimes(engine, encode, progress).measure()
-    bench = _StepBench(engine, cases)
+    bench = StepBench(engine, cases)
     spread = bench.measure(how.seconds, progress)
     if spread > how.most_spread:
         raise MachineTooNoisy(
@@ -97,16 +113,18 @@ def calibrate(
     judged = [step for case, step in bench.steps() if case.held_out]
     terms = msgspec.structs.replace(fit_steps(fitted), per_shared_position=bench.shared_saving())
     info, shape = engine.info, probe.runner.cache.shape
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return CostProfile(
         name=how.name,
         origin="measured",
         device=info.device,
+        spare_processors=max(0, processors - how.ranks * bench.processors()),
         versions=_versions(),
         when=how.date,
         notes=(
             f"Measured on {how.machine}.",
-            "Reading a request over HTTP and delivery are assumed but for the tokens of its text.",
-            "Store and transfers between workers are assumed.",
+            ASSUMED_SERVING,
+            ASSUMED_LINKS,
         ),
         model=ProfiledModel(
             name=info.model,
@@ -154,7 +172,7 @@ def _versions() -> dict[str, str]:
 # Steps ----------------------------------------------------------------------------------------------------
 
 
-class _StepBench:
+class StepBench:
     """Runs cases on an engine's device and keeps what each took."""
 
     def __init__(self, engine: Engine, cases: Sequence[StepCase]) -> None:
@@ -166,6 +184,7 @@ class _StepBench:
         self._most_blocks = max(case.blocks(self._limits) for case in cases)
         self._step = 1
         self._times: defaultdict[StepCase, list[float]] = defaultdict(list)
+        self._processor_seconds = 0.0
         self._features: dict[StepCase, list[tuple[int, int, int, int, float, int]]] = {}
 
     def measure(self, seconds: float, progress: Progress) -> float:
@@ -177,6 +196,7 @@ class _StepBench:
             self._run(case)
             took.append(time.perf_counter() - begun)
         self._times.clear()
+        self._processor_seconds = 0.0
         # Each case gets the same time, so that short steps, which waver more, are repeated more often.
         share = seconds / len(self._cases)
         repeats = np.clip(share / np.array(took), _LEAST_ROUNDS, _ROUNDS).astype(int)
@@ -198,12 +218,20 @@ class _StepBench:
             features = (int(tokens), int(sampled), int(rows), int(read), pairs, int(drafts))
             yield case, MeasuredStep(case.kind, features, usual(times))
 
+    def processors(self) -> int:
+        """Return how many processors this process keeps busy while it computes a step; at least one, which waits."""
+        return max(1, round(self._processor_seconds / sum(map(sum, self._times.values()))))
+
+    def usual(self, case: StepCase) -> float:
+        """Return what a case usually takes, in seconds."""
+        return usual(self._times[case])
+
     def shared_saving(self) -> float:
         """Return what a position saves that another row reads as well, in seconds."""
         pair = shared_pair(self._limits)
         if any(case not in self._times for case in pair) or not pair:
             return 0.0
-        shared, alone = (usual(self._times[case]) for case in pair)
+        shared, alone = map(self.usual, pair)
         return max(0.0, alone - shared) / (pair[0].shared * (len(pair[0].rows) - 1))
 
     def _run(self, case: StepCase) -> None:
@@ -226,9 +254,10 @@ class _StepBench:
         self._step = plan.step + 1
 
     def _timed(self, case: StepCase, plan: StepPlan) -> tuple[int, int, int, int, float, int]:
-        begun = time.perf_counter()
+        begun, worked = time.perf_counter(), time.process_time()
         self._execute(plan)
         self._times[case].append(time.perf_counter() - begun)
+        self._processor_seconds += time.process_time() - worked
         return step_features(plan)
 
     def _guess(self, case: StepCase, plan: StepPlan) -> None:

@@ -142,6 +142,8 @@ class CostProfile(_Strict, frozen=True, kw_only=True):
     """A line about what computes, or would."""
     ranks: Positive = 1
     """Devices that compute the model together."""
+    spare_processors: Annotated[int, Meta(ge=0)] = 1
+    """Processors that steps leave to the server; without one, serving delays steps."""
     versions: dict[str, str] = {}
     """What was measured with."""
     when: str = ""
