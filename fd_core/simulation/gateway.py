@@ -10,10 +10,12 @@ from typing import Final, Protocol
 
 import msgspec
 
+from fd_core.disagg.ticket import sign_ticket
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.simulation.network import Network
+from fd_core.simulation.storage import SECRET
 from fd_core.simulation.timeline import Timeline
 from fd_core.simulation.worker import SimulatedWorker
 from fd_core.types import Delta, FinishReason, RequestSpec
@@ -248,7 +250,8 @@ class _Attempt:
         gateway._attempts[self._worker.url][self] = None
         if self.selection.mode == "pd":
             peer = gateway._workers[self.selection.prefill.url]
-            spec = msgspec.structs.replace(spec, prefill_at=f"{peer.plan.name}:{self.selection.kv_port}")
+            ticket = sign_ticket(SECRET, spec.request_id, f"{peer.plan.name}:{self.selection.kv_port}")
+            spec = msgspec.structs.replace(spec, prefill_at=ticket)
         gateway._network.send(gateway.name, self._worker.plan.name, lambda: self._arrive(spec))
         if not gateway._network.reaches(gateway.name, self._worker.plan.name):
             gateway._timeline.after(_CONNECT_SECONDS, self._gave_up)

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
+from fd_core.disagg.ticket import read_ticket
 from fd_core.engine.client import DeltaStream
-from fd_core.errors import EngineDead, FdError
+from fd_core.errors import BadRequest, EngineDead, FdError
 from fd_core.router.workers import Role
 from fd_core.scheduling.requests import check_spec
 from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.engine import EngineParts, SimulatedEngineClient
 from fd_core.simulation.local_time import LocalTimeline
+from fd_core.simulation.storage import SECRET
 from fd_core.simulation.waits import FRONT, WaitAccount
 from fd_core.types import Delta, RequestSpec
 
@@ -43,6 +47,10 @@ class WorkerPlan:
     max_queued_requests: int = 1024
     restart_seconds: float | None = 10.0
     """Time to load another engine in place of one that died; None has the server end with its engine."""
+
+
+class _BadTicket(FdError):
+    """Nobody who has the secret sent a request to a prefill worker."""
 
 
 class SimulatedWorker:
@@ -117,7 +125,10 @@ class SimulatedWorker:
             caller.lost("the worker's process ended")
 
     def take(self, spec: RequestSpec, caller: Caller) -> None:
-        """Take a request that has come over the network; the caller is told all that becomes of it."""
+        """Take a request that has come over the network; the caller is told all that becomes of it.
+
+        On its way, `prefill_at` is the ticket of the router.
+        """
         client = self.client
         if client is None:
             caller.lost("no process listens at the worker's address")
@@ -150,10 +161,11 @@ class SimulatedWorker:
             if client.active_requests >= room:
                 raise EngineDead(f"the queue holds {self.plan.max_queued_requests} requests and has no room for more")
             check_spec(spec, client.info.max_model_len)
-            stream = client.submit(spec)
+            stream = client.submit(self._with_peer(spec))
         except FdError as error:
             del self._callers[name]
-            caller.refused(503 if isinstance(error, EngineDead) else 400, str(error))
+            status = 503 if isinstance(error, EngineDead) else 403 if isinstance(error, _BadTicket) else 400
+            caller.refused(status, str(error))
             return
         self._callers[name] = caller, stream
 
@@ -172,3 +184,13 @@ class SimulatedWorker:
             answered(delta)
 
         stream.on_news = news
+
+    def _with_peer(self, spec: RequestSpec) -> RequestSpec:
+        """Return a request with the address of the prefill worker in place of its ticket."""
+        if not spec.prefill_at:
+            return spec
+        if self.plan.role != "decode":
+            raise BadRequest("a prefill worker is named to a worker that is no decode worker")
+        if (peer := read_ticket(SECRET, spec.request_id, spec.prefill_at)) is None:
+            raise _BadTicket("the ticket to a prefill worker is not signed with the secret of this deployment")
+        return msgspec.structs.replace(spec, prefill_at=peer)

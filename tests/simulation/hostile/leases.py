@@ -79,8 +79,8 @@ class _Lease:
     refused: bool = False
     ended: float = 0.0
     """When the decode side ended it."""
-    calls_at_end: int = 0
-    """Looks of the prefill side's engine at its completions when the lease ended there."""
+    prefill_ended: float = 0.0
+    """When it ended for the prefill side."""
     said: dict[int, bytes] = field(default_factory=dict)
     """Digests of pieces, by index, as they left the prefill side."""
     credited: int = 0
@@ -260,7 +260,7 @@ class LeaseWatch:
     @staticmethod
     def _prefill_ends(lease: _Lease) -> None:
         if not lease.prefill_over and lease.prefill is not None:
-            lease.prefill_over, lease.calls_at_end = True, lease.prefill.calls
+            lease.prefill_over, lease.prefill_ended = True, lease.prefill.timeline.now
 
 
 class EngineWatch:
@@ -348,7 +348,7 @@ class EngineWatch:
         for slot in plan.slots.tolist():
             request = self._slots.requests[slot]
             lease = None if request is None else self.watch.leases.get(_lease_name(request.spec.request_id))
-            if lease is not None and lease.prefill_over and self.calls > lease.calls_at_end:
+            if lease is not None and lease.prefill_over and self._asked > lease.prefill_ended:
                 raise BrokenLaw("6.1", f"{self.place} computes on for lease {lease.name}, which is over")
         for admission in plan.admissions:
             lease = self.watch.leases.get(_lease_name(admission.request_id))
@@ -427,8 +427,19 @@ class EngineWatch:
                 raise BrokenLaw("6.3", f"the prompt of {request} is fetched twice")
             self._fetched.append(who)
         self._left.pop(request, None)
+        self._require_room()
         self.fetch_of[request] = effect.operation
         self._fetch_into.update(dict.fromkeys(effect.blocks.tolist(), effect.operation))
+
+    def _require_room(self) -> None:
+        """See that whoever is in a slot has room for one token more, now that blocks were leased."""
+        slots, pool = self._slots, self._pool
+        rows = np.flatnonzero(slots.running | slots.loading)
+        lengths = np.minimum(np.maximum(slots.num_planned[rows], slots.num_tokens[rows] + 1), slots.limit[rows])
+        wanted = int(np.maximum(-(-lengths // slots.block_size) - slots.num_blocks[rows], 0).sum())
+        # Drafts take room that may be given back at once.
+        if len(rows) > 1 and not self.limits.max_drafts and wanted > pool.num_free:
+            raise BrokenLaw("6.1", f"{self.place} leases blocks with {pool.num_free} left of {wanted} that are needed")
 
     def _has_fetched(self, effect: Fetch, answer: Fetched) -> None:
         outcome, lease = answer.outcome, self.lease_of.get(effect.operation)
@@ -444,6 +455,8 @@ class EngineWatch:
             raise BrokenLaw("6.1", f"lease {lease.name} was {outcome}, and the prefill side was not told")
         if outcome == "expired":
             self._expired(lease, answer)
+        if outcome == "lost" and self.watch.gentle and self.timeline.now - lease.began < self.longest - _MOMENT:
+            raise BrokenLaw("6", f"lease {lease.name} is lost although no piece was: {answer.reason}")
 
     def _expired(self, lease: _Lease, answer: Fetched) -> None:
         if any(lie.startswith("damaged") for lie in lease.lies):

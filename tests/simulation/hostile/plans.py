@@ -85,6 +85,8 @@ class PairPlan:
     habit: str
     every: int
     """How many chances for a lie there are for each that is told."""
+    strangers: bool
+    """Whether somebody without the secret sends requests with tickets of his own making."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,8 @@ class HostilePlan:
         """Whether nothing but faults may make a request fail."""
         refused = self.max_queued_requests < 100 or self.router.max_requests_per_worker
         refused = refused or self.router.health_success_threshold > 1
+        # A lease that expires counts against its prefill worker.
+        refused = refused or (self.paired and (self.pairs.longest < 1.0 or self.token_seconds > 0.01))
         return not (
             self.failing_rows
             or self.accidents
@@ -143,6 +147,11 @@ class HostilePlan:
             or self.registers
             or refused
         )
+
+    @property
+    def paired(self) -> bool:
+        """Whether there are pairs of prefill and decode workers."""
+        return any(config.role == "prefill" for config, _ in self.configs)
 
     @property
     def each_config(self) -> tuple[EngineConfig, ...]:
@@ -164,9 +173,10 @@ def draw_plan(seed: int) -> HostilePlan:
     """Whether requests have to grow into blocks that others hold."""
     limits, k = _limits(draw, tight=tight)
     stored = draw.random() < 0.4
+    token_seconds = draw.choice((2e-4, 2e-4, 5e-3, 5e-3, 0.03))
     config: dict[str, Any] = {
         "model": "null",
-        "watchdog_seconds": draw.choice((0.5, 0.5, 2.0)),
+        "watchdog_seconds": 4.0 if token_seconds > 0.01 else 0.5,
         "block_size": limits.block_size,
         "enable_prefix_caching": paired or stored or draw.random() < 0.8,
         "save_preempted_kv": draw.random() < 0.7,
@@ -207,7 +217,7 @@ def draw_plan(seed: int) -> HostilePlan:
         ),
         stored=stored,
         tiers=draw.random() < 0.8,
-        token_seconds=draw.choice((2e-4, 5e-3)),
+        token_seconds=token_seconds,
         copy_seconds=draw.choice((1e-4, 2e-3, 5e-3)),
         wrong_drafts=draw.choice((0.0, 0.3, 0.8)),
         failing_rows=draw.choice((0.0,) * 9 + (0.05,)),
@@ -220,7 +230,7 @@ def draw_plan(seed: int) -> HostilePlan:
     )
     faults = draw_faults(
         draw,
-        draw.choice((0, 0, 0, 1) if paired and plan.pairs.habit else (0, 1, 1, 2, 3)),
+        draw.choice((0, 0, 1) if paired and plan.pairs.habit else (0, 1, 1, 2, 3)),
         seconds=SECONDS,
         workers=plan.places,
         routers=tuple(f"router{number}" for number in range(routers)),
@@ -249,6 +259,7 @@ def _pairs(draw: random.Random) -> PairPlan:
         longest=draw.choice((600.0, 600.0, 0.4)) if habit in ("", "echo") else 600.0,
         habit=habit,
         every=draw.choice((1, 2, 3)),
+        strangers=draw.random() < 0.3,
     )
 
 

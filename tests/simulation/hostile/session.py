@@ -24,7 +24,7 @@ EXPECTED = (
     *("preemptions", "returned_with_tokens", "prefill_chunks", "several_in_a_step", "admitted_with_kv", "prefix_hits"),
     *("drafts_verified", "drafts_accepted", "loads", "loads_in_part", "saves", "store_errors", "values_damaged"),
     *("prefill_transferred", "prefill_lost", "prefill_expired", "prefill_damaged", "prefill_refused"),
-    *("told_prefill_held", "rows_failed", *(f"habit_{habit or 'none'}" for habit in HABITS)),
+    *("told_prefill_held", "rows_failed", "strangers", *(f"habit_{habit or 'none'}" for habit in HABITS)),
     *("retries", "engine_deaths", "messages_held", "ended_stop", "ended_length", "ended_left"),
     *("ended_refused", "ended_failed", "reports_followed"),
     *("fault_engine_dies", "fault_engine_hangs", "fault_process_killed", "fault_process_stands_still"),

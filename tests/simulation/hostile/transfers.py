@@ -12,14 +12,16 @@ from fd_core.disagg.messages import Alive, Commit, Credit, FromPrefill, KVPiece,
 from fd_core.simulation.network import Network
 from fd_core.simulation.transfers import Arrive, Message, TransferNetwork
 from fd_core.simulation.virtual_loop import VirtualThreads
+from fd_core.types import Delta, RequestSpec
+from tests.simulation.hostile.computing import BrokenLaw
 from tests.simulation.hostile.leases import LeaseWatch
 from tests.simulation.hostile.plans import PairPlan
 
-__all__ = ["HARMLESS_HABITS", "HostileTransfers"]
+__all__ = ["HARMLESS_HABITS", "HostileTransfers", "Stranger", "forged_ticket"]
 
 HARMLESS_HABITS = frozenset({"", "first_words_lost", "late", "echo", "foreign_pieces", "old_credit"})
 """Habits with which every lease that is not over may still be transferred."""
-_ECHOES = (0.05, 0.4, 1.5)
+_ECHOES = (0.0, 0.05, 0.4, 1.5)
 _TOGETHER = 0.06
 """Seconds for which pieces are kept back, to arrive all at once."""
 
@@ -40,6 +42,8 @@ class HostileTransfers(TransferNetwork):
         self._say = say
         self._lies: list[tuple[Message, str]] = []
         self._seen: set[tuple[str, object]] = set()
+        self._just_lost: set[tuple[str, str]] = set()
+        """Who said something about which lease that was lost last."""
         self._chances = 0
 
     def heard(self, place: str, message: Message) -> None:
@@ -63,9 +67,13 @@ class HostileTransfers(TransferNetwork):
             case "":
                 return as_it_is
             case "first_words_lost":
-                if isinstance(message[0], KVPiece) or (word := (origin, message[0])) in self._seen:
+                word, speaker = (origin, message[0]), (origin, message[0].lease)
+                # Whoever hears nothing for a silence may take the other for dead: no two words in a row are lost.
+                if isinstance(message[0], KVPiece) or word in self._seen or speaker in self._just_lost:
+                    self._just_lost.discard(speaker)
                     return as_it_is
                 self._seen.add(word)
+                self._just_lost.add(speaker)
                 return []
             case "echo":
                 return as_it_is + [((message[0], message[1]), "", later) for later in _ECHOES]
@@ -121,6 +129,32 @@ class HostileTransfers(TransferNetwork):
     def _chance(self) -> bool:
         self._chances += 1
         return self._chances % self._every == 0
+
+
+def forged_ticket(spec: RequestSpec, number: int) -> RequestSpec:
+    """Return what somebody sends who has seen the ticket of a request, and has an address of his own."""
+    name, (peer, mac) = spec.request_id, spec.prefill_at.split(";")
+    name, ticket = (
+        (f"{name[:-1]}~", f"{peer};{mac}"),
+        (f"{name}/y", f"{peer};{'0' * 64}"),
+        (f"{name}{peer[0]}", f"{peer[1:]};{mac}"),
+        (f"{name}", f"a{peer};{mac}"),
+    )[number % 4]
+    return msgspec.structs.replace(spec, request_id=name, prefill_at=ticket)
+
+
+class Stranger:
+    """Waits for the answer to a request with a forged ticket; there must be none."""
+
+    def answered(self, delta: Delta) -> None:
+        raise BrokenLaw("6", f"{delta.request_id} has a forged ticket and is answered")
+
+    def refused(self, status: int, reason: str) -> None:
+        if status not in (400, 403, 503):
+            raise BrokenLaw("6", f"a forged ticket is refused with {status}: {reason}")
+
+    def lost(self, reason: str) -> None:
+        """Nothing is left of it."""
 
 
 def _short(message: Message) -> str:

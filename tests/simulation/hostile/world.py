@@ -42,7 +42,7 @@ from tests.simulation.hostile.epochs import WatchedEpochs
 from tests.simulation.hostile.leases import EngineWatch, LeaseWatch, WatchedCache, WatchedPort
 from tests.simulation.hostile.plans import BLOCK_BYTES, HostilePlan, QuickCosts
 from tests.simulation.hostile.routing import Disguise, WatchedRouter
-from tests.simulation.hostile.transfers import HARMLESS_HABITS, HostileTransfers
+from tests.simulation.hostile.transfers import HARMLESS_HABITS, HostileTransfers, Stranger, forged_ticket
 
 __all__ = ["HARMLESS", "HostileWorld", "run_plan"]
 
@@ -327,8 +327,18 @@ class HostileWorld(World):
             raise BrokenLaw("7.3", f"{spec.request_id} comes to {name} again, which failed on it")
         before.append(name)
         self._delivered.pop((name, spec.request_id), None)
+        if spec.prefill_at and self.plan.pairs.strangers:
+            forged = forged_ticket(spec, self.counts["strangers"])
+            self.counts["strangers"] += 1
+            self.timeline.after(1.0, partial(self._stranger_comes, worker, take, forged))
         self.say(f"{spec.request_id} comes to {worker.instance}")
         take(spec, _WatchedCaller(self, worker, spec, caller))
+
+    def _stranger_comes(
+        self, worker: SimulatedWorker, take: Callable[[RequestSpec, Caller], None], forged: RequestSpec
+    ) -> None:
+        if forged.request_id not in worker._callers:
+            take(forged, Stranger())
 
     def _leaves(self, worker: SimulatedWorker, leave: Callable[[str], None], request_id: str) -> None:
         if worker.plan.name in self.watch.engines:
@@ -448,7 +458,8 @@ def run_plan(plan: HostilePlan, log: Callable[[str], None] | None = None) -> tup
         world.counts[f"habit_{plan.pairs.habit or 'none'}"] += 1
     kinds = {fault.kind for fault in plan.faults}
     # A device that is slow enough is one that hangs, to the watchdog.
-    killed = "device_slow" in kinds and any(map(_deaths, world.workers))
+    slow = any(map(_deaths, world.workers)) or world.counts["told_prefill_expired"] > 0
+    killed = "device_slow" in kinds and slow
     harmless = kinds <= HARMLESS and not killed and plan.pairs.habit in HARMLESS_HABITS and plan.harmless
     for outcome in run.outcomes:
         world.counts[f"ended_{outcome.end}"] += 1
