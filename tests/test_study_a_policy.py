@@ -22,9 +22,10 @@ from fd_core.testing.schedulers.target import SchedulerTarget
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "policies"
+PAGE = (ROOT / "docs" / "study-a-policy.md").read_text()
 COMMANDS = [
     " ".join(line.split())
-    for block in re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "study-a-policy.md").read_text(), re.DOTALL)
+    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
     for line in block.replace("\\\n", " ").splitlines()
 ]
 POLICIES = {
@@ -51,6 +52,9 @@ def test_every_simulation_of_the_page_runs(line: str, tmp_path: Path, monkeypatc
     monkeypatch.chdir(ROOT)
     short = re.sub(r"requests=\d+", "requests=6", line)
     short = re.sub(r"--seeds \d+", "--seeds 1", short)
+    [written] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "mine.py").write_text(written)
+    short = short.replace(",mine.py:", f",{tmp_path}/mine.py:")
     short = re.sub(r"(--page|--json) \S+", lambda flag: f"{flag[1]} {tmp_path / 'out'}{flag[1][1:]}", short)
     result = CliRunner().invoke(app, [*shlex.split(short)[1:], "--json", str(tmp_path / "figures.json")])
     assert result.exit_code == 0, result.output
