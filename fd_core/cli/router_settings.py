@@ -76,7 +76,7 @@ def _check_workers(gateway: GatewayConfig) -> None:
         if role in roles.values() and other not in roles.values():
             flag = ROLE_FLAGS[other]
             raise ConfigError(
-                f"a {role} worker serves no requests without a {other} worker",
+                f"a {role} worker is one side of a pair, and there is no {other} worker",
                 field=flag,
                 hint=f"give {flag} http://HOST:PORT, or --router-secret-file so that one can register",
             )

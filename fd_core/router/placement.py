@@ -23,8 +23,8 @@ from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, 
 
 __all__ = ["PARTS", "Placement", "Placer"]
 
-PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill", "decode")}
-"""Roles that serve a request together, the prefill side first."""
+PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill", "decode"), "alone": ("decode",)}
+"""Roles that serve a request together, the prefill side first; `alone` only where nothing else is possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +113,17 @@ class Placer:
         keys: tuple[bytes, ...] = ()
         if any(self.policies[role].uses_prefix for role in roles):
             keys = block_keys(self.hasher, request.tokens, request.salt, self._adapter(request))
-        members, hits, missing = [], 0, request.length
+        members: list[Member] = []
+        hits, missing = 0, request.length
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
             member, chosen = self._choose(role, pools[role], request, keys, now, number)
-            if role != "decode":
+            if not members:  # who computes the prompt
                 hits, missing = chosen.hits, self._missing(request, chosen)
             members.append(member)
         return Placement(tuple(members), keys, hits, missing)
 
     def possible(self) -> bool:
-        """Whether a mixed worker, or both sides of a pair, are healthy and fit for their roles."""
+        """Whether a mixed or a decode worker is healthy and fit for its role."""
         fit = [one for one in self.registry if one.state is WorkerState.HEALTHY and not one.unfit]
         return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
 
@@ -132,7 +133,9 @@ class Placer:
         if isinstance(pools, NoWorker) or not (limit := self.config.max_requests_per_worker):
             return pools
         free = _where(pools, lambda pool: (self.loads.at(pool.places)[0] < limit).tolist())
-        return free if _sufficient(free) else NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
+        if {*_modes(pools)}.isdisjoint(_modes(free)):  # decode workers are not to pay for a prefill side that is full
+            return NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
+        return free
 
     def _forget_what_changed(self, now: float) -> None:
         if self._version == self.registry.version and now < self._until:
@@ -191,7 +194,7 @@ class Placer:
 
     def _mode(self, pools: Pools) -> Mode:
         """Return the mode that has fewer requests for each of its workers, if there is a choice."""
-        modes = [mode for mode, roles in PARTS.items() if all(pools[role] for role in roles)]
+        modes = _modes(pools)
         return min(modes, key=lambda mode: self._crowding(pools, PARTS[mode])) if len(modes) > 1 else modes[0]
 
     def _crowding(self, pools: Pools, roles: tuple[Role, ...]) -> float:
@@ -269,6 +272,11 @@ def _where(pools: Pools, chosen: Callable[[WorkerPool], Iterable[bool]]) -> dict
     return {role: pool.where(chosen(pool)) for role, pool in pools.items()}
 
 
+def _modes(pools: Mapping[Role, Sized]) -> list[Mode]:
+    """Return the modes that the pools allow: a decode worker alone only where there is no other."""
+    modes = [mode for mode, roles in PARTS.items() if all(len(pools[role]) for role in roles)]
+    return [mode for mode in modes if mode != "alone"] or modes
+
+
 def _sufficient(pools: Mapping[Role, Sized]) -> bool:
-    """Whether the pools hold a mixed worker or both sides of a pair."""
-    return any(all(len(pools[role]) for role in roles) for roles in PARTS.values())
+    return bool(_modes(pools))

@@ -18,7 +18,7 @@ from typing import Final
 
 from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
 from fd_core.router.config import RouterConfig
-from fd_core.router.placement import Placement, Placer
+from fd_core.router.placement import PARTS, Placement, Placer
 from fd_core.router.places import Places
 from fd_core.router.policies import RouterPolicy
 from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex
@@ -71,7 +71,7 @@ class Router:
         )
         self._by_worker: dict[RouterWorker, SelectionCounts] = {}
         self._by_role: dict[Role, SelectionCounts] = {role: SelectionCounts() for role in ROLES}
-        self._modes: dict[Mode, int] = {"mixed": 0, "pd": 0}
+        self._modes: dict[Mode, int] = dict.fromkeys(PARTS, 0)
         self._refused: Counter[str] = Counter()
         self._retries = 0
         self._next_sweep = 0.0
@@ -133,12 +133,16 @@ class Router:
         """
         self._registry.serves(worker, models, adapters)
 
+    def at(self, url: str) -> RouterWorker | None:
+        """Return the incarnation that has this address."""
+        return self._registry.at(url)
+
     def workers(self) -> tuple[RouterWorker, ...]:
         """Return every incarnation whose health is to be checked: all that are there, draining ones too."""
         return tuple(member.worker for member in self._registry)
 
     def ready(self) -> bool:
-        """Whether a mixed worker, or both sides of a pair, can serve requests."""
+        """Whether anybody can serve requests: a mixed worker, a pair, or a decode worker alone."""
         return self._placer.possible()
 
     def uses_prefix(self, worker: RouterWorker) -> bool:
@@ -344,7 +348,7 @@ class Router:
         for member in placement.members:
             for counts in self._counts(member.worker):
                 counts.selected += 1
-                if member.worker.role != "decode":
+                if member is placement.members[0]:
                     counts.prompt_blocks += len(placement.keys)
                     counts.hit_blocks += placement.hits
 

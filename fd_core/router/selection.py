@@ -14,7 +14,8 @@ from fd_core.types import IntArray, frozen
 
 __all__ = ["Mode", "NoWorker", "Reason", "RouteRequest", "Selection", "Verdict"]
 
-Mode = Literal["mixed", "pd"]
+Mode = Literal["mixed", "pd", "alone"]
+"""A mixed worker, a pair of a prefill and a decode worker, or a decode worker that computes the prompt itself."""
 Verdict = Literal["served", "failed", "declined"]
 Reason = Literal[
     "none_registered", "none_healthy", "all_busy", "all_tried", "too_many_attempts", "failed_twice", "answer_started"
@@ -85,7 +86,7 @@ class Selection:
 
     request: RouteRequest
     workers: tuple[RouterWorker, ...]
-    """A mixed worker, or the prefill side and the decode side of a pair, in this order."""
+    """The prefill side and the decode side of a pair, in this order; otherwise the one worker."""
     held: dict[RouterWorker, WorkerLoad]
     """What counts on each worker at this moment."""
     loads: WorkerLoads
@@ -99,7 +100,7 @@ class Selection:
     trials: frozenset[RouterWorker] = frozenset()
     """Workers whose circuit breaker let this one request through."""
     kv_port: int | None = None
-    """Port from which the decode worker of a pair takes the KV of the prompt; None for a mixed worker."""
+    """Port from which the decode worker of a pair takes the KV of the prompt; None where there is no pair."""
     attempt: int = 1
     """Number of the attempt, from 1 on."""
     suspects: tuple[RouterWorker, ...] = ()
@@ -124,8 +125,8 @@ class Selection:
 
     @property
     def mode(self) -> Mode:
-        """`mixed` for one worker, `pd` for a pair."""
-        return "mixed" if len(self.workers) == 1 else "pd"
+        """See `Mode`."""
+        return "pd" if len(self.workers) > 1 else "mixed" if self.decode.role == "mixed" else "alone"
 
     def first_token(self) -> None:
         """Give back what counted for prefill: the first token came. May be called for every token."""

@@ -112,7 +112,10 @@ class RouterSnapshot:
     """Load of all incarnations, departed ones included."""
     roles: dict[Role, SelectionCounts]
     """Counts of all workers there ever were, by role."""
-    modes: Annotated[dict[Mode, int], counter("attempts", "Attempts on a mixed worker or on a pair.", label="mode")]
+    modes: Annotated[
+        dict[Mode, int],
+        counter("attempts", "Attempts on a mixed worker, a pair or a decode worker.", label="mode"),
+    ]
     refused: Annotated[dict[str, int], counter("refused", "Requests that got no worker, by reason.", label="reason")]
     retries: Annotated[int, counter("retries", "Attempts on another worker after one that failed.")]
     faults: Annotated[

@@ -1,4 +1,4 @@
-"""A simulated gateway: the production router, asked and told in the order in which the gateway does."""
+"""A simulated gateway: carries requests and answers; whom it asks and tells what, the production router decides."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Final, Protocol
 import msgspec
 
 from fd_core.disagg.ticket import sign_ticket
+from fd_core.router.attempts import Attempts, Unreached
 from fd_core.router.router import Router
-from fd_core.router.selection import RouteRequest, Selection
+from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.simulation.network import Network
 from fd_core.simulation.storage import SECRET
@@ -68,6 +69,8 @@ class SimulatedGateway:
         self._workers = {worker.url: worker for worker in workers}
         self._attempts: dict[str, dict[_Attempt, None]] = {url: {} for url in self._workers}
         """Attempts that wait for a worker, by its address."""
+        self._by_request: dict[str, _Attempt] = {}
+        """The same by request."""
         self._start()
 
     def _start(self) -> None:
@@ -76,8 +79,7 @@ class SimulatedGateway:
         """Incarnations whose answer to a health check is on its slow way."""
         self._following: dict[RouterWorker, tuple[str, int | None]] = {}
         """The process whose KV events count, by incarnation, and the number of the next event."""
-        self._unreached: dict[str, float] = {}
-        """When the first of the checks in a row was made that reached nobody, by address."""
+        self._unreached = Unreached(_UNREACHABLE_SECONDS)
         for worker in self._workers.values():
             instance = worker.instance if self._reached(worker) else None
             self.router.register(worker.url, worker.plan.role, self._timeline.now, instance=instance)
@@ -98,20 +100,17 @@ class SimulatedGateway:
 
     def ask(self, spec: RequestSpec, asked: RouteRequest, reader: Reader) -> None:
         """Take a client's request, which has come over the network."""
-        exchange = _Exchange(self, spec, reader)
-        exchange.go(self.router.select(asked, self._timeline.now, self._draw.random()))
+        exchange = _Exchange(self, spec, reader, Attempts(self.router, asked))
+        exchange.go(exchange.attempts.first(self._timeline.now, self._draw.random()))
 
     def leave(self, request_id: str) -> None:
         """The client of a request has left: so does the gateway, from the worker."""
-        for attempts in self._attempts.values():
-            for attempt in attempts:
-                if attempt.exchange.spec.request_id == request_id:
-                    attempt.leave()
-                    return
+        if (attempt := self._by_request.get(request_id)) is not None:
+            attempt.leave()
 
     def learn(self, worker: SimulatedWorker) -> None:
         """Take in what a worker has to say of the prefixes that its device holds, where the policy can use it."""
-        known = next((each for each in self.router.workers() if each.url == worker.url), None)
+        known = self.router.at(worker.url)
         client, reported = worker.client, self.router.reported_kv
         if known is None or client is None or client.kv_log is None or not self.router.uses_prefix(known):
             return
@@ -187,14 +186,12 @@ class SimulatedGateway:
 
     def _unreachable(self, known: RouterWorker, reached: bool, now: float) -> None:
         if reached:
-            self._unreached.pop(known.url, None)
+            self._unreached.reached(known.url)
             return
-        since = self._unreached.setdefault(known.url, now)
-        member = self.router.member(known)
-        if member is None or member.state is not WorkerState.UNHEALTHY:
-            return
+        silent, member = self._unreached.missed(known.url, now, now), self.router.member(known)
+        unhealthy = member is not None and member.state is WorkerState.UNHEALTHY
         for attempt in [*self._attempts[known.url]]:
-            if not attempt.selection.started or now - since >= _UNREACHABLE_SECONDS:
+            if silent if attempt.selection.started else unhealthy:
                 attempt.lost("the worker cannot be reached")
 
 
@@ -216,17 +213,21 @@ _SILENT: Final = _Health()
 class _Exchange:
     """One request: attempts on one worker after the other until one answers."""
 
-    def __init__(self, gateway: SimulatedGateway, spec: RequestSpec, reader: Reader) -> None:
+    def __init__(
+        self, gateway: SimulatedGateway, spec: RequestSpec, reader: Reader, attempts: Attempts[tuple[int, str]]
+    ) -> None:
         self.gateway = gateway
         self.spec = spec
         self.reader = reader
+        self.attempts = attempts
 
-    def go(self, chosen: object) -> None:
-        """Try the workers that were chosen, or tell the client that there are none."""
-        if isinstance(chosen, Selection):
+    def go(self, chosen: Selection | None) -> None:
+        """Try the workers that were chosen, or tell the client why there are none."""
+        if chosen is not None:
             _Attempt(self, chosen).begin()
-        else:
-            self.reader.broken(getattr(chosen, "status", 503), getattr(chosen, "message", ""))
+            return
+        result = self.attempts.result
+        self.reader.broken(*((result.status, result.message) if isinstance(result, NoWorker) else result))
 
 
 class _Attempt:
@@ -248,6 +249,7 @@ class _Attempt:
         self.exchange.reader.tried()
         gateway, spec = self.exchange.gateway, self.exchange.spec
         gateway._attempts[self._worker.url][self] = None
+        gateway._by_request[spec.request_id] = self
         if self.selection.mode == "pd":
             peer = gateway._workers[self.selection.prefill.url]
             ticket = sign_ticket(SECRET, spec.request_id, f"{peer.plan.name}:{self.selection.kv_port}")
@@ -270,7 +272,7 @@ class _Attempt:
 
     def _gave_up(self) -> None:
         if not (self._arrived or self._over):
-            self._failed(502, "the worker cannot be reached", severe=True)
+            self._lost("the worker cannot be reached", severe=True)
 
     # What the worker says, at the time at which it says it ---------------------------------------------------
 
@@ -291,23 +293,24 @@ class _Attempt:
         if self._over:
             return
         if delta.finish_reason is FinishReason.ERROR:
-            self._hear(lambda: self._failed(500, delta.error or "the engine failed"))
+            self._hear(lambda: self._errored(delta.error or "the engine failed"))
             return
         if not self.selection.started:
-            self.selection.first_token()
-            self._take_outcome(delta)
+            attempts = self.exchange.attempts
+            attempts.prefilled(delta.prefill, self.exchange.gateway._timeline.now)
+            attempts.began()
         self._reader.read(delta, self._worker.index)
         if delta.finish_reason is not None:
             self._hear(self._served)
 
     def refused(self, status: int, reason: str) -> None:
         """The worker does not take the request: another one may, unless the request itself is wrong."""
-        self._hear(lambda: self._declined(status, reason))
+        self._hear(lambda: self._refused(status, reason))
 
     def lost(self, reason: str) -> None:
         """The connection broke off."""
         severe = not self._worker.up
-        self._hear(lambda: self._failed(502, reason, severe=severe))
+        self._hear(lambda: self._lost(reason, severe=severe))
 
     # The same, when it has come to the gateway -----------------------------------------------------------------
 
@@ -321,49 +324,42 @@ class _Attempt:
         gateway._network.send(self._worker.plan.name, gateway.name, heard)
 
     def _served(self) -> None:
-        gateway = self.exchange.gateway
-        gateway.router.served(self.selection, gateway._timeline.now)
+        self.exchange.attempts.ended(200, self.exchange.gateway._timeline.now)
         self._end()
 
-    def _declined(self, status: int, reason: str) -> None:
-        gateway = self.exchange.gateway
-        if status == 503:
-            gateway.router.declined(self.selection, self.selection.decode)
-            self._again(status, reason)
+    def _errored(self, reason: str) -> None:
+        """Its engine failed: a server says so in place of an answer, or at the end of what it has said of it."""
+        if self.selection.started:
+            self._lost(reason)
         else:
-            self.selection.first_token()
-            self._end()
-            self.exchange.reader.broken(status, reason)
+            self._refused(500, reason)
 
-    def _failed(self, status: int, reason: str, *, severe: bool = False) -> None:
-        gateway = self.exchange.gateway
-        gateway.router.failed(self.selection, self.selection.decode, gateway._timeline.now, severe=severe)
-        self._again(status, reason)
-
-    def _again(self, status: int, reason: str) -> None:
-        gateway, exchange, selection = self.exchange.gateway, self.exchange, self.selection
+    def _refused(self, status: int, reason: str) -> None:
+        exchange = self.exchange
+        elsewhere = exchange.attempts.refused(status, (status, reason), exchange.gateway._timeline.now)
         self._end()
-        if exchange.reader.gone:
-            return
-        if selection.started:
+        if elsewhere:
+            self._again()
+        else:
             exchange.reader.broken(status, reason)
+
+    def _lost(self, reason: str, *, severe: bool = False) -> None:
+        exchange = self.exchange
+        exchange.attempts.lost(exchange.gateway._timeline.now, severe=severe)
+        self._end()
+        if self.selection.started:
+            exchange.reader.broken(502, reason)
         else:
-            exchange.go(gateway.router.retry(selection, gateway._timeline.now, gateway._draw.random()))
+            self._again()
+
+    def _again(self) -> None:
+        exchange, gateway = self.exchange, self.exchange.gateway
+        if not exchange.reader.gone:
+            exchange.go(exchange.attempts.next(gateway._timeline.now, gateway._draw.random()))
 
     def _end(self) -> None:
         self._over = True
-        self.exchange.gateway._attempts[self._worker.url].pop(self, None)
+        gateway = self.exchange.gateway
+        gateway._attempts[self._worker.url].pop(self, None)
+        gateway._by_request.pop(self.exchange.spec.request_id, None)
         self.selection.release()
-
-    def _take_outcome(self, delta: Delta) -> None:
-        """Tell the router what the prefill side of a pair did."""
-        if self.selection.mode != "pd":
-            return
-        gateway, selection = self.exchange.gateway, self.selection
-        now = gateway._timeline.now
-        if delta.prefill == "transferred":
-            gateway.router.prefilled(selection, now)
-        elif delta.prefill == "refused":
-            gateway.router.declined(selection, selection.prefill)
-        elif delta.prefill in ("lost", "expired", "damaged"):
-            gateway.router.failed(selection, selection.prefill, now)

@@ -6,6 +6,7 @@ from tests.mutants.mutant import mutant
 
 ACCOUNTING = "router/accounting.py"
 AFFINITY = "router/affinity.py"
+ATTEMPTS = "router/attempts.py"
 HOLDERS = "router/holders.py"
 INDEX = "router/prefix_index.py"
 PLACEMENT = "router/placement.py"
@@ -81,7 +82,7 @@ MUTANTS = (
     mutant(
         "a-lost-prefill-counts-as-done",
         _SERVED,
-        ("router/gateway/pairs.py", 'if outcome == "transferred":', 'if outcome in ("transferred", "lost"):'),
+        (ATTEMPTS, 'if outcome == "transferred":', 'if outcome in ("transferred", "lost"):'),
     ),
     mutant(
         "a-worker-of-another-role-is-chosen",
@@ -92,10 +93,20 @@ MUTANTS = (
         "a-decode-worker-that-declines-takes-its-partner-with-it",
         _RETRY,
         (
-            "router/gateway/forwarding.py",
-            "            self.state.router.declined(selection, selection.decode)\n",
+            ATTEMPTS,
+            "            self._router.declined(self.selection, self.selection.decode)\n",
             "            pass\n",
         ),
+    ),
+    mutant(
+        "decode-workers-pay-for-a-prefill-side-that-is-full",
+        "7.1: the two sides of a pair are what they were given as",
+        (PLACEMENT, "if {*_modes(pools)}.isdisjoint(_modes(free)):", "if not _modes(free):"),
+    ),
+    mutant(
+        "a-decode-worker-alone-beside-pairs",
+        "7.1: the two sides of a pair are what they were given as",
+        (PLACEMENT, 'return [mode for mode in modes if mode != "alone"] or modes', "return modes"),
     ),
     mutant(
         "only-one-side-of-a-pair-is-released",

@@ -55,13 +55,11 @@ class Attempt:
 
     def counts(self) -> dict[RouterWorker, WorkerLoad]:
         counted = {}
-        for worker in self.selection.workers:
-            if worker.role == "decode":
-                counted[worker] = WorkerLoad(1, 0 if self.started else 1, 0)
-            elif worker.role == "mixed" and self.started:
+        for place, worker in enumerate(self.selection.workers):
+            if not self.started:
+                counted[worker] = WorkerLoad(1, 1, 0 if place else self.missing)
+            elif worker.role != "prefill":
                 counted[worker] = WorkerLoad(1, 0, 0)
-            elif not self.started:
-                counted[worker] = WorkerLoad(1, 1, self.missing)
         return counted
 
 
@@ -201,7 +199,9 @@ class Interleavings(RuleBasedStateMachine):
     def see(self, answer: Selection | NoWorker, tokens: tuple[int, ...], avoided: frozenset[str]) -> None:
         if isinstance(answer, NoWorker):
             return
-        assert [worker.role for worker in answer.workers] in (["mixed"], ["prefill", "decode"])
+        assert [worker.role for worker in answer.workers] in (["mixed"], ["prefill", "decode"], ["decode"])
+        if answer.mode == "alone":
+            assert not [one for one in self.who_could_serve(avoided) if one.role != "decode"]
         for worker in answer.workers:
             assert self.there[worker.url] == worker and self.states[worker.url] == "healthy"
             assert worker.url not in avoided
@@ -217,6 +217,10 @@ class Interleavings(RuleBasedStateMachine):
             computed = (blocks(one.tokens) for one in self.running if one.selection.prefill == answer.prefill)
             missing = max(1, missing - BLOCK * leading(held.union(*computed), tokens))
         self.running.append(Attempt(answer, tokens, avoided, missing))
+
+    def who_could_serve(self, avoided: frozenset[str]) -> list[RouterWorker]:
+        members = (self.ready().member(worker) for url, worker in self.there.items() if url not in avoided)
+        return [one.worker for one in members if one is not None and one.open_to_requests(self.now)]
 
     @rule(which=st.integers(0, 99))
     def first_token(self, which: int) -> None:

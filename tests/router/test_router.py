@@ -155,13 +155,15 @@ def test_who_says_another_role_or_no_port_is_not_chosen(role: Role, says: str, p
     worker = router.register("http://it", role, 0.0)
     router.health(worker, True, 0.0, role=says, kv_port=port)
     answer = router.select(request(), 0.0, 0.0)
-    assert router.ready() == isinstance(answer, Selection) == eligible
+    served = eligible or role == "prefill"  # decode workers can do without
+    assert router.ready() == isinstance(answer, Selection) == served
+    assert worker not in getattr(answer, "workers", ()) or eligible
     (shown,) = (one for one in router.snapshot().workers if one.worker == worker)
     assert bool(shown.unfit) == (not eligible) and shown.kv_port == port
     if not eligible:
-        assert refused(answer).reason == "none_healthy"
+        assert served or refused(answer).reason == "none_healthy"
         well(router, worker)
-        assert place(router).workers
+        assert worker in place(router).workers
 
 
 def test_one_check_that_failed_does_not_make_up_for_a_port() -> None:
@@ -169,7 +171,7 @@ def test_one_check_that_failed_does_not_make_up_for_a_port() -> None:
     worker = router.register("http://p", "prefill", 0.0)
     router.health(worker, True, 0.0)
     router.health(worker, False, 0.0)
-    assert refused(router.select(request(), 0.0, 0.0)).reason == "none_healthy"
+    assert worker not in place(router).workers
 
 
 def test_prompts_of_an_adapter_share_nothing_with_others() -> None:
@@ -501,3 +503,48 @@ def test_who_comes_back_does_not_compute_what_it_did_before() -> None:
         assert router.snapshot().total.prefill_tokens == len(PROMPT)
     selection.release()
     assert router._places.of(add(router, "http://last")) <= 2 and is_idle(router)
+
+
+def test_a_decode_worker_computes_prompts_alone_while_no_prefill_worker_can_be_chosen() -> None:
+    router = router_of(prefill=1, decode=1, circuit_open_secs=4)
+    with place(router, PROMPT) as pair:
+        router.failed(pair, pair.prefill, 0.0, severe=True)
+        router.served(pair, 0.0)
+    alone = place(router, PROMPT, now=1.0)
+    assert (alone.mode, alone.workers, alone.kv_port) == ("alone", (pair.decode,), None)
+    assert router.ready() and router.snapshot().total == WorkerLoad(1, 1, len(PROMPT)), "it computes the prompt as well"
+    alone.first_token()
+    assert router.snapshot().total == WorkerLoad(1, 0, 0)
+    router.served(alone, 1.0)
+    alone.release()
+    assert is_idle(router) and router.snapshot().faults == 0
+    assert place(router, now=4.0).mode == "pd", "the prefill worker is tried again"
+    assert router.snapshot().modes == {"mixed": 0, "pd": 2, "alone": 1}
+
+
+def test_a_decode_worker_alone_counts_what_it_holds_by_its_own_policy() -> None:
+    router = router_of(decode=2, decode_policy="cache_aware", cache_block_size=2)
+    home = serve(router, PROMPT, rng=0.9)
+    with place(router, PROMPT, rng=0.0) as selection:
+        assert (selection.mode, selection.decode, selection.hits) == ("alone", home, 4)
+        assert router.snapshot().total.prefill_tokens == 1
+    assert router.snapshot().roles["decode"].hit_blocks == 4
+
+
+def test_a_retry_may_be_alone_and_nobody_is_alone_beside_a_mixed_worker_or_a_pair() -> None:
+    router = router_of(prefill=1, decode=2)
+    with place(router) as first:
+        router.failed(first, first.prefill, 0.0)
+        router.declined(first, first.decode)
+    second = chosen(router.retry(first, 0.0, 0.0))
+    assert second.mode == "alone" and second.decode != first.decode
+    add(router, "http://m")
+    assert {place(router, rng=rng).mode for rng in (0.0, 0.3, 0.6, 0.9)} <= {"mixed", "pd"}
+
+
+def test_decode_workers_do_not_pay_for_a_prefill_side_that_is_full() -> None:
+    router = router_of(prefill=1, decode=2, max_requests_per_worker=1)
+    first = place(router)
+    assert refused(router.select(request(), 0.0, 0.0)).reason == "all_busy"
+    first.first_token()
+    assert place(router).mode == "pd"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -23,6 +24,7 @@ from fd_core.engine.request_ledger import RequestLedger
 from fd_core.engine.service import EngineService
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.router.attempts import Attempts, Unreached
 from fd_core.router.config import RouterConfig
 from fd_core.router.placement import Placer
 from fd_core.router.policies import RouterPolicy
@@ -37,7 +39,7 @@ from tests.simulation.helpers import conversations, group, world
 from tests.simulation.same_plans import computed_plans, messages, simulated_plans
 
 DECIDERS = (
-    *(Scheduler, SchedulingPolicy, VictimPolicy, RouterPolicy, Router, Registry, Placer),
+    *(Scheduler, SchedulingPolicy, VictimPolicy, RouterPolicy, Router, Registry, Placer, Attempts, Unreached),
     *(BlockPool, PrefixHasher, RequestLedger, Engine, EngineService, DecodeEnd, PrefillEnd),
 )
 ROOT = Path(fd_core.__file__).parent
@@ -64,6 +66,16 @@ def executed(run: Callable[[], Any]) -> set[str]:
     finally:
         sys.setprofile(before)
     return {str(Path(name).relative_to(ROOT)) for name in found if name.startswith(f"{ROOT}/")}
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, counted: Counter[str], one: type, name: str) -> None:
+    inside = getattr(one, name)
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        counted[name] += 1
+        return inside(*args, **kwargs)
+
+    monkeypatch.setattr(one, name, outside)
 
 
 def test_nothing_that_decides_has_a_version_for_simulations() -> None:
@@ -102,21 +114,37 @@ def test_a_simulation_runs_the_modules_that_an_engine_runs() -> None:
 
 def test_every_plan_and_every_route_is_made_by_production(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: Counter[str] = Counter()
-
-    def count(one: type, name: str) -> None:
-        inside = getattr(one, name)
-
-        def outside(*args: Any, **kwargs: Any) -> Any:
-            counted[name] += 1
-            return inside(*args, **kwargs)
-
-        monkeypatch.setattr(one, name, outside)
-
-    count(ContinuousBatchingScheduler, "add")
-    count(ContinuousBatchingScheduler, "commit")
-    count(Placer, "place")
-    count(EngineService, "tell")
+    count_calls(monkeypatch, counted, ContinuousBatchingScheduler, "add")
+    count_calls(monkeypatch, counted, ContinuousBatchingScheduler, "commit")
+    count_calls(monkeypatch, counted, Placer, "place")
+    count_calls(monkeypatch, counted, EngineService, "tell")
     one = world(group(count=2), router=RouterConfig(policy="round_robin"))
     run = one.run(conversations(10))
     assert counted["add"] == counted["place"] == len(run.outcomes) == 10
     assert counted["commit"] == run.counters["steps"]
+
+
+@pytest.mark.parametrize("gateway", ["router/gateway", "simulation/gateway.py"])
+def test_gateways_ask_for_every_decision_about_a_request(gateway: str) -> None:
+    decisions = {"select", "retry", "prefilled", "served", "declined", "failed"}
+    path = ROOT / gateway
+    trees = [ast.parse(file.read_text()) for file in ([path] if path.is_file() else sorted(path.glob("*.py")))]
+    called = {
+        node.func.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and "router" in ast.unparse(node.func.value)
+    }
+    assert not called & decisions, "the router is asked and told by `Attempts` alone"
+    assert called, "the router is told of workers there"
+
+
+def test_what_is_decided_of_a_request_is_decided_by_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: Counter[str] = Counter()
+    for name in ("first", "next", "refused", "began", "ended"):
+        count_calls(monkeypatch, counted, Attempts, name)
+    run = world(group(count=2, max_queued_requests=0)).run(conversations(60, rate=400.0))
+    assert counted["first"] == len(run.outcomes) == 60
+    assert counted["refused"] == counted["next"] > 0 and counted["began"] == counted["ended"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import aiohttp
@@ -14,13 +15,14 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+from fd_core.router.attempts import Attempts, is_refusal
 from fd_core.router.gateway.answers import error_event, error_response, lost, refusal
 from fd_core.router.gateway.headers import AUTO_HEADERS, to_client
-from fd_core.router.gateway.pairs import take_outcome, ticket_headers
+from fd_core.router.gateway.pairs import outcome_of, ticket_headers
 from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost, is_own_lack, read_up_to
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.gateway.timeouts import SilenceTimer
-from fd_core.router.selection import RouteRequest, Selection
+from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.server.access.control import limit_headers
 from fd_core.server.access.record import RequestRecord
 from fd_core.server.access.usage import UsageMeter
@@ -31,11 +33,8 @@ from fd_core.server.spans import RequestSpan, span_name
 
 __all__ = ["Exchange"]
 
-_BUSY: Final = frozenset({429, 503})
-"""Statuses of a worker that has no room: it is not at fault, and another worker may have room."""
 _NO_MODEL: Final = (b'"model_not_found"', b'"not_found_error"')
 """How workers say that they do not serve a model: as OpenAI's, and as Anthropic's clients read it."""
-_BROKEN: Final = frozenset({500, 502, 504})
 _ELSEWHERE_BYTES: Final = 64 * 1024
 """Bytes of a refusal that are kept, in case no other worker answers better."""
 _ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -46,10 +45,6 @@ _ENDS: Final[Mapping[str | None, str]] = {"failed": "worker_failed", "declined":
 
 class _TryElsewhere(Exception):
     """Nothing of this attempt reached the client: another worker may be tried."""
-
-    def __init__(self, answer: web.Response | None = None) -> None:
-        super().__init__()
-        self.answer = answer
 
 
 @dataclass(slots=True)
@@ -75,6 +70,10 @@ class Exchange:
     """Reads what the answer took, if anybody wants to know."""
     span: RequestSpan | None = None
     """Span of the request, where spans are made."""
+    attempts: Attempts[web.Response] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attempts = Attempts(self.state.router, self.asked)
 
     async def forward(self) -> web.StreamResponse:
         """Return the answer, sent or about to be sent. No selection is held by then, whatever happens."""
@@ -92,24 +91,22 @@ class Exchange:
             return answer
 
     async def _forward(self) -> web.StreamResponse:
-        kept: web.Response | None = None
-        chosen = self.state.router.select(self.asked, time.monotonic(), random.random())  # noqa: S311  # no secret
+        chosen = self.attempts.first(time.monotonic(), random.random())  # noqa: S311  # no secret
         self.state.metrics.choosing.observe(time.monotonic() - self.arrived)
         try:
-            while isinstance(chosen, Selection):
-                with chosen:
-                    try:
-                        return await self._attempt(chosen)
-                    except _TryElsewhere as failure:
-                        kept = failure.answer or kept
-                chosen = self.state.router.retry(chosen, time.monotonic(), random.random())  # noqa: S311  # no secret
+            while chosen is not None:
+                self.state.pairing.saw(chosen.mode)
+                with chosen, contextlib.suppress(_TryElsewhere):
+                    return await self._attempt(chosen)
+                chosen = self.attempts.next(time.monotonic(), random.random())  # noqa: S311  # no secret
             self._took_nothing()
         except (asyncio.CancelledError, ConnectionError):
             self.state.metrics.counts.disconnects += 1
             raise
         finally:
             self._settle()
-        return kept if kept is not None else error_response(refusal(chosen), self.request.path)
+        result = self.attempts.result
+        return error_response(refusal(result), self.request.path) if isinstance(result, NoWorker) else result
 
     def _settle(self) -> None:
         """Count what the answer took. Of an answer that nobody saw whole, nothing is given back."""
@@ -156,8 +153,11 @@ class Exchange:
                     )
                     if DRAINING_HEADER in response.headers:
                         self.state.router.leaving(worker)
-                    take_outcome(self.state, selection, response.headers)
-                    refused = await self._refused(selection, response)
+                    if selection.mode == "pd":
+                        outcome = outcome_of(response.headers)
+                        self.state.metrics.counts.transfers[outcome] += 1
+                        self.attempts.prefilled(outcome, time.monotonic())
+                    refused = await self._refused(response)
                     if refused is not None:
                         self._took_nothing()
                         return refused
@@ -168,10 +168,10 @@ class Exchange:
                 if is_own_lack(error):
                     raise unavailable("the router has no connections left", "no_connections", retry_after=1) from error
                 severe = isinstance(error, aiohttp.ClientConnectorError)
-                self.state.router.failed(selection, worker, time.monotonic(), severe=severe)
+                self.attempts.lost(time.monotonic(), severe=severe)
                 self.state.metrics.counts.attempts_lost += 1
                 raise _TryElsewhere from error
-            selection.first_token()
+            self.attempts.began()
             self.body = b""  # no other worker needs it
             self.share.release()
             self.state.metrics.first_byte.observe(time.monotonic() - self.arrived)
@@ -179,7 +179,7 @@ class Exchange:
             if answer.whole:
                 if self.meter is not None:
                     self.meter.whole(first)
-                self._ended_well(selection, response.status)
+                self.attempts.ended(response.status, time.monotonic())
                 return web.Response(body=first, status=response.status, headers=told)
             return await self._stream(selection, response, answer, first, told)
         finally:
@@ -195,29 +195,19 @@ class Exchange:
             headers.update(limit_headers(self.record.account, time.monotonic()))
         return headers
 
-    def _ended_well(self, selection: Selection, status: int) -> None:
-        """Record the prefix as cached, unless the worker refused the request and so computed nothing."""
-        if status < 400:
-            self.state.router.served(selection, time.monotonic())
-
-    async def _refused(self, selection: Selection, response: aiohttp.ClientResponse) -> web.Response | None:
+    async def _refused(self, response: aiohttp.ClientResponse) -> web.Response | None:
         """Return a refusal that every worker would give; `_TryElsewhere` for one that another worker may not give."""
-        status = response.status
-        if status != 404 and status not in _BUSY and status not in _BROKEN:
+        if not is_refusal(response.status):
             return None
         body = await read_up_to(response.content, _ELSEWHERE_BYTES)
         headers = self._to_client(response)
-        kept = web.Response(body=body, status=status, headers=headers)
-        if status == 404 and not any(name in body for name in _NO_MODEL):
-            selection.first_token()
-            return kept
-        if status in _BUSY:
-            kept.headers.setdefault("Retry-After", "1")
-        if status in _BROKEN:
-            self.state.router.failed(selection, selection.decode, time.monotonic())
-        else:
-            self.state.router.declined(selection, selection.decode)
-        raise _TryElsewhere(kept)
+        refused = web.Response(body=body, status=response.status, headers=headers)
+        if response.status in (429, 503):
+            refused.headers.setdefault("Retry-After", "1")
+        no_model = any(name in body for name in _NO_MODEL)
+        if self.attempts.refused(response.status, refused, time.monotonic(), no_model=no_model):
+            raise _TryElsewhere
+        return refused
 
     async def _stream(
         self,
@@ -245,7 +235,7 @@ class Exchange:
         except (WorkerLost, TimeoutError) as error:
             if isinstance(error, TimeoutError) and not (silence is not None and silence.expired):
                 raise
-            self.state.router.failed(selection, selection.decode, time.monotonic())
+            self.attempts.lost(time.monotonic())
             self.state.metrics.counts.streams_broken += 1
             if not answer.is_stream:
                 request.protocol.force_close()
@@ -253,6 +243,6 @@ class Exchange:
             if not answer.told_error:
                 await out.write(error_event(lost(), request.path))
         else:
-            self._ended_well(selection, response.status)
+            self.attempts.ended(response.status, time.monotonic())
         await out.write_eof()
         return out

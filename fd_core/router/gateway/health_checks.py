@@ -13,6 +13,7 @@ from typing import Final
 import aiohttp
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
+from fd_core.router.attempts import Unreached
 from fd_core.router.gateway.models import served
 from fd_core.router.gateway.relaying import TROUBLE, is_own_lack
 from fd_core.router.gateway.state import GatewayState
@@ -41,8 +42,7 @@ class HealthChecks:
         self._asked: dict[RouterWorker, float] = {}
         """When each worker was last asked for its models."""
         self._running: dict[RouterWorker, asyncio.Task[None]] = {}
-        self._unreached: dict[str, float] = {}
-        """When the first of the unanswered checks in a row was sent, by address."""
+        self._unreached = Unreached(state.config.unreachable_seconds)
         self._complaints: dict[str, str] = {}
         """Why a worker cannot have its role, as it was logged, by address."""
         self._lacks = False
@@ -66,7 +66,7 @@ class HealthChecks:
                 due = now - self._round >= interval
                 if due:
                     if now - self._round > interval + _STANDSTILL_SECONDS:
-                        self._unreached.clear()  # this process stood still, not the workers
+                        self._unreached.forget()  # this process stood still, not the workers
                     self._round = now
                 self._begin(due)
                 with contextlib.suppress(TimeoutError):
@@ -110,7 +110,7 @@ class HealthChecks:
         self._lacks = False
         now = time.monotonic()
         if not reached and now - begun > self._router.config.health_check_timeout_secs + _STANDSTILL_SECONDS:
-            self._unreached.pop(worker.url, None)
+            self._unreached.reached(worker.url)
             return  # a check that outlasts its own limit tells that this process stood still
         after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
         member = self._router.member(after)
@@ -125,15 +125,15 @@ class HealthChecks:
         self._complain(after, "" if member is None else member.unfit)
         if reached:
             # A worker that answers at all, even that it is not healthy, may still go on with the requests that it has.
-            self._unreached.pop(worker.url, None)
+            self._unreached.reached(worker.url)
             if ok:
                 await self._learn_models(after, now)
             return
         if state is WorkerState.UNHEALTHY:
             # Requests that wait for their first byte are better served elsewhere.
             self._state.timeouts.expire_first_bytes(worker)
-        patience = self._state.config.unreachable_seconds
-        if now - self._unreached.setdefault(worker.url, begun) >= patience:
+        if self._unreached.missed(worker.url, begun, now):
+            patience = self._state.config.unreachable_seconds
             cut = self._state.timeouts.expire_streams(worker, patience)
             if cut:
                 log.warning(
@@ -153,9 +153,9 @@ class HealthChecks:
             self._router.serves(worker, *models)
 
     def _forget_others(self, urls: set[str]) -> None:
-        for kept in (self._unreached, self._complaints):
-            for url in kept.keys() - urls:
-                del kept[url]
+        self._unreached.keep(urls)
+        for url in self._complaints.keys() - urls:
+            del self._complaints[url]
         for worker in self._asked.keys() - set(self._router.workers()):
             del self._asked[worker]
 

@@ -82,7 +82,7 @@ def _not_ready(state: GatewayState) -> str | None:
     if state.router.ready():
         return None
     healthy = any(each.state is WorkerState.HEALTHY for each in state.router.snapshot().workers)
-    return "neither a mixed worker nor both sides of a pair can be used" if healthy else "no worker is healthy"
+    return "neither a mixed worker nor a decode worker can be used" if healthy else "no worker is healthy"
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Final, get_args
 
@@ -17,13 +16,11 @@ from fd_core.router.gateway.state import GatewayState
 from fd_core.router.selection import Selection
 from fd_core.types import PrefillOutcome
 
-__all__ = ["take_outcome", "ticket_headers", "ticket_key"]
+__all__ = ["outcome_of", "ticket_headers", "ticket_key"]
 
 _NOT_TOLD: Final = "not_told"
 """Outcome where the decode worker names none: it does not know tickets, or ignores them."""
 _OUTCOMES: Final = frozenset(get_args(PrefillOutcome))
-_FAILED: Final = frozenset({"lost", "expired", "damaged"})
-"""Outcomes for which the prefill worker is at fault; `held` and `aborted` say nothing about it."""
 
 
 def ticket_key(config: GatewayConfig) -> bytes | None:
@@ -58,15 +55,7 @@ def ticket_headers(
     return signed
 
 
-def take_outcome(state: GatewayState, selection: Selection, headers: Mapping[str, str]) -> None:
-    """Tell the router what the prefill side of a pair did, from the headers of the decode worker's answer."""
-    if selection.mode != "pd":
-        return
+def outcome_of(headers: Mapping[str, str]) -> str:
+    """Return what the prefill side of a pair did, from the headers of the decode worker's answer."""
     outcome = headers.get(OUTCOME_HEADER, "")
-    state.metrics.counts.transfers[outcome if outcome in _OUTCOMES else _NOT_TOLD] += 1
-    if outcome == "transferred":
-        state.router.prefilled(selection, time.monotonic())
-    elif outcome == "refused":
-        state.router.declined(selection, selection.prefill)
-    elif outcome in _FAILED:
-        state.router.failed(selection, selection.prefill, time.monotonic())
+    return outcome if outcome in _OUTCOMES else _NOT_TOLD

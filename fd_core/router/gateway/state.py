@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -11,13 +12,33 @@ from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.gateway.timeouts import WorkerTimeouts
 from fd_core.router.router import Router
+from fd_core.router.selection import Mode
 from fd_core.server.access.control import AccessControl
 from fd_core.server.active import ActiveRequests
 from fd_core.server.doors.bodies import BodyBudget
 from fd_core.server.draining import Drain
 from fd_core.server.spans import RequestSpans
 
-__all__ = ["GatewayState"]
+__all__ = ["GatewayState", "PairingLog"]
+
+log = logging.getLogger(__name__)
+
+
+class PairingLog:
+    """Says in the log when decode workers begin to compute prompts themselves, and when pairs are back."""
+
+    def __init__(self) -> None:
+        self._alone = False
+
+    def saw(self, mode: Mode) -> None:
+        """An attempt was made in this mode."""
+        if mode == "mixed" or (mode == "alone") is self._alone:
+            return
+        self._alone = mode == "alone"
+        if self._alone:
+            log.warning("no prefill worker can be chosen: decode workers compute prompts themselves until one can")
+        else:
+            log.info("a prefill worker can be chosen again: prompts are computed by pairs")
 
 
 @dataclass(slots=True)
@@ -38,6 +59,7 @@ class GatewayState:
     active: ActiveRequests = field(default_factory=ActiveRequests)
     """Requests that run, by their ids."""
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
+    pairing: PairingLog = field(default_factory=PairingLog)
     drain: Drain = field(default_factory=Drain)
     spans: RequestSpans | None = None
     """Makes the spans of requests; None makes none."""

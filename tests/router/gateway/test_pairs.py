@@ -107,7 +107,7 @@ async def test_what_the_decode_worker_says_is_believed_of_the_prefill_worker(
             s.labels["role"]: s.value for s in samples if s.labels.get("outcome") == "served" and "role" in s.labels
         }
         assert counted == {"mixed": 0, "prefill": prefill[0], "decode": 1}
-        assert (await live.status())["modes"] == {"mixed": 0, "pd": 1}
+        assert (await live.status())["modes"] == {"mixed": 0, "pd": 1, "alone": 0}
 
 
 @in_loop
@@ -204,13 +204,39 @@ async def test_a_prefill_worker_without_a_port_is_not_used_yet(port: Any) -> Non
     async with FakeWorker("p", role="prefill") as p, FakeWorker("d", role="decode") as d:
         p.kv_port = port
         async with routed(p, d) as live:
-            status, headers, _ = await live.post()
-            assert status == 503 and int(headers["Retry-After"]) >= 1
-            ready, why = await live.get("/ready")
-            assert ready == 503 and b"pair" in why
+            assert (await live.post())[0] == 200 and (await live.get("/ready"))[0] == 200
             p.kv_port = 7009
-            await eventually(live.router.ready)
+            await eventually(lambda: 7009 in {each.kv_port for each in live.router.snapshot().workers})
             assert (await live.post())[0] == 200 and d.peers == ["127.0.0.1:7009"]
+            assert len(d.seen) == 2, "the first one was computed without a prefill worker"
+
+
+@in_loop
+async def test_while_no_prefill_worker_can_be_chosen_decode_workers_compute_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "fd_core.router.gateway.state")
+    async with (
+        FakeWorker("p", role="prefill") as p,
+        FakeWorker("d", role="decode") as d,
+        routed(p, d, router={"circuit_failure_threshold": 1, "circuit_open_secs": 0.4}) as live,
+    ):
+        d.outcome = "lost"
+        await live.post()
+        d.outcome = None
+        for _ in range(3):
+            assert (await live.post())[0] == 200
+        assert d.peers == ["127.0.0.1:7001"] and len(d.seen) == 4
+        await asyncio.sleep(0.5)
+        d.outcome = "transferred"
+        await live.post()
+        assert d.peers == ["127.0.0.1:7001"] * 2
+        assert ["themselves" in line or "pairs" in line for line in caplog.messages].count(True) == 2, (
+            "each is told once"
+        )
+        text = (await live.get("/metrics"))[1].decode()
+        assert 'fdcore_router_attempts_total{mode="alone"} 3.0' in text
+        assert (await live.status())["modes"] == {"mixed": 0, "pd": 2, "alone": 3}
 
 
 @in_loop

@@ -129,7 +129,7 @@ def test_a_pair_behind_a_router(logs: Path) -> None:
         pair = ("--prefill", f"http://127.0.0.1:{first}", "--decode", alone)
         often = ("--health-check-interval-secs", "0.3", "--health-check-timeout-secs", "2")
         stack.enter_context(running(logs / "r", "route", "--port", str(router), *pair, *often, *shares))
-        until(lambda: status(url)["not_ready"] is None, logs / "r")
+        until(lambda: {each["state"] for each in status(url)["workers"]} == {"healthy"}, logs / "r")
 
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         text = streamed(client, 1)
@@ -144,9 +144,10 @@ def test_a_pair_behind_a_router(logs: Path) -> None:
         assert (roles["prefill"]["served"], roles["prefill"]["unused"], roles["decode"]["served"]) == (1, 3, 4)
 
         os.killpg(prefill.pid, signal.SIGKILL)
-        until(lambda: status(url)["not_ready"] is not None, logs / "r", 10)
-        with pytest.raises(openai.InternalServerError, match="healthy"):
-            streamed(client, 1)
+        until(lambda: {each["state"] for each in status(url)["workers"]} == {"healthy", "unhealthy"}, logs / "r", 10)
+        assert streamed(client, 1) == text and status(url)["not_ready"] is None
+        assert status(url)["modes"] == {"mixed": 0, "pd": 4, "alone": 1}
+        assert "decode workers compute prompts themselves" in (logs / "r").read_text()
         assert status(url)["total"] == {"requests": 0, "waiting": 0, "prefill_tokens": 0}
         assert value(url, "fdcore_router_faults_total") == 0 and "a-secret" not in (logs / "r").read_text()
 
@@ -156,8 +157,8 @@ def test_a_pair_behind_a_router(logs: Path) -> None:
     [
         ((), 2, "there is no worker to send requests to"),
         (("--worker", "ftp://x"), 2, "--worker"),
-        (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "serves no requests without a decode worker"),
-        (("--decode", "http://x:2"), 2, "serves no requests without a prefill worker"),
+        (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "there is no decode worker"),
+        (("--decode", "http://x:2"), 2, "there is no prefill worker"),
         (("--prefill", "http://x:1", "--decode", "ftp://x"), 2, "--decode"),
         (("--prefill", "http://x:1", "--decode", "http://x:2", "--prefill-policy", "none"), 4, "none"),
         (("--worker", "http://x:1", "--tokenizer", "no-such-model"), 3, "no such model"),

@@ -328,6 +328,8 @@ class WatchedRouter(Router):
             known = self._known(worker)
             self._require(known is not None and worker.url not in tried, "7.3", f"{worker} is chosen, not to be tried")
             assert known is not None
+            alone = worker.role == "decode" and len(selection.workers) == 1
+            self._require(not (alone and _paired(self._pools)), "7.1", f"{worker} is alone, and need not be")
             if known.fuse.chosen():
                 trials.add(known.number)
         attempt = _Attempt(
@@ -354,10 +356,14 @@ class WatchedRouter(Router):
         ]
         staying = [known for known in found if not known.leaving]
         found = staying if _sufficient(_by_role(staying)) else found
+        pairs_or_mixed = _paired(_by_role(found))
         if limit := self.config.max_requests_per_worker:
             loads = self._loads_expected()
             found = [known for known in found if loads.get(known.number, WorkerLoad()).requests < limit]
-        return _by_role(found)
+        pools = _by_role(found)
+        if pairs_or_mixed and not _paired(pools):
+            pools.pop("decode", None)  # a decode worker does not pay for a prefill side that is full
+        return pools
 
     def _choose(self, role: Role, choose: Callable[[RoutingContext], Candidate], context: RoutingContext) -> Candidate:
         assert self._asked is not None
@@ -377,7 +383,7 @@ class WatchedRouter(Router):
         chosen = choose(context)
         if self.config.policy_of(role) == "cache_aware":
             self._look_at_balance(context, chosen)
-        if role != "decode":
+        if self._chosen is None:  # who computes the prompt
             self._chosen = chosen
         return chosen
 
@@ -543,9 +549,14 @@ def _by_role(found: Iterable[_Known]) -> dict[Role, list[_Known]]:
     return pools
 
 
-def _sufficient(pools: dict[Role, list[_Known]]) -> bool:
+def _paired(pools: dict[Role, list[_Known]]) -> bool:
     """Whether there is a mixed worker, or both sides of a pair."""
     return "mixed" in pools or pools.keys() >= {"prefill", "decode"}
+
+
+def _sufficient(pools: dict[Role, list[_Known]]) -> bool:
+    """Whether there is a mixed worker, or a decode worker, which computes prompts itself where nobody else can."""
+    return "mixed" in pools or "decode" in pools
 
 
 def _leading(held: Collection[Path], paths: list[Path]) -> int:

@@ -1,0 +1,151 @@
+"""What becomes of one request, decided: who is asked, who is to blame, whether another worker is asked, what goes back.
+
+Gateways carry requests and answers and are told by `Attempts` what these mean; they decide nothing themselves. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Generic, TypeVar
+
+from fd_core.router.router import Router
+from fd_core.router.selection import NoWorker, RouteRequest, Selection
+from fd_core.types import PrefillOutcome
+
+__all__ = ["Attempts", "Unreached", "is_refusal"]
+
+_Answer = TypeVar("_Answer")
+
+_BUSY: Final = frozenset({429, 503})
+"""Statuses of a worker that has no room: it is not at fault, and another worker may have room."""
+_BROKEN: Final = frozenset({500, 502, 504})
+_NOT_FOUND: Final = 404
+_AT_FAULT: Final[frozenset[PrefillOutcome]] = frozenset({"lost", "expired", "damaged"})
+"""Outcomes for which the prefill worker is at fault; `held` and `aborted` say nothing about it."""
+
+
+def is_refusal(status: int) -> bool:
+    """Whether an answer with this HTTP status may be one that another worker would not give."""
+    return status == _NOT_FOUND or status in _BUSY or status in _BROKEN
+
+
+class Attempts(Generic[_Answer]):
+    """The attempts of one request, on one worker after the other until one answers.
+
+    attempts = Attempts(router, request)
+    selection = attempts.first(now, rng)
+    while selection is not None:
+        with selection:              # ask the worker, and say what it does: `refused`, `began`, `lost`, `ended`
+            ...
+        selection = attempts.next(now, rng)    # once nothing of it has reached the client
+    attempts.result                  # for the client
+    """
+
+    def __init__(self, router: Router, request: RouteRequest) -> None:
+        self._router = router
+        self._request = request
+        self._selection: Selection | None = None
+        self._kept: _Answer | None = None
+        self._none: NoWorker | None = None
+
+    def first(self, now: float, rng: float) -> Selection | None:
+        """Return who is asked first; None if there is nobody."""
+        return self._take(self._router.select(self._request, now, rng))
+
+    def next(self, now: float, rng: float) -> Selection | None:
+        """Return who is asked now that an attempt has failed and was released; None if nobody is."""
+        return self._take(self._router.retry(self.selection, now, rng))
+
+    @property
+    def selection(self) -> Selection:
+        """The attempt that was chosen last."""
+        if self._selection is None:
+            raise RuntimeError("nobody has been chosen for this request")
+        return self._selection
+
+    @property
+    def result(self) -> _Answer | NoWorker:
+        """What the client gets if no worker answers: the last refusal of a worker, otherwise why none is asked."""
+        if self._kept is not None:
+            return self._kept
+        if self._none is None:
+            raise RuntimeError("the last attempt has not failed")
+        return self._none
+
+    # What the worker that was asked does ---------------------------------------------------------------------------
+
+    def prefilled(self, outcome: str | None, now: float) -> None:
+        """A pair said, before its answer, what became of its prefill; a `PrefillOutcome`, or anything else."""
+        selection = self.selection
+        if selection.mode != "pd":
+            return
+        if outcome == "transferred":
+            self._router.prefilled(selection, now)
+        elif outcome == "refused":
+            self._router.declined(selection, selection.prefill)
+        elif outcome in _AT_FAULT:
+            self._router.failed(selection, selection.prefill, now)
+
+    def refused(self, status: int, answer: _Answer, now: float, *, no_model: bool = False) -> bool:
+        """It refused before its first byte; return whether another worker is to be asked.
+
+        `answer` is kept for the case that no other worker answers. `no_model`: it said that it lacks the model. What
+        every worker would refuse goes to the client as it is.
+        """
+        if status in _BROKEN:
+            self._router.failed(self.selection, self.selection.decode, now)
+        elif status in _BUSY or (status == _NOT_FOUND and no_model):
+            self._router.declined(self.selection, self.selection.decode)
+        else:
+            self.selection.first_token()
+            return False
+        self._kept = answer
+        return True
+
+    def began(self) -> None:
+        """The first bytes of its answer go to the client: no other worker will be asked."""
+        self.selection.first_token()
+
+    def lost(self, now: float, *, severe: bool = False) -> None:
+        """Its answer broke off, or never began; `severe` if it could not even be reached."""
+        self._router.failed(self.selection, self.selection.decode, now, severe=severe)
+
+    def ended(self, status: int, now: float) -> None:
+        """Its answer is complete; one that refuses the request has computed nothing."""
+        if status < 400:
+            self._router.served(self.selection, now)
+
+    def _take(self, chosen: Selection | NoWorker) -> Selection | None:
+        if isinstance(chosen, NoWorker):
+            self._none = chosen
+            return None
+        self._selection = chosen
+        return chosen
+
+
+class Unreached:
+    """Since when health checks have reached nobody at an address, and what that means for requests that wait there."""
+
+    def __init__(self, patience: float) -> None:
+        """`patience`: seconds after which answers that have begun are given up."""
+        self._patience = patience
+        self._since: dict[str, float] = {}
+
+    def reached(self, url: str) -> None:
+        """A check came to somebody, well or not, or says nothing."""
+        self._since.pop(url, None)
+
+    def missed(self, url: str, begun: float, now: float) -> bool:
+        """A check that began at `begun` reached nobody; return whether answers that have begun are given up.
+
+        Requests that wait for their first byte go elsewhere as soon as the worker counts as unhealthy.
+        """
+        return now - self._since.setdefault(url, begun) >= self._patience
+
+    def forget(self) -> None:
+        """Begin anew: it was this process that stood still."""
+        self._since.clear()
+
+    def keep(self, urls: set[str]) -> None:
+        """Forget all other addresses."""
+        for url in self._since.keys() - urls:
+            del self._since[url]
