@@ -37,7 +37,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to judge; all of the simulated code if none")
     parser.add_argument("--worlds", type=int, default=100, help="worlds that a mutant may survive (default: 100)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what became of each")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write what became of each; others that are in it stay"
+    )
     options = parser.parse_args()
     chosen = [one for one in MUTANTS if one.name in options.names or (not options.names and _is_simulated(one))]
     died: dict[str, int | None] = {}
@@ -51,9 +53,18 @@ def main() -> int:
     dead = sum(world is not None for world in died.values())
     print(f"{dead} of {len(died)} die within {options.worlds} worlds")
     if options.json is not None:
-        figures = {"worlds": options.worlds, "died": dead, "judged": len(died), "in_world": dict(sorted(died.items()))}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        _write(options.json, options.worlds, died)
     return 0
+
+
+def _write(path: Path, worlds: int, died: dict[str, int | None]) -> None:
+    """Write what became of each mutant, beside those that the file has and that were not judged now."""
+    before = json.loads(path.read_text())["in_world"] if path.exists() else {}
+    there = {mutant.name for mutant in MUTANTS}
+    merged = {name: world for name, world in (before | died).items() if name in there}
+    dead = sum(world is not None for world in merged.values())
+    figures = {"worlds": worlds, "died": dead, "judged": len(merged), "in_world": dict(sorted(merged.items()))}
+    path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _is_simulated(mutant: Mutant) -> bool:

@@ -56,7 +56,7 @@ def routed(plan: HostilePlan, draw: random.Random) -> HostilePlan:
     counts: dict[str, int] = {"mixed": 2 if crowded else draw.choice((2, 3, 3, 4))}
     if paired:
         counts = {"prefill": 2, "decode": 2, "mixed": draw.choice((0, 0, 1))}
-    tells = draw.random() < 0.4
+    tells = draw.random() < (0.8 if "deaths" in troubles else 0.4)
     config = msgspec.structs.replace(plan.configs[0][0], enable_prefix_caching=True, kv_events=tells)
     limits = msgspec.structs.replace(
         plan.limits,

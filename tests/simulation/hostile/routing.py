@@ -10,7 +10,9 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from fd_core.router.accounting import WorkerLoad
@@ -479,16 +481,20 @@ class WatchedRouter(Router):
 
     def _be_rude(self, selection: Selection) -> None:
         """Do what a caller must not: nothing may come of it but a fault that is counted."""
-        before = self._loads.by_worker(), len(self._index), self.snapshot().roles
+        before = self._everything_counted()
         self._require(not selection.release(), "7.1", "a second release gives something back")
         super().served(selection, 0.0)
         self._rudeness += 2
-        after = self._loads.by_worker(), len(self._index), self.snapshot().roles
+        after = self._everything_counted()
         self._require(before == after, "7.2", f"a verdict behind the end changes {before} to {after}")
         if selection.started:
             again = super().retry(selection, 0.0, 0.5)
             self._require(not isinstance(again, Selection), "7.3", "a request goes on elsewhere behind its first byte")
         self.look()
+
+    def _everything_counted(self) -> tuple[Any, ...]:
+        roles = [msgspec.structs.astuple(counts) for counts in self._by_role.values()]
+        return self._loads.by_worker(), len(self._index), roles
 
     # What holds at every moment -----------------------------------------------------------------------------------
 

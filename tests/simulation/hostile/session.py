@@ -30,6 +30,8 @@ EXPECTED = (
     *("fault_engine_dies", "fault_engine_hangs", "fault_process_killed", "fault_process_stands_still"),
     *("fault_worker_drains", "fault_device_slow", "fault_clock_wrong", "fault_places_parted", "fault_network_slow"),
     *("fault_router_restarted", "fault_transfers_lost", "fault_transfers_repeated", "fault_store_down"),
+    *("accident_words_late", "accident_requests_aborted", "accident_rows_fail", "accident_worker_deregistered"),
+    *("accident_role_changed", "poisoned", "ended_abort"),
     *("fault_store_slow", "fault_store_full", "fault_store_loses", "fault_store_damages", "fault_clients_leave"),
 )
 """What has to occur in a session of a thousand worlds: worlds in which it never does show nothing about it."""
