@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -15,12 +15,14 @@ import numpy.typing as npt
 from msgspec import Meta
 
 __all__ = [
+    "PHASE_NAMES",
     "Admission",
     "BlockGrant",
     "Delta",
     "FinishReason",
     "IntArray",
     "LogprobRows",
+    "Phase",
     "PooledRows",
     "Pooling",
     "PrefillJob",
@@ -366,6 +368,35 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Place of the token among all, 1 for the most likely; told of prompts only."""
 
 
+class Phase(enum.IntEnum):
+    """What a request does or waits for."""
+
+    COMPUTING = 0
+    """A step computes tokens of it, or will once the steps before it are answered."""
+    SLOT = 1
+    """Every slot is taken."""
+    BLOCKS = 2
+    """There are too few free KV blocks."""
+    BUDGET = 3
+    """The step token budget goes to others."""
+    SCHEDULER = 4
+    """The scheduler has not looked at it yet, or keeps it out by a rule of its own."""
+    PREFIX = 5
+    """Another request computes a prefix of it."""
+    GRAMMAR = 6
+    """Its grammar is compiled."""
+    STORE = 7
+    """KV outside the device is looked up or loaded."""
+    TRANSFER = 8
+    """A prefill worker computes its prompt and sends the KV."""
+    PREEMPTED = 9
+    """It was preempted and waits to be resumed."""
+
+
+PHASE_NAMES: Final = tuple(phase.name.lower() for phase in Phase)
+"""By the number of the phase."""
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """What one step delivered to one request.
 
@@ -389,5 +420,5 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc
     pooled: bytes | None = None
     """The vector of a request that asked for one, float32, little-endian."""
     phases: tuple[float, ...] | None = None
-    """Seconds since the request came to the engine, by what it did or waited for (`fd_core.scheduling.phases.Phase`);
+    """Seconds since the request came to the engine, by what it did or waited for (`Phase`);
     set in the first delta with tokens and in the last one, unless the scheduler does not tell."""

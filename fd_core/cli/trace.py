@@ -78,7 +78,7 @@ def _rendered(read: TraceContents, name: str, written: TraceFormat) -> bytes:
 
 def _phases_summary(read: TraceContents) -> str:
     """Return a line about what requests did and waited for; empty if no request ended or the trace does not say it."""
-    from fd_core.scheduling.phases import PHASE_NAMES
+    from fd_core.types import PHASE_NAMES
 
     entries = [entry.phases or () for position in read.positions for entry in position.line.finished]
     told = [phases for phases in entries if len(phases) == len(PHASE_NAMES)]

@@ -25,7 +25,7 @@ from fd_core.scheduling.admission_control import AdmissionControl, AdmissionPass
 from fd_core.scheduling.grammars import GrammarCompiling
 from fd_core.scheduling.kv_offloading import KVOffloading
 from fd_core.scheduling.kv_transferring import KVTransferring
-from fd_core.scheduling.phases import Phase, PhaseClock
+from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.prefixes import Prefixes
@@ -33,7 +33,7 @@ from fd_core.scheduling.requests import Event, Request
 from fd_core.scheduling.residencies import Residencies
 from fd_core.scheduling.slots import SlotTable
 from fd_core.scheduling.waiting import WaitingQueue
-from fd_core.types import IntArray
+from fd_core.types import IntArray, Phase
 
 __all__ = ["Admissions"]
 

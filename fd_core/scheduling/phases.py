@@ -11,7 +11,6 @@ joined: no plan looks at everyone who waits. Time is told by whoever owns the sc
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Final
@@ -19,37 +18,10 @@ from typing import Annotated, Final
 import msgspec
 
 from fd_core.metrics import counter
+from fd_core.types import PHASE_NAMES, Phase
 
-__all__ = ["PHASE_NAMES", "Phase", "PhaseClock", "PhaseCounters", "PhaseTimes"]
+__all__ = ["PhaseClock", "PhaseCounters", "PhaseTimes"]
 
-
-class Phase(enum.IntEnum):
-    """What a request does or waits for."""
-
-    COMPUTING = 0
-    """A step computes tokens of it, or will once the steps before it are answered."""
-    SLOT = 1
-    """Every slot is taken."""
-    BLOCKS = 2
-    """There are too few free KV blocks."""
-    BUDGET = 3
-    """The step token budget goes to others."""
-    SCHEDULER = 4
-    """The scheduler has not looked at it yet, or keeps it out by a rule of its own."""
-    PREFIX = 5
-    """Another request computes a prefix of it."""
-    GRAMMAR = 6
-    """Its grammar is compiled."""
-    STORE = 7
-    """KV outside the device is looked up or loaded."""
-    TRANSFER = 8
-    """A prefill worker computes its prompt and sends the KV."""
-    PREEMPTED = 9
-    """It was preempted and waits to be resumed."""
-
-
-PHASE_NAMES: Final = tuple(phase.name.lower() for phase in Phase)
-"""By the number of the phase."""
 _LINE: Final = (Phase.SLOT, Phase.BLOCKS, Phase.BUDGET, Phase.SCHEDULER)
 """What those in line may wait for."""
 

@@ -16,14 +16,14 @@ from fd_core.config import Limits
 from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.budget import allot_decodes
 from fd_core.scheduling.drafts import DraftControl
-from fd_core.scheduling.phases import Phase, PhaseClock
+from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request, State
 from fd_core.scheduling.residencies import Residencies
 from fd_core.scheduling.slots import SlotTable
 from fd_core.scheduling.victims import VictimPolicy
-from fd_core.types import IntArray, StepPlan
+from fd_core.types import IntArray, Phase, StepPlan
 
 __all__ = ["Planner"]
 

@@ -21,12 +21,12 @@ from fd_core.scheduling.admission_control import AdmissionControl
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.kv_offloading import Arrival, KVOffloading
 from fd_core.scheduling.kv_transferring import KVTransferring
-from fd_core.scheduling.phases import Phase, PhaseClock
+from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request, State
 from fd_core.scheduling.slots import SlotTable
-from fd_core.types import FinishReason, IntArray
+from fd_core.types import FinishReason, IntArray, Phase
 
 __all__ = ["Residencies", "SchedulerCounters"]
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field, replace
 
-from fd_core.scheduling.phases import Phase, PhaseClock
+from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request
+from fd_core.types import Phase
 
 __all__ = ["WaitFor", "WaitingQueue"]
 

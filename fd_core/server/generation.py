@@ -125,7 +125,7 @@ class ChoiceStream:
         ),
         *("_prompt_only", "_reading", "_scored", "_scorer", "_scores", "_spec", "_stop_ids", "_text"),
         *("cached_tokens", "called", "finished", "index"),
-        *("prefill", "prompt_index", "reasoning_tokens", "tokens"),
+        *("phases", "prefill", "prompt_index", "reasoning_tokens", "tokens"),
     )
 
     def __init__(
@@ -143,6 +143,8 @@ class ChoiceStream:
         self.tokens = 0
         """Tokens generated, up to and including the one that ended the text."""
         self.cached_tokens = 0
+        self.phases: tuple[float, ...] = ()
+        """Where its time in the engine went, as `Delta.phases`; empty if nothing tells."""
         self.prefill: PrefillOutcome | None = None
         """What became of a prompt that another worker was to compute; known with the first token."""
         self._scorer = first or self
@@ -210,6 +212,8 @@ class ChoiceStream:
     def _read(self, delta: Delta) -> TextChunk:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
+        if delta.phases is not None:
+            self.phases = delta.phases
         if delta.prefill is not None:
             self.prefill = delta.prefill
         if delta.prompt_logprobs is not None:

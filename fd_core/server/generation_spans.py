@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fd_core.server.spans import RequestSpan, RequestSpans, span_name
-from fd_core.types import PrefillTrace
+from fd_core.types import PHASE_NAMES, PrefillTrace
 
 if TYPE_CHECKING:
     from fd_core.server.generation import ChoiceStream, Job
@@ -41,8 +41,15 @@ def end_generation(span: RequestSpan, job: Job, choices: Sequence[ChoiceStream],
         "gen_ai.usage.input_tokens": sum(map(len, job.prompts)),
         "gen_ai.usage.output_tokens": sum(choice.tokens for choice in choices),
         **{f"gen_ai.latency.{name}": seconds for name, seconds in first.items()},
+        **{f"fdcore.phase.{name}": seconds for name, seconds in _phases(choices).items()},
     }
     span.end(told, error=next((each for each in ended if each in _FAILED), None))
+
+
+def _phases(choices: Sequence[ChoiceStream]) -> dict[str, float]:
+    """Return where the time of the first choice went in the engine, seconds, as far as it is known."""
+    told = zip(PHASE_NAMES, choices[0].phases if choices else (), strict=False)
+    return {name: seconds for name, seconds in told if seconds}
 
 
 def prefill_span(spans: RequestSpans, model: str, trace: PrefillTrace) -> None:

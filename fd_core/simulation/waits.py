@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from fd_core.scheduling.phases import PHASE_NAMES
+from fd_core.types import PHASE_NAMES
 
 __all__ = ["FRONT", "NETWORK", "RESTART", "STEP", "WAITS", "WAIT_TITLES", "WaitAccount"]
 

@@ -99,7 +99,7 @@ class FinishEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: Small | None = None
     """Tokens that the client got; None in a trace that does not say it."""
     phases: tuple[Count, ...] | None = None
-    """How long it did or waited for what in this epoch, by `fd_core.scheduling.phases.Phase`; None if nothing tells."""
+    """How long it did or waited for what in this epoch, by `fd_core.types.Phase`; None if nothing tells."""
 
 
 class DecisionEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):

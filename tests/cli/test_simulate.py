@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
-from fd_core.scheduling.phases import Phase
 from fd_core.tracing.reader import read_trace
+from fd_core.types import Phase
 
 SMALL = ["poisson:rate=50,requests=20,prompt=50,output=8", "--profile", "h100:llama-8b"]
 

@@ -15,13 +15,12 @@ from fd_core.kv.effects import Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.metrics import read_metrics
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.kv_offloading import KeepKV
-from fd_core.scheduling.phases import PHASE_NAMES, Phase
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import LatestArrival
-from fd_core.types import Delta, RequestSpec, SamplingParams
+from fd_core.types import PHASE_NAMES, Delta, Phase, RequestSpec, SamplingParams
 from tests.scheduling.driving import add, answer, next_plan, planned, take_effects
 from tests.scheduling.test_scheduler import HASHER
 

@@ -99,6 +99,8 @@ class FakeClient(SingleEngineClient):
         self.fail_after: int | None = None
         """Tokens after which a request fails with an error."""
         self.cached_tokens = 0
+        self.phases: tuple[float, ...] | None = None
+        """What the last delta of each request says of its time in the engine."""
         self.prefill: PrefillOutcome | None = None
         """What becomes of prompts that others compute."""
         self.specs: list[RequestSpec] = []
@@ -165,7 +167,8 @@ class FakeClient(SingleEngineClient):
             )
         cached, prefill = (self.cached_tokens, self.prefill) if done == 0 else (None, None)
         pooled = None if spec.pooling is None else struct.pack("<4f", *spec.pooling.token_ids or (1, 2, 3, 4))
-        return Delta(spec.request_id, ids, reason, scores, cached, error, prefill, pooled=pooled)
+        phases = None if reason is None else self.phases
+        return Delta(spec.request_id, ids, reason, scores, cached, error, prefill, pooled=pooled, phases=phases)
 
     def _statistics(self) -> EngineStats:
         return EngineStats(

@@ -22,6 +22,7 @@ from fd_core.engine.client import EngineClient
 from fd_core.engine.launch import open_client
 from fd_core.errors import ConfigError
 from fd_core.server.spans import RequestSpans, open_spans
+from fd_core.types import PHASE_NAMES
 from tests.router.gateway.fakes import FakeWorker, in_loop, routed
 from tests.server.fakes import FakeClient, live
 
@@ -91,6 +92,16 @@ def test_a_chat_is_a_span_below_the_clients(memory: Memory, stream: bool) -> Non
         "gen_ai.usage.output_tokens": 5,
     }
     assert span.status.status_code.name == "UNSET" and span.kind.name == "SERVER"
+
+
+@SDK
+def test_a_span_says_what_its_request_waited_for(memory: Memory) -> None:
+    with live(spans=memory.spans) as server:
+        server.client.phases = (0.5, 0.25, *[0.0] * (len(PHASE_NAMES) - 2))
+        assert server.post("/v1/completions", {"prompt": SECRET, "max_tokens": 5}).status == 200
+        span = memory.ended(1)["text_completion fake"]
+    told = {name: value for name, value in span.attributes.items() if name.startswith("fdcore.phase.")}
+    assert told == {"fdcore.phase.computing": 0.5, "fdcore.phase.slot": 0.25}
 
 
 @SDK
