@@ -139,7 +139,7 @@ function showLoad() {
     points: rates.map(rate => { const span = others.find(one => one.setting === index && one.at[load] === rate)?.figures[name]; return span ? [rate, ...span] : null; }) });
   const marks = [...new Set(curves.map(([, , knee]) => knee).filter(known))].map(knee => {
     const own = curves.filter(each => each[2] === knee), names = own.length > 1 && own.length === curves.length ? "all" : own.map(([index]) => facts.settings[index]).join(", ");
-    return { x: knee, label: `knee of ${names}: ${plain(knee)}/s`, colour: own.length > 1 ? "text" : colourOf(own[0][0]) };
+    return { x: knee, label: `${names.length > 30 ? "knee" : `knee of ${names}`}: ${plain(knee)}/s`, colour: own.length > 1 ? "text" : colourOf(own[0][0]) };
   });
   place.replaceChildren();
   for (const name of ["ttft_p99", "goodput", "requests_per_s", "tpot_p99"]) {
