@@ -27,7 +27,7 @@ from fd_core.simulation.results.summary import RunSummary, summarize
 
 __all__ = [
     *("LOAD", "REPORT_VERSION", "LoadCurve", "LoadPoint", "Report", "ReportCase", "ReportedRun", "axes_of", "cases_of"),
-    *("comparisons_of", "is_calculated", "load_curves_of", "report_json", "reported"),
+    *("comparisons_of", "is_calculated", "load_curves_of", "report_json", "reported", "shown"),
 ]
 
 REPORT_VERSION: Final = 1
@@ -83,7 +83,7 @@ class ReportCase(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """The setting and its values."""
-        return ", ".join([self.setting, *(f"{name} {_shown(value)}" for name, value in self.values.items())])
+        return ", ".join([self.setting, *(f"{name} {shown(value)}" for name, value in self.values.items())])
 
     def figure(self, name: str) -> SeedInterval | None:
         """Return a figure's mean over seeds; None if one of the runs does not have it."""
@@ -237,7 +237,8 @@ def _order(value: float | str) -> tuple[float, str]:
     return (math.inf, value) if isinstance(value, str) else (float(value), "")
 
 
-def _shown(value: float | str) -> str:
+def shown(value: float | str) -> str:
+    """Return a value of an axis as text."""
     return value if isinstance(value, str) else f"{value:g}"
 
 

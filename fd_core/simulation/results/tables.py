@@ -23,6 +23,7 @@ from fd_core.simulation.results.report import (
     comparisons_of,
     is_calculated,
     load_curves_of,
+    shown,
 )
 from fd_core.simulation.results.summary import RunSummary
 from fd_core.simulation.waits import WAIT_TITLES
@@ -45,7 +46,7 @@ def print_report(report: Report, console: Console) -> None:
         return
     _print_cases(report.title, cases, console)
     for curve in load_curves_of(cases):
-        about = ", ".join([curve.setting, *(f"{name} {value}" for name, value in curve.values.items())])
+        about = ", ".join([curve.setting, *(f"{name} {shown(value)}" for name, value in curve.values.items())])
         knee = "" if curve.knee is None else f"{curve.knee:g}/s, "
         console.print(Text(f"Knee of {about}: {knee}{curve.words}"))
     for values, comparison in comparisons_of(report, cases):
@@ -169,8 +170,10 @@ def _waits_table(summary: RunSummary) -> Table:
 
 def _print_cases(title: str, cases: Sequence[ReportCase], console: Console) -> None:
     table = Table(title=title, title_justify="left")
-    table.add_column("")
+    table.add_column("", min_width=min(24, max(len(case.name) for case in cases)), overflow="fold")
     names = [name for name in USUAL_FIGURES[:9] if _is_shown(FIGURES[name], [case.figure(name) for case in cases])]
+    # Names that cannot be read tell no cases apart: a narrow terminal gets fewer figures.
+    names = names[: max(3, (console.width - 28) // 14)]
     for name in names:
         table.add_column(FIGURES[name].title, justify="right")
     for case in cases:
@@ -185,7 +188,7 @@ def _print_cases(title: str, cases: Sequence[ReportCase], console: Console) -> N
 
 def _print_comparison(values: dict[str, float | str], comparison: SettingsComparison, console: Console) -> None:
     first, *others = comparison.settings
-    where = ", ".join(f"{name} {value}" for name, value in values.items())
+    where = ", ".join(f"{name} {shown(value)}" for name, value in values.items())
     table = Table(title=f"Against {first}{', ' if where else ''}{where}", title_justify="left")
     for name in ("", first, *others):
         table.add_column(Text(name), justify="right" if name else "left")

@@ -48,8 +48,8 @@ def report_of(runs: list[ReportedRun], slo: Slo | None = SLO) -> Report:
     return Report(title="Made up", runs=tuple(runs), slo=slo, settings={"model": "none"}, command="fdcore simulate")
 
 
-def printed(report: Report) -> str:
-    console = Console(file=io.StringIO(), width=160)
+def printed(report: Report, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
     print_report(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -159,6 +159,8 @@ def test_tables_show_seeds_rates_and_who_wins() -> None:
     assert "slower, rate 16" in text and "Knee of plain" in text
     assert "Against plain, rate 4" in text and "worse" in text
     assert "plain wins by Goodput" in text
+    narrow = printed(report_of(made(4.0, 16.0)), 80)
+    assert "│ slower, rate 16 " in narrow and "TPOT p99" not in narrow.split("Knee")[0]
 
 
 def test_a_run_of_which_nothing_came_is_printed() -> None:
