@@ -406,7 +406,7 @@ def too_far_off(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def markdown(results: Sequence[dict[str, Any]], title: str) -> str:
-    """Return the table of all figures and the reasons of those that do not fit."""
+    """Return the table of all figures."""
     lines = [f"# The simulator beside reality\n\n{title}\n"]
     lines.append("| case | figure | real | simulated | error | error without pace | rounds apart | requests |")
     lines.append("|---|---|---|---|---|---|---|---|")
@@ -463,7 +463,8 @@ def main() -> None:
     console = Console(stderr=True)
     out = RESULTS / f"{options.out}.json"
     # Cases that are not played now stay as they were measured.
-    before = {one["case"]: one["rounds"] for one in json.loads(out.read_text())["results"]} if out.exists() else {}
+    known = json.loads(out.read_text())["results"] if out.exists() else []
+    before = {one["case"]: one["rounds"] for one in known if all("requests" in each for each in one["rounds"])}
     results = []
     with tempfile.TemporaryDirectory() as folder:
         kept = options.keep or Path(folder)

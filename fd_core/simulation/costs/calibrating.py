@@ -31,7 +31,7 @@ from fd_core.engine.service import EngineService
 from fd_core.errors import ConfigError, FdError
 from fd_core.runner.batch import PersistentBatch
 from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_READ, ASSUMED_STORE_WRITE
-from fd_core.simulation.costs.cases import LEAD_IN, CaseRow, StepCase, cases_of, first_plan, next_plan, shared_pair
+from fd_core.simulation.costs.cases import LEAD_IN, StepCase, cases_of, first_plan, next_plan, shared_pair
 from fd_core.simulation.costs.fitting import MeasuredStep, errors_of, fit_steps
 from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms
 from fd_core.simulation.costs.profile_costs import step_features
@@ -54,7 +54,7 @@ MOST_SPREAD: Final = 0.2
 """Beyond it the figures say more about what else ran than about the steps."""
 _SEED: Final = 17
 _LOOP_STEPS: Final = 16
-_LOOP_ROUNDS: Final = 7
+_LOOP_ROUNDS: Final = 4
 _ASSUMED_TRANSFER: Final = KVLink(
     latency=500e-6, bandwidth=3e9, source="assumed: the tcp connector between workers of one machine, 3 GB/s"
 )
@@ -207,19 +207,8 @@ class StepBench:
                 progress("steps", done, total)
                 self._run(self._cases[index])
                 done += 1
-        self.clear()
-        return median(_spread(times) for times in self._times.values())
-
-    def take(self, case: StepCase) -> float:
-        """Run a case once; return the median of its steps in seconds."""
-        self._times.pop(case, None)
-        self._run(case)
-        self.clear()
-        return median(self._times[case])
-
-    def clear(self) -> None:
-        """Take all requests out of the batch."""
         self._runner.batch = PersistentBatch(self._limits)
+        return median(_spread(times) for times in self._times.values())
 
     def steps(self) -> Iterable[tuple[StepCase, MeasuredStep]]:
         """Return each case with what it usually takes."""
@@ -316,7 +305,7 @@ class _LoopTimes:
             self.progress("turns of the loop", index, _LOOP_ROUNDS)
             for batch in batches:
                 self._run(service, batch, limits)
-        per_row, constant = _line({batch: max(0.0, median(times)) for batch, times in self.turns.items()})
+        per_row, constant = _line({batch: usual(times) for batch, times in self.turns.items()})
         per_token = self._encoding()
         return msgspec.structs.replace(
             ASSUMED_REQUEST, turn=constant, turn_per_row=per_row, receive_per_token=per_token
@@ -326,19 +315,19 @@ class _LoopTimes:
         engine, probe = self.engine, self.engine.probe()
         steps = max(2, min(_LOOP_STEPS, limits.max_model_len - 10))
         deltas = service.take(Submit(self._spec(f"{batch}-{index}", index, steps, limits)) for index in range(batch))
-        times = [time.perf_counter()]
+        times = []
         while engine.has_work:
+            begun = time.perf_counter()
             deltas += engine.begin_steps()
-            if engine.num_in_flight:
-                deltas += engine.end_step(probe.device.collect(probe.watchdog_seconds))
-            service.tell(deltas, times[-1])
-            times.append(time.perf_counter())
+            planned = time.perf_counter()
+            output = probe.device.collect(probe.watchdog_seconds) if engine.num_in_flight else None
+            answered = time.perf_counter()
+            if output is not None:
+                deltas += engine.end_step(output)
+            service.tell(deltas, begun)
+            times.append(planned - begun + time.perf_counter() - answered)
             deltas = []
-        whole = np.diff(times)[len(times) // 4 :]  # without admissions
-        # A step right behind planning takes longer than one behind another step, so it is not enough to time planning.
-        # Both are taken at once, since a machine's pace differs from second to second.
-        case = StepCase("decode", (CaseRow(8 + steps // 2),) * batch)
-        self.turns[batch].append(float(np.median(whole)) - StepBench(engine, (case,)).take(case))
+        self.turns[batch] += times[len(times) // 4 :]  # without admissions
 
     def _spec(self, name: str, index: int, steps: int, limits: Limits) -> RequestSpec:
         prompt = tuple((index * 31 + position) % (limits.vocab_size - 1) + 1 for position in range(8))
