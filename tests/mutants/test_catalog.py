@@ -12,6 +12,7 @@ from tests.mutants.catalog import MUTANTS
 from tests.mutants.groups import LEFT_OUT, LONG, ROOT, groups
 from tests.mutants.kernel_faults import KERNEL_FAULTS
 from tests.mutants.mutant import DoesNotApply, Edit, Mutant
+from tests.mutants.unseen import UNSEEN
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -35,6 +36,10 @@ def test_a_fault_of_the_kernels_applies_once(fault: Mutant, tmp_path: Path) -> N
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text((ROOT / "fd_core" / edit.file).read_text())
     fault.apply(tmp_path)
+
+
+def test_what_worlds_cannot_see_are_mutants() -> None:
+    assert UNSEEN.keys() <= {mutant.name for mutant in MUTANTS}
 
 
 def test_names_are_unique() -> None:
