@@ -169,12 +169,13 @@ class BlockPool:
         self._fence[blocks] = np.maximum(self._fence[blocks], fence)
         orphans = blocks[self._references[blocks] == 0][::-1]
         latest = self._fence[orphans]
-        for step in np.unique(latest):
-            group = orphans[latest == step]
+        steps = sorted(set(latest.tolist()))
+        for step in steps:
+            group = orphans if len(steps) == 1 else orphans[latest == step]
             if step <= self._answered:
                 self._set_free(group)
             else:
-                self._fenced.append((int(step), group))
+                self._fenced.append((step, group))
                 self._num_fenced += len(group)
 
     def answered(self, step: int) -> None:

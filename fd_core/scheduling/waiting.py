@@ -104,7 +104,10 @@ class WaitingQueue:
     def turn_changed(self, request: Request) -> None:
         """Follow the policy, which has seen something of a request's flow; a preempted request waited in two."""
         queued = request.queued()
-        for name in {self._policy.flow(queued), self._policy.flow(replace(queued, preempted=False))}:
+        names = {self._policy.flow(queued)}
+        if queued.preempted:
+            names.add(self._policy.flow(replace(queued, preempted=False)))
+        for name in names:
             if name in self._flows:
                 self._enter(name)
 

@@ -115,8 +115,9 @@ class SimulatedClient:
         turns = self.conversation.turns
         self._turn = turn = turns[self._number]
         self._more = self._number + 1 < len(turns)
-        before = [] if turn.fresh else [self._text]
-        self._text = np.concatenate([*before, *(_kept_tokens(piece, self._vocab_size) for piece in turn.adds)])
+        parts = [] if turn.fresh or not len(self._text) else [self._text]
+        parts += [_kept_tokens(piece, self._vocab_size) for piece in turn.adds]
+        self._text = parts[0] if len(parts) == 1 else np.concatenate(parts or [self._text[:0]])
         self._keeps = self._more or self._check
         prompt = self._text
         room = max(1, self._max_model_len - len(prompt))
