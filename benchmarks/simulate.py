@@ -46,7 +46,7 @@ from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 PROFILE = "h100:llama-8b"
 COLLECTIONS = (50_000, 50, 100)
 """Thresholds of the garbage collector, as `fdcore simulate` sets them."""
-TALKATIVE = 200_000
+TALKATIVE = 50_000
 """Requests from which on a run tells how far it is."""
 RUNNING = 16
 """Requests that each worker has at once, about: arrivals are as fast as they end then."""
@@ -80,7 +80,7 @@ class Load:
 LOADS = {
     "short": Load("short", (64, 80), (48, 64), 0.0063),
     # Patel et al., Splitwise (2024), table 2 and figure 3: the Azure code trace.
-    "code": Load("code", (1500, 2048), (13, 28), 0.027),
+    "code": Load("code", (1500, 2048), (13, 28), 0.033),
 }
 
 
@@ -245,6 +245,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _growth(row: SimulatorFigures) -> str:
+    parts = ", ".join(f"{count:,} at {seconds:,.0f} s, {mib:,.0f} MiB" for count, seconds, mib in row.growth[3::4])
+    return f"Requests of {row.load} that had ended, processor time and memory by then: {parts}.\n"
+
+
 def show(rows: Sequence[SimulatorFigures], console: Console) -> None:
     """Print the table."""
     table = Table(*HEADINGS, title="simulated runs on one core", title_justify="left")
@@ -270,6 +275,7 @@ def write(rows: Sequence[SimulatorFigures], facts: Mapping[str, Any], out: Path)
         "",
         *("| " + " | ".join(cells) + " |" for cells in table),
         "",
+        *(_growth(row) for row in rows if row.requests >= TALKATIVE),
     ]
     as_markdown.write_text("\n".join(lines))
     return as_markdown
