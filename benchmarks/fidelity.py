@@ -440,9 +440,9 @@ def _joined(numbers: re.Match[str]) -> str:
 
 def calibrated(path: Path, pacer: Pacer) -> None:
     """Measure the costs of steps, and the machine's pace before and after."""
-    before = pacer.look()
+    before = pacer.look(undisturbed=True)
     subprocess.run([FDCORE, "calibrate", MODEL, "-o", path, *PROFILE_FLAGS], check=True)
-    path.with_suffix(".pace").write_text(json.dumps(asdict(before.mean(pacer.look()))))
+    path.with_suffix(".pace").write_text(json.dumps(asdict(before.mean(pacer.look(undisturbed=True)))))
 
 
 def main() -> None:

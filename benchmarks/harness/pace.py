@@ -47,11 +47,12 @@ class Pacer:
         config = EngineConfig(model=model, num_threads=threads, num_kv_blocks=64, structured_output=False)
         self._engine = load_engine(config, resolve_model(model).path, progress=lambda *_: None)
 
-    def look(self, seconds: float = 1.5) -> Pace:
-        """Measure for so long and a bit more."""
+    def look(self, seconds: float = 1.5, *, undisturbed: bool = False) -> Pace:
+        """Measure for so long and a bit more: means, or the lower quartiles that a calibration takes."""
         bench = StepBench(self._engine, (_READING, _COMPUTING))
         bench.measure(seconds, lambda *_: None)
-        return Pace(bench.usual(_READING), bench.usual(_COMPUTING))
+        take = bench.usual if undisturbed else bench.mean
+        return Pace(take(_READING), take(_COMPUTING))
 
 
 @contextlib.contextmanager

@@ -226,6 +226,10 @@ class StepBench:
         """Return what a case usually takes, in seconds."""
         return usual(self._times[case])
 
+    def mean(self, case: StepCase) -> float:
+        """Return what a case takes on average, whatever disturbs it, in seconds."""
+        return float(np.mean(self._times[case]))
+
     def shared_saving(self) -> float:
         """Return what a position saves that another row reads as well, in seconds."""
         pair = shared_pair(self._limits)
