@@ -48,8 +48,6 @@ COLLECTIONS = (50_000, 50, 100)
 """Thresholds of the garbage collector, as `fdcore simulate` sets them."""
 TALKATIVE = 50_000
 """Requests from which on a run tells how far it is."""
-RUNNING = 16
-"""Requests that each worker has at once, about: arrivals are as fast as they end then."""
 HEADINGS = (
     *("load", "workers", "requests", "steps", "running", "processor s", "requests/s", "steps/s", "events/s"),
     *("simulated s a second", "us a request", "us a step", "us to route", "peak MiB"),
@@ -74,11 +72,14 @@ class Load:
     """Median and mean."""
     output: tuple[float, float]
     step_seconds: float
-    """What a step of `RUNNING` such requests takes on the calculated device, about."""
+    """What a step of `running` such requests takes on the calculated device, about."""
+    running: int = 16
+    """Requests that each worker has at once, about: arrivals are as fast as they end then."""
 
 
 LOADS = {
     "short": Load("short", (64, 80), (48, 64), 0.0063),
+    "busy": Load("busy", (64, 80), (48, 64), 0.0085, running=48),
     # Patel et al., Splitwise (2024), table 2 and figure 3: the Azure code trace.
     "code": Load("code", (1500, 2048), (13, 28), 0.033),
 }
@@ -118,9 +119,9 @@ class SimulatorFigures:
 
 
 def conversations(load: Load, count: int, workers: int, seed: int) -> Iterator[Conversation]:
-    """Yield `count` conversations of one request, as fast as `workers` end them at `RUNNING` requests each."""
+    """Yield `count` conversations of one request, as fast as `workers` end them."""
     draw, at = random.Random(seed), 0.0
-    rate = workers * RUNNING / (load.output[1] * load.step_seconds)
+    rate = workers * load.running / (load.output[1] * load.step_seconds)
 
     def length(median: float, mean: float, most: int) -> int:
         return min(max(round(draw.lognormvariate(math.log(median), math.sqrt(2 * math.log(mean / median)))), 1), most)
@@ -206,7 +207,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=10_000, help="requests of each of them")
     parser.add_argument("--code-requests", type=int, default=20_000, help="requests of the Azure-like run; 0: none")
     parser.add_argument("--code-workers", type=int, default=64, help="workers of that run (default: 64)")
-    parser.add_argument("--million", action="store_true", help="the Azure-like run alone, on 8 workers")
+    parser.add_argument("--million", action="store_true", help="a million short requests on one busy worker alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="simulate", help="name or path of the result, without suffix")
     options = parser.parse_args(arguments)
@@ -225,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=200)
     cases = [("short", workers, options.requests) for workers in options.workers]
     if options.million:
-        cases = [("code", 8, 1_000_000)]
+        cases = [("busy", 1, 1_000_000)]
     elif options.code_requests:
         cases.append(("code", options.code_workers, options.code_requests))
     facts = {
