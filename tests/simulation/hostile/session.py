@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import signal
@@ -148,12 +149,17 @@ def _outcomes(seeds: range, processes: int) -> Iterator[tuple[Counter[str], Fail
         _begin()
         yield from map(_one, seeds)
         return
-    with multiprocessing.get_context("spawn").Pool(processes, _begin) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes, _begin_process) as pool:
         yield from pool.imap_unordered(_one, seeds, chunksize=8)
 
 
 def _begin() -> None:
     logging.disable(logging.WARNING)
+
+
+def _begin_process() -> None:
+    _begin()
+    gc.set_threshold(50_000, 50, 100)  # worlds make little that refers to itself: this takes a twentieth less time
 
 
 def _one(seed: int) -> tuple[Counter[str], Failure | None]:
