@@ -434,6 +434,19 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
+def write(results: Sequence[dict[str, Any]], profile: CostProfile, out: Path) -> None:
+    """Write what was found so far as JSON and as a table."""
+    errors = {one.kind: {"mean": one.mean, "p99": one.p99} for one in profile.error}
+    written = {
+        "machine": machine.describe(),
+        "profile": {"name": profile.name, "spread": profile.spread, "error": errors},
+        "limit": LIMIT,
+        "results": results,
+    }
+    out.write_text(re.sub(r"\[\s+([-\d.,\s]+?)\s+\]", _joined, json.dumps(written, indent=1)) + "\n")
+    out.with_suffix(".md").write_text(markdown(results, f"{MODEL}, {profile.device}, {profile.when}."))
+
+
 def _joined(numbers: re.Match[str]) -> str:
     return f"[{' '.join(numbers[1].split())}]"
 
@@ -480,16 +493,8 @@ def main() -> None:
                 measured = played(case, options.rounds, profile, kept, pacer, console.log)
             if measured:
                 results.append(compare(case, profile, pace, measured))
+                write(results, profile, out)
     show(results, console)
-    errors = {one.kind: {"mean": one.mean, "p99": one.p99} for one in profile.error}
-    written = {
-        "machine": machine.describe(),
-        "profile": {"name": profile.name, "spread": profile.spread, "error": errors},
-        "limit": LIMIT,
-        "results": results,
-    }
-    out.write_text(re.sub(r"\[\s+([-\d.,\s]+?)\s+\]", _joined, json.dumps(written, indent=1)) + "\n")
-    out.with_suffix(".md").write_text(markdown(results, f"{MODEL}, {profile.device}, {profile.when}."))
     if wrong := too_far_off(results):
         raise SystemExit(f"more than {LIMIT:.0%} off: {', '.join(wrong)}")
 
