@@ -118,9 +118,18 @@ def test_memory_comes_back_when_engines_close(target: Target, require: Callable[
 
     for _ in range(2):
         cycle()
-    before, on_device = resident(), target.backend.free_memory()
-    for _ in range(4):
-        cycle()
-    assert resident() - before < 40 * MEBI, "the process grows by a cache with each engine"
+
+    def growth() -> int:
+        before = resident()
+        for _ in range(4):
+            cycle()
+        return resident() - before
+
+    on_device = target.backend.free_memory()
+    grown = growth()
+    taken = on_device - target.backend.free_memory()
+    if grown >= 40 * MEBI:  # an allocator may keep what was freed, once; caches that are never freed add up again
+        grown = min(grown, growth())
+    assert grown < 40 * MEBI, "the process grows by a cache with each engine"
     if min(held) > 20 * MEBI:  # the device counts exactly; what a host has left also changes for other reasons
-        assert on_device - target.backend.free_memory() < 40 * MEBI, "the device's memory shrinks with each engine"
+        assert taken < 40 * MEBI, "the device's memory shrinks with each engine"
