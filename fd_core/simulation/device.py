@@ -246,12 +246,16 @@ class SimulatedDevice(Device):
         return self._busy_until > self._timeline.now
 
     def work_beside(self, seconds: float) -> float:
-        """Let the processor that computes do something else, which delays the next step; return how long it takes.
+        """Let the processor that computes do something else; return how long that takes.
 
-        The step in flight has its share of the processor meanwhile.
+        Steps in flight share the processor with it and are answered later by its time; so does the next one begin.
         """
-        self._free_at = max(self._free_at, self._busy_until, self._timeline.now) + seconds
-        return 2 * seconds if self.computing else seconds
+        if not self.computing:
+            self._free_at = max(self._free_at, self._timeline.now) + seconds
+            return seconds
+        self._busy_until += seconds
+        self._plans = deque((plan, ready + seconds) for plan, ready in self._plans)
+        return 2 * seconds
 
     def collect(self, timeout: float) -> StepOutput:
         """Answer the oldest plan; the caller has waited until `ready_at`."""

@@ -36,6 +36,8 @@ __all__ = ["EngineParts", "OutsideParts", "SimulatedEngineClient"]
 
 _LOOK_SECONDS: Final = 0.005
 """How often an engine whose requests all wait for something outside steps looks at its deadlines."""
+_ROUNDING: Final = 1e-9
+"""Seconds by which clocks of workers may differ in the last digits."""
 _CHEAP_TOKENS: Final = 64
 
 
@@ -290,7 +292,11 @@ class SimulatedEngineClient(SingleEngineClient):
         self._rest(_LOOK_SECONDS)
 
     def _answered(self) -> None:
-        """The oldest step in flight is computed: commit it, and begin the next turn."""
+        """The oldest step in flight is computed, unless it shared its processor: commit it, and begin the next turn."""
+        ready = self._device.ready_at
+        if self._timeline.now + _ROUNDING < ready < math.inf:
+            self._next = self._timeline.at(ready, self._answered)
+            return
         deltas = self.engine.end_step(self._device.collect(math.inf))
         self._tell(self._kept + deltas if self._kept else deltas)
         if self.alive and self._timeline.quiet and (self._woken or self._inbox or self.engine.has_work):

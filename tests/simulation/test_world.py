@@ -73,6 +73,18 @@ def test_serving_delays_steps_where_a_worker_has_one_processor() -> None:
     assert outcome.ended == pytest.approx(1.0 + 0.001 + 0.02 + 3 * (0.002 + 0.0101) + 0.002)
 
 
+def test_a_step_is_answered_later_by_what_its_processor_does_meanwhile() -> None:
+    load = [Conversation(f"c{at}", 1.0 + 0.01 * at, (UserTurn((Piece(at, 100),), Piece(9, 3)),)) for at in range(2)]
+    first = []
+    for shares in (False, True):
+        pool = group(limit={"pipeline_depth": 1}, shares_processor=shares)
+        outcomes = world(pool, routers=0, latency=0.0).run(load).outcomes
+        first.append(min(outcome.first_token for outcome in outcomes))
+    alone, beside = first
+    # Receiving the other request takes 1 ms.
+    assert (alone, beside - alone) == (pytest.approx(1.021), pytest.approx(0.001))
+
+
 def test_a_router_on_the_first_workers_processor_delays_its_steps_with_answers_of_all() -> None:
     load = [Conversation(f"c{index}", 0.0, (UserTurn((Piece(index, 100),), Piece(9, 40)),)) for index in (1, 2)]
     ended = []
