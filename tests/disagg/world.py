@@ -6,6 +6,7 @@ Whatever either side does is checked where it happens, against what the world kn
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -79,6 +80,8 @@ class Leased:
     blocks: dict[int, bytes] = field(default_factory=dict)
     wanted: bool = True
     """Whether the decode side has not aborted it."""
+    moved: float = math.inf
+    """When the commit came, or a piece was copied since."""
     lost: bool = False
     """Whether an `AbortLease` arrived or the connection went."""
     refused: bool = False
@@ -171,11 +174,17 @@ class World:
             assert side.blocks == {index: content(name, index) for index in wanted(side.opening)}
             assert side.lease.cached == 1
         elif outcome == "expired":
-            assert self.now >= side.begun + self.longest or self.now >= side.heard + side.opening.silence
+            assert self.over(side)
         elif outcome == "damaged":
             assert name in self.tampered or self.incarnations[name] > 1
         else:
             assert {"aborted": not side.wanted, "lost": side.lost, "refused": side.refused}[outcome]
+
+    def over(self, side: Leased) -> bool:
+        """Whether a lease took too long, was silent for too long, or waits for a piece that was sent before a commit."""
+        silence = side.opening.silence
+        stuck = not side.taking and self.now >= side.moved + silence
+        return stuck or self.now >= min(side.begun + self.longest, side.heard + silence)
 
     def copy(self, side: Leased, which: int) -> None:
         """Check a piece that was taken and write it to its block, unless the lease is over by then."""
@@ -191,6 +200,8 @@ class World:
             assert side.lease.outcome == "damaged"
         else:
             side.blocks[piece.index] = payload
+            if side.moved < math.inf:
+                side.moved = self.now
             self.at_decode(side, side.lease.copied(piece.index, digest, self.now))
 
     def hear_at_decode(self, packet: Packet) -> None:
@@ -207,6 +218,8 @@ class World:
         side.heard = self.now
         side.lost |= isinstance(message, AbortLease)
         side.refused |= isinstance(message, Refuse)
+        if isinstance(message, Commit) and side.moved == math.inf:
+            side.moved = self.now
         actions = side.lease.heard(message, self.now)
         if actions and isinstance(takes := actions[0], TakePiece):
             assert actions == [TakePiece(message)]
@@ -403,7 +416,7 @@ class World:
             actions = leased.lease.tick(self.now)
             assert due or actions == []
             self.at_decode(leased, actions)
-            gone = self.now >= min(leased.begun + self.longest, leased.heard + leased.opening.silence)
+            gone = self.over(leased)
             assert leased.lease.outcome == ("expired" if gone else None)
             assert leased.lease.next_tick > self.now
             assert leased.lease.tick(self.now) == []

@@ -27,11 +27,13 @@ class DecodeLease:
         self._taking: set[int] = set()
         self._copied: dict[int, bytes] = {}
         self._commit: Commit | None = None
+        self._progress = now
+        """When the commit was heard, or a piece copied since."""
 
     @property
     def next_tick(self) -> float:
         """When `tick` has something to do at the latest."""
-        return self._clock.next if self.outcome is None else math.inf
+        return min(self._clock.next, self._stuck) if self.outcome is None else math.inf
 
     def heard(self, message: FromPrefill, now: float) -> list[Action]:
         """Take in what the prefill side says, in whatever order it arrives."""
@@ -47,7 +49,7 @@ class DecodeLease:
             case KVPiece():
                 return self._piece(message)
             case Commit():
-                return self._heard_commit(message)
+                return self._heard_commit(message, now)
             case _:
                 return []
 
@@ -57,6 +59,7 @@ class DecodeLease:
             return []
         self._taking.remove(index)
         self._copied[index] = digest
+        self._progress = now
         return self._settle() or self._credit(now)
 
     def spoiled(self, index: int, reason: str) -> list[Action]:
@@ -79,12 +82,20 @@ class DecodeLease:
             return []
         if late := self._clock.late(now):
             return self._break("expired", late)
+        if now >= self._stuck:
+            return self._break("expired", "a piece that was sent did not come")
         if not self._clock.quiet(now):
             return []
         if self._copied:
             return self._credit(now)
         self._clock.said(now)
         return [Say(Alive(self._opening.lease) if self._met else self._opening)]
+
+    @property
+    def _stuck(self) -> float:
+        """When a piece that did not come has to be taken for lost: all were sent before the commit."""
+        waits = self._commit is not None and not self._taking
+        return self._progress + self._opening.silence if waits else math.inf
 
     def _piece(self, piece: KVPiece) -> list[Action]:
         index = piece.index
@@ -95,12 +106,12 @@ class DecodeLease:
         self._taking.add(index)
         return [TakePiece(piece)]
 
-    def _heard_commit(self, commit: Commit) -> list[Action]:
+    def _heard_commit(self, commit: Commit, now: float) -> list[Action]:
         if self._commit is not None:
             return []
         if commit.tokens != self._tokens:
             return self._break("damaged", f"{commit.tokens} tokens were computed, {self._tokens} are wanted")
-        self._commit = commit
+        self._commit, self._progress = commit, now
         return self._settle()
 
     def _settle(self) -> list[Action]:

@@ -219,3 +219,24 @@ def test_it_repeats_its_credit_when_it_is_quiet() -> None:
     assert lease.tick(lease.next_tick - 0.1) == []
     assert lease.tick(lease.next_tick) == [Say(Credit(NAME, 1))]
     assert lease.next_tick == 1.0 + SILENCE / 2
+
+
+def test_a_piece_that_was_sent_before_the_commit_and_does_not_come_ends_the_lease() -> None:
+    lease = open_lease()
+    with_piece(lease, 1)
+    lease.heard(COMMIT, 2.0)
+    lease.heard(Alive(NAME), 2.0 + SILENCE - 1)
+    assert lease.next_tick <= 2.0 + SILENCE
+    assert lease.outcome is None
+    assert abort_and("expired", lease.tick(2.0 + SILENCE)) == "a piece that was sent did not come"
+
+
+def test_a_piece_that_is_being_copied_when_the_commit_comes_may_take_its_time() -> None:
+    lease = open_lease()
+    with_piece(lease, 1)
+    lease.heard(piece(2), 1.0)
+    lease.heard(COMMIT, 2.0)
+    for now in (SILENCE, 2 * SILENCE - 1):
+        lease.heard(Alive(NAME), now)
+        assert not any(isinstance(action, DecodeEnd) for action in lease.tick(now))
+    assert lease.copied(2, DIGESTS[2], 2 * SILENCE) == TRANSFERRED

@@ -6,6 +6,7 @@ What is written here follows from the protocol and from what messages mean, neve
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,6 +90,8 @@ class _Lease:
     landed: int = 0
     """Blocks that were written."""
     commit: Commit | None = None
+    committed: float = math.inf
+    """When the decode side heard so."""
     flooded: bool = False
     lies: set[str] = field(default_factory=set)
     """What was said to the decode side that no honest prefill worker says, and that ends the lease."""
@@ -239,7 +242,7 @@ class LeaseWatch:
                 lease.lies.add(lie)
             lease.flooded |= len(lease.came) - lease.landed > lease.opening.window
         elif isinstance(message, Commit) and lease.commit is None:
-            lease.commit = message
+            lease.commit, lease.committed = message, lease.decode_heard
             if lie:
                 lease.lies.add(lie)
         elif isinstance(message, Refuse | AbortLease):
@@ -465,7 +468,8 @@ class EngineWatch:
             return
         silent = lease.ended - lease.decode_heard > lease.opening.silence - _MOMENT
         long = lease.ended - lease.began > self.longest - _MOMENT
-        if not (silent or long):
+        stuck = lease.ended - lease.committed > lease.opening.silence - _MOMENT and lease.landed < len(lease.wanted)
+        if not (silent or long or stuck):
             raise BrokenLaw("6", f"lease {lease.name} expired although it was spoken of: {answer.reason}")
         if self.watch.gentle and not long:
             raise BrokenLaw("6", f"lease {lease.name} expired although no piece was lost: {answer.reason}")
