@@ -181,7 +181,7 @@ class World:
             assert {"aborted": not side.wanted, "lost": side.lost, "refused": side.refused}[outcome]
 
     def over(self, side: Leased) -> bool:
-        """Whether a lease took too long, was silent for too long, or waits for a piece that was sent before a commit."""
+        """Whether a lease took too long, was silent for too long, or waits for a piece sent before a commit."""
         silence = side.opening.silence
         stuck = not side.taking and self.now >= side.moved + silence
         return stuck or self.now >= min(side.begun + self.longest, side.heard + silence)
