@@ -19,7 +19,7 @@ from fd_gpu_cuda.probe import cuda_of_ranks, cuda_of_torch, cuda_places, device_
 
 if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
-    from fd_gpu_cuda.ops import Kernels
+    from fd_gpu_cuda.kernel_table import Kernels
 
 __all__ = ["GRAPH_BYTES", "NCCL_BYTES", "CudaBackend", "kv_bytes", "largest_step", "step_bytes"]
 
@@ -114,8 +114,8 @@ class CudaBackend(Backend):
         return f"{device}, {self._kernels}, decodes as CUDA graphs"
 
     def _load_kernels(self, dtype: str, cuda: Cuda) -> Kernels:
+        from fd_gpu_cuda.kernel_table import Kernels
         from fd_gpu_cuda.kernels import attention, products, sampling
-        from fd_gpu_cuda.ops import Kernels
 
         planned = None
         self._kernels = "Triton kernels"
@@ -126,8 +126,13 @@ class CudaBackend(Backend):
             if flashinfer is not None:
                 planned = FlashInferAttention(flashinfer, cuda.device)
                 self._kernels = "Triton kernels, FlashInfer for prefill"
-        product = products.packed_product(cuda.multiprocessors)
-        return Kernels(attention.paged_attention, sampling.sample, sampling.mask_logits, product, planned)
+        return Kernels(
+            attention=attention.paged_attention,
+            sample=sampling.sample,
+            mask_logits=sampling.mask_logits,
+            packed_product=products.packed_product(cuda.multiprocessors),
+            planned_attention=planned,
+        )
 
     def _fastest_dtype(self, cuda: Cuda) -> str:
         verb = "multiplies" if cuda.has_bfloat16 else "does not multiply"

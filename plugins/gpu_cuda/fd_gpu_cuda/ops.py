@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,29 +17,15 @@ from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
 from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.graphs import GraphedForward
+from fd_gpu_cuda.kernel_table import Kernels
 from fd_gpu_cuda.kv_cache import CudaKVCache
-from fd_gpu_cuda.packed import PackedLinear, PackedProduct, pack_linear
+from fd_gpu_cuda.packed import PackedLinear, pack_linear
 from fd_gpu_cuda.sizes import graph_sizes, padded
 
 if TYPE_CHECKING:
     from fd_core.ops.torch_group import TorchCollectives
 
-__all__ = ["CudaOps", "Kernels"]
-
-AttentionKernel = Callable[[Array, TorchLayer, Heads, StepInput], Array]
-
-
-class Kernels(NamedTuple):
-    """What is not composed of torch's own operations."""
-
-    attention: AttentionKernel
-    """Of any step; waits for nothing, and may be captured."""
-    sample: Callable[[Array, SampleInput], tuple[Array, Array]]
-    """Without filters."""
-    mask_logits: Callable[[Array, Array, Array], Array]
-    packed_product: PackedProduct
-    planned_attention: AttentionKernel | None = None
-    """Of steps whose metadata is on the host too; never captured."""
+__all__ = ["CudaOps"]
 
 
 class CudaOps(TorchOps):

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fd_gpu_cuda.backend import CudaBackend
 from fd_gpu_cuda.device import Cuda, Replay
-from fd_gpu_cuda.ops import CudaOps, Kernels
+from fd_gpu_cuda.kernel_table import Kernels
+from fd_gpu_cuda.ops import CudaOps
 from fd_gpu_cuda.packed import PackedPart
 
 torch.set_num_threads(1)
@@ -127,8 +128,16 @@ def plain_product(x: Array, part: PackedPart, y: Array) -> None:
     y.copy_(torch.nn.functional.linear(x, weight.to(x.dtype), None if part.bias is None else part.bias.to(x.dtype)))
 
 
+PLAIN = Kernels(
+    attention=plain_attention,
+    sample=plain_sample,
+    mask_logits=plain_mask,
+    packed_product=plain_product,
+)
+
+
 def make_ops(processor: Processor | None = None, dtype: str = "float32") -> CudaOps:
-    return CudaOps(dtype, processor or Processor(), Kernels(plain_attention, plain_sample, plain_mask, plain_product))
+    return CudaOps(dtype, processor or Processor(), PLAIN)
 
 
 class OnProcessor(CudaBackend):

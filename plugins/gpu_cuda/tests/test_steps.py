@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def replace_drafts(config: EngineConfig, drafts: int) -> EngineConfig:
 def test_without_filters_sampling_goes_to_the_kernel() -> None:
     ops = make_ops()
     calls: list[int] = []
-    ops._kernels = ops._kernels._replace(sample=lambda logits, rows: (calls.append(len(logits)) or ids(0), None))
+    ops._kernels = replace(ops._kernels, sample=lambda logits, rows: (calls.append(len(logits)) or ids(0), None))
     logits = ops.from_host(Values(2)(3, 50))
     ops.sample(logits, on_device(ops, sample_input(3)))
     assert calls == [3]
