@@ -43,6 +43,16 @@ class ModelShape:
         """Parameters of the output projection."""
         return self.vocab_size * self.hidden
 
+    def experts_hit(self, tokens: float) -> float:
+        """Return how many experts of a layer are read for `tokens` tokens, 1 for a dense model.
+
+        Expected, where every token goes to each expert with the same chance; real routers are less even.
+        """
+        if not self.experts:
+            return 1.0
+        missed: float = (1 - self.experts_per_token / self.experts) ** tokens
+        return self.experts * (1 - missed)
+
     @property
     def parameters(self) -> int:
         """Parameters in all, without norms and biases."""

@@ -133,10 +133,8 @@ def calculated_profile(name: str, device: Accelerator, model: ModelShape, how: C
 
 def _bytes_read(model: ModelShape, tokens: float) -> float:
     """Return the bytes of weights that a pass reads: of experts only those that some token goes to."""
-    hit = 1.0
-    if model.experts:
-        hit = model.experts * (1 - (1 - model.experts_per_token / model.experts) ** tokens)
-    return 2 * model.layers * (model.attention_weights + hit * model.expert_weights + model.hidden * model.experts)
+    experts = model.experts_hit(tokens) * model.expert_weights
+    return 2 * model.layers * (model.attention_weights + experts + model.hidden * model.experts)
 
 
 def _active(model: ModelShape) -> int:

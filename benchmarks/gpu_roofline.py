@@ -1,0 +1,198 @@
+"""What a step takes at least on an H100 and an H200: calculated, before anything is measured, to say what to expect.
+
+    python benchmarks/gpu_roofline.py [--context 1024] [--prefill 2048]
+    python benchmarks/gpu_roofline.py --measured benchmarks/results/gpu_first_hour.json
+
+The first writes benchmarks/results/gpu_roofline.md and .json. The second compares a measurement by `gpu_first_hour.py`
+with the floors of its own steps, and writes gpu_measured.md and .json beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness.roofline import (
+    CHIPS,
+    FORMATS,
+    LAUNCHES_BESIDE,
+    LAUNCHES_DENSE,
+    LAUNCHES_EXPERTS,
+    Chip,
+    Format,
+    Step,
+    floor_of,
+    held_bytes,
+    work_of,
+)
+
+from fd_core.simulation.costs.architectures import ARCHITECTURES, ModelShape
+
+RESULTS = Path(__file__).resolve().parent / "results"
+MODELS = ("smollm2", "llama-1b", "llama-8b", "qwen3-30b-a3b")
+SHOWN_FORMATS = ("bf16", "fp8", "int4")
+BATCHES = (1, 32, 256)
+PREAMBLE = """\
+# What a GPU takes at least for a step
+
+Calculated by `python benchmarks/gpu_roofline.py`, **nothing of it measured**. The floor of a step is the longer of
+moving its bytes and multiplying, at the maker's rates, and what launches add. No engine reaches it: 70 to 85 % of the
+bandwidth and 50 to 70 % of the operations are good.
+
+- Decodes see {context:,} tokens. Weights are read once, keys and values once, logits written and read once.
+- Of experts, those that are hit are read, expected where routing is uniform: of 128, 8 for one token, 112 for 32.
+- `fp8` and `int4` are the weights of layers; embedding, output projection, KV and attention stay in bfloat16.
+- Launches: {dense} a dense layer, {experts} one with experts, {beside} beside. A decode is one graph: {graph:g} us, and
+  {node:g} us a kernel. A prefill is launched by the host, {eager:g} us a kernel, ahead of the device. These three are
+  assumptions."""
+HEADINGS = ("step", "weights", "moved", "operations", "launches", "floor", "tokens/s", "binds")
+
+
+def calculated(name: str, how: str, step: Step, chip: Chip) -> dict[str, Any]:
+    """Return one line as plain values: the work, the floor, and whether model and KV fit into the memory."""
+    model, weights = shape(name), form(how)
+    work = work_of(model, weights, step)
+    floor = floor_of(work, step, weights, chip)
+    numbers = asdict(work) | {"bytes": work.bytes, "operations": work.operations}
+    times = {"memory_s": floor.memory, "compute_s": floor.compute, "gaps_s": floor.gaps, "host_s": floor.host}
+    held = held_bytes(model, weights, step.rows * step.context)
+    answers = {"floor_s": floor.seconds, "tokens_per_s": floor.rate, "binds": floor.binds}
+    room = {"held_bytes": held, "fits": held < chip.base.memory}
+    return {"model": name, "format": how, "decode": step.decode} | asdict(step) | numbers | times | answers | room
+
+
+def shape(name: str) -> ModelShape:
+    """Return a model's sizes. Raises `SystemExit` that names those there are."""
+    if name not in ARCHITECTURES:
+        raise SystemExit(f"{name!r} is no model of this roofline; there are {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]
+
+
+def form(name: str) -> Format:
+    """Return a format of weights. Raises `SystemExit` that names those there are."""
+    if name not in FORMATS:
+        raise SystemExit(f"{name!r} is no format of this roofline; there are {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def every_line(chip: Chip, context: int, prefill: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines of one chip, model by model."""
+    steps = [*(Step(rows, 1, context) for rows in BATCHES), Step(1, prefill, prefill)]
+    for name in MODELS:
+        for how in SHOWN_FORMATS:
+            for step in steps:
+                yield calculated(name, how, step, chip)
+
+
+def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a line's cells, as HEADINGS names them."""
+    step = f"decode of {line['rows']}" if line["decode"] else f"prefill of {line['queries']:,}"
+    return (
+        step,
+        line["format"],
+        f"{line['bytes'] / 1e9:,.2f} GB",
+        f"{line['operations'] / 1e12:,.3f} T",
+        f"{line['launches']}",
+        f"{line['floor_s'] * 1e3:,.3f} ms",
+        f"{line['tokens_per_s']:,.0f}",
+        line["binds"] if line["fits"] else f"does not fit: {line['held_bytes'] / 1e9:,.0f} GB",
+    )
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table, line by line."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def page(lines: Mapping[str, Sequence[Mapping[str, Any]]], context: int) -> str:
+    """Return the roofline as Markdown."""
+    launching = next(iter(CHIPS.values())).launching
+    text = [
+        PREAMBLE.format(
+            context=context,
+            dense=LAUNCHES_DENSE,
+            experts=LAUNCHES_EXPERTS,
+            beside=LAUNCHES_BESIDE,
+            **{name: seconds * 1e6 for name, seconds in asdict(launching).items()},
+        )
+    ]
+    for name, found in lines.items():
+        chip = CHIPS[name]
+        peaks = ", ".join(f"{how} {rate / 1e12:,.0f}" for how, rate in chip.peaks.items())
+        text += ["", f"## {chip.base.title}", ""]
+        text += [
+            f"{chip.base.bandwidth / 1e12:g} TB/s; {peaks} T operations/s; {chip.multiprocessors} multiprocessors."
+        ]
+        for model in MODELS:
+            mine = [cells(line) for line in found if line["model"] == model]
+            text += ["", f"### {ARCHITECTURES[model].title}", "", *table(HEADINGS, mine)]
+    sources = {chip.source: None for chip in CHIPS.values()}
+    return "\n".join([*text, "", f"Sources: {'; '.join(sources)}.", ""])
+
+
+def compared(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return each measured step with its floor, and how many times the floor it took.
+
+    `measured` is what `gpu_first_hour.py` writes: `chip`, and `steps` with model, format, rows, queries, context and
+    seconds.
+    """
+    if measured.get("chip") not in CHIPS:
+        raise SystemExit(f"chip {measured.get('chip')!r} is none of this roofline; there are {', '.join(CHIPS)}")
+    lines = []
+    for each in measured["steps"]:
+        step = Step(each["rows"], each["queries"], each["context"])
+        line = calculated(each["model"], each["format"], step, CHIPS[measured["chip"]])
+        lines.append(line | {"seconds": each["seconds"], "ratio": each["seconds"] / line["floor_s"]})
+    return lines
+
+
+def comparison(measured: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return a measurement beside its floors as Markdown."""
+    headings = ("model", "step", "weights", "floor", "measured", "ratio", "tokens/s", "binds")
+    rows = []
+    for line in lines:
+        step, how, *_, floor, _, binds = cells(line)
+        rate = line["rows"] * line["queries"] / line["seconds"]
+        found = (f"{line['seconds'] * 1e3:,.3f} ms", f"{line['ratio']:.2f}", f"{rate:,.0f}")
+        rows.append((line["model"], step, how, floor, *found, binds))
+    title = f"# Measured beside the floor: {measured.get('device', CHIPS[measured['chip']].base.title)}"
+    return "\n".join([title, "", *table(headings, rows), ""])
+
+
+def write(stem: Path, values: Any, text: str) -> None:
+    """Write JSON and Markdown, and print the latter."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_name(f"{stem.name}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    stem.with_name(f"{stem.name}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=1024, help="tokens that a decode sees")
+    parser.add_argument("--prefill", type=int, default=2048, help="tokens of a prefill")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="compare this measurement instead")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
+    chosen = parser.parse_args(arguments)
+    if min(chosen.context, chosen.prefill) < 1:
+        parser.error("--context and --prefill must be at least 1")
+    if chosen.measured is not None:
+        measured = json.loads(chosen.measured.read_text(encoding="utf-8"))
+        lines = compared(measured)
+        write(chosen.results / "gpu_measured", measured | {"steps": lines}, comparison(measured, lines))
+        return
+    found = {name: list(every_line(chip, chosen.context, chosen.prefill)) for name, chip in CHIPS.items()}
+    data = {"chips": {name: asdict(chip) for name, chip in CHIPS.items()}, "steps": found}
+    write(chosen.results / "gpu_roofline", data, page(found, chosen.context))
+
+
+if __name__ == "__main__":
+    main()
