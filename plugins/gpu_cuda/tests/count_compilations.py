@@ -1,0 +1,99 @@
+"""Serve many different requests on the fake driver, and print what was compiled at start and what later, as JSON.
+
+`python count_compilations.py FOLDER '{"max_num_seqs": 8}' SEED`: a checkpoint, settings of the engine, and what the
+requests are drawn from. With a fourth word, all that is counted is compiled too, and what fails is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from fake_driver import H100, FakeDriver, zeros_for_empty
+from fd_core.backends.contract import Availability
+from fd_core.engine.llm import LLM
+from fd_core.types import SamplingParams
+from tokenizers import Tokenizer, decoders, models
+
+from fd_gpu_cuda.backend import CudaBackend
+from fd_gpu_cuda.ops import CudaOps
+
+ROUNDS = 12
+
+
+def make_ops(backend: CudaBackend) -> CudaOps:
+    device = H100()
+    device.free = 2**30
+    backend._cuda = device
+    dtype = backend.dtype_asked_for("float32", "bfloat16") or backend._fastest_dtype(device)
+    return CudaOps(dtype, device, backend._load_kernels(dtype, device))
+
+
+def with_tokenizer(folder: Path) -> str:
+    """Give a checkpoint a tokenizer, of which nothing is asked."""
+    if not (folder / "tokenizer.json").exists():
+        words = Tokenizer(models.WordLevel({"0": 0}, "0"))
+        words.decoder = decoders.ByteLevel()
+        words.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def params(random: Random, vocabulary: int, drafts: bool) -> SamplingParams:
+    """Draw what a request may ask for; most want one or two things."""
+    wants: dict[str, Any] = {"max_tokens": random.randint(1, 9), "ignore_eos": True, "seed": random.getrandbits(64)}
+    wants["temperature"] = random.choice((0.0, 0.0, 0.7, 1.0, 1.3))
+    token = random.randrange(vocabulary)
+    for more in (
+        {"top_k": random.randint(1, 2 * vocabulary)},
+        {"top_p": random.random() * 0.99 + 0.01},
+        {"min_p": random.random()},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.3, "repetition_penalty": 1.2},
+        {"logit_bias": {token: 1.0, (token + 1) % vocabulary: -2.0}},
+        {"allowed_token_ids": tuple(range(random.randint(2, 40)))},
+        {"min_tokens": 1},
+        {"logprobs": random.randint(0, 20)},
+        {"prompt_logprobs": random.randint(0, 5)},
+        {"bad_words_token_ids": ((token,),)},
+    ):
+        if random.random() < 0.12:
+            wants |= more
+    return SamplingParams(**wants)
+
+
+def requests(random: Random, model: LLM, drafts: bool) -> Iterator[tuple[list[int], SamplingParams]]:
+    longest = model.info.max_model_len - 12
+    vocabulary = model.info.vocab_size
+    for _ in range(random.choice((1, 1, 2, 3, random.randint(1, 2 * model.info.max_num_seqs)))):
+        length = random.choice((1, 2, 15, 16, 17, random.randint(1, 64), random.randint(1, longest)))
+        prompt = [random.choice((0, 0, 0, random.randrange(vocabulary))) for _ in range(min(length, longest))]
+        yield prompt, params(random, vocabulary, drafts)
+
+
+def main(folder: str, settings: str, seed: str, compiles: str = "") -> None:
+    torch.set_num_threads(1)
+    CudaBackend.probe = staticmethod(lambda: Availability(True, "a test", emulated=True))  # type: ignore[assignment, method-assign]
+    CudaBackend.make_ops = make_ops  # type: ignore[method-assign]
+    chosen: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "block_size": 4, **json.loads(settings)}
+    fake, random = FakeDriver(compiles=bool(compiles)).install(), Random(int(seed))
+    zeros_for_empty()
+    model = LLM(with_tokenizer(Path(folder)), backend="gpu_cuda", **chosen)
+    at_start, launches = fake.compiled, fake.launches
+    for _ in range(ROUNDS):
+        prompts, wanted = zip(*requests(random, model, "speculative" in chosen), strict=True)
+        model.generate(list(prompts), list(wanted))
+    later = fake.compiled[len(at_start) :]
+    print(
+        json.dumps(
+            {"at_start": at_start, "later": later, "launches": fake.launches - launches, "failures": fake.failures}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
