@@ -33,6 +33,7 @@ __all__ = [
     "Experts",
     "Forward",
     "Heads",
+    "HostCopies",
     "HostStep",
     "KVCache",
     "KVShape",
@@ -282,6 +283,21 @@ class PenaltyInput:
 Forward = Callable[[StepInput, KVCache], Array]
 
 
+class HostCopies:
+    """Arrays on their way to the host. These are there; a pack that queues has a class of its own."""
+
+    def __init__(self, arrays: list[npt.NDArray[Any]]) -> None:
+        self._arrays = arrays
+
+    def ready(self) -> bool:
+        """Say, without waiting, whether they are there."""
+        return True
+
+    def wait(self) -> list[npt.NDArray[Any]]:
+        """Return them, waiting for the device until they are there; the same each time."""
+        return self._arrays
+
+
 class Ops(abc.ABC):
     """Operations on one framework's arrays."""
 
@@ -299,6 +315,9 @@ class Ops(abc.ABC):
     """Formats of packed weights that `prepare_linear` takes; the reader expands the others."""
     expands_weights: bool = False
     """Whether packed weights take as much memory as others: it keeps what they stand for, in `dtype`."""
+    queues: bool = False
+    """Whether calls return before the device has computed, in order, what they queue: then a step can be launched while
+    those before it are in flight. What the pack must wait for it waits for in the call, as in `fetch`."""
     warm_up_tokens: int | None = None
     """Length of the prefill that warms up; None for the longest there can be, which shows that its memory is there and
     compiles what depends on its size."""
@@ -345,6 +364,10 @@ class Ops(abc.ABC):
         uint64 becomes int64 with the same bits where the framework has no uint64.
         """
 
+    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Array]:
+        """Do what `from_host` does for several arrays; a pack with a device copies them all at once."""
+        return [self.from_host(array) for array in arrays]
+
     def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
         """Return what `to_host` made of a forward's states [T, H] on another stage."""
         return self.from_host(states)
@@ -353,9 +376,16 @@ class Ops(abc.ABC):
     def to_host(self, array: Array) -> npt.NDArray[Any]:
         """Copy or share a device array to numpy; bfloat16 becomes float32."""
 
+    def fetch_later(self, arrays: Sequence[Array]) -> HostCopies:
+        """Queue copies of arrays to the host, as `to_host` makes them, behind what was queued before.
+
+        They hold what the arrays hold there, whatever is queued behind them.
+        """
+        return HostCopies([self.to_host(array) for array in arrays])
+
     def fetch(self, arrays: Sequence[Array]) -> list[npt.NDArray[Any]]:
         """Bring arrays over as `to_host` does, waiting for the device once for all of them."""
-        return [self.to_host(array) for array in arrays]
+        return self.fetch_later(arrays).wait()
 
     # Weights ----------------------------------------------------------------------------------------------
 

@@ -8,14 +8,34 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import numpy.typing as npt
 import torch
-from fd_core.ops.contract import Array
+from fd_core.ops.contract import Array, HostCopies
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
 
-__all__ = ["Cuda", "Replay"]
+__all__ = ["Cuda", "QueuedCopies", "Replay"]
 
 Replay = Callable[[], None]
 """Queues a captured computation again, over the memory that it was captured with."""
+
+
+class QueuedCopies(HostCopies):
+    """Copies behind which an event is recorded."""
+
+    def __init__(self, hosts: Sequence[Array], done: Callable[[], bool], wait: Callable[[], None]) -> None:
+        super().__init__([host.numpy() for host in hosts])
+        self._done = done
+        self._wait = wait
+
+    def ready(self) -> bool:
+        """Ask the event."""
+        return self._done()
+
+    def wait(self) -> list[npt.NDArray[Any]]:
+        """Wait for the event."""
+        if not self._done():
+            self._wait()
+        return super().wait()
 
 
 class Cuda:
@@ -53,26 +73,34 @@ class Cuda:
         count: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         return count
 
-    def upload(self, host: Array) -> Array:
-        """Queue a copy of a host tensor. torch keeps the pinned memory until the copy has read it."""
-        return host.pin_memory().to(self.device, non_blocking=True) if host.numel() else host.to(self.device)
+    def pinned(self, count: int) -> Array:
+        """Return host memory uint8[count] that the device copies by itself."""
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
-    def download(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return host tensors, waiting once for the current stream."""
+    def upload(self, host: Array) -> Array:
+        """Queue a copy of a pinned tensor. torch keeps its memory until the copy has read it."""
+        return host.to(self.device, non_blocking=True)
+
+    def download(self, arrays: Sequence[Array]) -> HostCopies:
+        """Queue copies to the host behind what the current stream has."""
         hosts = [torch.empty(array.shape, dtype=array.dtype, pin_memory=True) for array in arrays]
         for host, array in zip(hosts, arrays, strict=True):
             host.copy_(array, non_blocking=True)
-        self.wait()
-        return hosts
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        return QueuedCopies(hosts, done.query, lambda: self.wait_for(done))
 
     def wait(self) -> None:
-        """Wait for the current stream. Raises `RanksApart` where another rank holds it up, or is gone."""
-        stream = torch.cuda.current_stream(self.device)
-        if self.ranks is None or stream == self._copies:  # copies wait for no rank, and have a thread of their own
-            stream.synchronize()
+        """Wait for the current stream, as `wait_for` does."""
+        self.wait_for(torch.cuda.current_stream(self.device))
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for a stream or an event. Raises `RanksApart` where another rank holds it up, or is gone."""
+        if self.ranks is None or work == self._copies:  # copies wait for no rank, and have a thread of their own
+            work.synchronize()
             return
         try:
-            self.ranks.wait_until(stream.query)
+            self.ranks.wait_until(work.query)
         except RanksApart:
             self._connection.abort()  # or the device would go on waiting
             raise

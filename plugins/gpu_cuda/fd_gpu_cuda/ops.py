@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from fd_core.config import Limits
-from fd_core.ops.contract import Activation, Array, Experts, Forward, Heads, KVCache, KVShape, SampleInput, StepInput
+from fd_core.ops.contract import (
+    Activation,
+    Array,
+    Experts,
+    Forward,
+    Heads,
+    HostCopies,
+    KVCache,
+    KVShape,
+    SampleInput,
+    StepInput,
+)
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.torch_attention import TorchLayer
 from fd_core.ops.torch_ops import TorchOps, route
@@ -21,6 +31,7 @@ from fd_gpu_cuda.kernel_table import Kernels
 from fd_gpu_cuda.kv_cache import CudaKVCache
 from fd_gpu_cuda.packed import PackedLinear, pack_linear
 from fd_gpu_cuda.sizes import graph_sizes, padded
+from fd_gpu_cuda.uploads import upload_packed
 
 if TYPE_CHECKING:
     from fd_core.ops.torch_group import TorchCollectives
@@ -34,6 +45,7 @@ class CudaOps(TorchOps):
     name = "torch"
     weight_formats = WEIGHT_FORMATS
     kv_dtypes = ()  # its attention kernels read blocks of its own dtype
+    queues = True
 
     def __init__(self, dtype: str, cuda: Cuda, kernels: Kernels) -> None:
         super().__init__(dtype, str(cuda.device))
@@ -72,14 +84,15 @@ class CudaOps(TorchOps):
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Queue a copy from pinned memory; the array may be changed at once."""
-        if array.dtype == np.uint64:
-            array = array.view(np.int64)
-        return self._cuda.upload(torch.from_numpy(np.array(array)))
+        return self.upload([array])[0]
 
-    def fetch(self, arrays: Sequence[Array]) -> list[npt.NDArray[Any]]:
-        """Bring arrays over, waiting once."""
-        wide = [array.float() if array.dtype == torch.bfloat16 else array for array in arrays]
-        return [host.numpy() for host in self._cuda.download(wide)]
+    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Array]:
+        """Queue one copy of a pinned buffer that holds them all; they may be changed at once."""
+        return upload_packed(self._cuda, arrays)
+
+    def fetch_later(self, arrays: Sequence[Array]) -> HostCopies:
+        """Queue copies to pinned memory, and an event behind them."""
+        return self._cuda.download([array.float() if array.dtype == torch.bfloat16 else array for array in arrays])
 
     def to_host(self, array: Array) -> npt.NDArray[Any]:
         """Bring one array over."""

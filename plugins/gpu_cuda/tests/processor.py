@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fd_core.ops.contract import Array, Heads, SampleInput, StepInput
+from fd_core.ops.contract import Array, Heads, HostCopies, SampleInput, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch_attention import TorchLayer
 from fd_core.ops.torch_group import gloo_group
@@ -16,7 +16,7 @@ from fd_core.ops.torch_ops import TorchOps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fd_gpu_cuda.backend import CudaBackend
-from fd_gpu_cuda.device import Cuda, Replay
+from fd_gpu_cuda.device import Cuda, QueuedCopies, Replay
 from fd_gpu_cuda.kernel_table import Kernels
 from fd_gpu_cuda.ops import CudaOps
 from fd_gpu_cuda.packed import PackedPart
@@ -45,17 +45,27 @@ class Processor(Cuda):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.waits = 0
+        self.uploads = 0
         self.captured: list[int] = []
         self.replays = 0
         self.copies = 0
         self.free = 0
 
+    def pinned(self, count: int) -> Array:
+        return torch.empty(count, dtype=torch.uint8)
+
     def upload(self, host: Array) -> Array:
+        self.uploads += 1
         return host.clone()
 
-    def download(self, arrays: Sequence[Array]) -> list[Array]:
-        self.wait()
-        return [array.detach().clone() for array in arrays]
+    def download(self, arrays: Sequence[Array]) -> HostCopies:
+        waited: list[bool] = []
+
+        def wait() -> None:
+            waited.append(True)
+            self.wait()
+
+        return QueuedCopies([array.detach().clone() for array in arrays], lambda: bool(waited), wait)
 
     def wait(self) -> None:
         self.waits += 1
