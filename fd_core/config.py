@@ -32,6 +32,14 @@ _OTHER_QUANTIZATION: Final = {
     ),
     "fp8": "int8, which takes as much memory",
 }
+_OTHER_ATTENTION: Final = {
+    "FLASHINFER": "flashinfer",
+    "TRITON_ATTN": "triton",
+    **dict.fromkeys(
+        ("FLASH_ATTN", "FLASHMLA", "APPEND_ATTN", "MLA_ATTN", "NATIVE_ATTN", "flash_attn", "fa2", "fa3", "xformers"),
+        "auto, which takes the fastest that computes right",
+    ),
+}
 LOG_LEVELS: Final = OneOf("debug", "info", "warning", "error", "critical")
 
 
@@ -62,6 +70,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """What the weights of linear layers become when they are loaded; `auto` leaves them as they are stored."""
     kv_cache_dtype: Annotated[str, OneOf("auto", "int8", instead=_OTHER_KV_DTYPES)] = "auto"
     """`auto` keeps keys and values in the dtype of activations, `int8` in 8 bits with scales."""
+    attention_backend: Annotated[str, OneOf("auto", "triton", "flashinfer", "torch", instead=_OTHER_ATTENTION)] = "auto"
+    """What computes attention, of a backend that has a choice; `auto` takes the first that computes right."""
     max_model_len: Annotated[int, Range(2)] | None = None
     """Longest prompt plus output, tokens; the model's own limit if None."""
     max_num_seqs: Annotated[int, Range(1, 65536)] = 32

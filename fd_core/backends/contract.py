@@ -117,6 +117,9 @@ class Backend(abc.ABC):
     auto_rank: ClassVar[int] = 0
     """`--backend auto` takes the available backend of the highest rank; below 0 it is never taken by itself."""
 
+    attention_backends: ClassVar[tuple[str, ...]] = ()
+    """What `--attention-backend` may name beside `auto`; empty where there is one way to compute attention."""
+
     emulated: bool = False
     """Whether this instance computes on another device than the one it is for. Set by the constructor and shown with
     every result, because an emulated result says nothing about the device."""
@@ -210,6 +213,17 @@ class Backend(abc.ABC):
                 f"the {self.name} backend keeps KV in {ops.dtype}, not in {wanted}",
                 field="--kv-cache-dtype",
                 hint="leave it out, or use another --backend, such as cpu",
+            )
+
+    def require_attention_backend(self) -> None:
+        """Raise `ConfigError` where `--attention-backend` names what the backend does not have."""
+        wanted = self.config.attention_backend
+        if wanted != "auto" and wanted not in self.attention_backends:
+            ways = f"by {' or '.join(self.attention_backends)}" if self.attention_backends else "in one way"
+            raise ConfigError(
+                f"the {self.name} backend computes attention {ways}, not by {wanted}",
+                field="--attention-backend",
+                hint="leave it out",
             )
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:

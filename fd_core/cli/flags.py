@@ -123,6 +123,11 @@ ENGINE_FLAGS: Final = (
     Flag("quantization", "What weights of linear layers become at loading; `auto` leaves them as stored.", "FORM"),
     Flag("kv_cache_dtype", "Number type of keys and values: auto for the model's own, or int8 to halve them.", "TYPE"),
     Flag(
+        "attention_backend",
+        "What computes attention on backends that have a choice; auto takes the first that computes right.",
+        "NAME",
+    ),
+    Flag(
         "max_model_len",
         "Longest request, prompt and output together, in tokens; by default the model's own limit.",
         "TOKENS",

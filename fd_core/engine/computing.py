@@ -40,6 +40,7 @@ class Computing:
         self._plugins = installed_plugins()
         self.choice = self._plugins.choose_backend(config.backend)
         self.backend: Backend = self.choice.cls(config)
+        self.backend.require_attention_backend()
         progress("prepare", 0, 1)
         self.ops = self.backend.make_ops()
         progress("prepare", 1, 1)
