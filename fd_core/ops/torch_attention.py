@@ -55,7 +55,7 @@ class TorchKVCache(KVCache):
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks in canonical order; bfloat16 as uint16 bits."""
-        copied = self._blocks()[:, :, self._index(blocks)].permute(2, 0, 1, 3, 4, 5).contiguous().cpu()
+        copied = self._gather(self._index(blocks)).permute(2, 0, 1, 3, 4, 5).contiguous().cpu()
         values: npt.NDArray[Any] = copied.view(_BITS[copied.dtype]).numpy().view(_HOST_DTYPES[copied.dtype])
         return values
 
@@ -66,10 +66,18 @@ class TorchKVCache(KVCache):
             raise ValueError(f"exported blocks are {data.dtype}, the cache holds {np.dtype(_HOST_DTYPES[dtype])}")
         bits = np.array(data).view(np.int16) if dtype == torch.bfloat16 else np.array(data)
         values = torch.from_numpy(bits).view(dtype).to(self._data.device)
-        self._blocks()[:, :, self._index(blocks)] = values.permute(1, 2, 0, 3, 4, 5)
+        self._scatter(self._index(blocks), values.permute(1, 2, 0, 3, 4, 5))
 
-    def _blocks(self) -> Array:
-        return self._data.unflatten(2, (-1, self.shape.block_size))
+    def _gather(self, index: Array) -> Array:
+        """Return some blocks as a tensor of their own, [layers, 2, n, block_size, nkv, d]."""
+        return self._blocks(self._data)[:, :, index]
+
+    def _scatter(self, index: Array, values: Array) -> None:
+        """Write what `_gather` returns."""
+        self._blocks(self._data)[:, :, index] = values
+
+    def _blocks(self, data: Array) -> Array:
+        return data.unflatten(2, (-1, self.shape.block_size))
 
     def _index(self, blocks: IntArray) -> Array:
         return torch.from_numpy(np.array(blocks, np.int64)).to(self._data.device)

@@ -115,7 +115,7 @@ class CudaBackend(Backend):
 
     def _load_kernels(self, dtype: str, cuda: Cuda) -> Kernels:
         from fd_gpu_cuda.kernel_table import Kernels
-        from fd_gpu_cuda.kernels import attention, products, sampling
+        from fd_gpu_cuda.kernels import attention, kv_write, products, sampling
 
         planned = None
         self._kernels = "Triton kernels"
@@ -130,6 +130,7 @@ class CudaBackend(Backend):
             attention=attention.paged_attention,
             sample=sampling.sample,
             mask_logits=sampling.mask_logits,
+            write_kv=kv_write.write_kv,
             packed_product=products.packed_product(cuda.multiprocessors),
             planned_attention=planned,
         )

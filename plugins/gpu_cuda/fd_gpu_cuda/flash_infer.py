@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from fd_core.ops.contract import Array, Heads, HostStep, StepInput
-from fd_core.ops.torch_attention import TorchLayer
 from fd_core.types import IntArray
+
+from fd_gpu_cuda.kv_cache import CudaLayer
 
 __all__ = ["FlashInferAttention", "page_lists"]
 
@@ -26,7 +27,7 @@ class FlashInferAttention:
         self._step: StepInput | None = None
         self._planned: set[tuple[Any, ...]] = set()
 
-    def __call__(self, q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
+    def __call__(self, q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
         """Attend with q [T, nh, d], float16 or bfloat16; returns [T, nh * d]. `step.host` must be there."""
         if step is not self._step:
             self._step = step

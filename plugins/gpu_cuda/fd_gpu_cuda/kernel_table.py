@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fd_core.ops.contract import Array, Heads, SampleInput, StepInput
-from fd_core.ops.torch_attention import TorchLayer
 
+from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.packed import PackedProduct
 
 __all__ = ["AttentionKernel", "Kernels"]
 
-AttentionKernel = Callable[[Array, TorchLayer, Heads, StepInput], Array]
+AttentionKernel = Callable[[Array, CudaLayer, Heads, StepInput], Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,12 @@ class Kernels:
     """
 
     attention: AttentionKernel
-    """Of any step."""
+    """Of any step, over keys and values as they are or in 8 bits."""
     sample: Callable[[Array, SampleInput], tuple[Array, Array]]
     """Without filters."""
     mask_logits: Callable[[Array, Array, Array], Array]
     packed_product: PackedProduct
+    write_kv: Callable[[Array, Array, CudaLayer, Array], None] | None = None
+    """`Ops.write_kv`."""
     planned_attention: AttentionKernel | None = None
-    """Of steps whose metadata is on the host too; never captured."""
+    """Of steps whose metadata is on the host too; never captured. It reads no 8 bits."""

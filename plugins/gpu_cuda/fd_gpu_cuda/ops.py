@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from fd_core.config import Limits
 from fd_core.ops.contract import (
+    SCALE_BYTES,
     Activation,
     Array,
     Experts,
@@ -21,7 +22,7 @@ from fd_core.ops.contract import (
     StepInput,
 )
 from fd_core.ops.parallel import RankGroup
-from fd_core.ops.torch_attention import TorchLayer
+from fd_core.ops.torch_attention import quantize_heads
 from fd_core.ops.torch_ops import TorchOps, route
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
@@ -125,10 +126,24 @@ class CudaOps(TorchOps):
         """Allocate blocks, and one more for padding."""
         return CudaKVCache(shape, num_blocks, self.torch_dtype, self._cuda)
 
-    def paged_attention(self, q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
-        """Attend over the blocks in place."""
+    def write_kv(self, layer: Any, k: Array, v: Array, kv_slots: Array) -> None:
+        """Scatter keys and values to the slots of a `CudaLayer`."""
+        if self._kernels.write_kv is not None:
+            self._kernels.write_kv(k, v, layer, kv_slots)
+            return
+        slots = kv_slots.long()
+        for x, cache, scales in ((k, layer.keys, layer.key_scales), (v, layer.values, layer.value_scales)):
+            if scales is None:
+                cache.index_copy_(0, slots, x)
+                continue
+            packed = quantize_heads(x)
+            cache.index_copy_(0, slots, packed[..., :-SCALE_BYTES])
+            scales.index_copy_(0, slots, packed[..., -SCALE_BYTES:].contiguous().view(torch.float32).squeeze(-1))
+
+    def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
+        """Attend over the blocks of a `CudaLayer` in place."""
         planned = self._kernels.planned_attention
-        if planned is not None and step.host is not None:
+        if planned is not None and step.host is not None and not layer.quantized:
             return planned(q, layer, heads, step)
         return self._kernels.attention(q, layer, heads, step)
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from fd_core.ops.contract import Array, Heads, HostCopies, SampleInput, StepInput
 from fd_core.ops.parallel import Parallel
-from fd_core.ops.torch_attention import TorchLayer
 from fd_core.ops.torch_group import gloo_group
 from fd_core.ops.torch_ops import TorchOps
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fd_gpu_cuda.backend import CudaBackend
 from fd_gpu_cuda.device import Cuda, QueuedCopies, Replay
 from fd_gpu_cuda.kernel_table import Kernels
+from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.ops import CudaOps
 from fd_gpu_cuda.packed import PackedPart
 
@@ -94,7 +94,7 @@ class Processor(Cuda):
         return self.free
 
 
-def plain_attention(q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
+def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
     """Every token over every place of its row's table; looks at no value on the host."""
     size = layer.block_size
     token = torch.arange(len(q), dtype=torch.int32)
@@ -106,11 +106,14 @@ def plain_attention(q: Array, layer: TorchLayer, heads: Heads, step: StepInput) 
     slots = step.block_tables.long()[row][:, place // size] * size + place % size
     slots = torch.where(place < context, slots, 0)
     grouped = q.unflatten(1, (heads.num_kv_heads, -1)).float()
-    scores = torch.einsum("tkgd,tskd->tkgs", grouped, layer.keys[slots].float()) * heads.scale
+    keys, values = layer.keys[slots].float(), layer.values[slots].float()
+    if layer.quantized:
+        keys, values = keys * layer.key_scales[slots][..., None], values * layer.value_scales[slots][..., None]
+    scores = torch.einsum("tkgd,tskd->tkgs", grouped, keys) * heads.scale
     if heads.softcap is not None:
         scores = (scores / heads.softcap).tanh() * heads.softcap
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
-    return torch.einsum("tkgs,tskd->tkgd", weights, layer.values[slots].float()).flatten(1).to(q.dtype)
+    return torch.einsum("tkgs,tskd->tkgd", weights, values).flatten(1).to(q.dtype)
 
 
 def plain_sample(logits: Array, rows: SampleInput) -> tuple[Array, Array]:

@@ -13,13 +13,13 @@ pytest.importorskip("triton")
 
 from fd_core.ops.contract import Heads, KVShape, Rope  # noqa: E402 - only where both are installed
 from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
-from fd_core.ops.torch_attention import TorchLayer  # noqa: E402
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
 from fd_core.testing.arrays import Values, assert_near, on_device, sample_input, step_input  # noqa: E402
 from processor import plain_attention  # noqa: E402
 
 from fd_gpu_cuda.kernels.attention import paged_attention  # noqa: E402
 from fd_gpu_cuda.kernels.sampling import mask_logits, sample  # noqa: E402
+from fd_gpu_cuda.kv_cache import CudaLayer  # noqa: E402
 
 F32 = torch.float32
 BLOCKS = 40
@@ -66,7 +66,7 @@ def compare(
     q, k, v = (torch.from_numpy(array).to(dtype) for array in (q, k, v))
     # What lies beyond a context has no meaning: here it points nowhere.
     given = on_device(ops, replace(step, block_tables=seen))
-    found = attend(q, TorchLayer(k, v, block_size), heads, given)
+    found = attend(q, CudaLayer(k, v, block_size), heads, given)
     assert found.dtype == dtype
     if dtype == torch.float32:
         assert_near(ops, found, expected)

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from fd_core.ops.contract import Array, Heads, StepInput
-from fd_core.ops.torch_attention import TorchLayer
+
+from fd_gpu_cuda.kv_cache import CudaLayer
 
 __all__ = ["paged_attention"]
 
@@ -23,7 +24,7 @@ _MOST_KEYS = 64
 """Keys of a tile; half as many in float32, whose tiles of 128 elements would not fit where an SM has 100 KiB."""
 
 
-def paged_attention(q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
+def paged_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
     """Attend with q [T, nh, d] over each row's blocks; returns [T, nh * d]. Waits for nothing."""
     tokens, num_heads, width = q.shape
     shared = num_heads // heads.num_kv_heads
