@@ -118,6 +118,7 @@ class CudaBackend(Backend):
         from fd_gpu_cuda.kernels import attention, kv_write, products, sampling
 
         planned = None
+        device = products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block)
         self._kernels = "Triton kernels"
         if dtype == "bfloat16" and not missing("flashinfer"):
             from fd_gpu_cuda.flash_infer import FlashInferAttention
@@ -131,7 +132,7 @@ class CudaBackend(Backend):
             sample=sampling.sample,
             mask_logits=sampling.mask_logits,
             write_kv=kv_write.write_kv,
-            packed_product=products.packed_product(cuda.multiprocessors),
+            packed_product=products.weight_product(device),
             planned_attention=planned,
         )
 

@@ -73,6 +73,12 @@ class Cuda:
         count: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         return count
 
+    @property
+    def shared_memory_per_block(self) -> int:
+        """How many bytes of shared memory one block may have, where its kernel asks for them."""
+        count: int = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+        return count
+
     def pinned(self, count: int) -> Array:
         """Return host memory uint8[count] that the device copies by itself."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)

@@ -12,12 +12,15 @@ pytest.importorskip("triton")
 
 from fd_core.testing.arrays import packed_weight  # noqa: E402 - only where both are installed
 from fd_core.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor  # noqa: E402
+from interpreting import dots_in_order  # noqa: E402, F401 - a fixture
 from processor import plain_product  # noqa: E402
 
-from fd_gpu_cuda.kernels.products import packed_product, quantize_rows, tile_of  # noqa: E402
+from fd_gpu_cuda.kernels.operands import operands, quantize_rows  # noqa: E402
+from fd_gpu_cuda.kernels.products import ProductDevice, tile_of, weight_product  # noqa: E402
 from fd_gpu_cuda.packed import PackedLinear, pack_linear  # noqa: E402
 
-IN_THE_INTERPRETER = packed_product(multiprocessors=2)
+SMALL, H100 = ProductDevice(2, 99 * 1024), ProductDevice(132, 227 * 1024)
+IN_THE_INTERPRETER, CUT = weight_product(SMALL), weight_product(H100)
 
 
 def linear(
@@ -139,12 +142,15 @@ def test_short_groups_and_minima_are_widened(kind: str, group: int) -> None:
     assert packed is not None and not packed.parts[0].eight
 
 
+@pytest.mark.usefixtures("dots_in_order")
 @pytest.mark.parametrize(("kind", "eight"), [("Q4_1", False), ("int8", True), (FP8, False), (FP8, True)])
-def test_a_row_has_the_same_bits_alone_and_in_every_batch(kind: str, eight: bool) -> None:
-    weight, x = linear([packed_weight(kind, 40, 256)], eight=eight), rows_of(130, 256, torch.float16)
-    together = multiply(x, weight)
+@pytest.mark.parametrize("inputs", [256, 2048])
+def test_a_row_has_the_same_bits_alone_and_in_every_batch(inputs: int, kind: str, eight: bool) -> None:
+    """The longer rows are cut: some programs share the cuts of few tokens, one has all of many."""
+    weight, x = linear([packed_weight(kind, 70, inputs)], eight=eight), rows_of(130, inputs, torch.float16)
+    together = multiply(x, weight, CUT)
     for rows in (slice(0, 1), slice(3, 20), slice(40, 80), slice(129, 130)):
-        assert torch.equal(multiply(x[rows], weight), together[rows])
+        assert torch.equal(multiply(x[rows], weight, CUT), together[rows])
 
 
 @pytest.mark.parametrize("eight", [False, True])
@@ -165,9 +171,54 @@ def test_rows_of_zeros_stay_zeros() -> None:
         assert not multiply(x, linear([packed_weight(kind, 40, 256)], eight=True)).any()
 
 
-def test_instructions_do_not_depend_on_the_number_of_rows() -> None:
-    weight = linear([packed_weight("int4", 600, 64)])
-    assert weight is not None
-    tiles = [tile_of(tokens, weight.parts[0], 132) for tokens in (1, 17, 128, 5000)]
-    assert {tile.outputs for tile in tiles} == {32}
-    assert [tile.tokens for tile in tiles] == [16, 32, 128, 128]
+# Tiles --------------------------------------------------------------------------------------------------------
+
+
+def tiles(kind: str | None, out: int, inputs: int, device: ProductDevice = H100, **more: Any) -> list[Any]:
+    x = torch.empty(1, inputs, dtype=more.pop("dtype", torch.bfloat16))
+    packed = None if kind is None else linear([packed_weight(kind, out, inputs)], **more)
+    weight = x.new_empty(out, inputs) if packed is None else packed.parts[0]
+    return [tile_of(tokens, out, operands(x, weight), device) for tokens in (1, 17, 128, 5000)]
+
+
+@pytest.mark.parametrize("kind", ["int4", "Q4_1", FP8, None])
+def test_instructions_and_sums_do_not_depend_on_the_number_of_rows(kind: str | None) -> None:
+    found = tiles(kind, 600, 2048)
+    assert {(tile.outputs, tile.cut) for tile in found} == {(64, 512)}
+    assert [tile.tokens for tile in found] == [16, 32, 128, 128]
+    assert [tile.splits for tile in found] == [4, 4, 1, 1]
+
+
+def test_few_rows_of_a_narrow_product_are_shared_by_enough_programs() -> None:
+    (few, *_), (wide, *_) = tiles("int4", 1024, 4096), tiles("int4", 28672, 256)
+    assert 128 <= 1024 // few.outputs * few.splits <= 264
+    assert wide.splits == 1
+
+
+@pytest.mark.parametrize("device", [SMALL, H100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_stages_fit_into_the_shared_memory_of_a_block(dtype: Any, device: ProductDevice) -> None:
+    for kind in ("int4", FP8, None):
+        for tile in tiles(kind, 600, 2048, device, dtype=dtype):
+            item = 4 if dtype == torch.float32 else 2
+            weights = tile.outputs * (item if kind is None else 1)
+            assert 64 * 1 <= tile.num_stages * 32 * (weights + tile.tokens * item) <= device.shared_memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("out", "inputs"), [(48, 640), (70, 1100), (3, 40)])
+def test_weights_that_are_not_packed_are_multiplied_as_they_are(out: int, inputs: int, dtype: Any) -> None:
+    x, weight = rows_of(7, inputs, dtype), rows_of(out, inputs, dtype)
+    for product in (IN_THE_INTERPRETER, CUT):
+        y = torch.full((7, out), torch.nan, dtype=dtype)
+        product(x, weight, y)
+        right = x.double() @ weight.double().T
+        assert torch.allclose(y.double(), right, rtol=0, atol=(2e-5 if dtype == torch.float32 else 1e-3) * right.abs().max())
+
+
+def test_counters_are_zero_again_after_each_product() -> None:
+    """Else the sums of a later product would be read before they are complete."""
+    weight, x = linear([packed_weight("int4", 70, 2048)]), rows_of(3, 2048)
+    first = multiply(x, weight, CUT)
+    for _ in range(3):
+        assert torch.equal(multiply(x, weight, CUT), first)

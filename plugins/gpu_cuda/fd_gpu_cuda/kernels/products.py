@@ -1,14 +1,13 @@
-"""Products with packed weights in Triton.
+"""Products with weights in Triton, packed ones first.
 
-One program computes a tile of outputs of some tokens; the weights are the rows of its products, so that the same
-instructions multiply whatever the number of tokens. It walks over the inputs span by span, in one order whatever the
-batch. Weights are widened in registers to what they stand for, rounded to the type of what they are multiplied by: no
-more than if they had been expanded when they were loaded. Or what they are multiplied by is rounded to 8 bits as well,
-row by row, where the tensor cores multiply those.
+One program computes a tile of outputs of some tokens. Inputs are cut at fixed places; what a cut adds is summed from
+nothing, and the cuts' sums are added in their order, by one program or, where few tokens leave the device idle, by the
+last of several that compute a cut each. So a row has the same bits alone and in every batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,12 +15,29 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array
 
-from fd_gpu_cuda.packed import PackedPart, PackedProduct
+from fd_gpu_cuda.kernels.operands import Operands, operands, span_products
+from fd_gpu_cuda.packed import PackedPart
 
-__all__ = ["Tile", "packed_product", "quantize_rows", "tile_of"]
+__all__ = ["ProductDevice", "Tile", "WeightProduct", "tile_of", "weight_product"]
+
+WeightProduct = Callable[[Array, PackedPart | Array, Array], None]
+"""Multiplies x [T, in] by a weight [out, in] into y [T, out], whose rows may lie apart; waits for nothing."""
 
 _MOST_TOKENS = 128
-_ROW_TILE = 1024
+_FEW_TOKENS = 32
+_SHORTEST_CUT = 512
+"""Inputs; a multiple of every step."""
+_PROGRAMS_A_MULTIPROCESSOR = 2
+_LEFT = 2048
+"""Bytes of shared memory that the stages leave to the rest of a program."""
+
+
+class ProductDevice(NamedTuple):
+    """What of a device decides about tiles."""
+
+    multiprocessors: int
+    shared_memory: int
+    """Bytes that one block may have."""
 
 
 class Tile(NamedTuple):
@@ -29,58 +45,92 @@ class Tile(NamedTuple):
 
     outputs: int
     tokens: int
+    cut: int
+    """Inputs that are summed from nothing."""
+    splits: int
+    """Programs that share the cuts of a tile of outputs; 1 computes all of them."""
     num_warps: int
     num_stages: int
 
 
-def tile_of(tokens: int, part: PackedPart, multiprocessors: int) -> Tile:
-    """Choose a tile: narrow where wide ones would leave multiprocessors idle, with as many tokens as there are.
+def stages(operand: Operands, outputs: int, tokens: int, device: ProductDevice, most: int) -> int:
+    """Return how many steps of a tile may be on their way at a time, which is bounded by the device's shared memory."""
+    return max(1, min(most, (device.shared_memory - _LEFT) // operand.stage_bytes(outputs, tokens)))
 
-    What the instructions are depends on the outputs of a tile, so these do not depend on the tokens. Hopper multiplies
-    8 bits in tiles of 64 only.
+
+def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> Tile:
+    """Choose a tile: as many tokens as there are, and of few tokens programs enough to keep all of memory busy.
+
+    What is summed in which order depends on the weight and the device alone, never on the tokens. Tensor cores multiply
+    16 outputs at a time, Hopper's 64, so that no tile has fewer.
     """
-    outputs = 64 if part.eight or triton.cdiv(part.out, 64) >= multiprocessors else 32
-    columns = min(max(triton.next_power_of_2(tokens), 16), _MOST_TOKENS)
-    return Tile(outputs, columns, 8 if columns == _MOST_TOKENS else 4, 4 if columns <= 32 else 3)
+    exact = operand.bits == 32 or operand.x.dtype == torch.float32  # multiplied without tensor cores
+    outputs = 16 if operand.bits == 32 else 32 if exact else 64
+    columns = min(max(triton.next_power_of_2(tokens), 16), 64 if exact else _MOST_TOKENS)
+    blocks = triton.cdiv(out, outputs)
+    cuts = min(_PROGRAMS_A_MULTIPROCESSOR * device.multiprocessors // blocks, operand.inputs // _SHORTEST_CUT)
+    cut, splits = operand.inputs, 1
+    if cuts > 1:
+        cut = triton.cdiv(triton.cdiv(operand.inputs, cuts), _SHORTEST_CUT) * _SHORTEST_CUT
+        splits = triton.cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
+    few = columns <= _FEW_TOKENS
+    return Tile(
+        outputs,
+        columns,
+        cut,
+        splits,
+        8 if columns == _MOST_TOKENS else 4,
+        stages(operand, outputs, columns, device, 5 if few else 3),
+    )
 
 
-def packed_product(multiprocessors: int) -> PackedProduct:
-    """Return the product on a device of so many multiprocessors."""
+def weight_product(device: ProductDevice) -> WeightProduct:
+    """Return the product on a device.
 
-    def product(x: Array, part: PackedPart, y: Array) -> None:
-        tile = tile_of(len(x), part, multiprocessors)
-        if part.eight:
-            x, x_scales = quantize_rows(x, torch.float8_e4m3fn if part.fp8 else torch.int8)
-            values = part.values.view(x.dtype)
-        else:
-            x_scales, values = None, part.values.view(torch.uint8) if part.fp8 else part.values
-        grid = (triton.cdiv(part.out, tile.outputs), triton.cdiv(len(x), tile.tokens))
-        _multiply[grid](
-            x,
-            x.stride(0),
-            x_scales,
-            values,
-            values.stride(0),
-            part.scales,
-            part.minima,
-            part.bias,
+    It keeps a counter for each tile of outputs, which is 0 between launches; so its launches follow each other on one
+    stream.
+    """
+    kept: dict[torch.device, Array] = {}
+
+    def counters(count: int, place: torch.device) -> Array:
+        # Made at the first product, which is before every capture; no split product has more tiles than this.
+        if place not in kept:
+            kept[place] = torch.zeros(_PROGRAMS_A_MULTIPROCESSOR * device.multiprocessors, dtype=torch.int32).to(place)
+        return kept[place][:count]
+
+    def product(x: Array, weight: PackedPart | Array, y: Array) -> None:
+        tokens, out = len(x), y.shape[1]
+        operand = operands(x, weight)
+        tile = tile_of(tokens, out, operand, device)
+        blocks = triton.cdiv(out, tile.outputs)
+        split, places, partial = tile.splits > 1, counters(blocks, x.device), None
+        if split:
+            partial = x.new_empty((tile.splits, tokens, out), dtype=torch.float32)
+        _multiply[(blocks, triton.cdiv(tokens, tile.tokens), tile.splits)](
+            operand.x,
+            operand.x.stride(0),
+            operand.x_scales,
+            operand.values,
+            operand.values.stride(0),
+            operand.scales,
+            operand.minima,
+            operand.bias,
+            partial,
+            places if split else None,
             y,
             y.stride(0),
-            len(x),
-            part.out,
-            part.inputs,
-            part.scales.shape[1],
-            part.group,
-            bits=part.bits,
-            fp8=part.fp8,
-            eight=part.eight,
-            middle=part.middle,
-            grouped=part.scales.shape[1] > 1,
-            has_minima=part.minima is not None,
-            has_bias=part.bias is not None,
+            tokens,
+            out,
+            operand.inputs,
+            operand.groups,
+            operand.group,
+            tile.cut,
+            **operand.form,
+            split=split,
+            whole=tile.cut >= operand.inputs,
+            has_bias=operand.bias is not None,
             n=tile.outputs,
             m=tile.tokens,
-            k=part.span,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -88,47 +138,7 @@ def packed_product(multiprocessors: int) -> PackedProduct:
     return product
 
 
-def quantize_rows(x: Array, dtype: torch.dtype) -> tuple[Array, Array]:
-    """Round rows [T, in] to int8 or float8_e4m3fn: values, and scales float32[T], not finite where a row is not."""
-    values = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    _quantize[(len(x),)](x, x.stride(0), values, scales, x.shape[1], whole=dtype == torch.int8, tile=_ROW_TILE)
-    return values, scales
-
-
-@triton.jit
-def _quantize(x_at, x_stride, values_at, scales_at, inputs, whole: tl.constexpr, tile: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    x_at += row * x_stride
-    values_at += row * inputs
-    largest = tl.zeros((tile,), tl.float32)
-    strange = tl.zeros((tile,), tl.float32)
-    for begin in range(0, inputs, tile):
-        place = begin + tl.arange(0, tile)
-        x = tl.load(x_at + place, mask=place < inputs, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(x))
-        strange += x * 0.0  # NaN for what is not finite
-    most = tl.max(largest, 0)
-    limit = 127.0 if whole else 448.0
-    # What is smaller becomes 0: its inverse would be infinite.
-    inverse = tl.where(most > 1e-30, limit / most, 0.0)
-    tl.store(scales_at + row, most / limit + tl.sum(strange, 0))
-    # To the nearest, to the even one if it is halfway: adding 1.5 * 2^23 leaves no bits of a fraction, 2^-9 times that
-    # leaves 9. What is stored needs no further rounding, which devices and the interpreter do differently.
-    for begin in range(0, inputs, tile):
-        place = begin + tl.arange(0, tile)
-        x = tl.load(x_at + place, mask=place < inputs, other=0.0).to(tl.float32) * inverse
-        if whole:
-            x = (x + 12582912.0) - 12582912.0
-        else:
-            # Three bits of mantissa are left of 23; below 2^-6, the smallest exponent, multiples of 2^-9.
-            code = x.to(tl.int32, bitcast=True)
-            rounded = ((code + 0x7FFFF + ((code >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-            x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, rounded)
-        tl.store(values_at + place, x.to(values_at.dtype.element_ty), mask=place < inputs)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _multiply(
     x_at,
     x_stride,
@@ -138,6 +148,8 @@ def _multiply(
     scales_at,
     minima_at,
     bias_at,
+    partial_at,
+    counters_at,
     y_at,
     y_stride,
     tokens,
@@ -145,12 +157,16 @@ def _multiply(
     inputs,
     groups,
     group,
+    cut,
     bits: tl.constexpr,
     fp8: tl.constexpr,
     eight: tl.constexpr,
     middle: tl.constexpr,
     grouped: tl.constexpr,
     has_minima: tl.constexpr,
+    even: tl.constexpr,
+    split: tl.constexpr,
+    whole: tl.constexpr,
     has_bias: tl.constexpr,
     n: tl.constexpr,
     m: tl.constexpr,
@@ -161,52 +177,63 @@ def _multiply(
     # Outputs and tokens beyond the last repeat it, and are not written.
     line = tl.minimum(output, out - 1).to(tl.int64)
     row = tl.minimum(token, tokens - 1).to(tl.int64)
-    lane = tl.arange(0, k)
-    values_at += line[:, None] * values_stride + lane[None, :]
-    x_at += row[None, :] * x_stride
-    scales_at += line * groups
+    mask = (token[:, None] < tokens) & (output[None, :] < out)
+    x_rows = x_at + row * x_stride
+    values_rows = values_at + line * values_stride
+    scales_rows = scales_at
+    minima_rows = minima_at
+    if bits <= 8:
+        scales_rows += line * groups
     if has_minima:
-        minima_at += line * groups
-    sums = tl.zeros((n, m), tl.int32 if eight and not fp8 and not grouped else tl.float32)
-    values_a_step: tl.constexpr = k * 8 // bits
-    for begin in range(0, inputs, values_a_step):
-        values = tl.load(values_at + begin * bits // 8)
-        for half in tl.static_range(8 // bits):
-            first = begin + half * k
-            place = first + lane
-            x = tl.load(x_at + place[:, None], mask=place[:, None] < inputs, other=0.0)
-            if eight:
-                if grouped:
-                    scale = tl.load(scales_at + first // group).to(tl.float32)
-                    sums += tl.dot(values, x).to(tl.float32) * scale[:, None]
-                elif fp8:
-                    # Tensor cores keep few bits of long sums of these products: none is longer than a span.
-                    sums = tl.dot(values, x, sums, max_num_imprecise_acc=k)
-                else:
-                    sums = tl.dot(values, x, sums, out_dtype=tl.int32)
-            else:
-                index = tl.minimum(first // group, groups - 1) if grouped else 0
-                scale = tl.load(scales_at + index).to(tl.float32)
-                if fp8:
-                    # float16 with the same bits is 2^8 times smaller: its exponents begin at -14, not at -6.
-                    code = values.to(tl.uint16)
-                    number = (((code & 128) << 8) | ((code & 127) << 7)).to(tl.float16, bitcast=True)
-                    number = number.to(tl.float32) * 256.0
-                elif bits == 4:
-                    number = ((values >> 4) if half else (values & 15)).to(tl.float32) - middle
-                else:
-                    number = values.to(tl.float32)
-                weight = number * scale[:, None]
-                if has_minima:
-                    weight += tl.load(minima_at + index).to(tl.float32)[:, None]
-                sums = tl.dot(weight.to(x.dtype), x, sums, input_precision="ieee")
-    result = sums.to(tl.float32)
+        minima_rows += line * groups
+    none = tl.zeros((n, m), tl.int32 if eight and not fp8 and not grouped else tl.float32)
+    if split:
+        begin = tl.program_id(2) * cut
+        end = tl.minimum(begin + cut, inputs)
+    else:
+        begin = 0
+        end = cut
+    sums = span_products(
+        none, x_rows, values_rows, scales_rows, minima_rows, begin, end, inputs, groups, group,
+        bits, fp8, eight, middle, grouped, has_minima, even, k,
+    )  # fmt: skip
+    total = sums.to(tl.float32)
+    if split:
+        total = tl.trans(total)
+        # The cuts' sums meet in memory. Whoever comes last reads all of them: its count is read after every other
+        # program's sums were written, because a barrier is between the writes of a program's threads and its counting,
+        # counting releases what was written and acquires what the others released, and another barrier is between
+        # that and the reads (memory consistency model of PTX, causality order).
+        splits = tl.num_programs(2)
+        at = partial_at + row[:, None] * out + line[None, :]
+        jump = tokens.to(tl.int64) * out
+        tl.store(at + tl.program_id(2) * jump, total, mask=mask)
+        tl.debug_barrier()
+        count = counters_at + tl.program_id(0)
+        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            tl.debug_barrier()
+            total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+            for other in range(1, splits):
+                total += tl.load(at + other * jump, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(count, 0)
+            _finish(total, x_scales_at, scales_rows, bias_at, y_at, y_stride, row, line, mask, eight, grouped, has_bias)
+    else:
+        if not whole:
+            for later in range(cut, inputs, cut):
+                more = span_products(
+                    none, x_rows, values_rows, scales_rows, minima_rows, later, tl.minimum(later + cut, inputs), inputs,
+                    groups, group, bits, fp8, eight, middle, grouped, has_minima, even, k,
+                )  # fmt: skip
+                total += more.to(tl.float32)
+        _finish(tl.trans(total), x_scales_at, scales_rows, bias_at, y_at, y_stride, row, line, mask, eight, grouped, has_bias)
+
+
+@triton.jit
+def _finish(total, x_scales_at, scales_rows, bias_at, y_at, y_stride, row, line, mask, eight: tl.constexpr, grouped: tl.constexpr, has_bias: tl.constexpr):
     if eight:
         if not grouped:
-            result *= tl.load(scales_at).to(tl.float32)[:, None]
-        result *= tl.load(x_scales_at + row)[None, :]
+            total *= tl.load(scales_rows).to(tl.float32)[None, :]
+        total *= tl.load(x_scales_at + row)[:, None]
     if has_bias:
-        result += tl.load(bias_at + line)[:, None]
-    mask = (token[:, None] < tokens) & (output[None, :] < out)
-    at = row[:, None] * y_stride + output[None, :]
-    tl.store(y_at + at, tl.trans(result).to(y_at.dtype.element_ty), mask=mask)
+        total += tl.load(bias_at + line)[None, :]
+    tl.store(y_at + row[:, None] * y_stride + line[None, :], total.to(y_at.dtype.element_ty), mask=mask)
