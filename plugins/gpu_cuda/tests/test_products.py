@@ -213,7 +213,9 @@ def test_weights_that_are_not_packed_are_multiplied_as_they_are(out: int, inputs
         y = torch.full((7, out), torch.nan, dtype=dtype)
         product(x, weight, y)
         right = x.double() @ weight.double().T
-        assert torch.allclose(y.double(), right, rtol=0, atol=(2e-5 if dtype == torch.float32 else 1e-3) * right.abs().max())
+        assert torch.allclose(
+            y.double(), right, rtol=0, atol=(2e-5 if dtype == torch.float32 else 1e-3) * right.abs().max()
+        )
 
 
 def test_counters_are_zero_again_after_each_product() -> None:

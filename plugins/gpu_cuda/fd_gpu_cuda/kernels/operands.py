@@ -1,9 +1,9 @@
 """What products of the kernels multiply: weights as they lie in memory, widened in registers span by span.
 
-Weights are the rows of the products and tokens their columns, so that the same instructions multiply whatever the number
-of tokens. Packed weights are widened to what they stand for, rounded to the type of what they are multiplied by: no more
-than if they had been expanded when they were loaded. Or what they are multiplied by is rounded to 8 bits as well, row by
-row, where the tensor cores multiply those. Weights that are not packed pass through the same walk as they are.
+Weights are the rows of the products and tokens their columns, so that the same instructions multiply whatever the
+number of tokens. Packed weights are widened to what they stand for, rounded to the type of what they are multiplied by:
+no more than if they had been expanded when they were loaded. Or what they are multiplied by is rounded to 8 bits as
+well, row by row, where the tensor cores multiply those. Weights that are not packed take the same walk as they are.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class Operands(NamedTuple):
 
 
 def operands(x: Array, weight: PackedPart | Array) -> Operands:
-    """Return x [T, in] and a weight as kernels read them; rounds x to 8 bits, with a launch, where the weight wants that.
+    """Return x [T, in] and a weight as kernels read them.
 
-    A weight [out, in] that is not packed has any dtype: x is widened to it.
+    Rounds x to 8 bits, with a launch, where the weight wants that. A weight [out, in] that is not packed has any dtype:
+    x is widened to it.
     """
     if not isinstance(weight, PackedPart):
         inputs, span = weight.shape[1], _PLAIN_SPAN_BYTES // weight.element_size()

@@ -225,11 +225,37 @@ def _multiply(
                     groups, group, bits, fp8, eight, middle, grouped, has_minima, even, k,
                 )  # fmt: skip
                 total += more.to(tl.float32)
-        _finish(tl.trans(total), x_scales_at, scales_rows, bias_at, y_at, y_stride, row, line, mask, eight, grouped, has_bias)
+        _finish(
+            tl.trans(total),
+            x_scales_at,
+            scales_rows,
+            bias_at,
+            y_at,
+            y_stride,
+            row,
+            line,
+            mask,
+            eight,
+            grouped,
+            has_bias,
+        )
 
 
 @triton.jit
-def _finish(total, x_scales_at, scales_rows, bias_at, y_at, y_stride, row, line, mask, eight: tl.constexpr, grouped: tl.constexpr, has_bias: tl.constexpr):
+def _finish(
+    total,
+    x_scales_at,
+    scales_rows,
+    bias_at,
+    y_at,
+    y_stride,
+    row,
+    line,
+    mask,
+    eight: tl.constexpr,
+    grouped: tl.constexpr,
+    has_bias: tl.constexpr,
+):
     if eight:
         if not grouped:
             total *= tl.load(scales_rows).to(tl.float32)[None, :]

@@ -1,0 +1,82 @@
+"""Compiles the launches that functions make, without a GPU, and looks at what came out.
+
+For scripts that run in a process of their own, without TRITON_INTERPRET; a test starts them with `compiled`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from fake_driver import FakeDriver
+from triton.compiler import ASTSource
+
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Bytes that a block may have, by compute capability."""
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132}
+
+
+def everything() -> bool:
+    """Whether all cases are compiled, not only a sample of them."""
+    return os.environ.get("FD_GPU_ALL", "") not in ("", "0")
+
+
+class Compiler(FakeDriver):
+    """Compiles every launch once, and says what is wrong with the machine code."""
+
+    def __init__(self, capability: int) -> None:
+        super().__init__(capability, compiles=True)
+        self._capability = capability
+        self.case = ""
+        self.wanted: dict[str, str] = {}
+        """By kernel the pattern of an instruction that has to be there."""
+        self.spills = 0
+        """Bytes of registers that may go to memory."""
+
+    def _compile(self, kernel: Any, asked: dict[str, Any], name: str) -> None:
+        options = {option: asked[option] for option in ("num_warps", "num_ctas", "num_stages")}
+        source = ASTSource(kernel, asked["signature"], asked["constants"], asked["configs"][0])
+        place = f"sm_{self._capability}, {self.case}, {name}"
+        try:
+            made = triton.compile(source, target=self._target, options=options)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test says it
+            self.failures.append(f"{place}: {type(error).__name__}: {error}")
+            return
+        shared, spilled = made.metadata.shared, stack(made)
+        if shared > SHARED_MEMORY[self._capability]:
+            self.failures.append(f"{place}: wants {shared} bytes of shared memory")
+        if spilled > self.spills:
+            self.failures.append(f"{place}: {spilled} bytes of registers go to memory")
+        wanted = self.wanted.get(kernel.fn.__name__, "")
+        if not re.search(wanted, made.asm["ptx"]):
+            self.failures.append(f"{place}: no instruction {wanted}")
+
+
+def stack(made: Any) -> int:
+    """Return the bytes of registers that do not fit: they are kept on the stack of the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        said = subprocess.run([dump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", said)
+    assert found, said
+    return int(found[1])
+
+
+def compiled(script: str, folder: Path, *words: str) -> None:
+    """Run a script beside this one; what it prints is what is wrong."""
+    here = Path(__file__).parent
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(here / script), *words]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert not run.stdout.strip(), run.stdout[-6000:]
