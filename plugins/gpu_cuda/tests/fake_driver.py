@@ -31,6 +31,7 @@ class H100(Processor):
     has_bfloat16 = True  # type: ignore[assignment]  # as above
     multiplies_fp8 = True  # type: ignore[assignment]  # as above
     multiprocessors = 132  # type: ignore[assignment]  # as above
+    shared_memory_per_block = 227 * 1024  # type: ignore[assignment]  # as above
 
 
 class FakeDriver:
