@@ -53,31 +53,42 @@ class TorchKVCache(KVCache):
         """Return the layer's views."""
         return self._layers[index]
 
+    @property
+    def host_dtype(self) -> npt.DTypeLike:
+        """The type of exported blocks."""
+        return _HOST_DTYPES[self._data.dtype]
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """The shape of an exported block."""
+        shape = self.shape
+        return (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.stored_head)
+
+    def checked(self, blocks: IntArray, data: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return exported blocks as they are. Raises `ValueError` if they are none of this cache."""
+        wanted = (len(blocks), *self.block_shape)
+        if data.dtype != self.host_dtype or data.shape != wanted:
+            raise ValueError(
+                f"exported blocks are {data.dtype}{list(data.shape)}, the cache holds "
+                f"{np.dtype(self.host_dtype)}{list(wanted)}"
+            )
+        return data
+
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks in canonical order; bfloat16 as uint16 bits."""
-        copied = self._gather(self._index(blocks)).permute(2, 0, 1, 3, 4, 5).contiguous().cpu()
+        copied = self._blocks()[:, :, self._index(blocks)].permute(2, 0, 1, 3, 4, 5).contiguous().cpu()
         values: npt.NDArray[Any] = copied.view(_BITS[copied.dtype]).numpy().view(_HOST_DTYPES[copied.dtype])
         return values
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         """Write exported blocks."""
-        dtype = self._data.dtype
-        if data.dtype != _HOST_DTYPES[dtype]:
-            raise ValueError(f"exported blocks are {data.dtype}, the cache holds {np.dtype(_HOST_DTYPES[dtype])}")
-        bits = np.array(data).view(np.int16) if dtype == torch.bfloat16 else np.array(data)
+        dtype, data = self._data.dtype, np.array(self.checked(blocks, data))
+        bits = data.view(np.int16) if dtype == torch.bfloat16 else data
         values = torch.from_numpy(bits).view(dtype).to(self._data.device)
-        self._scatter(self._index(blocks), values.permute(1, 2, 0, 3, 4, 5))
+        self._blocks()[:, :, self._index(blocks)] = values.permute(1, 2, 0, 3, 4, 5)
 
-    def _gather(self, index: Array) -> Array:
-        """Return some blocks as a tensor of their own, [layers, 2, n, block_size, nkv, d]."""
-        return self._blocks(self._data)[:, :, index]
-
-    def _scatter(self, index: Array, values: Array) -> None:
-        """Write what `_gather` returns."""
-        self._blocks(self._data)[:, :, index] = values
-
-    def _blocks(self, data: Array) -> Array:
-        return data.unflatten(2, (-1, self.shape.block_size))
+    def _blocks(self) -> Array:
+        return self._data.unflatten(2, (-1, self.shape.block_size))
 
     def _index(self, blocks: IntArray) -> Array:
         return torch.from_numpy(np.array(blocks, np.int64)).to(self._data.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +11,8 @@ import numpy.typing as npt
 import torch
 from fd_core.ops.contract import Array, HostCopies
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
+
+from fd_gpu_cuda.copy_lane import CopyLane
 
 __all__ = ["Cuda", "QueuedCopies", "Replay"]
 
@@ -47,7 +48,6 @@ class Cuda:
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
-        self._copies = torch.cuda.Stream(self.device)
         self._pool: Any = None
         self._connection: Any = None
 
@@ -102,7 +102,7 @@ class Cuda:
 
     def wait_for(self, work: Any) -> None:
         """Wait for a stream or an event. Raises `RanksApart` where another rank holds it up, or is gone."""
-        if self.ranks is None or work == self._copies:  # copies wait for no rank, and have a thread of their own
+        if self.ranks is None:
             work.synchronize()
             return
         try:
@@ -125,10 +125,9 @@ class Cuda:
         self._connection = ProcessGroupNCCL(store, parallel.rank, parallel.size, options)
         return self._connection
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """Return a context whose work goes to the stream of KV copies, beside the steps."""
-        context: AbstractContextManager[Any] = torch.cuda.stream(self._copies)
-        return context
+    def copy_lane(self) -> CopyLane:
+        """Return another stream for copies beside the steps, behind what is queued so far."""
+        return CopyLane(self.device)
 
     def capture(self, compute: Callable[[], Array]) -> tuple[Replay, Array]:
         """Capture a computation; returns how to queue it again and where its result will lie.

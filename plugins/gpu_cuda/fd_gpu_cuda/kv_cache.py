@@ -13,11 +13,9 @@ from fd_core.ops.torch_attention import TorchKVCache
 from fd_core.types import IntArray
 
 from fd_gpu_cuda.device import Cuda
+from fd_gpu_cuda.kv_copies import BlockCopies
 
 __all__ = ["CudaKVCache", "CudaLayer"]
-
-_CHUNK_BYTES = 64 * 2**20
-"""Device memory that one copy takes for its rearranged blocks."""
 
 
 class CudaLayer(NamedTuple):
@@ -41,21 +39,21 @@ class CudaLayer(NamedTuple):
 
 
 class CudaKVCache(TorchKVCache):
-    """The core's cache with one more block, for padding, and with copies on a stream of their own.
+    """The core's cache with one more block, for padding, and with copies on streams of their own.
 
-    A copy waits for its own stream only, with the interpreter's lock released, so steps go on. It needs no order with
-    theirs: who calls has seen the answers of all steps that touch these blocks, and queues none before it is told.
+    A copy waits for its own streams only, with the interpreter's lock released, so steps go on.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int, dtype: Any, cuda: Cuda) -> None:
         super().__init__(shape, num_blocks + 1, dtype, cuda.device)
         self.num_blocks = num_blocks
         self.spare_block = num_blocks
-        self._cuda = cuda
-        self._chunk = max(1, _CHUNK_BYTES // shape.bytes_per_block(dtype.itemsize))
         self._scales: Array | None = None
+        parts = [self._data]
         if shape.quantized:
             self._data, self._scales = _with_scales_apart(self._data)
+            parts = [self._data, self._scales.view(torch.int8).unflatten(3, (-1, SCALE_BYTES))]
+        self._copies = BlockCopies(parts, shape.block_size, cuda)
         self._cuda_layers = [self._layer(index) for index in range(shape.num_layers)]
 
     def layer(self, index: int) -> CudaLayer:  # type: ignore[override]  # the kernels read another layout
@@ -68,37 +66,15 @@ class CudaKVCache(TorchKVCache):
             return CudaLayer(keys, values, self.shape.block_size)
         return CudaLayer(keys, values, self.shape.block_size, *self._scales[index])
 
-    def _gather(self, index: Array) -> Array:
-        if self._scales is None:
-            return super()._gather(index)
-        scales = self._scales.view(torch.int8).unflatten(3, (-1, SCALE_BYTES))
-        return torch.cat([self._blocks(each)[:, :, index] for each in (self._data, scales)], dim=-1)
-
-    def _scatter(self, index: Array, values: Array) -> None:
-        if self._scales is None:
-            super()._scatter(index, values)
-            return
-        scales = self._scales.view(torch.int8).unflatten(3, (-1, SCALE_BYTES))
-        self._blocks(self._data)[:, :, index] = values[..., :-SCALE_BYTES]
-        self._blocks(scales)[:, :, index] = values[..., -SCALE_BYTES:]
-
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
-        """Copy blocks to the host, a few at a time."""
-        with self._cuda.copying():
-            parts = [super(CudaKVCache, self).export_blocks(part) for part in self._parts(blocks)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        """Copy blocks to the host, a few at a time. Raises `MemoryError`, which ends this copy only."""
+        exported = np.empty((len(blocks), *self.block_shape), self.host_dtype)
+        self._copies.export(blocks, exported)
+        return exported
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write exported blocks and wait until they are there."""
-        begin = 0
-        with self._cuda.copying():
-            for part in self._parts(blocks):
-                super().import_blocks(part, data[begin : begin + len(part)])
-                begin += len(part)
-            self._cuda.wait()
-
-    def _parts(self, blocks: IntArray) -> list[IntArray]:
-        return [blocks[begin : begin + self._chunk] for begin in range(0, max(len(blocks), 1), self._chunk)]
+        """Write exported blocks and wait until they are there. Raises `MemoryError`, which ends this copy only."""
+        self._copies.bring(blocks, self.checked(blocks, data))
 
 
 def _with_scales_apart(data: Array) -> tuple[Array, Array]:

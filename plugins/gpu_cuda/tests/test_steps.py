@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from fd_core.backends.contract import Model  # noqa: E402 - only where torch is installed
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig, resolve_limits  # noqa: E402
-from fd_core.ops.contract import KVShape, Ops  # noqa: E402
+from fd_core.ops.contract import Ops  # noqa: E402
 from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
 from fd_core.runner.inputs import BudgetExceeded  # noqa: E402
@@ -199,27 +198,6 @@ def test_a_replay_reads_no_row_of_an_earlier_larger_batch(folder: Path) -> None:
         outputs.append([runner.execute(each).tokens for each in (large, rest, wanted, small)])
     np.testing.assert_array_equal(outputs[0], outputs[1])
     assert processor.replays == 3
-
-
-def test_blocks_are_copied_bit_by_bit_beside_the_steps_and_from_another_thread() -> None:
-    for dtype in ("float32", "bfloat16"):
-        processor = Processor()
-        ops = make_ops(processor, dtype)
-        cache: Any = ops.allocate_kv(KVShape(2, 2, 8, 4), 6)
-        cache._data.copy_(torch.randn(cache._data.shape))
-        assert (cache.num_blocks, cache.spare_block) == (6, 6)
-        cache._chunk = 2
-        copied: list[np.ndarray] = []
-        thread = threading.Thread(
-            target=lambda to, cache: to.append(cache.export_blocks(ids(5, 0, 3))), args=(copied, cache)
-        )
-        thread.start()
-        thread.join()
-        assert copied[0].shape == (3, 2, 2, 4, 2, 8)
-        cache.import_blocks(ids(1, 2, 4), copied[0])
-        np.testing.assert_array_equal(cache.export_blocks(ids(1, 2, 4)), copied[0])
-        assert processor.copies == 3
-        assert cache.export_blocks(ids()).shape == (0, 2, 2, 4, 2, 8)
 
 
 def test_the_kv_cache_is_sized_from_what_is_free(folder: Path) -> None:
