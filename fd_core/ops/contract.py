@@ -96,7 +96,7 @@ class KVCache(abc.ABC):
     shape: KVShape
     num_blocks: int
     spare_block: int | None = None
-    """A block beyond those that requests may hold, for the rows that pad a step; None where no step is padded."""
+    """A block beyond those that requests may hold, for what pads a step; None where no step is padded."""
 
     @abc.abstractmethod
     def layer(self, index: int) -> Any:
@@ -212,6 +212,9 @@ class StepInput:
     max_query: int
     """Largest number of tokens of one row; 1 means pure decode."""
     max_context: int
+    uniform: bool = False
+    """Every row has exactly `max_query` tokens, and the step is a decode or padded like one: see `Ops.padded`. Then the
+    token j of row i is the one at i * max_query + j, and its position context_len[i] - max_query + j."""
     host: HostStep | None = None
     """The same metadata on the host; None where the step was not built there."""
     lora_places: Array | None = None
@@ -674,14 +677,15 @@ class Ops(abc.ABC):
 
     # Whole steps ------------------------------------------------------------------------------------------
 
-    def padded_rows(self, rows: int) -> int:
-        """Return how many rows a decode of `rows` rows, each of one token, is computed as; by default no more.
+    def padded(self, rows: int, width: int) -> tuple[int, int] | None:
+        """Return the shape that a step is padded to: rows, and tokens of each row; None to compute it as it is.
 
-        The alignment of a pack that replays graphs of fixed sizes. The runner adds the rows, which touch nothing but
-        the cache's `spare_block`, and charges them to the step token budget. So a pack must never ask for more rows
-        than `max_num_batched_tokens`: a decode that fits the budget then fits it padded.
+        The alignment of a pack that replays graphs of fixed shapes. It is asked for each step, whose `rows` rows have
+        up to `width` tokens each; the shape is no smaller. Padding writes nothing but the cache's `spare_block`. The
+        step is charged to the step token budget as it is padded, so a pack never asks for more tokens than
+        `max_num_batched_tokens`.
         """
-        return rows
+        return None
 
     def compile(self, forward: Forward) -> Forward:
         """Return a faster equivalent of a model's forward, such as a captured graph; by default itself.

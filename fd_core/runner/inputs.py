@@ -32,8 +32,18 @@ class Spans:
     """int32[n], tokens computed, at least 1."""
     logits_rows: IntArray
     """int32[R], indices into the flattened batch."""
-    padding: int = field(default=0, kw_only=True)
-    """Rows of one token that only fill the step up; they stand behind the others."""
+    shape: tuple[int, int] | None = field(default=None, kw_only=True)
+    """Rows, and tokens of each row, that the step is padded to; None if it is computed as it is.
+
+    Before a span that is shorter, tokens of the same request are computed once more; what is written of them goes to
+    the spare block. So a span reads nothing but its own request, and no NaN of another one reaches it. Further rows lie
+    in the spare block as a whole, behind the others.
+    """
+
+    @property
+    def begins(self) -> IntArray:
+        """int32[n], where the own tokens of each span begin in the flattened batch."""
+        return _begins(self.counts, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +76,16 @@ class Rows(Spans):
 
 
 def resolve_rows(
-    plan: StepPlan, batch: PersistentBatch, limits: Limits, padded_rows: Callable[[int], int] | None = None
+    plan: StepPlan,
+    batch: PersistentBatch,
+    limits: Limits,
+    padded: Callable[[int, int], tuple[int, int] | None] | None = None,
 ) -> Rows:
     """Fix what the plan leaves to the runner: how many drafts there are, and where a row begins.
 
     A row that samples ends with the last token known, which may lie before the plan's place when drafts of an earlier
-    step were rejected. A step of single tokens is padded to as many rows as `padded_rows` says, and charged for them.
+    step were rejected. A step is padded to the shape that `padded` gives, see `Ops.padded`, and charged for it; it is
+    computed as it is where a request has fewer tokens than a row of that shape.
     Raises `BudgetExceeded` if the step is larger than the budget, and `RuntimeError` if it reaches beyond the tokens
     that the runner knows.
     """
@@ -80,10 +94,10 @@ def resolve_rows(
     own = plan.num_tokens - plan.num_drafts
     starts = np.where(plan.samples, batch.length[slots] - own, plan.starts)
     counts = own + drafts
-    padding = 0
-    if padded_rows is not None and len(counts) and (counts == 1).all():
-        padding = padded_rows(len(counts)) - len(counts)
-    total = int(counts.sum()) + padding
+    shape = padded(len(counts), int(counts.max())) if padded is not None and len(counts) else None
+    if shape is not None and (starts + counts < shape[1]).any():
+        shape = None
+    total = int(counts.sum()) if shape is None else shape[0] * shape[1]
     if total > limits.max_num_batched_tokens:
         raise BudgetExceeded(f"step {plan.step} computes {total} tokens; the budget is {limits.max_num_batched_tokens}")
     astray = (starts > plan.starts) | (starts + own > batch.length[slots]) | (starts < 0)
@@ -92,7 +106,7 @@ def resolve_rows(
         raise RuntimeError(f"step {plan.step} plans tokens of slot {slot} that the runner does not have")
     sampling = plan.samples.nonzero()[0].astype(np.int32)
     verified = drafts[sampling]
-    ends = np.cumsum(counts, dtype=np.int32)[sampling]
+    first_logits = (_begins(counts, shape) + own - 1)[sampling]
     row_of, columns = _rows_and_columns(verified)
     sampled_slots = slots[sampling]
     return Rows(
@@ -101,12 +115,21 @@ def resolve_rows(
         counts=counts,
         sampling=sampling,
         drafts=verified,
-        logits_rows=ends[row_of] - 1 - verified[row_of] + columns,
+        logits_rows=first_logits[row_of] + columns,
         logits_slots=sampled_slots[row_of],
         positions=batch.length[sampled_slots][row_of] + columns,
         columns=columns,
-        padding=padding,
+        shape=shape,
     )
+
+
+def _begins(counts: IntArray, shape: tuple[int, int] | None) -> IntArray:
+    ends: IntArray
+    if shape is None:
+        ends = np.cumsum(counts, dtype=np.int32)
+    else:
+        ends = np.arange(shape[1], len(counts) * shape[1] + 1, shape[1], dtype=np.int32)
+    return ends - counts
 
 
 def _rows_and_columns(drafts: IntArray) -> tuple[IntArray, IntArray]:
@@ -131,46 +154,50 @@ def build_inputs(
     """Gather tokens, positions, cache slots and block tables of the spans, at least one.
 
     `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] hold what is known of every slot; `size` is
-    the number of tokens in a block; `spare_block` is the block that padding rows read and write.
+    the number of tokens in a block; `spare_block` is the block that padding writes.
     `adapters` has the place of each slot's adapter, int32[num_slots]; None if none of these slots has one.
     """
-    slots, counts = spans.slots, spans.counts
-    total = int(counts.sum())
+    slots, starts, counts, more = spans.slots, spans.starts, spans.counts, 0
+    context = starts + counts
+    width, max_context = int(counts.max()), int(context.max())
+    if spans.shape is not None:
+        if spare_block is None:
+            raise RuntimeError(f"the pack {ops.name} pads steps, but its KV cache has no spare block")
+        more, width = spans.shape[0] - len(slots), spans.shape[1]
+        starts, counts = context - width, np.full_like(counts, width)
+    total, spare = int(counts.sum()), 0 if spare_block is None else spare_block
     if total == len(slots):  # one token each
-        query_start = np.arange(total + 1, dtype=np.int32)
-        positions, slot_of = spans.starts, slots
+        query_start = np.arange(total + more + 1, dtype=np.int32)
+        positions, slot_of = starts, slots
     else:
-        query_start = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
+        query_start = np.zeros(len(slots) + more + 1, np.int32)
+        np.cumsum(_padded(counts, more, width), out=query_start[1:])
         row_of = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
-        positions = np.arange(total, dtype=np.int32) - query_start[row_of] + spans.starts[row_of]
+        positions = np.arange(total, dtype=np.int32) - query_start[row_of] + starts[row_of]
         slot_of = slots[row_of]
-    context = spans.starts + counts
-    max_context = int(context.max())
-    more, spare = spans.padding, 0 if spare_block is None else spare_block
-    if more and spare_block is None:
-        raise RuntimeError(f"the pack {ops.name} pads steps, but its KV cache has no spare block")
     entries, offsets = np.divmod(positions, size)
     kv_slots = tables[slot_of, entries] * size + offsets
+    if spans.shape is not None and width > 1:
+        kv_slots[positions < np.repeat(spans.starts, width)] = spare * size  # what was computed before
     host = HostStep(
-        query_start=np.concatenate([query_start, np.arange(total + 1, total + more + 1, dtype=np.int32)])
-        if more
-        else query_start,
-        context_len=_padded(context, more, 1),
+        query_start=query_start,
+        context_len=_padded(context, more, width),
         block_tables=_padded(tables[slots, : -(-max_context // size)], more, spare),
     )
+    filling = more * width
     return StepInput(
-        token_ids=ops.from_host(_padded(tokens[slot_of, positions], more, 0)),
-        positions=ops.from_host(_padded(positions, more, 0)),
-        kv_slots=ops.from_host(_padded(kv_slots, more, spare * size)),
+        token_ids=ops.from_host(_padded(tokens[slot_of, positions], filling, 0)),
+        positions=ops.from_host(_padded(positions, filling, np.arange(filling, dtype=np.int32) % width)),
+        kv_slots=ops.from_host(_padded(kv_slots, filling, spare * size)),
         query_start=ops.from_host(host.query_start),
         context_len=ops.from_host(host.context_len),
         block_tables=ops.from_host(host.block_tables),
         logits_rows=ops.from_host(spans.logits_rows),
-        max_query=int(counts.max()),
+        max_query=width,
         max_context=max_context,
+        uniform=width == 1 or spans.shape is not None,
         host=host,
-        **({} if adapters is None else adapter_rows(_padded(adapters[slot_of], more, 0), ops)),
+        **({} if adapters is None else adapter_rows(_padded(adapters[slot_of], filling, 0), ops)),
     )
 
 
@@ -181,6 +208,10 @@ def adapter_rows(places: IntArray, ops: Ops) -> dict[str, Any]:
     return {"lora_places": ops.from_host(places), "lora_groups": groups}
 
 
-def _padded(array: IntArray, more: int, value: int) -> IntArray:
-    """Return the array with `more` rows of `value` behind it."""
-    return np.concatenate([array, np.full((more, *array.shape[1:]), value, array.dtype)]) if more else array
+def _padded(array: IntArray, more: int, value: IntArray | int) -> IntArray:
+    """Return the array with `more` rows of `value`, or of its elements, behind it."""
+    if not more:
+        return array
+    filling = np.empty((more, *array.shape[1:]), array.dtype)
+    filling[...] = value
+    return np.concatenate([array, filling])

@@ -72,7 +72,7 @@ class Pooler:
         if not self._wanted:
             return ()
         found = []
-        begins = np.cumsum(spans.counts) - spans.counts
+        begins = spans.begins
         for index, slot in enumerate(spans.slots.tolist()):
             if slot not in self._wanted:
                 continue

@@ -65,7 +65,7 @@ class PromptScorer:
         if not self._wanted:
             return (np.empty(0, np.int32),) * 3
         found: list[tuple[IntArray, IntArray, IntArray]] = [(np.empty(0, np.int32),) * 3]
-        begins = np.cumsum(spans.counts) - spans.counts
+        begins = spans.begins
         for index, slot in enumerate(spans.slots.tolist()):
             if slot in self._wanted:
                 first = int(spans.starts[index])

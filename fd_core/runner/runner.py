@@ -92,7 +92,7 @@ class Runner:
         anew; whatever else fails is raised.
         """
         self._apply(plan)
-        rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded_rows)
+        rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded)
         sampled, read = self._sample(rows)
         grid = self._grid(rows, sampled)
         accepted = self._verify(rows, grid)

@@ -66,8 +66,7 @@ class Stepper:
         self._check_grants(plan)
         before = len(self.computed)
         self.in_flight.append((plan, self.execute(plan)))
-        padded = self.runner.ops.padded_rows(len(plan.slots)) if len(plan.slots) else 0
-        allowed = min(max(plan.total_tokens, padded), self.limits.max_num_batched_tokens)
+        allowed = min(max(plan.total_tokens, self._padded(plan)), self.limits.max_num_batched_tokens)
         computed = sum(self.computed[before:])
         assert computed <= allowed, f"step {plan.step} computes {computed} tokens where {allowed} were charged"
         tables = self.runner.batch.tables
@@ -160,6 +159,15 @@ class Stepper:
         free = self.probe.pool.free_blocks()
         for step, blocks in self._touched.items():
             assert not blocks & free, f"step {step} in flight touches blocks that are free"
+
+    def _padded(self, plan: StepPlan) -> int:
+        """Return how many tokens a plan's step may have with its padding; the runner may have fewer drafts than it."""
+        if not len(plan.slots):
+            return 0
+        widest = int(plan.num_tokens.max())
+        widths = range(max(1, widest - self.limits.max_drafts), widest + 1)
+        shapes = [self.runner.ops.padded(len(plan.slots), width) for width in widths]
+        return max((rows * width for rows, width in filter(None, shapes)), default=0)
 
     def _check_grants(self, plan: StepPlan) -> None:
         busy = set().union(*self._touched.values())

@@ -167,7 +167,7 @@ MUTANTS = (
     mutant(
         "padding-is-not-charged",
         "2.1: the alignment that the backend declares is charged",
-        ("runner/inputs.py", "total = int(counts.sum()) + padding", "total = int(counts.sum())"),
+        ("runner/inputs.py", "int(counts.sum()) if shape is None else shape[0] * shape[1]", "int(counts.sum())"),
     ),
     mutant(
         "a-new-residency-is-charged-for-drafts-of-the-one-before",

@@ -13,7 +13,7 @@ from fd_core.config import Limits
 from fd_core.ops.contract import Array, KVCache, StepInput
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.runner.batch import PersistentBatch
-from fd_core.runner.inputs import BudgetExceeded, build_inputs, resolve_rows
+from fd_core.runner.inputs import BudgetExceeded, resolve_rows
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepPlan
@@ -106,36 +106,6 @@ def test_token_zero_is_a_draft_like_every_other() -> None:
     rows.guess(ids(0), np.array([[0, 0, 7]], np.int32), ids(3))
     assert rows.num_drafts[0] == 3
     assert rows.tokens[0, 5:8].tolist() == [0, 0, 7]
-
-
-def single(count: int) -> StepPlan:
-    return plan([4] * count, [1] * count, [0] * count)
-
-
-def test_padding_is_charged() -> None:
-    assert resolve_rows(single(2), batch(0, 0), LIMITS, lambda rows: 6).padding == 4
-    with pytest.raises(BudgetExceeded, match="computes 7 tokens; the budget is 6"):
-        resolve_rows(single(2), batch(0, 0), LIMITS, lambda rows: 7)
-
-
-def test_a_step_with_more_than_a_token_in_a_row_is_not_padded() -> None:
-    mixed = plan([4, 4], [2, 1], [1, 0])
-    assert resolve_rows(mixed, batch(1, 0), LIMITS, lambda rows: 6).padding == 0
-
-
-def test_padding_reads_and_writes_the_spare_block_only() -> None:
-    slots, ops = batch(0, 0), NumpyOps()
-    slots.tables[:2, :2] = [[3, 5], [7, 8]]
-    rows = resolve_rows(single(2), slots, LIMITS, lambda rows: 4)
-    step = build_inputs(rows, slots.tokens, slots.tables, 4, ops, spare_block=24)
-    assert step.kv_slots.tolist() == [20, 32, 96, 96]
-    assert step.block_tables.tolist() == [[3, 5], [7, 8], [24, 24], [24, 24]]
-    assert step.query_start.tolist() == [0, 1, 2, 3, 4]
-    assert step.context_len.tolist() == [5, 5, 1, 1]
-    assert (step.token_ids.tolist(), step.positions.tolist()) == ([4, 4, 0, 0], [4, 4, 0, 0])
-    assert step.logits_rows.tolist() == [0, 1]
-    with pytest.raises(RuntimeError, match="no spare block"):
-        build_inputs(rows, slots.tokens, slots.tables, 4, ops)
 
 
 class Counting(NumpyOps):

@@ -43,7 +43,7 @@ def test_the_oracle_is_well(size):
 def test_every_operation_of_the_contract_is_examined():
     examined = {name for check in CHECKS for name in check.primitive.split(", ")}
     needed_by_others = {"prepare_vector", "prepare_embedding", "prepare_linear", "prepare_experts", "prepare_lora"}
-    no_operations = {"configure", "fetch", "add_shared", "padded_rows", "compile", "compile_states"}
+    no_operations = {"configure", "fetch", "add_shared", "padded", "compile", "compile_states"}
     no_operations |= {"replaceable_weights", "compile_adapted", "join", "all_reduce", "all_gather"}
     no_operations |= {"cut", "states_from_host"}
     methods = {name for name, value in vars(Ops).items() if callable(value) and not name.startswith("_")}

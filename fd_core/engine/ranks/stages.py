@@ -87,7 +87,7 @@ class EarlierStageRunner(Runner):
         for admission in plan.admissions:
             self.batch.admit(admission)
         self.batch.grant(plan)
-        rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded_rows)
+        rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded)
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
             inputs = build_inputs(rows, self.batch.tokens, self.batch.tables, size, self.ops, spare)

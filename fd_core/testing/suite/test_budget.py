@@ -95,10 +95,14 @@ def test_each_step_computes_what_it_was_charged(target: Target, golden: Golden) 
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.law("2")
-def test_padding_never_exceeds_the_budget(target: Target, rows: int) -> None:
-    with target.engine(max_num_batched_tokens=4) as engine:
-        assert rows <= engine.probe().runner.ops.padded_rows(rows) <= 4
+def test_padding_never_exceeds_the_budget(target: Target, k: int, rows: int) -> None:
+    with target.engine(k, max_num_batched_tokens=4) as engine:
+        for width in range(1, 5):
+            shape = engine.probe().runner.ops.padded(rows, width)
+            if shape is not None:
+                assert rows <= shape[0] and width <= shape[1] and shape[0] * shape[1] <= 4
 
 
 @pytest.mark.law("2.5")

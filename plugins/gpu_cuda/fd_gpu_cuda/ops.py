@@ -173,9 +173,9 @@ class CudaOps(TorchOps):
         """Forbid tokens by packed bits, in place, with one kernel."""
         return self._kernels.mask_logits(logits, rows, bits)
 
-    def padded_rows(self, rows: int) -> int:
-        """The next size that has a graph."""
-        return padded(rows, self._sizes)
+    def padded(self, rows: int, width: int) -> tuple[int, int] | None:
+        """Return the smallest shape that holds the step and has a graph."""
+        return None if width > 1 or rows > self._sizes[-1] else (padded(rows, self._sizes), 1)
 
     def compile(self, forward: Forward) -> Forward:
         """Replay graphs for decodes."""

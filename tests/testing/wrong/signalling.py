@@ -292,5 +292,5 @@ class CountsOneForEachDecode:
     ),
 )
 class PadsBeyondTheBudget:
-    def padded_rows(self, rows):
-        return max(rows, 8)
+    def padded(self, rows, width):
+        return (max(rows, 8), 1) if width == 1 else None
