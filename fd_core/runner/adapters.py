@@ -56,7 +56,7 @@ class RunnerAdapters:
         raise RuntimeError(f"the runner does not hold the adapter {digest[:12]}")
 
     def of_step(self, places: IntArray, slots: IntArray) -> IntArray | None:
-        """Return what `build_inputs` takes for a step of these slots; None if none of them has an adapter."""
+        """Return what `gather_inputs` takes for a step of these slots; None if none of them has an adapter."""
         return places if self._places and places[slots].any() else None
 
     @property

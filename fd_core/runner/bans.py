@@ -26,6 +26,11 @@ class Bans:
             else:
                 self._always.append(last)
 
+    @property
+    def read_text(self) -> bool:
+        """Whether what is banned next depends on the tokens before it."""
+        return bool(self._behind)
+
     def at(self, position: int, tokens: IntArray) -> IntArray:
         """Return the tokens int32[n] that may not stand at `position`, behind those of `tokens` before it."""
         banned = self._always

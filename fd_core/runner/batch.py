@@ -18,10 +18,12 @@ class PersistentBatch:
         self._max_drafts = limits.max_drafts
         self.gen = np.zeros(slots, np.int32)
         self.length = np.zeros(slots, np.int32)
-        """Tokens that the runner knows: those admitted and those sampled since."""
+        """Tokens of the text: those admitted and those sampled since."""
         self.num_drafts = np.zeros(slots, np.int32)
         """Drafts, which stand in `tokens` right behind the known tokens."""
         self.tokens = np.zeros((slots, limits.max_model_len), np.int32)
+        self.unsettled = np.zeros(slots, np.int32)
+        """Tokens at the end of each text that only the device knows: one of each step in flight that samples."""
         self.places = np.zeros(slots, np.int32)
         """The place of each request's adapter, 0 for none."""
         self.tables = np.zeros((slots, limits.blocks_per_seq), np.int32)
@@ -33,6 +35,7 @@ class PersistentBatch:
         self.length[slot] = n
         self.num_drafts[slot] = 0
         self.places[slot] = place
+        self.unsettled[slot] = 0
         self.tokens[slot, :n] = admission.token_ids
 
     def grant(self, plan: StepPlan) -> None:
@@ -40,14 +43,36 @@ class PersistentBatch:
         for grant in plan.grants:
             self.tables[grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks
 
-    def append(self, slots: IntArray, sampled: IntArray, accepted: IntArray) -> None:
-        """Remember delivered tokens: sampled int32[N, 1 + k], of which row i keeps the first 1 + accepted[i]."""
-        limit = self.tokens.shape[1]
-        for column in range(int(accepted.max(initial=-1)) + 1):
-            live = (column <= accepted) & (self.length[slots] < limit)
-            self.tokens[slots[live], self.length[slots[live]]] = sampled[live, column]
-            self.length[slots[live]] += 1
+    def advance(self, slots: IntArray) -> IntArray:
+        """A step that samples of `slots` int32[N] was launched: each text is a token longer, which nobody knows yet.
+
+        Returns where those tokens will stand, int32[N].
+        """
+        begins: IntArray = self.length[slots]
+        self.length[slots] = np.minimum(begins + 1, self.tokens.shape[1])
         self.num_drafts[slots] = 0
+        self.unsettled[slots] += 1
+        return begins
+
+    def settle(self, slots: IntArray, begins: IntArray, sampled: IntArray, accepted: IntArray) -> None:
+        """Remember what the oldest step delivered that is not settled, of residencies that go on.
+
+        `begins` is what `advance` returned; of row i of sampled int32[N, 1 + k] the first 1 + accepted[i] are kept.
+        """
+        limit = self.tokens.shape[1]
+        self.unsettled[slots] -= 1
+        for column in range(int(accepted.max(initial=-1)) + 1):
+            places = begins + column
+            live = (column <= accepted) & (places < limit)
+            self.tokens[slots[live], places[live]] = sampled[live, column]
+            if column:
+                self.length[slots[live]] = places[live] + 1
+
+    def drafts(self, slots: IntArray) -> IntArray:
+        """Return int32[n, k], the drafts of `slots`; what is behind those that each has means nothing."""
+        places = np.minimum(self.length[slots][:, None] + np.arange(self._max_drafts), self.tokens.shape[1] - 1)
+        drafts: IntArray = self.tokens[slots[:, None], places]
+        return drafts
 
     def guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
         """Place drafts behind the known tokens: the first counts[i] of drafts[i] in slots[i], as far as they fit."""

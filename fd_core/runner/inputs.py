@@ -11,9 +11,10 @@ import numpy as np
 from fd_core.config import Limits
 from fd_core.ops.contract import HostStep, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
+from fd_core.runner.uploading import uploaded
 from fd_core.types import IntArray, StepPlan
 
-__all__ = ["BudgetExceeded", "Rows", "Spans", "adapter_rows", "build_inputs", "resolve_rows"]
+__all__ = ["BudgetExceeded", "Rows", "Spans", "adapter_rows", "build_inputs", "gather_inputs", "resolve_rows"]
 
 
 class BudgetExceeded(RuntimeError):
@@ -142,16 +143,20 @@ def _rows_and_columns(drafts: IntArray) -> tuple[IntArray, IntArray]:
     return row_of, np.arange(len(row_of), dtype=np.int32) - firsts[row_of]
 
 
-def build_inputs(
+def build_inputs(spans: Spans, tokens: IntArray, tables: IntArray, size: int, ops: Ops) -> StepInput:
+    """Gather the input of a forward beside the steps, and upload it; see `gather_inputs`."""
+    return uploaded(gather_inputs(spans, tokens, tables, size), ops)
+
+
+def gather_inputs(
     spans: Spans,
     tokens: IntArray,
     tables: IntArray,
     size: int,
-    ops: Ops,
     spare_block: int | None = None,
     adapters: IntArray | None = None,
 ) -> StepInput:
-    """Gather tokens, positions, cache slots and block tables of the spans, at least one.
+    """Gather, on the host, tokens, positions, cache slots and block tables of the spans, at least one.
 
     `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] hold what is known of every slot; `size` is
     the number of tokens in a block; `spare_block` is the block that padding writes.
@@ -162,7 +167,7 @@ def build_inputs(
     width, max_context = int(counts.max()), int(context.max())
     if spans.shape is not None:
         if spare_block is None:
-            raise RuntimeError(f"the pack {ops.name} pads steps, but its KV cache has no spare block")
+            raise RuntimeError("the pack pads steps, but its KV cache has no spare block")
         more, width = spans.shape[0] - len(slots), spans.shape[1]
         starts, counts = context - width, np.full_like(counts, width)
     total, spare = int(counts.sum()), 0 if spare_block is None else spare_block
@@ -186,26 +191,32 @@ def build_inputs(
     )
     filling = more * width
     return StepInput(
-        token_ids=ops.from_host(_padded(tokens[slot_of, positions], filling, 0)),
-        positions=ops.from_host(_padded(positions, filling, np.arange(filling, dtype=np.int32) % width)),
-        kv_slots=ops.from_host(_padded(kv_slots, filling, spare * size)),
-        query_start=ops.from_host(host.query_start),
-        context_len=ops.from_host(host.context_len),
-        block_tables=ops.from_host(host.block_tables),
-        logits_rows=ops.from_host(spans.logits_rows),
+        token_ids=_padded(tokens[slot_of, positions], filling, 0),
+        positions=_padded(positions, filling, np.arange(filling, dtype=np.int32) % width),
+        kv_slots=_padded(kv_slots, filling, spare * size),
+        query_start=host.query_start,
+        context_len=host.context_len,
+        block_tables=host.block_tables,
+        logits_rows=spans.logits_rows,
         max_query=width,
         max_context=max_context,
         uniform=width == 1 or spans.shape is not None,
         host=host,
-        **({} if adapters is None else adapter_rows(_padded(adapters[slot_of], filling, 0), ops)),
+        **({} if adapters is None else _adapter_fields(_padded(adapters[slot_of], filling, 0))),
     )
 
 
 def adapter_rows(places: IntArray, ops: Ops) -> dict[str, Any]:
     """Return the fields of `StepInput` that tell the place of each token's adapter, int32[T]."""
+    return {name: uploaded(value, ops) for name, value in _adapter_fields(places).items()}
+
+
+def _adapter_fields(places: IntArray) -> dict[str, Any]:
     hit = np.unique(places[places > 0]).tolist()
-    groups = tuple((place, ops.from_host(np.flatnonzero(places == place).astype(np.int32))) for place in hit)
-    return {"lora_places": ops.from_host(places), "lora_groups": groups}
+    return {
+        "lora_places": places,
+        "lora_groups": tuple((place, (places == place).nonzero()[0].astype(np.int32)) for place in hit),
+    }
 
 
 def _padded(array: IntArray, more: int, value: IntArray | int) -> IntArray:

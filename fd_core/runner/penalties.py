@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fd_core.ops.contract import Array, Ops, PenaltyInput
 from fd_core.types import Admission, IntArray
 
-__all__ = ["Penalties"]
+__all__ = ["Counting", "Penalties"]
+
+Counting = tuple[Array, Array, Array]
+"""Rows of counts, the rows of tokens that are counted there, and twos: int32[n] each."""
 
 _FEWEST_ROWS = 8
 """Rows of counts that are allocated at first."""
@@ -49,9 +54,7 @@ class Penalties:
         counts[prompt] |= 1
         row = self._take_row()
         self._row_of[slot] = row
-        self._counts = self._ops.write_rows(
-            self._counts, self._ops.from_host(np.array([row], np.int32)), self._ops.from_host(counts[None])
-        )
+        self._counts = self._ops.write_rows(self._counts, *self._ops.upload([np.array([row], np.int32), counts[None]]))
 
     def extend(self, slots: IntArray, tokens: IntArray, accepted: IntArray) -> None:
         """Count delivered tokens: int32[N, 1 + k], of which row i keeps the first 1 + accepted[i]."""
@@ -62,37 +65,57 @@ class Penalties:
         ids = tokens[kept]
         if len(ids):
             rows = np.repeat(rows, kept.sum(axis=1))
-            twos = np.full(len(ids), 2, np.int32)
-            self._counts = self._ops.add_at(self._counts, *map(self._ops.from_host, (rows, ids, twos)))
+            self._add(*self._ops.upload([rows, ids, np.full(len(ids), 2, np.int32)]))
 
-    def apply(self, logits: Array, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> Array:
-        """Penalize the logits of rows whose request asked for it; see `Sampler.sample` for the arguments.
+    def counting(self, slots: IntArray) -> Counting | None:
+        """Return what `count` needs, on the host, for a token of each of `slots`; None if none is penalized."""
+        if not self._num_rows:
+            return None
+        penalized = (self._row_of[slots] >= 0).nonzero()[0].astype(np.int32)
+        if not len(penalized):
+            return None
+        return self._row_of[slots[penalized]], penalized, np.full(len(penalized), 2, np.int32)
 
-        The token in column c of a slot follows c drafts, which stand in `tokens` before its position.
+    def count(self, counting: Counting | None, tokens: Array) -> None:
+        """Count tokens int32[N] that are on the device, one of each slot that `counting` was made of."""
+        if counting is not None:
+            rows, penalized, twos = counting
+            self._add(rows, self._ops.gather_rows(tokens, penalized), twos)
+
+    def gather(self, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> PenaltyInput | None:
+        """Return, on the host, what `apply` needs for R rows of logits, but for counts; None if none is penalized.
+
+        See `Sampler.gather` for the arguments. The token in column c of a slot follows c drafts, which stand in
+        `tokens` before its position.
         """
         if not self._num_rows:
-            return logits
-        rows = np.flatnonzero(self._row_of[slots] >= 0).astype(np.int32)
+            return None
+        rows = (self._row_of[slots] >= 0).nonzero()[0].astype(np.int32)
         if not len(rows):
-            return logits
+            return None
         slots, columns = slots[rows], columns[rows]
         draft_rows = np.repeat(np.arange(len(rows), dtype=np.int32), columns)
         behind = np.arange(len(draft_rows)) - (np.cumsum(columns) - columns)[draft_rows]
         places = (positions[rows] - columns)[draft_rows] + behind
-        host = self._ops.from_host
-        return self._ops.penalize(
-            logits,
-            PenaltyInput(
-                rows=host(rows),
-                counts=self._counts,
-                counts_rows=host(self._row_of[slots]),
-                draft_rows=host(draft_rows),
-                draft_ids=host(tokens[slots[draft_rows], places]),
-                repetition=host(self._repetition[slots]),
-                presence=host(self._presence[slots]),
-                frequency=host(self._frequency[slots]),
-            ),
+        return PenaltyInput(
+            rows=rows,
+            counts=None,
+            counts_rows=self._row_of[slots],
+            draft_rows=draft_rows,
+            draft_ids=tokens[slots[draft_rows], places],
+            repetition=self._repetition[slots],
+            presence=self._presence[slots],
+            frequency=self._frequency[slots],
         )
+
+    def apply(self, logits: Array, penalties: PenaltyInput | None) -> Array:
+        """Penalize the logits of rows whose request asked for it; `penalties` is what `gather` returned, uploaded."""
+        if penalties is None:
+            return logits
+        return self._ops.penalize(logits, replace(penalties, counts=self._counts))
+
+    def _add(self, rows: Array, ids: Array, twos: Array) -> None:
+        self._counts = self._ops.add_at(self._counts, rows, ids, twos)
 
     def _take_row(self) -> int:
         """Return a row of counts that no slot has; what it holds means nothing."""

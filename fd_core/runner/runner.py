@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -18,29 +18,26 @@ from fd_core.ops.contract import Array, Ops, StepInput
 from fd_core.runner.adapters import RunnerAdapters
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
-from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
-from fd_core.runner.pooling import PooledParts, Pooler
+from fd_core.runner.failures import FailedRequests
+from fd_core.runner.inputs import Rows, gather_inputs, resolve_rows
+from fd_core.runner.last_tokens import LastTokens
+from fd_core.runner.launching import LaunchedStep, Readings, StepAnswer, StepWork, result_groups
+from fd_core.runner.pooling import Pooler
 from fd_core.runner.postprocess.contract import Postprocess
-from fd_core.runner.prompt_scores import PromptScorer, PromptScores
+from fd_core.runner.prompt_scores import PromptScorer
 from fd_core.runner.sampling import Sampled, Sampler
-from fd_core.runner.slot_grammars import MaskStats, SlotGrammars
+from fd_core.runner.slot_grammars import Masks, MaskStats, SlotGrammars
+from fd_core.runner.uploading import uploaded
+from fd_core.runner.warm_up import warm_up_plans
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.types import (
     Admission,
-    BlockGrant,
     IntArray,
-    LogprobRows,
-    PooledRows,
-    PromptLogprobRows,
-    SamplingParams,
     StepOutput,
     StepPlan,
 )
 
 __all__ = ["Runner"]
-
-_Readings = tuple[PromptScores | None, PooledParts | None]
-"""What a step read from prompts, on the device."""
 
 
 class Runner:
@@ -81,27 +78,67 @@ class Runner:
         self._scorer = PromptScorer(ops, model.vocab_size)
         self._pooler = Pooler(ops)
         self._postprocess = postprocess(ops, limits)
-        self._failed: dict[int, str] = {}
-        """Why the request in a slot failed."""
+        self._last = LastTokens(ops, limits.max_num_seqs)
+        self._failed = FailedRequests()
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Compute one step.
+        """Compute one step: launch it, and wait for it."""
+        return self.finish(self.launch(plan))
 
-        A plan whose whole batch was revoked computes nothing and still yields an output. A request whose own row fails
-        stands in `StepOutput.errors` of this step and of each later one that computes it, until its slot is admitted
-        anew; whatever else fails is raised.
+    def must_wait(self, plan: StepPlan) -> str | None:
+        """Say why a plan cannot be launched before the steps in flight are finished; None if it can.
+
+        A plan may always be launched if nothing is in flight. Behind steps in flight, the host does not know the last
+        tokens of rows that go on: they are fed from the device to whatever needs no look at them.
+        """
+        if self.drafter is not None:
+            return "a drafter guesses behind tokens that the host knows"
+        batch = self.batch
+        behind = (batch.unsettled[plan.slots] > 0) & (batch.gen[plan.slots] == plan.gens)
+        if not behind.any():
+            return None
+        slots = plan.slots[behind]
+        if (plan.num_tokens - plan.num_drafts)[behind].max() > 1 or (
+            self.limits.max_drafts and batch.unsettled[slots].max() > 1
+        ):
+            return "a row computes more tokens than the last, which the host does not know"
+        if len(self._grammars.among(slots)):
+            return "a grammar follows tokens that the host knows"
+        if self._sampler.reads_text(slots):
+            return "what is banned depends on tokens that the host knows"
+        return None
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue all that a step computes.
+
+        A plan whose whole batch was revoked computes nothing and still yields an output.
         """
         self._apply(plan)
-        rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded)
-        sampled, read = self._sample(rows)
-        grid = self._grid(rows, sampled)
-        accepted = self._verify(rows, grid)
-        tokens, kept, peaks, logprobs, of_prompts = self._to_host(plan, rows, grid, accepted, sampled, read)
-        self._look_for_failures(rows, kept, peaks)
-        self._remember(rows, tokens, kept)
+        batch, rows = self.batch, resolve_rows(plan, self.batch, self.limits, self.ops.padded)
+        masks = self._grammars.begin(rows, batch.tokens)
+        work = uploaded(self._gather(plan, rows), self.ops)
+        sampled, read = self._compute(rows, work, masks)
+        grid = self._grid(work, sampled)
+        accepted = self._verify(work, grid)
+        matrix = self._postprocess.token_matrix(grid, accepted, work.slots, work.revoked)
+        self._last.keep(work.slots, grid)
+        results = [matrix, accepted, sampled.peaks, *chain.from_iterable(result_groups(sampled, read))]
+        begins = batch.advance(rows.slots[rows.sampling])
+        return LaunchedStep(plan, rows, batch.gen.copy(), begins, sampled, read, self.ops.fetch_later(results))
+
+    def finish(self, launched: LaunchedStep) -> StepOutput:
+        """Wait for the oldest step in flight, and for no other.
+
+        A request whose own row fails stands in `StepOutput.errors` of this step and of each later one that computes it,
+        until its slot is admitted anew; whatever else fails is raised.
+        """
+        plan, gens, answer = launched.plan, launched.gens, launched.answer()
+        self._look_for_failures(launched, answer)
+        self._remember(launched, answer)
         ready = self.batch.num_drafts.copy() if self.drafter is not None or self._grammars else None
-        errors = tuple((slot, self._failed[slot]) for slot in plan.slots.tolist() if slot in self._failed)
-        return StepOutput(plan.epoch, plan.step, tokens, self.batch.gen.copy(), ready, logprobs, errors, *of_prompts)
+        errors = self._failed.of_step(plan.slots, gens)
+        of_prompts = answer.prompt_logprobs, answer.pooled
+        return StepOutput(plan.epoch, plan.step, answer.tokens, gens, ready, answer.logprobs, errors, *of_prompts)
 
     def mask_stats(self) -> MaskStats:
         """Return what grammars cost and spared so far."""
@@ -114,7 +151,7 @@ class Runner:
         """
         limits = self.limits
         length = min(limits.max_num_batched_tokens, limits.max_model_len - 1, self.ops.warm_up_tokens or sys.maxsize)
-        plans = _warm_up_plans(length, limits.block_size)
+        plans = warm_up_plans(length, limits.block_size)
         seconds = []
         for done, plan in enumerate(plans):
             progress(done, len(plans))
@@ -141,7 +178,7 @@ class Runner:
 
     def _apply(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
-            self._failed.pop(admission.slot, None)
+            self._failed.clear(admission.slot, admission.gen)
             self.batch.admit(admission, self.adapters.place(admission.adapter))
             self._scorer.admit(admission)
             self._pooler.admit(admission)
@@ -153,108 +190,94 @@ class Runner:
             self._admit_to_drafter(admission.slot, admission.token_ids)
         self.batch.grant(plan)
 
-    def _sample(self, rows: Rows) -> tuple[Sampled, _Readings]:
-        """Run the model, choose a token from each of its rows of logits, and read what is wanted of prompts."""
-        ops, batch = self.ops, self.batch
-        masks = self._grammars.begin(rows, batch.tokens)
-        read: _Readings = (None, None)
-        if len(rows.slots):
-            size, spare = self.limits.block_size, self.cache.spare_block
-            adapters = self.adapters.of_step(batch.places, rows.slots)
-            inputs = build_inputs(rows, batch.tokens, batch.tables, size, ops, spare, adapters)
-            forward, states_of = (self._forward, self._states) if adapters is None else self.adapters.forwards
-            scored, pooled = self._scorer.rows(rows), self._pooler.parts(rows)
-            if len(scored[0]) or pooled:
-                states, head = states_of(inputs, self.cache), self._head
-                read = (
-                    self._scorer.score(states, head, scored, batch.tokens) if len(scored[0]) else None,
-                    self._pooler.pool(states, head, pooled) if pooled else None,
-                )
-                logits = head(ops.gather_rows(states, inputs.logits_rows)) if len(rows.sampling) else None
-            else:
-                self._watch(inputs)
-                logits = forward(inputs, self.cache)
-        if not len(rows.sampling):
-            return Sampled(ops.from_host(np.empty(0, np.int32)), ops.from_host(np.empty(0, np.float32))), read
-        allowed = None if masks is None else masks()
-        sampler = self._sampler
-        return sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens, allowed), read
-
-    def _grid(self, rows: Rows, sampled: Sampled) -> Array:
-        """Return the tokens int32[N, 1 + k] of the N rows that sample; unused cells mean nothing."""
-        ops, width = self.ops, self.limits.max_drafts + 1
-        if not len(rows.sampling):
-            return ops.from_host(np.empty((0, width), np.int32))
-        if width == 1:
-            return sampled.tokens.reshape(-1, 1)
-        grid = ops.gather_rows(sampled.tokens, ops.from_host(rows.cells(width).reshape(-1)))
-        return grid.reshape(-1, width)
-
-    def _verify(self, rows: Rows, sampled: Array) -> Array:
-        """Count the drafts int32[N] that each sampling row keeps."""
-        ops, batch, width = self.ops, self.batch, self.limits.max_drafts
-        if not rows.drafts.any():
-            return ops.from_host(np.zeros(len(rows.sampling), np.int32))
+    def _gather(self, plan: StepPlan, rows: Rows) -> StepWork:
+        """Gather, on the host, the arrays of a step that the device has not."""
+        batch, width = self.batch, self.limits.max_drafts + 1
         slots = rows.slots[rows.sampling]
-        places = np.minimum(batch.length[slots][:, None] + np.arange(width), batch.tokens.shape[1] - 1)
-        drafts = batch.tokens[slots[:, None], places]
-        return ops.verify(sampled, ops.from_host(drafts), ops.from_host(rows.drafts))
-
-    def _to_host(
-        self, plan: StepPlan, rows: Rows, grid: Array, accepted: Array, sampled: Sampled, read: _Readings
-    ) -> tuple[
-        IntArray,
-        IntArray,
-        npt.NDArray[np.float32],
-        LogprobRows | None,
-        tuple[PromptLogprobRows | None, PooledRows | None],
-    ]:
-        """Build the token matrix int32[max_num_seqs, 1 + k] on the device and bring everything over.
-
-        The one place of a step that waits for the device. Returns the matrix, the drafts kept int32[N], the peaks
-        float32[R], log-probabilities, and what was read from prompts.
-        """
-        ops = self.ops
-        slots = ops.from_host(rows.slots[rows.sampling])
-        revoked = ops.from_host(np.array([revocation.slot for revocation in plan.revocations], np.int32))
-        matrix = self._postprocess.token_matrix(grid, accepted, slots, revoked)
-        scores, pooled = read
-        groups = (sampled.scores, () if scores is None else scores.parts, () if pooled is None else pooled.arrays)
-        tokens, kept, peaks, *more = ops.fetch([matrix, accepted, sampled.peaks, *(each for g in groups for each in g)])
-        found = iter(more)
-        of_tokens, of_prompts, of_vectors = ([*islice(found, len(group))] for group in groups)
-        scored = sampled.scored
-        return (
-            tokens,
-            kept,
-            peaks,
-            LogprobRows(rows.logits_slots[scored], rows.columns[scored], *of_tokens) if of_tokens else None,
-            (
-                None if scores is None else scores.on_host(of_prompts),
-                None if pooled is None else pooled.on_host(of_vectors),
-            ),
+        inputs = self._inputs(rows) if len(rows.slots) else None
+        some = len(slots) > 0
+        return StepWork(
+            inputs=inputs,
+            fed=None if inputs is None else self._last.gather(rows, batch.unsettled, len(inputs.token_ids)),
+            sampling=self._sampler.gather(rows.logits_slots, rows.positions, rows.columns, batch.tokens)
+            if some
+            else None,
+            slots=slots,
+            revoked=np.array([revocation.slot for revocation in plan.revocations], np.int32),
+            undrafted=np.zeros(len(slots), np.int32),
+            cells=rows.cells(width).reshape(-1) if width > 1 and some else None,
+            drafts=(batch.drafts(slots), rows.drafts) if rows.drafts.any() else None,
+            unsampled=() if some else (np.empty((0, width), np.int32), np.empty(0, np.float32)),
         )
 
-    def _look_for_failures(self, rows: Rows, accepted: IntArray, peaks: npt.NDArray[np.float32]) -> None:
+    def _inputs(self, rows: Rows) -> StepInput:
+        batch = self.batch
+        adapters = self.adapters.of_step(batch.places, rows.slots)
+        return gather_inputs(rows, batch.tokens, batch.tables, self.limits.block_size, self.cache.spare_block, adapters)
+
+    def _compute(self, rows: Rows, work: StepWork, masks: Callable[[], Masks] | None) -> tuple[Sampled, Readings]:
+        """Run the model, choose a token from each of its rows of logits, and read what is wanted of prompts."""
+        logits: Array = None
+        read: Readings = None, None
+        if work.inputs is not None:
+            token_ids = self._last.feed(work.inputs.token_ids, work.fed)
+            logits, read = self._run(rows, replace(work.inputs, token_ids=token_ids))
+        if work.sampling is None:
+            return Sampled(*work.unsampled), read
+        return self._sampler.sample(logits, work.sampling, None if masks is None else masks()), read
+
+    def _run(self, rows: Rows, inputs: StepInput) -> tuple[Array, Readings]:
+        """Return the rows of logits, if there are any, and what is read of prompts."""
+        forward, states_of = (self._forward, self._states) if inputs.lora_places is None else self.adapters.forwards
+        scored, pooled = self._scorer.rows(rows), self._pooler.parts(rows)
+        if not len(scored[0]) and not pooled:
+            self._watch(inputs)
+            return forward(inputs, self.cache), (None, None)
+        states, head = states_of(inputs, self.cache), self._head
+        read = (
+            self._scorer.score(states, head, scored, self.batch.tokens) if len(scored[0]) else None,
+            self._pooler.pool(states, head, pooled) if pooled else None,
+        )
+        return head(self.ops.gather_rows(states, inputs.logits_rows)) if len(rows.sampling) else None, read
+
+    def _grid(self, work: StepWork, sampled: Sampled) -> Array:
+        """Return the tokens int32[N, 1 + k] of the N rows that sample; unused cells mean nothing."""
+        if work.sampling is None:
+            return sampled.tokens
+        if work.cells is None:
+            return sampled.tokens.reshape(-1, 1)
+        return self.ops.gather_rows(sampled.tokens, work.cells).reshape(-1, self.limits.max_drafts + 1)
+
+    def _verify(self, work: StepWork, grid: Array) -> Array:
+        """Count the drafts int32[N] that each sampling row keeps."""
+        return work.undrafted if work.drafts is None else self.ops.verify(grid, *work.drafts)
+
+    def _look_for_failures(self, launched: LaunchedStep, answer: StepAnswer) -> None:
         """Fail the requests of which a delivered token was chosen from logits that are not finite."""
-        strange = ~np.isfinite(peaks)
+        strange = ~np.isfinite(answer.peaks)
         if not strange.any():
             return
-        width = self.limits.max_drafts + 1
-        failed = (strange[rows.cells(width)] & (np.arange(width) <= accepted[:, None])).any(axis=1)
+        rows, width = launched.rows, self.limits.max_drafts + 1
+        failed = (strange[rows.cells(width)] & (np.arange(width) <= answer.accepted[:, None])).any(axis=1)
         for slot in rows.slots[rows.sampling][failed].tolist():
             why = self._grammars.trouble(slot) or "of its logits one is NaN or inf, or all are -inf"
-            self._fail(slot, f"no token can be chosen: {why}")
+            self._fail(slot, f"no token can be chosen: {why}", int(launched.gens[slot]))
 
-    def _remember(self, rows: Rows, tokens: IntArray, accepted: IntArray) -> None:
-        """Append what was delivered, and guess what comes next."""
+    def _remember(self, launched: LaunchedStep, answer: StepAnswer) -> None:
+        """Append what was delivered, and guess what comes next; a slot that was admitted anew has forgotten."""
+        rows, begins, accepted = launched.rows, launched.begins, answer.accepted
         slots, verified = rows.slots[rows.sampling], rows.drafts
-        if self._failed:
-            healthy = self._healthy(slots)
-            slots, accepted, verified = slots[healthy], accepted[healthy], verified[healthy]
-        delivered = tokens[slots]
-        self.batch.append(slots, delivered, accepted)
-        self._sampler.extend(slots, delivered, accepted)
+        stays = self.batch.gen[slots] == launched.gens[slots]
+        if not stays.all():
+            slots, begins, accepted, verified = slots[stays], begins[stays], accepted[stays], verified[stays]
+        delivered = answer.tokens[slots]
+        self.batch.settle(slots, begins, delivered, accepted)
+        if rows.drafts.any():
+            self._sampler.extend(slots, delivered, accepted)
+        if self.drafter is None and not self._grammars:
+            return
+        healthy = self._healthy(slots)
+        slots, delivered, verified, accepted = slots[healthy], delivered[healthy], verified[healthy], accepted[healthy]
         if self._grammars:
             for slot, message in self._grammars.extend(slots, delivered, verified, accepted):
                 self._fail(slot, message)
@@ -307,35 +330,17 @@ class Runner:
             self._fail(slot, f"the drafter {self.drafter.name} failed: {type(error).__name__}: {error}")
 
     def _healthy(self, slots: IntArray) -> npt.NDArray[np.bool_]:
-        return np.array([slot not in self._failed for slot in slots.tolist()], np.bool_)
+        return self._failed.healthy(slots, self.batch.gen[slots])
 
     def _fail_one_of(self, slots: IntArray, error: SlotError) -> None:
         if error.slot not in slots[self._healthy(slots)]:
             raise error
         self._fail(error.slot, str(error))
 
-    def _fail(self, slot: int, message: str) -> None:
-        self._grammars.drop(slot)
-        self.batch.num_drafts[slot] = 0
-        self._failed[slot] = message
-
-
-def _warm_up_plans(length: int, block_size: int) -> tuple[StepPlan, StepPlan]:
-    """Return a prefill of `length` tokens in slot 0 and one decode after it; blocks 0 and up are overwritten."""
-    blocks = np.arange(-(-(length + 1) // block_size), dtype=np.int32)
-    params = SamplingParams(temperature=0.0)
-    zero = np.zeros(1, np.int32)
-    prefill = StepPlan(
-        epoch=0,
-        step=0,
-        slots=zero,
-        gens=zero,
-        starts=zero,
-        num_tokens=np.full(1, length, np.int32),
-        num_drafts=zero,
-        samples=np.ones(1, np.bool_),
-        admissions=(Admission(0, 0, np.zeros(length, np.int32), length, params, eos_token_ids=(), computed=0),),
-        grants=(BlockGrant(0, 0, blocks),),
-    )
-    one = np.ones(1, np.int32)
-    return prefill, replace(prefill, step=1, starts=prefill.num_tokens, num_tokens=one, admissions=(), grants=())
+    def _fail(self, slot: int, message: str, gen: int | None = None) -> None:
+        """Fail the request that holds a slot, or the one that held it in generation `gen`."""
+        held = int(self.batch.gen[slot])
+        if gen is None or gen == held:
+            self._grammars.drop(slot)
+            self.batch.num_drafts[slot] = 0
+        self._failed.add(slot, held if gen is None else gen, message)

@@ -9,13 +9,13 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Array, Ops, SampleInput
+from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput
 from fd_core.runner.bans import Bans
-from fd_core.runner.penalties import Penalties
+from fd_core.runner.penalties import Counting, Penalties
 from fd_core.runner.slot_grammars import Masks
 from fd_core.types import Admission, IntArray
 
-__all__ = ["Sampled", "Sampler"]
+__all__ = ["Sampled", "Sampler", "SamplingWork"]
 
 _FORBIDDEN = np.float32(-np.inf)
 
@@ -32,6 +32,28 @@ class Sampled:
     """[r] on the host: rows whose request asked for log-probabilities."""
     scores: tuple[Array, ...] = ()
     """What `Ops.logprobs` returned for the unchanged logits of those rows; empty if there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWork:
+    """What sampling R rows needs beside their logits: gathered on the host, then uploaded."""
+
+    key: bytes
+    """The slots, if the next step of the same slots needs the same; empty where rows follow drafts."""
+    rows: SampleInput
+    penalties: PenaltyInput | None
+    counting: Counting | None
+    """How the tokens are counted for penalties; None also where rows follow drafts, of which some may be rejected."""
+    added: tuple[Array, Array, Array] | None
+    """Rows, tokens and what is added to their logits, as `Ops.add_at` takes them."""
+    allowed: tuple[Array, Array] | None
+    """Rows and bits, as `Ops.mask_logits` takes them."""
+    scored: Array | None
+    """int32[r], rows whose request asked for log-probabilities."""
+    host: npt.NDArray[np.intp]
+    """The same, on the host."""
+    top_n: int
+    """Alternatives that those rows want."""
 
 
 @dataclass(slots=True)
@@ -64,8 +86,8 @@ class Sampler:
         self._extras: dict[int, _Extras] = {}
         self._allowed: dict[int, IntArray] = {}
         """Bits of the tokens that may be chosen, as `Ops.mask_logits` takes them."""
-        self._known: tuple[bytes, SampleInput] | None = None
-        """What `Ops.sample` was told last and of which slots: most steps sample for those of the step before."""
+        self._known: SamplingWork | None = None
+        """What was told last, on the device: most steps sample for the slots of the step before."""
 
     def admit(self, admission: Admission) -> None:
         """Remember the parameters of a new residency. Raises `ValueError` for token ids outside the vocabulary."""
@@ -101,64 +123,83 @@ class Sampler:
             self._allowed[slot] = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
 
     def extend(self, slots: IntArray, tokens: IntArray, accepted: IntArray) -> None:
-        """Take note of delivered tokens: int32[N, 1 + k], of which row i keeps the first 1 + accepted[i]."""
+        """Take note of delivered tokens that `sample` did not count: those of a step with drafts.
+
+        int32[N, 1 + k], of which row i keeps the first 1 + accepted[i].
+        """
         self._penalties.extend(slots, tokens, accepted)
 
-    def sample(
-        self,
-        logits: Array,
-        slots: IntArray,
-        positions: IntArray,
-        columns: IntArray,
-        tokens: IntArray,
-        masks: Masks | None = None,
-    ) -> Sampled:
-        """Choose a token for each row.
+    def reads_text(self, slots: IntArray) -> bool:
+        """Say whether a choice for one of `slots` depends on tokens of its text, other than through counts."""
+        return any(slot in self._extras and self._extras[slot].bans.read_text for slot in slots.tolist())
 
-        `logits` float32[R, V] of the pack may be overwritten; `slots` int32[R]; `positions` int32[R] is the position
-        of the token being chosen, which is how many tokens come before it; `tokens` int32[num_slots, *] holds those,
-        drafts included; `columns` int32[R] is where the choice stands in the token matrix. `masks` say what rows may
-        yield, whatever else changes their logits; log-probabilities are those of the model, without masks.
+    def gather(self, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> SamplingWork:
+        """Return what `sample` needs for R rows, at least one; on the host, but for what was uploaded before.
+
+        `slots` int32[R]; `positions` int32[R] is the position of the token being chosen, which is how many tokens come
+        before it; `tokens` int32[num_slots, *] holds those, drafts included; `columns` int32[R] is where the choice
+        stands in the token matrix.
+        """
+        added = self._added(slots, positions, tokens) if self._extras else None
+        known = self._known
+        if known is not None and known.key == slots.tobytes():
+            return replace(known, rows=replace(known.rows, positions=positions), added=added)
+        drafted = bool(columns.any())
+        scored = (self._logprobs[slots] >= 0).nonzero()[0]
+        return SamplingWork(
+            key=b"" if drafted else slots.tobytes(),
+            rows=self._rows(slots, positions),
+            penalties=self._penalties.gather(slots, positions, columns, tokens),
+            counting=None if drafted else self._penalties.counting(slots),
+            added=added,
+            allowed=self._bits(slots) if self._allowed else None,
+            scored=scored.astype(np.int32) if len(scored) else None,
+            host=scored,
+            top_n=int(self._logprobs[slots].max()),
+        )
+
+    def sample(self, logits: Array, work: SamplingWork, masks: Masks | None = None) -> Sampled:
+        """Choose a token for each row, and count those that do not follow drafts.
+
+        `logits` float32[R, V] of the pack may be overwritten; `work` is what `gather` returned, uploaded. `masks` say
+        what rows may yield, whatever else changes their logits; log-probabilities are the model's, without masks.
         """
         ops = self._ops
-        wanted = (self._logprobs[slots] >= 0).nonzero()[0]
-        raw = ops.gather_rows(logits, ops.from_host(wanted.astype(np.int32))) if len(wanted) else None
-        logits = self._penalties.apply(logits, slots, positions, columns, tokens)
-        if self._extras:
-            logits = self._adjust(logits, slots, positions, tokens)
-        if self._allowed:
-            logits = self._mask(logits, slots)
+        if work.key:
+            self._known = work
+        raw = None if work.scored is None else ops.gather_rows(logits, work.scored)
+        logits = self._penalties.apply(logits, work.penalties)
+        if work.added is not None:
+            logits = ops.add_at(logits, *work.added)
+        if work.allowed is not None:
+            logits = ops.mask_logits(logits, *work.allowed)
         if masks is not None and len(masks.rows):
-            logits = ops.mask_logits(logits, ops.from_host(masks.rows), ops.from_host(masks.bits))
-        chosen, peaks = ops.sample(logits, self._rows(slots, positions))
+            logits = ops.mask_logits(logits, *ops.upload([masks.rows, masks.bits]))
+        chosen, peaks = ops.sample(logits, work.rows)
+        self._penalties.count(work.counting, chosen)
         if raw is None:
             return Sampled(chosen, peaks)
-        rows = ops.gather_rows(chosen, ops.from_host(wanted.astype(np.int32)))
-        top_n = int(self._logprobs[slots[wanted]].max())
-        return Sampled(chosen, peaks, wanted, ops.logprobs(raw, rows, top_n))
+        return Sampled(chosen, peaks, work.host, ops.logprobs(raw, ops.gather_rows(chosen, work.scored), work.top_n))
 
     def _rows(self, slots: IntArray, positions: IntArray) -> SampleInput:
-        ops, key = self._ops, slots.tobytes()
-        if self._known is not None and self._known[0] == key:
-            return replace(self._known[1], positions=ops.from_host(positions))
         temperature, top_k = self._temperature[slots], self._top_k[slots]
         top_p, min_p = self._top_p[slots], self._min_p[slots]
         random = temperature > 0
-        rows = SampleInput(
-            temperature=ops.from_host(temperature),
-            top_k=ops.from_host(top_k),
-            top_p=ops.from_host(top_p),
-            min_p=ops.from_host(min_p),
-            seeds=ops.from_host(self._seeds[slots]),
-            positions=ops.from_host(positions),
+        return SampleInput(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seeds=self._seeds[slots],
+            positions=positions,
             all_greedy=not random.any(),
             any_filter=bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()),
         )
-        self._known = key, rows
-        return rows
 
-    def _adjust(self, logits: Array, slots: IntArray, positions: IntArray, tokens: IntArray) -> Array:
-        """Apply logit_bias, min_tokens and banned sequences."""
+    def _added(
+        self, slots: IntArray, positions: IntArray, tokens: IntArray
+    ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]] | None:
+        """Return what logit_bias, min_tokens and banned sequences add to logits."""
         rows: list[IntArray] = []
         ids: list[IntArray] = []
         values: list[npt.NDArray[np.float32]] = []
@@ -179,18 +220,14 @@ class Sampler:
                 forbidden = np.concatenate((forbidden, extras.stops))
             if len(forbidden):
                 add(row, forbidden, np.full(len(forbidden), _FORBIDDEN))
-        if not rows:
-            return logits
-        host = self._ops.from_host
-        return self._ops.add_at(logits, *(host(np.concatenate(parts)) for parts in (rows, ids, values)))
+        return (np.concatenate(rows), np.concatenate(ids), np.concatenate(values)) if rows else None
 
-    def _mask(self, logits: Array, slots: IntArray) -> Array:
-        """Apply allowed_token_ids."""
+    def _bits(self, slots: IntArray) -> tuple[IntArray, IntArray] | None:
+        """Return the masks of allowed_token_ids."""
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._allowed]
         if not rows:
-            return logits
-        bits = np.stack([self._allowed[slot] for slot in slots[rows].tolist()])
-        return self._ops.mask_logits(logits, self._ops.from_host(np.array(rows, np.int32)), self._ops.from_host(bits))
+            return None
+        return np.array(rows, np.int32), np.stack([self._allowed[slot] for slot in slots[rows].tolist()])
 
     def _require_known(self, field: str, tokens: Iterable[int]) -> None:
         """Raise `ValueError` for a token outside the vocabulary: on the device it would write beyond its row."""

@@ -121,7 +121,7 @@ class Judge:
         rng = np.random.default_rng(at)
         for trial in range(_TRIALS):
             noise = rng.uniform(-_FLOAT32_MARGIN, _FLOAT32_MARGIN, len(logits)).astype(np.float32) if trial else 0
-            sampled = sampler.sample((logits + noise)[None], zero, place, zero, tokens[None])
+            sampled = sampler.sample((logits + noise)[None], sampler.gather(zero, place, zero, tokens[None]))
             if int(sampled.tokens[0]) == text[at]:
                 return
             if spec.params.temperature == 0.0:

@@ -104,15 +104,15 @@ MUTANTS = (
     mutant(
         "sampling-position-counts-output-only",
         "4: one uniform number per (seed, position), whatever was preempted",
-        (SAMPLING, "positions=ops.from_host(positions),", "positions=ops.from_host(positions - positions.min()),"),
+        (SAMPLING, "rows=self._rows(slots, positions),", "rows=self._rows(slots, positions - positions.min()),"),
     ),
     mutant(
         "penalties-ignore-drafts",
         "4: penalties see every token before the one that is chosen",
         (
             SAMPLING,
-            "logits = self._penalties.apply(logits, slots, positions, columns, tokens)",
-            "logits = self._penalties.apply(logits, slots, positions - columns, 0 * columns, tokens)",
+            "penalties=self._penalties.gather(slots, positions, columns, tokens),",
+            "penalties=self._penalties.gather(slots, positions - columns, 0 * columns, tokens),",
         ),
     ),
     mutant(

@@ -174,7 +174,7 @@ MUTANTS = (
     mutant(
         "a-rejected-draft-fails-its-request",
         "1.3: a row that failed is an error, and no other is",
-        (RUNNER, "& (np.arange(width) <= accepted[:, None])).any", "& (np.arange(width) >= 0)).any"),
+        (RUNNER, "& (np.arange(width) <= answer.accepted[:, None])).any", "& (np.arange(width) >= 0)).any"),
     ),
     mutant(
         "an-error-hides-that-its-slot-was-released",

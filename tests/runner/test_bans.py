@@ -43,7 +43,8 @@ def chosen(params: SamplingParams, tokens: list[int], favourites: list[int], col
     matrix[1, : len(tokens)] = tokens
     positions = np.arange(len(tokens) - columns + 1, len(tokens) + 1, dtype=np.int32)
     places = np.arange(columns, dtype=np.int32)
-    return sampler.sample(logits, np.full(columns, 1, np.int32), positions, places, matrix).tokens.tolist()
+    work = sampler.gather(np.full(columns, 1, np.int32), positions, places, matrix)
+    return sampler.sample(logits, work).tokens.tolist()
 
 
 def test_banned_sequences_look_at_drafts_too() -> None:
@@ -71,7 +72,8 @@ def test_a_slot_forgets_the_limits_of_its_last_request() -> None:
         logits = np.zeros((1, VOCABULARY), np.float32)
         logits[0, 5] = 1
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-        assert sampler.sample(logits, zero, one, zero, np.zeros((1, 9), np.int32)).tokens.tolist() == [token]
+        work = sampler.gather(zero, one, zero, np.zeros((1, 9), np.int32))
+        assert sampler.sample(logits, work).tokens.tolist() == [token]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,12 @@ def admitted(*lengths: int) -> PersistentBatch:
 
 def test_another_batch_takes_over_what_a_step_delivered_and_what_is_guessed_behind_it() -> None:
     own, other = admitted(1, 3, 7), admitted(1, 3, 7)
-    own.append(ALL, np.array([[90, 91, 92], [93, -1, -1], [94, 95, -1]], np.int32), np.array([2, 0, 1], np.int32))
+    own.settle(
+        ALL,
+        own.advance(ALL),
+        np.array([[90, 91, 92], [93, -1, -1], [94, 95, -1]], np.int32),
+        np.array([2, 0, 1], np.int32),
+    )
     own.guess(ALL, np.array([[80, 81], [82, 0], [83, 84]], np.int32), np.array([2, 1, 2], np.int32))
     other.correct(*own.latest(ALL))
     np.testing.assert_array_equal(other.length, [4, 4, 8])  # the last one is full
@@ -40,7 +45,7 @@ def test_another_batch_takes_over_what_a_step_delivered_and_what_is_guessed_behi
 
 def test_what_was_delivered_to_a_request_that_left_its_slot_does_not_reach_the_next_one() -> None:
     own, other = admitted(1, 3, 6), admitted(1, 3, 6)
-    own.append(ALL, np.full((3, 3), 90, np.int32), np.zeros(3, np.int32))
+    own.settle(ALL, own.advance(ALL), np.full((3, 3), 90, np.int32), np.zeros(3, np.int32))
     other.admit(Admission(1, 6, np.array([7, 8], np.int32), 2, SamplingParams(), eos_token_ids=(), computed=0))
     other.correct(*own.latest(ALL))
     assert other.length.tolist() == [2, 2, 7] and other.tokens[1, :3].tolist() == [7, 8, 12]

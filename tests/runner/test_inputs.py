@@ -10,7 +10,7 @@ import pytest
 
 from fd_core.backends.null import NullModel
 from fd_core.config import Limits
-from fd_core.ops.contract import Array, KVCache, StepInput
+from fd_core.ops.contract import Array, HostCopies, KVCache, StepInput
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.inputs import BudgetExceeded, resolve_rows
@@ -113,12 +113,12 @@ class Counting(NumpyOps):
 
     waits = 0
 
-    def fetch(self, arrays: Sequence[Array]) -> list[np.ndarray]:
+    def fetch_later(self, arrays: Sequence[Array]) -> HostCopies:
         self.waits += 1
-        return [np.asarray(array) for array in arrays]
+        return HostCopies([np.asarray(array) for array in arrays])
 
     def to_host(self, array: Array) -> np.ndarray:
-        raise AssertionError("a step waits for the device apart from `fetch`")
+        raise AssertionError("a step waits for the device apart from `fetch_later`")
 
 
 def test_a_step_waits_for_the_device_once_with_penalties_and_logprobs() -> None:

@@ -17,7 +17,7 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.ops.contract import KVShape, StepInput
 from fd_core.ops.numpy_ops import NumpyKVCache, NumpyOps
 from fd_core.runner.batch import PersistentBatch
-from fd_core.runner.inputs import BudgetExceeded, Rows, build_inputs, resolve_rows
+from fd_core.runner.inputs import BudgetExceeded, Rows, gather_inputs, resolve_rows
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
 from fd_core.testing.checkpoints import write_checkpoint
@@ -90,7 +90,7 @@ def test_a_request_shorter_than_a_row_is_computed_as_it_is() -> None:
 def test_padding_rows_lie_in_the_spare_block() -> None:
     planned, slots = decodes(0, 0)
     rows = resolve_rows(planned, slots, LIMITS, lambda rows, width: (4, 1))
-    step = build_inputs(rows, slots.tokens, slots.tables, BLOCK, NumpyOps(), spare_block=30)
+    step = gather_inputs(rows, slots.tokens, slots.tables, BLOCK, spare_block=30)
     assert step.kv_slots.tolist() == [4, 28, 120, 120]
     assert step.block_tables.tolist() == [[0, 1], [6, 7], [30, 30], [30, 30]]
     assert step.query_start.tolist() == [0, 1, 2, 3, 4]
@@ -98,7 +98,7 @@ def test_padding_rows_lie_in_the_spare_block() -> None:
     assert step.positions.tolist() == [4, 4, 0, 0]
     assert step.logits_rows.tolist() == [0, 1]
     with pytest.raises(RuntimeError, match="no spare block"):
-        build_inputs(rows, slots.tokens, slots.tables, BLOCK, NumpyOps())
+        gather_inputs(rows, slots.tokens, slots.tables, BLOCK)
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Work:
     def inputs(self, padded: bool) -> tuple[Rows, StepInput]:
         slots = batch(*zip(self.lengths, [row[3] for row in self.rows], strict=True))
         rows = resolve_rows(plan(0, self.rows), slots, LIMITS, lambda *_: self.shape if padded else None)
-        return rows, build_inputs(rows, slots.tokens, slots.tables, BLOCK, NumpyOps(), spare_block=30)
+        return rows, gather_inputs(rows, slots.tokens, slots.tables, BLOCK, spare_block=30)
 
 
 @st.composite

@@ -63,7 +63,8 @@ def test_penalties_are_those_of_a_recount(seed: int) -> None:
             tokens[slot, len(known) : len(known) + counts[index]] = drafts[index, : counts[index]]
         lengths = np.array([len(texts[slot][1]) + len(texts[slot][2]) for slot in slots.tolist()], np.int32)
         logits = rng.choice([-2.0, 0.0, 3.5], (len(rows), VOCABULARY)).astype(np.float32)
-        found = penalties.apply(logits.copy(), slots[rows], lengths[rows] + columns, columns, tokens)
+        gathered = penalties.gather(slots[rows], lengths[rows] + columns, columns, tokens)
+        found = penalties.apply(logits.copy(), gathered)
         for row, (index, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
             params, prompt, generated = texts[int(slots[index])]
             expected = recounted(logits[row], params, prompt, generated + drafts[index, :column].tolist())

@@ -22,8 +22,9 @@ from fd_core.engine.ranks.messages import StageOutcome, StagePlan, decode_order,
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, Forward, KVCache, Ops, StepInput
 from fd_core.ops.parallel import SLOT_BYTES, RankGroup, SharedMemoryGroup
-from fd_core.runner.inputs import build_inputs, resolve_rows
+from fd_core.runner.inputs import gather_inputs, resolve_rows
 from fd_core.runner.runner import Runner
+from fd_core.runner.uploading import uploaded
 from fd_core.types import StepOutput, StepPlan
 
 __all__ = ["EarlierStageRunner", "LastStageRunner", "shared_memory"]
@@ -81,16 +82,16 @@ class EarlierStageRunner(Runner):
                 self.batch.correct(slots, gens, lengths, num_drafts, tokens)
                 self._known += 1
         while self._plans and (self._sampled[self._plans[0].slots] <= self._known).all():
-            self._compute(self._plans.popleft())
+            self._begin(self._plans.popleft())
 
-    def _compute(self, plan: StepPlan) -> None:
+    def _begin(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             self.batch.admit(admission)
         self.batch.grant(plan)
         rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded)
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
-            inputs = build_inputs(rows, self.batch.tokens, self.batch.tables, size, self.ops, spare)
+            inputs = uploaded(gather_inputs(rows, self.batch.tokens, self.batch.tables, size, spare), self.ops)
             self._group.hand_on(self.ops.to_host(self._forward(inputs, self.cache)))
         self._begun += 1
         self._sampled[plan.slots[plan.samples]] = self._begun
