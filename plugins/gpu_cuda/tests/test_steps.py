@@ -108,7 +108,7 @@ def test_packed_weights_are_replayed_like_others(folder: Path) -> None:
     assert processor.replays == 5
 
 
-def test_a_step_waits_for_the_device_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_uploads_once_and_waits_for_the_device_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = Processor()
     ops = make_ops(processor)
     runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
@@ -117,10 +117,12 @@ def test_a_step_waits_for_the_device_once(folder: Path, monkeypatch: pytest.Monk
     for each in plans[: 1 - prefill]:
         runner.execute(each)
     for each in plans[1 - prefill :]:
-        before = processor.waits
+        before = processor.waits, processor.uploads
         with nothing_waits(monkeypatch):
             runner.execute(each)
-        assert processor.waits == before + 1
+        assert processor.waits == before[0] + 1
+        if not each.admissions:  # one that is penalized brings counts, too
+            assert processor.uploads == before[1] + 1
 
 
 WAITS = (lambda one: one.item(), lambda one: one.tolist(), lambda one: one.cpu(), lambda one: one[one > 0], int, bool)
