@@ -157,7 +157,7 @@ class TritonSampling(SamplingKernels):
         x = _rows_of(x)
         if len(rows):
             grid = (triton.cdiv(len(rows), 128),)
-            add[grid](x, x.stride(0), rows, ids, values, len(rows), tile=128)
+            add[grid](x, x.stride(0), rows, ids, values, len(rows), tile=128, chunk=32)
         return x
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:

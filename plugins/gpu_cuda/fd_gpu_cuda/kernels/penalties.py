@@ -49,15 +49,15 @@ def penalize(
         counts += tl.where(token == tl.load(draft_ids_at + place), 2, 0)
     seen = inside & (counts != 0)
     if tl.max(seen.to(tl.int32), 0) > 0:
-        logits_at += tl.load(rows_at + index).to(tl.int64) * stride + token
+        cells = tl.load(rows_at + index).to(tl.int64) * stride + token
         repetition = tl.load(repetition_at + index)
         presence = tl.load(presence_at + index).to(tl.float64)
         frequency = tl.load(frequency_at + index).to(tl.float64)
-        logit = tl.load(logits_at, mask=seen, other=0.0)
+        logit = tl.load(logits_at + cells, mask=seen, other=0.0)
         logit = tl.where(logit > 0, tl.div_rn(logit, tl.zeros((tile,), tl.float32) + repetition), logit * repetition)
         generated = (counts >> 1).to(tl.float64)
         added = tl.where(generated > 0, presence, 0.0) + frequency * generated
-        tl.store(logits_at, logit - added.to(tl.float32), mask=seen)
+        tl.store(logits_at + cells, logit - added.to(tl.float32), mask=seen)
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def mask(logits_at, stride, rows_at, bits_at, words, vocabulary, tile: tl.conste
 
 
 @triton.jit(do_not_specialize=["count"])
-def add(x_at, stride, rows_at, ids_at, values_at, count, tile: tl.constexpr):
+def add(x_at, stride, rows_at, ids_at, values_at, count, tile: tl.constexpr, chunk: tl.constexpr):
     """Add values to single cells in the order in which they are given. Grid: tiles of the values.
 
     Of the values for one cell the first has all of them added to the cell, one behind the other; so sums of float32 are
@@ -85,8 +85,8 @@ def add(x_at, stride, rows_at, ids_at, values_at, count, tile: tl.constexpr):
     cell += tl.load(ids_at + own, mask=inside, other=0)
     total = tl.load(x_at + cell, mask=inside, other=0)
     repeats = tl.zeros((tile,), tl.int32)
-    for begin in range(0, count, tile):
-        place = begin + tl.arange(0, tile)
+    for begin in range(0, count, chunk):
+        place = begin + tl.arange(0, chunk)
         known = place < count
         other = tl.load(rows_at + place, mask=known, other=0).to(tl.int64) * stride
         other += tl.load(ids_at + place, mask=known, other=0)
@@ -98,7 +98,7 @@ def add(x_at, stride, rows_at, ids_at, values_at, count, tile: tl.constexpr):
             only = tl.sum(tl.where(same, value[None, :], 0), 1).to(total.dtype)
             total = tl.where(matches > 0, total + only, total)
         elif tl.max(matches, 0) > 1:
-            for step in range(0, tile):
+            for step in range(0, chunk):
                 if begin + step < count:
                     one = tl.load(rows_at + begin + step).to(tl.int64) * stride + tl.load(ids_at + begin + step)
                     total = tl.where(cell == one, total + tl.load(values_at + begin + step), total)

@@ -51,9 +51,9 @@ def find_peaks(
     tl.store(part_places_at + row * most_spans + span, first)
     spans = tl.num_programs(1)
     if is_last(counters_at, row, spans):
-        index = tl.arange(0, most_spans)
-        inside = index < spans
-        parts_at = row * most_spans + index
+        part = tl.arange(0, most_spans)
+        inside = part < spans
+        parts_at = row * most_spans + part
         parts = tl.load(part_peaks_at + parts_at, mask=inside, other=-float("inf"), cache_modifier=".cg")
         places = tl.load(part_places_at + parts_at, mask=inside, other=0, cache_modifier=".cg")
         unknown = tl.max((parts != parts).to(tl.int32), 0) > 0
@@ -137,16 +137,16 @@ def draw(
             parts = tl.load(part_masses_at + parts_at, mask=part < spans, other=0.0, cache_modifier=".cg")
             seen = 0
             if filtered:
-                tied = tl.load(part_ties_at + parts_at, mask=part < spans, other=0, cache_modifier=".cg")
-                left = tl.maximum(allowed - (tl.cumsum(tied, 0) - tied), 0)
-                parts += tl.minimum(tied, left).to(tl.float64) * tie_weight
+                span_ties = tl.load(part_ties_at + parts_at, mask=part < spans, other=0, cache_modifier=".cg")
+                left = tl.maximum(allowed - (tl.cumsum(span_ties, 0) - span_ties), 0)
+                parts += tl.minimum(span_ties, left).to(tl.float64) * tie_weight
             share = _share(tl.load(seeds_at + row), tl.load(positions_at + row)) * tl.sum(parts, 0)
             # Running sums never fall, so what stays at or below the share is what comes before the choice.
             passed = tl.sum(((tl.cumsum(parts, 0) <= share) & (part < spans)).to(tl.int32), 0)
             passed = tl.minimum(passed, spans - 1)
             before = tl.sum(tl.where(part < passed, parts, 0.0), 0)
             if filtered:
-                seen = tl.sum(tl.where(part < passed, tied, 0), 0)
+                seen = tl.sum(tl.where(part < passed, span_ties, 0), 0)
             begin = passed * tiles * tile
             chosen = begin
             for index in range(tiles):

@@ -72,14 +72,14 @@ def score(
         logarithm = tl.log(tl.sum(tl.where(sums > 0, sums * tl.exp(peaks - peak), sums), 0))
         own = tl.load(logits_at + tl.load(tokens_at + row))
         tl.store(chosen_at + row, own - peak - logarithm)
-        place = tl.arange(0, listed)
-        filled = (place // most < tiles) & (place % most < wanted)
-        keys = tl.load(part_keys_at + parts_at * most + place, mask=filled, other=_LOWEST, cache_modifier=".cg")
+        item = tl.arange(0, listed)
+        filled = (item // most < tiles) & (item % most < wanted)
+        likely = tl.load(part_keys_at + parts_at * most + item, mask=filled, other=_LOWEST, cache_modifier=".cg")
         for place in range(wanted):
-            best = tl.max(keys, 0)
+            best = tl.max(likely, 0)
             tl.store(top_ids_at + row * wanted + place, _id_of(best))
             tl.store(top_at + row * wanted + place, logit_of(best >> 32) - peak - logarithm)
-            keys = tl.where(keys == best, _LOWEST, keys)
+            likely = tl.where(likely == best, _LOWEST, likely)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -108,6 +108,6 @@ def count_before(
     tl.store(parts_at + row * most_spans + span, tl.sum(before, 0))
     spans = tl.num_programs(1)
     if is_last(counters_at, row, spans):
-        index = tl.arange(0, most_spans)
-        parts = tl.load(parts_at + row * most_spans + index, mask=index < spans, other=0, cache_modifier=".cg")
+        part = tl.arange(0, most_spans)
+        parts = tl.load(parts_at + row * most_spans + part, mask=part < spans, other=0, cache_modifier=".cg")
         tl.store(ranks_at + row, 1 + tl.sum(parts, 0))
