@@ -115,7 +115,7 @@ class CudaBackend(Backend):
 
     def _load_kernels(self, dtype: str, cuda: Cuda) -> Kernels:
         from fd_gpu_cuda.kernel_table import Kernels
-        from fd_gpu_cuda.kernels import attention, kv_write, products, sampling
+        from fd_gpu_cuda.kernels import attention, kv_write, products, sampler
 
         planned = None
         device = products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block)
@@ -129,8 +129,7 @@ class CudaBackend(Backend):
                 self._kernels = "Triton kernels, FlashInfer for prefill"
         return Kernels(
             attention=attention.paged_attention,
-            sample=sampling.sample,
-            mask_logits=sampling.mask_logits,
+            sampling=sampler.TritonSampling(cuda.device, cuda.multiprocessors),
             write_kv=kv_write.write_kv,
             packed_product=products.weight_product(device),
             planned_attention=planned,

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fd_core.ops.contract import Array, Heads, SampleInput, StepInput
+from fd_core.ops.contract import Array, Heads, StepInput
+from fd_core.ops.torch_sampling import TorchSampling
 
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.packed import PackedProduct
 
-__all__ = ["AttentionKernel", "Kernels"]
+__all__ = ["AttentionKernel", "Kernels", "SamplingKernels"]
 
 AttentionKernel = Callable[[Array, CudaLayer, Heads, StepInput], Array]
+
+
+class SamplingKernels(TorchSampling):
+    """What works on logits and token ids; composed of torch's own operations where it is not replaced."""
+
+    def reserve(self, rows: int) -> None:
+        """Allocate what a call of up to `rows` rows needs; calls of more take them in parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +32,8 @@ class Kernels:
 
     attention: AttentionKernel
     """Of any step, over keys and values as they are or in 8 bits."""
-    sample: Callable[[Array, SampleInput], tuple[Array, Array]]
-    """Without filters."""
-    mask_logits: Callable[[Array, Array, Array], Array]
+    sampling: SamplingKernels
+    """Of everything that works on logits and token ids."""
     packed_product: PackedProduct
     write_kv: Callable[[Array, Array, CudaLayer, Array], None] | None = None
     """`Ops.write_kv`."""

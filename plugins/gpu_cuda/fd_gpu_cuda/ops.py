@@ -18,7 +18,6 @@ from fd_core.ops.contract import (
     HostCopies,
     KVCache,
     KVShape,
-    SampleInput,
     StepInput,
 )
 from fd_core.ops.parallel import RankGroup
@@ -31,6 +30,7 @@ from fd_gpu_cuda.graphs import GraphedForward
 from fd_gpu_cuda.kernel_table import Kernels
 from fd_gpu_cuda.kv_cache import CudaKVCache
 from fd_gpu_cuda.packed import PackedLinear, pack_linear
+from fd_gpu_cuda.sampling import SamplingOps
 from fd_gpu_cuda.sizes import graph_sizes, padded
 from fd_gpu_cuda.uploads import upload_packed
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["CudaOps"]
 
 
-class CudaOps(TorchOps):
+class CudaOps(SamplingOps, TorchOps):
     """Operations on torch tensors of one CUDA device, which may be that of one rank of several."""
 
     name = "torch"
@@ -79,7 +79,8 @@ class CudaOps(TorchOps):
         return self._collectives
 
     def configure(self, limits: Limits) -> None:
-        """Choose the sizes of decodes."""
+        """Choose the sizes of decodes, and allocate what sampling needs."""
+        self._kernels.sampling.reserve(limits.max_num_seqs * (1 + limits.max_drafts))
         self._sizes = graph_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._max_model_len = limits.max_model_len
 
@@ -162,16 +163,6 @@ class CudaOps(TorchOps):
             y = self.linear(self.gated_linear(x, gate_up, activation), down)
             output += y * share[:, expert, None]
         return self.add_shared(output, x, experts, activation)
-
-    def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
-        """Choose a token for each row, in one kernel unless filters need the vocabulary sorted."""
-        if rows.all_greedy or rows.any_filter:
-            return super().sample(logits, rows)
-        return self._kernels.sample(logits, rows)
-
-    def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
-        """Forbid tokens by packed bits, in place, with one kernel."""
-        return self._kernels.mask_logits(logits, rows, bits)
 
     def padded(self, rows: int, width: int) -> tuple[int, int] | None:
         """Return the smallest shape that holds the step and has a graph."""

@@ -1,275 +1,44 @@
-"""Sampling, penalties, masks and log-probabilities by Triton kernels; see `Ops` for what each of them does."""
+"""The part of the pack that works on logits and token ids: whatever kernels there are for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import torch
-import triton
 from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.ops.torch_sampling import TorchSampling
 
-from fd_gpu_cuda.kernels.filters import BINS, BOUNDS, fill_bins, find_cuts
-from fd_gpu_cuda.kernels.penalties import add, mask, penalize
-from fd_gpu_cuda.kernels.sampling import draw, find_peaks
-from fd_gpu_cuda.kernels.scores import count_before, score
-from fd_gpu_cuda.kernels.tokens import accept
+from fd_gpu_cuda.kernel_table import Kernels
 
-__all__ = ["SamplingKernels", "TritonSampling"]
-
-_TILE = 1024
-"""Tokens that a program reads at a time."""
-_MOST_SPANS = 256
-"""Programs that work on a row."""
-_WAVES = 32
-"""Programs of a launch for each multiprocessor: some eight are on one at a time, and the last ones should be short."""
-_COPIES = 4
-_ROOM = 8192
-"""Tokens that are listed of a row that is cut; 4 bytes each."""
-_MOST_LISTED = 32
-"""Most likely tokens that can be asked for of a row."""
-_MOST_TILES = 128
-"""Tiles whose most likely tokens are listed; as many keys of 8 bytes as take the room above."""
-_UNCONFIGURED_ROWS = 64
+__all__ = ["SamplingOps"]
 
 
-class SamplingKernels(TorchSampling):
-    """What works on logits and token ids; composed of torch's own operations where it is not replaced."""
+class SamplingOps(TorchSampling):
+    """Sampling and what comes before and after it, each by the kernels of the pack's table."""
 
-    def reserve(self, rows: int) -> None:
-        """Allocate what a call of up to `rows` rows needs; calls of more take them in parts."""
-
-
-class TritonSampling(SamplingKernels):
-    """Kernels for one device. Nothing waits or is allocated but results, so all of it may be captured.
-
-    Calls share one workspace, so they must be queued on one stream at a time, or on streams that wait for each other.
-    """
-
-    def __init__(self, device: Any, multiprocessors: int) -> None:
-        self._device = device
-        self._multiprocessors = multiprocessors
-        self.reserve(_UNCONFIGURED_ROWS)
-
-    def reserve(self, rows: int) -> None:
-        """Allocate the workspace, 46 KiB a row."""
-
-        def zeros(*shape: int, dtype: Any = torch.int32) -> Array:
-            return torch.zeros(rows, *shape, dtype=dtype, device=self._device)
-
-        self._rows = rows
-        self._counters, self._lengths = zeros(), zeros()
-        self._peaks, self._masses = zeros(_MOST_SPANS, dtype=torch.float32), zeros(_MOST_SPANS, dtype=torch.float64)
-        self._places = zeros(_MOST_SPANS)
-        self._bin_counts = zeros(_COPIES, BINS.value)
-        self._bin_masses = zeros(_COPIES, BINS.value, dtype=torch.float64)
-        self._bounds = zeros(BOUNDS.value, dtype=torch.float64)
-        self._cuts, self._ties = zeros(dtype=torch.float32), zeros()
-        self._listed = zeros(_ROOM)
+    _kernels: Kernels
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
-        """Choose tokens with one launch if all rows are greedy, two if some are drawn, four if some are filtered."""
-        logits, count = _rows_of(logits), len(logits)
-        chosen = torch.empty(count, dtype=torch.int32, device=logits.device)
-        peaks = torch.empty(count, dtype=torch.float32, device=logits.device)
-        for part in self._parts(count):
-            self._sample(logits[part], rows, part, chosen[part], peaks[part])
-        return chosen, peaks
-
-    def _sample(self, logits: Array, rows: SampleInput, part: slice, chosen: Array, peaks: Array) -> None:
-        vocabulary, stride = logits.shape[1], logits.stride(0)
-        tiles, spans = self._spans(len(logits), vocabulary)
-        grid = len(logits), spans
-        find_peaks[grid](
-            logits,
-            stride,
-            self._peaks,
-            self._places,
-            self._counters,
-            peaks,
-            chosen,
-            vocabulary,
-            tiles,
-            tile=_TILE,
-            most_spans=_MOST_SPANS,
-        )
-        if rows.all_greedy:
-            return
-        temperature = rows.temperature[part]
-        if rows.any_filter:
-            self._cut(logits, rows, part, peaks, tiles, grid)
-        draw[grid](
-            logits,
-            stride,
-            temperature,
-            rows.min_p[part],
-            rows.seeds[part],
-            rows.positions[part],
-            peaks,
-            self._cuts,
-            self._ties,
-            self._masses,
-            self._places,
-            self._counters,
-            chosen,
-            vocabulary,
-            tiles,
-            filtered=rows.any_filter,
-            tile=_TILE,
-            most_spans=_MOST_SPANS,
-        )
-
-    def _cut(
-        self, logits: Array, rows: SampleInput, part: slice, peaks: Array, tiles: int, grid: tuple[int, int]
-    ) -> None:
-        """Find where top_k and top_p cut each row."""
-        given = logits, logits.stride(0), rows.temperature[part], rows.top_k[part], rows.top_p[part], peaks
-        fill_bins[grid](
-            *given,
-            self._bin_counts,
-            self._bin_masses,
-            self._bounds,
-            self._counters,
-            logits.shape[1],
-            tiles,
-            tile=_TILE,
-            copies=_COPIES,
-        )
-        find_cuts[grid](
-            *given,
-            self._bounds,
-            self._listed,
-            self._lengths,
-            self._cuts,
-            self._ties,
-            self._counters,
-            logits.shape[1],
-            tiles,
-            room=_ROOM,
-            tile=_TILE,
-            chunk=512,
-            num_warps=8,
-        )
+        """Choose a token for each row."""
+        return self._kernels.sampling.sample(logits, rows)
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
-        """Add values to single cells, in place and in their order, with one launch."""
-        x = _rows_of(x)
-        if len(rows):
-            grid = (triton.cdiv(len(rows), 128),)
-            add[grid](x, x.stride(0), rows, ids, values, len(rows), tile=128, chunk=32)
-        return x
+        """Add values to single cells, in place."""
+        return self._kernels.sampling.add_at(x, rows, ids, values)
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
-        """Apply penalties, in place, with one launch."""
-        logits, vocabulary = _rows_of(logits), logits.shape[1]
-        if len(penalties.rows):
-            grid = len(penalties.rows), triton.cdiv(vocabulary, _TILE)
-            penalize[grid](
-                logits,
-                logits.stride(0),
-                penalties.rows,
-                penalties.counts,
-                penalties.counts.stride(0),
-                penalties.counts_rows,
-                penalties.draft_rows,
-                penalties.draft_ids,
-                penalties.repetition,
-                penalties.presence,
-                penalties.frequency,
-                vocabulary,
-                len(penalties.draft_rows),
-                tile=_TILE,
-                chunk=128,
-                enable_fp_fusion=False,
-            )
-        return logits
+        """Apply repetition, presence and frequency penalties, in place."""
+        return self._kernels.sampling.penalize(logits, penalties)
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
-        """Forbid tokens by packed bits, in place, with one launch."""
-        logits, vocabulary = _rows_of(logits), logits.shape[1]
-        if len(rows):
-            grid = len(rows), triton.cdiv(vocabulary, _TILE)
-            mask[grid](logits, logits.stride(0), rows, bits, bits.stride(0), vocabulary, tile=_TILE)
-        return logits
+        """Forbid tokens by packed bits, in place."""
+        return self._kernels.sampling.mask_logits(logits, rows, bits)
 
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
-        """Score tokens with one launch."""
-        if top_n > _MOST_LISTED:
-            return super().logprobs(logits, tokens, top_n)
-        logits, (count, vocabulary) = _rows_of(logits), logits.shape
-        chosen = torch.empty(count, dtype=torch.float32, device=logits.device)
-        wanted = min(top_n, vocabulary)
-        top_ids = torch.empty(count, wanted, dtype=torch.int32, device=logits.device)
-        top = torch.empty(count, wanted, dtype=torch.float32, device=logits.device)
-        tile = max(_TILE, triton.next_power_of_2(triton.cdiv(vocabulary, _MOST_TILES)))
-        tiles = triton.cdiv(vocabulary, tile)
-        for part in self._parts(count):
-            score[len(chosen[part]), tiles](
-                logits[part],
-                logits.stride(0),
-                tokens[part],
-                self._peaks,
-                self._masses,
-                self._listed.view(torch.int64),
-                self._counters,
-                chosen[part],
-                top_ids[part],
-                top[part],
-                vocabulary,
-                wanted,
-                tile=tile,
-                most_tiles=_MOST_TILES,
-                most=_MOST_LISTED,
-                listed=_MOST_LISTED * triton.next_power_of_2(tiles),
-                num_warps=8,
-            )
-        return chosen, top_ids, top
+        """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
+        return self._kernels.sampling.logprobs(logits, tokens, top_n)
 
     def ranks(self, logits: Array, tokens: Array) -> Array:
-        """Count the tokens that are more likely, and as likely with a lower id, with one launch."""
-        logits, (count, vocabulary) = _rows_of(logits), logits.shape
-        ranks = torch.empty(count, dtype=torch.int32, device=logits.device)
-        for part in self._parts(count):
-            tiles, spans = self._spans(len(ranks[part]), vocabulary)
-            count_before[len(ranks[part]), spans](
-                logits[part],
-                logits.stride(0),
-                tokens[part],
-                self._places,
-                self._counters,
-                ranks[part],
-                vocabulary,
-                tiles,
-                tile=_TILE,
-                most_spans=_MOST_SPANS,
-            )
-        return ranks
+        """Count the tokens that are more likely, and as likely with a lower id."""
+        return self._kernels.sampling.ranks(logits, tokens)
 
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
-        """Count the drafts that equal what was sampled in their place, with one launch."""
-        count, k = drafts.shape
-        accepted = torch.empty(count, dtype=torch.int32, device=drafts.device)
-        if count:
-            sampled, drafts = _rows_of(sampled), _rows_of(drafts)
-            grid = (triton.cdiv(count, 128),)
-            accept[grid](
-                sampled, sampled.stride(0), drafts, drafts.stride(0), num_drafts, accepted, count, k, tile=128
-            )
-        return accepted
-
-    def _parts(self, count: int) -> Iterator[slice]:
-        """Cut rows into parts that the workspace is large enough for."""
-        return (slice(begin, begin + self._rows) for begin in range(0, count, self._rows))
-
-    def _spans(self, rows: int, vocabulary: int) -> tuple[int, int]:
-        """Return how many tiles of a row a program takes, and how many programs that makes: enough for the device."""
-        tiles = triton.cdiv(vocabulary, _TILE)
-        spans = min(tiles, _MOST_SPANS, triton.cdiv(_WAVES * self._multiprocessors, rows))
-        of_each = triton.cdiv(tiles, spans)
-        return of_each, triton.cdiv(tiles, of_each)
-
-
-def _rows_of(x: Array) -> Array:
-    """Return [R, V] whose rows are contiguous."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+        """Count the drafts that equal what was sampled in their place, up to the first that does not."""
+        return self._kernels.sampling.verify(sampled, drafts, num_drafts)

@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from fd_core.ops.contract import Array, Heads, HostCopies, SampleInput, StepInput
+from fd_core.ops.contract import Array, Heads, HostCopies, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch_group import gloo_group
-from fd_core.ops.torch_ops import TorchOps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fd_gpu_cuda.backend import CudaBackend
 from fd_gpu_cuda.copy_lane import CopyLane
 from fd_gpu_cuda.device import Cuda, QueuedCopies, Replay
-from fd_gpu_cuda.kernel_table import Kernels
+from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.ops import CudaOps
 from fd_gpu_cuda.packed import PackedPart
@@ -135,14 +134,6 @@ def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -
     return torch.einsum("tkgs,tskd->tkgd", weights, values).flatten(1).to(q.dtype)
 
 
-def plain_sample(logits: Array, rows: SampleInput) -> tuple[Array, Array]:
-    return TorchOps().sample(logits, rows)
-
-
-def plain_mask(logits: Array, rows: Array, bits: Array) -> Array:
-    return TorchOps().mask_logits(logits, rows, bits)
-
-
 def plain_product(x: Array, part: PackedPart, y: Array) -> None:
     """Expand the weight, and multiply."""
     values = part.values
@@ -162,8 +153,7 @@ def plain_product(x: Array, part: PackedPart, y: Array) -> None:
 
 PLAIN = Kernels(
     attention=plain_attention,
-    sample=plain_sample,
-    mask_logits=plain_mask,
+    sampling=SamplingKernels(),
     packed_product=plain_product,
 )
 

@@ -14,11 +14,10 @@ pytest.importorskip("triton")
 from fd_core.ops.contract import Heads, KVShape, Rope  # noqa: E402 - only where both are installed
 from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
-from fd_core.testing.arrays import Values, assert_near, on_device, sample_input, step_input  # noqa: E402
+from fd_core.testing.arrays import Values, assert_near, on_device, step_input  # noqa: E402
 from processor import plain_attention  # noqa: E402
 
 from fd_gpu_cuda.kernels.attention import paged_attention  # noqa: E402
-from fd_gpu_cuda.kernels.sampling import mask_logits, sample  # noqa: E402
 from fd_gpu_cuda.kv_cache import CudaLayer  # noqa: E402
 
 F32 = torch.float32
@@ -114,42 +113,3 @@ def test_a_row_alone_gives_the_same_bits() -> None:
             paged_attention(q[begin : begin + count], layer, heads, alone), together[begin : begin + count]
         )
         begin += count
-
-
-@pytest.mark.parametrize("vocabulary", [7, 1024, 3001])
-def test_sampling_chooses_what_the_oracle_chooses(vocabulary: int) -> None:
-    rows = 40
-    logits = Values(5)(rows, vocabulary, scale=3.0)
-    logits[::5, 1] = logits[::5].max(axis=1)  # ties
-    logits[7, : vocabulary // 2] = -np.inf  # tokens that are not allowed
-    rng = np.random.default_rng(1)
-    seeds = rng.integers(0, 2**64, rows, np.uint64)
-    temperature = np.where(np.arange(rows) % 4 == 0, 0.0, rng.uniform(0.1, 2.0, rows))
-    given = sample_input(rows, temperature=temperature, seeds=seeds, positions=np.arange(rows) * 1000)
-    ops = TorchOps()
-    found, peaks = (array.numpy() for array in sample(ops.from_host(logits.copy()), on_device(ops, given)))
-    assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, NumpyOps().sample(logits, given)[0])
-    np.testing.assert_array_equal(peaks, logits.max(axis=1))
-
-
-@pytest.mark.parametrize("vocabulary", [7, 32, 1024, 3001])
-def test_masks_forbid_what_the_oracle_forbids(vocabulary: int) -> None:
-    rng = np.random.default_rng(2)
-    logits = Values(5)(9, vocabulary)
-    rows = np.array([8, 0, 5], np.int32)
-    bits = rng.integers(-(2**31), 2**31, (3, -(-vocabulary // 32)), dtype=np.int32)
-    ops = TorchOps()
-    found = mask_logits(*map(ops.from_host, (logits.copy(), rows, bits)))
-    np.testing.assert_array_equal(found.numpy(), NumpyOps().mask_logits(logits.copy(), rows, bits))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_row_that_is_not_finite_says_so(temperature: float) -> None:
-    logits = np.zeros((4, 3000), np.float32)
-    logits[0, 2000], logits[1, 5], logits[2] = np.nan, np.inf, -np.inf
-    ops = TorchOps()
-    parameters = on_device(ops, sample_input(4, temperature=[temperature] * 3 + [0.7]))
-    tokens, peaks = (array.numpy() for array in sample(ops.from_host(logits), parameters))
-    assert np.isfinite(peaks).tolist() == [False, False, False, True]
-    assert ((tokens >= 0) & (tokens < 3000)).all()

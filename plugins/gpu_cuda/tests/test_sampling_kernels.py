@@ -18,7 +18,7 @@ from fd_core.testing.arrays import on_device, penalty_input, sample_input  # noq
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from fd_gpu_cuda.sampling import TritonSampling  # noqa: E402
+from fd_gpu_cuda.kernels.sampler import TritonSampling  # noqa: E402
 
 Floats = npt.NDArray[np.float32]
 ORACLE, HOST = NumpyOps(), TorchOps()
@@ -63,7 +63,7 @@ def hostile_rows(vocabulary: int, seed: int) -> Floats:
 def test_hostile_rows_with_every_filter(vocabulary: int, multiprocessors: int) -> None:
     by = kernels(multiprocessors)
     rng = np.random.default_rng(vocabulary)
-    for turn in range(3):
+    for turn in range(2):
         logits = hostile_rows(vocabulary, turn)
         rows = len(logits)
         given = sample_input(
@@ -77,3 +77,206 @@ def test_hostile_rows_with_every_filter(vocabulary: int, multiprocessors: int) -
         )
         same_choice(logits, given, by)
     assert not any(each.any() for each in (by._counters, by._lengths, by._bin_counts, by._bin_masses))
+
+
+LOGITS = st.sampled_from([-2.5, -0.0, 0.0, 0.5, 0.75, 3.0, 11.0, -np.inf])
+
+
+@settings(max_examples=40, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_small_row_is_chosen_as_the_oracle_does(data: Any) -> None:
+    rows, vocabulary = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
+    column = {"min_size": rows, "max_size": rows}
+    logits = np.array(
+        data.draw(st.lists(st.lists(LOGITS, min_size=vocabulary, max_size=vocabulary), **column)), np.float32
+    )
+    logits[:, 0] = np.where(np.isfinite(logits).any(axis=1), logits[:, 0], 1.0)
+    given = sample_input(
+        rows,
+        temperature=data.draw(st.lists(st.sampled_from([0.0, 1e-30, 0.7, 1.0, 3.0, 1e30]), **column)),
+        top_k=data.draw(st.lists(st.sampled_from([0, 1, 3, 9, 50]), **column)),
+        top_p=data.draw(st.lists(st.floats(0, 1, width=32), **column)),
+        min_p=data.draw(st.lists(st.sampled_from([0.0, 0.1, 0.8, 1.0]), **column)),
+        seeds=data.draw(st.lists(st.integers(0, 2**64 - 1), **column)),
+        positions=data.draw(st.lists(st.integers(0, 2**31 - 1), **column)),
+    )
+    same_choice(logits, given)
+
+
+def scattered(rows: int, vocabulary: int, seed: int) -> tuple[Floats, dict[str, Any]]:
+    """Logits of several scales, every third row full of ties; seeds and positions."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((rows, vocabulary), np.float32) * rng.choice([0.2, 1.0, 4.0], (rows, 1))
+    logits[::3] = np.round(logits[::3] * 2) / 2
+    return logits.astype(np.float32), {
+        "seeds": rng.integers(0, 2**64, rows, np.uint64),
+        "positions": rng.integers(0, 2**31, rows),
+    }
+
+
+@pytest.mark.parametrize("columns", [{"temperature": 0.0}, {}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}])
+def test_a_real_vocabulary_is_chosen_from_as_the_oracle_does(columns: dict[str, Any]) -> None:
+    logits, seeds = scattered(2, 151_936, 3)
+    same_choice(logits, sample_input(2, **{"temperature": 0.6, **seeds, **columns}))
+
+
+def test_a_cut_through_more_tokens_than_are_listed() -> None:
+    """All logits nearly alike, so that one bin has nearly all tokens: the whole row is searched."""
+    logits, seeds = scattered(3, 12_003, 4)
+    logits *= np.float32(0.01)
+    same_choice(logits, sample_input(3, top_k=[9_000, 0, 11_999], top_p=[0.9, 0.8, 1.0], **seeds))
+
+
+def test_rows_beyond_the_workspace_are_chosen_in_parts() -> None:
+    by = kernels(132)
+    by.reserve(4)
+    logits, seeds = scattered(11, 2001, 5)
+    choice = np.arange(11)
+    given = sample_input(11, temperature=choice % 3, top_k=choice % 4, top_p=0.5 + choice / 22, **seeds)
+    same_choice(logits, given, by)
+    tokens = np.arange(11, dtype=np.int32) * 7
+    found = by.ranks(torch.from_numpy(logits), torch.from_numpy(tokens))
+    assert found.tolist() == ORACLE.ranks(logits, tokens).tolist()
+    check_scores(by, logits, tokens, 5)
+
+
+@pytest.mark.parametrize("columns", [{"temperature": 0.0}, {}, {"top_k": 7, "top_p": 0.9, "min_p": 0.1}])
+def test_a_row_that_is_not_finite_says_so_and_leaves_the_others(columns: dict[str, Any]) -> None:
+    logits, seeds = scattered(6, 3000, 6)
+    given = sample_input(6, **seeds, **columns)
+    expected = ORACLE.sample(logits, given)[0]
+    logits[0, 2000], logits[1, 5], logits[2], logits[5, 0] = np.nan, np.inf, -np.inf, np.nan
+    by = kernels()
+    tokens, peaks = (each.numpy() for each in by.sample(HOST.from_host(logits), on_device(HOST, given)))
+    assert np.isfinite(peaks).tolist() == [False, False, False, True, True, False]
+    assert tokens[3:5].tolist() == expected[3:5].tolist()
+    assert ((tokens >= 0) & (tokens < 3000)).all()
+    # What such a row leaves behind must not reach the next step.
+    logits, seeds = scattered(6, 3000, 7)
+    same_choice(logits, sample_input(6, **seeds, **columns), by)
+
+
+def test_any_program_may_be_the_last_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run in a random order, as on a device, where nothing says which comes last."""
+    from triton.runtime import interpreter
+
+    rng = np.random.default_rng(8)
+    place = interpreter.InterpreterBuilder.set_grid_idx
+
+    def shuffled(builder: Any, x: int, y: int, z: int) -> None:
+        if (x, y, z) == (0, 0, 0):
+            builder.order = rng.permutation(int(np.prod(builder.grid_dim)))
+        x, y, z = np.unravel_index(builder.order[np.ravel_multi_index((x, y, z), builder.grid_dim)], builder.grid_dim)
+        place(builder, int(x), int(y), int(z))
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", shuffled)
+    by = kernels(132)
+    logits, seeds = scattered(5, 7001, 9)
+    for turn in range(2):
+        same_choice(logits, sample_input(5, top_k=[0, 5, 300, 0, 9], top_p=0.9 + turn / 10, **seeds), by)
+    check_scores(by, logits, np.arange(5, dtype=np.int32), 5)
+
+
+# Changing logits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [7, 32, 1024, 3001])
+def test_masks_forbid_what_the_oracle_forbids(vocabulary: int) -> None:
+    rng = np.random.default_rng(2)
+    logits = rng.standard_normal((9, vocabulary)).astype(np.float32)
+    rows = np.array([8, 0, 5], np.int32)
+    bits = rng.integers(-(2**31), 2**31, (3, -(-vocabulary // 32)), dtype=np.int32)
+    found = kernels().mask_logits(*map(HOST.from_host, (logits.copy(), rows, bits)))
+    np.testing.assert_array_equal(found.numpy(), ORACLE.mask_logits(logits.copy(), rows, bits))
+
+
+@pytest.mark.parametrize("vocabulary", [11, 5003])
+def test_penalties_are_the_oracles_to_the_last_bit(vocabulary: int) -> None:
+    """Rows in no order, drafts of which some are repeated, counts beyond any product in float32."""
+    rng = np.random.default_rng(vocabulary)
+    logits = rng.standard_normal((9, vocabulary)).astype(np.float32) * np.float32(4)
+    logits[0, ::2], logits[1, ::3] = 0.0, -np.inf
+    counts = rng.integers(-12, 2**25, (8, vocabulary), dtype=np.int32).clip(0)
+    counts[:, vocabulary // 2 :] = 0
+    drafts = sorted(zip(rng.integers(0, 6, 60).tolist(), rng.integers(0, vocabulary, 60).tolist(), strict=True))
+    given = penalty_input(
+        counts,
+        rows=rng.permutation(9)[:6],
+        counts_rows=rng.permutation(8)[:6],
+        drafts=drafts + [(5, vocabulary - 1)] * 3,
+        repetition=rng.choice([0.7, 1.0, 1.3], 6),
+        presence=rng.uniform(-2, 2, 6),
+        frequency=rng.uniform(-2, 2, 6),
+    )
+    held = counts.copy()
+    found = kernels().penalize(HOST.from_host(logits.copy()), on_device(HOST, given))
+    np.testing.assert_array_equal(found.numpy(), ORACLE.penalize(logits.copy(), given))
+    np.testing.assert_array_equal(counts, held, "drafts must not stay in the counts")
+
+
+def test_no_row_to_change_changes_nothing() -> None:
+    logits = torch.ones(2, 40)
+    kernels().penalize(logits, on_device(HOST, penalty_input(np.zeros((0, 40), np.int32), rows=[])))
+    nothing = torch.empty(0, dtype=torch.int32)
+    kernels().mask_logits(logits, nothing, torch.empty(0, 2, dtype=torch.int32))
+    kernels().add_at(logits, nothing, nothing, torch.empty(0))
+    assert (logits == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+@pytest.mark.parametrize("count", [1, 31, 200])
+def test_values_are_added_in_their_order(dtype: type[np.generic], count: int) -> None:
+    """Many for one cell, of sizes that sum to something else in any other order."""
+    rng = np.random.default_rng(count)
+    x = (rng.standard_normal((5, 999)) * 8).astype(dtype)
+    rows, ids = rng.integers(0, 5, count).astype(np.int32), rng.integers(0, 999, count).astype(np.int32)
+    rows[::4], ids[::4] = 4, 998
+    rows[1::9], ids[1::9] = 2, 3
+    values = (rng.standard_normal(count) * 10.0 ** rng.integers(-3, 4, count)).astype(dtype)
+    if dtype == np.float32:
+        values[-1] = -INFINITE
+    right = x.copy()
+    np.add.at(right, (rows, ids), values)
+    found = kernels().add_at(*map(HOST.from_host, (x, rows, ids, values)))
+    np.testing.assert_array_equal(found.numpy(), right)
+
+
+# Telling ------------------------------------------------------------------------------------------------------
+
+
+def check_scores(by: TritonSampling, logits: Floats, tokens: npt.NDArray[np.int32], top_n: int) -> None:
+    given = torch.from_numpy(logits.copy())
+    chosen, top_ids, top = (each.numpy() for each in by.logprobs(given, torch.from_numpy(tokens), top_n))
+    right, right_ids, right_top = ORACLE.logprobs(logits, tokens, top_n)
+    assert top_ids.dtype == np.int32
+    assert top_ids.tolist() == right_ids.tolist()
+    np.testing.assert_allclose(chosen, right, atol=2e-5, rtol=1e-5)
+    np.testing.assert_allclose(top, right_top, atol=2e-5, rtol=1e-5)
+    np.testing.assert_array_equal(given.numpy(), logits, "the logits were changed")
+
+
+@pytest.mark.parametrize("top_n", [0, 1, 20, 40])
+@pytest.mark.parametrize("vocabulary", [9, 1024, 5003])
+def test_the_most_likely_tokens_are_the_oracles(vocabulary: int, top_n: int) -> None:
+    logits = hostile_rows(vocabulary, 10)
+    logits[5] *= np.float32(1e-28)  # or the oracle's own sums are no measure
+    tokens = np.random.default_rng(1).integers(0, vocabulary, len(logits)).astype(np.int32)
+    check_scores(kernels(), logits, tokens, min(top_n, vocabulary))
+    found = kernels(132).ranks(torch.from_numpy(logits), torch.from_numpy(tokens))
+    assert found.tolist() == ORACLE.ranks(logits, tokens).tolist()
+
+
+def test_scores_over_a_real_vocabulary() -> None:
+    logits, _ = scattered(2, 151_936, 11)
+    logits[1, [151_935, 65_536, 3]] = 30.0
+    check_scores(kernels(), logits, np.array([5, 151_935], np.int32), 20)
+
+
+@pytest.mark.parametrize("k", [1, 7, 16])
+def test_drafts_are_accepted_up_to_the_first_wrong_one(k: int) -> None:
+    rng = np.random.default_rng(k)
+    sampled = rng.integers(0, 2, (131, 1 + k)).astype(np.int32)
+    drafts, counts = sampled[:, :k].copy(), rng.integers(0, k + 1, 131).astype(np.int32)
+    drafts[rng.random(drafts.shape) < 0.2] += 1
+    found = kernels().verify(*map(torch.from_numpy, (sampled, drafts, counts)))
+    assert found.tolist() == ORACLE.verify(sampled, drafts, counts).tolist()

@@ -20,12 +20,13 @@ from fd_core.runner.inputs import BudgetExceeded  # noqa: E402
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
-from fd_core.testing.arrays import Values, on_device, sample_input  # noqa: E402
 from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepPlan  # noqa: E402
 from processor import OnProcessor, Processor, ids, make_ops, nothing_waits  # noqa: E402
 
 from fd_gpu_cuda.backend import GRAPH_BYTES, largest_step  # noqa: E402
+from fd_gpu_cuda.kernel_table import SamplingKernels  # noqa: E402
+from fd_gpu_cuda.ops import CudaOps  # noqa: E402
 
 LIMITS = Limits(
     max_num_seqs=6, max_num_batched_tokens=40, max_model_len=40, block_size=4, num_kv_blocks=60, vocab_size=160
@@ -228,18 +229,19 @@ def replace_drafts(config: EngineConfig, drafts: int) -> EngineConfig:
     return EngineConfig(**(fields | {"speculative": speculative}))
 
 
-def test_without_filters_sampling_goes_to_the_kernel() -> None:
+def test_what_works_on_logits_goes_to_the_kernels() -> None:
+    class Named(SamplingKernels):
+        """Answers with the name of what was called."""
+
+        def __getattribute__(self, name: str) -> Any:
+            return (lambda *_: name) if name in called else super().__getattribute__(name)
+
+    called = {"sample", "add_at", "penalize", "mask_logits", "logprobs", "ranks", "verify"}
     ops = make_ops()
-    calls: list[int] = []
-    ops._kernels = replace(ops._kernels, sample=lambda logits, rows: (calls.append(len(logits)) or ids(0), None))
-    logits = ops.from_host(Values(2)(3, 50))
-    ops.sample(logits, on_device(ops, sample_input(3)))
-    assert calls == [3]
-    filtered = sample_input(3, top_k=4, temperature=0.7)
-    np.testing.assert_array_equal(
-        ops.sample(logits, on_device(ops, filtered))[0].numpy(), NumpyOps().sample(logits.numpy(), filtered)[0]
-    )
-    assert calls == [3]
+    ops._kernels = replace(ops._kernels, sampling=Named())
+    for name in called:
+        arguments = [None] * (getattr(CudaOps, name).__code__.co_argcount - 1)
+        assert getattr(ops, name)(*arguments) == name
 
 
 def test_what_is_handed_over_may_be_changed_at_once() -> None:

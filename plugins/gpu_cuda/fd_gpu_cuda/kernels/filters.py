@@ -1,14 +1,14 @@
-"""top_k and top_p without sorting a vocabulary: where they cut each row, as `fd_core.ops.contract.Ops.sample` defines it.
+"""Where top_k and top_p cut each row, without sorting a vocabulary; `fd_core.ops.contract.Ops.sample` defines both.
 
 Tokens in the order of logits, the lower id first on a tie, are kept up to some place. So a cut is a logit, and how many
 of the tokens that have it are kept. It is found in two launches:
 
-- `fill_bins` counts and weighs the tokens of each row by how far they are below the largest, in bins of a constant ratio
-  of weights. Its last program finds the few bins that the two cuts can lie in. top_p depends on what top_k keeps, which is
-  known here only between two bounds: each bound gives a bin.
+- `fill_bins` counts and weighs the tokens of each row by how far they are below the largest, in bins of a constant
+  ratio of weights. Its last program finds the few bins that the two cuts can lie in. top_p depends on what top_k keeps,
+  which is known here only between two bounds: each bound gives a bin.
 - `find_cuts` lists the tokens in those bins. Its last program searches the bits of their logits, four at a time: the
-  largest key from which on the tokens are as many, or weigh as much, as wanted. It reads the whole row instead where the
-  list is too short for them, so that no distribution is cut wrongly.
+  largest key from which on the tokens are as many, or weigh as much, as wanted. Where the list is too short for them it
+  reads the whole row instead, so that no distribution is cut wrongly; that takes milliseconds for a large vocabulary.
 
 Bins grow with the distance from the peak, which never falls as logits fall, so a token of an earlier bin always comes
 earlier. Tokens of the last bin weigh nothing; whether they are kept makes no difference.
@@ -60,8 +60,8 @@ def fill_bins(
 ):
     """Fill the bins of rows that are cut, and find those that matter. Grid: rows, spans of `tiles` tiles.
 
-    There are several copies of the bins, int32 and float64 [rows, copies, 256], because programs that add to one address
-    wait for each other. They hold zeros before and after.
+    There are several copies of the bins, int32 and float64 [rows, copies, 256], because programs that add to one
+    address wait for each other. They hold zeros before and after.
     """
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_at + row).to(tl.float64)

@@ -98,7 +98,7 @@ def add(x_at, stride, rows_at, ids_at, values_at, count, tile: tl.constexpr, chu
             only = tl.sum(tl.where(same, value[None, :], 0), 1).to(total.dtype)
             total = tl.where(matches > 0, total + only, total)
         elif tl.max(matches, 0) > 1:
-            for step in range(0, chunk):
+            for step in range(chunk):
                 if begin + step < count:
                     one = tl.load(rows_at + begin + step).to(tl.int64) * stride + tl.load(ids_at + begin + step)
                     total = tl.where(cell == one, total + tl.load(values_at + begin + step), total)

@@ -1,11 +1,13 @@
-"""Sampling as `fd_core.ops.contract.Ops.sample` defines it: one launch finds the largest logits, which is all that greedy
-rows need, and one draws; `filters` may cut rows in between.
+"""Sampling as `fd_core.ops.contract.Ops.sample` defines it: one launch finds the largest logits, and one draws.
 
-A row is cut into spans, one for each program. Weights are integers in float64, so sums of them are exact in any order:
-how many spans there are changes no choice. The exponential is that of CUDA's library on a device and numpy's in the
-interpreter. Both err by less than a unit in the last place, and a weight only differs where 2^32 times that unit crosses
-a half: expected 2^-52 times the sum of weights of them in a row. Such a row chooses another token only where the share
-falls between two sums that differ by 1: less than once in 10^10 draws of a vocabulary of 2^17.
+Greedy rows need the first alone; `filters` may cut rows in between. A row is shared by several programs, each of which
+has a span of it. Weights are integers in float64, so sums of them are exact in any order: how many spans there are
+changes no choice.
+
+The exponential is that of CUDA's library on a device, and numpy's in the interpreter. Each errs by about a unit in the
+last place, so of the weights of a row, 2^-52 times their sum is how many may differ, by 1. A row then chooses another
+token only if the random share falls between two sums that differ by 1, of which there is one for each token: about once
+in 10^10 draws from a vocabulary of 2^17. The kit compares tokens exactly.
 """
 
 from __future__ import annotations

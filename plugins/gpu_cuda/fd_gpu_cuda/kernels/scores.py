@@ -64,9 +64,7 @@ def score(
         keys = tl.where(keys == best, _LOWEST, keys)
     if is_last(counters_at, row, tiles):
         index = tl.arange(0, most_tiles)
-        peaks = tl.load(
-            part_peaks_at + parts_at + index, mask=index < tiles, other=-float("inf"), cache_modifier=".cg"
-        )
+        peaks = tl.load(part_peaks_at + parts_at + index, mask=index < tiles, other=-float("inf"), cache_modifier=".cg")
         sums = tl.load(part_sums_at + parts_at + index, mask=index < tiles, other=0.0, cache_modifier=".cg")
         peak = tl.max(peaks, 0)
         logarithm = tl.log(tl.sum(tl.where(sums > 0, sums * tl.exp(peaks - peak), sums), 0))

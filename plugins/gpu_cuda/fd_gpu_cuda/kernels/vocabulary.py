@@ -1,10 +1,11 @@
-"""What the kernels over rows of logits share: weights of tokens, keys that order logits, and the last program of a row.
+"""What the kernels over rows of logits share: weights of tokens, keys that order logits, the last program of a row.
 
 Several programs work on a row. Each leaves what it found in a workspace, and the last one to arrive puts it together,
 so that it takes no launch of its own. This is right in the memory model of PTX: the barrier orders the writes of all
-threads of a program before its atomic addition, and the addition, which releases and acquires at the scope of the device,
-passes that on to whoever adds later (causality order is transitive: PTX ISA, "Memory Consistency Model"). The last one
-reads beyond the caches of its multiprocessor, and sets the counter back to 0 for the next launch on the stream.
+threads of a program before its atomic addition, and the addition, which releases and acquires at the scope of the
+device, passes that on to whoever adds later (causality order is transitive: PTX ISA, "Memory Consistency Model"). The
+last one reads beyond the caches of its multiprocessor, and sets the counter back to 0 for the next launch on the
+stream.
 """
 
 from __future__ import annotations
