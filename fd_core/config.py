@@ -65,7 +65,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """`smollm2`, a folder, a `.gguf` file or a Hugging Face name."""
     revision: str | None = None
     backend: str = "auto"
-    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     quantization: Annotated[str, OneOf("auto", "int8", "int4", instead=_OTHER_QUANTIZATION)] = "auto"
     """What the weights of linear layers become when they are loaded; `auto` leaves them as they are stored."""
     kv_cache_dtype: Annotated[str, OneOf("auto", "int8", instead=_OTHER_KV_DTYPES)] = "auto"

@@ -201,7 +201,7 @@ class Backend(abc.ABC):
             raise ConfigError(
                 f"the {self.name} backend {where}computes in {' or '.join(offered)}, not {wanted}",
                 field="--dtype",
-                hint=self.limits.get(wanted),
+                hint=self.limits.get(wanted, "bfloat16 takes as much memory" if "bfloat16" in offered else None),
             )
         return None if wanted == "auto" else wanted
 

@@ -12,7 +12,7 @@ from fd_core.ops.contract import KVShape
 
 __all__ = ["BlockFormat"]
 
-_HOST_DTYPES: Final = {"float32": np.float32, "bfloat16": np.uint16}
+_HOST_DTYPES: Final = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 
 class BlockFormat:
@@ -33,7 +33,7 @@ class BlockFormat:
 
     @classmethod
     def of(cls, shape: KVShape, dtype: str) -> BlockFormat:
-        """Return the format of blocks in canonical order of a pack whose dtype is `float32` or `bfloat16`."""
+        """Return the format of blocks in canonical order of a pack whose dtype is `dtype`, see `Ops.dtype`."""
         sizes = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.stored_head)
         return cls(np.int8 if shape.quantized else _HOST_DTYPES[dtype], sizes)
 

@@ -106,9 +106,9 @@ class KVCache(abc.ABC):
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks to the host in canonical order [len(blocks), layers, 2, block_size, nkv, d].
 
-        float32, or uint16 holding bfloat16 bits. Index 0 of axis 2 holds keys after rope, 1 values. The array is the
-        caller's: it shares no memory with the cache. Of a quantized cache it is int8 [..., nkv, d + 4]: the last four
-        bytes of each key and value are its scale's, a little-endian float32.
+        float32, float16, or uint16 holding bfloat16 bits. Index 0 of axis 2 holds keys after rope, 1 values. The array
+        is the caller's: it shares no memory with the cache. Of a quantized cache it is int8 [..., nkv, d + 4]: the last
+        four bytes of each key and value are its scale's, a little-endian float32.
         """
 
     @abc.abstractmethod
@@ -310,7 +310,9 @@ class Ops(abc.ABC):
     """Whose arrays it takes and returns: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
     dtype: str
-    """`float32` or `bfloat16`: activations, weights that are not packed, and KV unless its shape says otherwise."""
+    """`float32`, `bfloat16` or `float16`: activations, weights that are not packed, and KV unless its shape says
+    otherwise. float16 ends at 65,504: what grows beyond is infinite, which the peaks of its row show, and that request
+    fails."""
     kv_dtypes: Collection[str] = frozenset()
     """Other dtypes of `KVShape` that `allocate_kv` takes, and that writing and attention compute with: `int8` or none.
     A pack that replaces one of these three operations of its parent has to say anew what holds."""

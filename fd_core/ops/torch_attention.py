@@ -16,8 +16,13 @@ from fd_core.types import IntArray
 
 __all__ = ["TorchAttentionPlan", "TorchKVCache", "TorchLayer", "quantize_heads"]
 
-_HOST_DTYPES = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}
-_BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.int8: torch.int8}
+_HOST_DTYPES = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.uint16,
+    torch.float16: np.float16,
+    torch.int8: np.int8,
+}
+_BITS = {each: torch.int16 if each == torch.bfloat16 else each for each in _HOST_DTYPES}
 """Types of torch that numpy knows as well, of the same size."""
 
 

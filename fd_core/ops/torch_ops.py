@@ -1,4 +1,4 @@
-"""The torch pack: float32 or bfloat16, eager. Needs no compiler, and is the oracle of packs that have one."""
+"""The torch pack: float32, bfloat16 or float16, eager. Needs no compiler, and is the oracle of packs that have one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fd_core.ops.torch_attention import TorchAttentionPlan, TorchKVCache, TorchL
 from fd_core.ops.torch_sampling import TorchSampling
 from fd_core.weights import PackedTensor, RawTensor, Weight
 
-__all__ = ["TorchLinear", "TorchOps", "route", "to_torch"]
+__all__ = ["TorchLinear", "TorchOps", "route", "to_torch", "widened"]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def to_torch(weight: Weight) -> Array:
@@ -32,6 +32,11 @@ def to_torch(weight: Weight) -> Array:
     if weight.dtype == "BF16":
         return torch.from_numpy(np.array(weight.data).view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.array(weight.data))
+
+
+def widened(array: Array) -> Array:
+    """Return numbers of 16 bits as float32, which the host computes with; others as they are."""
+    return array.float() if array.dtype in (torch.bfloat16, torch.float16) else array
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +94,8 @@ class TorchOps(TorchSampling, Ops):
         return shared if self._on_host else shared.to(self.device)
 
     def to_host(self, array: Array) -> npt.NDArray[Any]:
-        """Share or copy a tensor; bfloat16 becomes float32."""
-        host = array.float() if array.dtype == torch.bfloat16 else array
+        """Share or copy a tensor; bfloat16 and float16 become float32."""
+        host = widened(array)
         values: npt.NDArray[Any] = (host if self._on_host else host.cpu()).numpy()
         return values
 

@@ -19,11 +19,12 @@ from fd_core.types import RequestSpec
 
 __all__ = ["MARGIN", "Golden", "margin_of"]
 
-MARGIN: Final[Mapping[str, float]] = {"float32": 0.0, "bfloat16": 0.5, "packed": 1.5}
+MARGIN: Final[Mapping[str, float]] = {"float32": 0.0, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
 """A text may part from the oracle's only where its best logit leads by at most this much, by `Target.precision`.
 
 The logits of the kit's models have a standard deviation of about 4; bfloat16 moves them by about a hundredth of that,
-activations of 8 bits by a fortieth, and a token that goes to another expert by more.
+float16 by an eighth of what bfloat16 does, activations of 8 bits by a fortieth, and a token that goes to another expert
+by more.
 """
 
 _INT8_MARGIN: Final = 0.1

@@ -25,7 +25,7 @@ __all__ = ["SCORE_MARGIN", "Judge"]
 
 Floats = npt.NDArray[np.float32]
 
-SCORE_MARGIN: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.5, "packed": 1.5}
+SCORE_MARGIN: Final[Mapping[str, float]] = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
 """Largest error of a log-probability by `Target.precision`."""
 _FLOAT32_MARGIN: Final = 1e-3
 """Largest lead of the oracle's greedy token over another one in float32; below it the order of a sum decides."""

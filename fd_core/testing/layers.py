@@ -97,6 +97,8 @@ class LayerOn:
             history = quantize_kv(history)
         elif ops.dtype == "bfloat16":
             history = (history.view(np.uint32) >> 16).astype(np.uint16)
+        elif ops.dtype == "float16":
+            history = history.astype(np.float16)
         self.cache.import_blocks(np.arange(count, dtype=np.int32), history)
         self.kv = self.cache.layer(1)
         self.step = on_device(ops, step_input(rows, g.block_size, tables))

@@ -13,6 +13,7 @@ import numpy as np
 from fd_core.backends.contract import Backend
 from fd_core.backends.memory import available_memory
 from fd_core.ops.contract import KVCache, KVShape, Ops
+from fd_core.weights import ITEM_BYTES
 
 __all__ = ["MEBI", "counts_host_memory", "filled_cache", "live_objects", "resident"]
 
@@ -51,7 +52,7 @@ def filled_cache(ops: Ops, size: int) -> KVCache:
     """Allocate a cache of about `size` bytes and write all of it."""
     # One layer: a C library keeps what it got for arrays below 32 MiB, and does not return it to the system.
     shape = KVShape(num_layers=1, num_kv_heads=8, head_dim=128, block_size=64)
-    blocks = max(size // shape.bytes_per_block(2 if ops.dtype == "bfloat16" else 4), 1)
+    blocks = max(size // shape.bytes_per_block(ITEM_BYTES[ops.dtype]), 1)
     cache = ops.allocate_kv(shape, blocks)
     ones = np.ones_like(cache.export_blocks(np.zeros(1, np.int32)))
     for first in range(0, blocks, 16):

@@ -7,6 +7,7 @@ import pytest
 from fd_core.backends.cpu import CpuBackend
 from fd_core.cli.summary import summary
 from fd_core.config import EngineConfig, ServerConfig
+from fd_core.errors import ConfigError
 from tests.server.fakes import engine_info
 
 
@@ -68,3 +69,12 @@ def test_the_summary_gives_the_reason() -> None:
     info = engine_info(dtype="bfloat16", dtype_reason="the processor has bfloat16 instructions (amx_bf16)")
     rows = dict(summary(info, ServerConfig(), "http://here"))
     assert rows["dtype"] == "bfloat16 (the processor has bfloat16 instructions (amx_bf16))"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_float16_is_refused_with_what_to_take_instead(native: bool) -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match="computes in float32 or bfloat16, not float16") as refused:
+        CpuBackend(EngineConfig(model="m", dtype="float16", native_kernels=native)).make_ops()
+    assert refused.value.field == "--dtype"
+    assert refused.value.hint == "bfloat16 takes as much memory"

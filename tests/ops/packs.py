@@ -34,6 +34,10 @@ def _onnx() -> Ops:
 
 PACKS: dict[str, Callable[[], Ops]] = {"numpy": NumpyOps, "torch": TorchOps, "paddle": _paddle, "onnx": _onnx}
 """In float32. Making one skips the test where its framework is not installed."""
-FORMS: dict[str, Callable[[], Ops]] = {**PACKS, "bf16": partial(TorchOps, "bfloat16")}
+FORMS: dict[str, Callable[[], Ops]] = {
+    **PACKS,
+    "bf16": partial(TorchOps, "bfloat16"),
+    "f16": partial(TorchOps, "float16"),
+}
 _NEEDS = {"numpy": "numpy", "torch": "torch", "paddle": "paddle", "onnx": "onnxruntime"}
 INSTALLED = tuple(name for name in PACKS if find_spec(_NEEDS[name]) is not None)

@@ -15,7 +15,7 @@ from fd_core.ops.kv_int8 import dequantize_kv
 from fd_core.runner.inputs import adapter_rows
 from fd_core.testing.arrays import Values, activations, on_device, penalty_input, raw, sample_input, step_input
 from fd_core.testing.layers import Geometry, LayerOn
-from fd_core.weights import LowRank
+from fd_core.weights import ITEM_BYTES, LowRank
 
 __all__ = ["CHECKS", "SIZES", "OpCheck", "Prepared", "Size"]
 
@@ -79,7 +79,7 @@ class OpCheck:
 
 
 def _width(ops: Ops) -> int:
-    return 2 if ops.dtype == "bfloat16" else 4
+    return ITEM_BYTES[ops.dtype]
 
 
 def _bytes(*arrays: npt.NDArray[Any]) -> int:

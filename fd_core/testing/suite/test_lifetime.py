@@ -15,6 +15,7 @@ import pytest
 
 from fd_core.engine.launch import open_client
 from fd_core.engine.process import ProcessClient
+from fd_core.errors import ConfigError
 from fd_core.plugins import BACKEND, installed_plugins
 from fd_core.testing.golden import Golden
 from fd_core.testing.limits import ABILITIES
@@ -45,6 +46,15 @@ def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..
         require("bfloat16")
     config = target.config().__class__(model="kit", backend=target.name, dtype=dtype, num_threads=1)
     assert target.cls(config).make_ops().dtype == dtype
+
+
+def test_float16_is_computed_or_refused(target: Target) -> None:
+    """Few backends offer it: no limit has to be named."""
+    config = target.config().__class__(model="kit", backend=target.name, dtype="float16", num_threads=1)
+    try:
+        assert target.cls(config).make_ops().dtype == "float16"
+    except ConfigError as refused:
+        assert refused.field == "--dtype"
 
 
 @pytest.mark.fd_thorough

@@ -39,7 +39,7 @@ _HINT = "pip install 'fd-gpu-cuda[torch]' from an index that has torch built for
 
 
 class CudaBackend(Backend):
-    """torch on a CUDA device, or on one for each rank; bfloat16 unless asked for float32."""
+    """torch on a CUDA device, or on one for each rank; in bfloat16 where the device has it."""
 
     name: ClassVar[str] = "gpu_cuda"
     auto_rank: ClassVar[int] = 100
@@ -75,7 +75,7 @@ class CudaBackend(Backend):
 
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""
-        wanted = self.dtype_asked_for("float32", "bfloat16")
+        wanted = self.dtype_asked_for("float32", "bfloat16", "float16")
         try:
             from fd_gpu_cuda.device import Cuda
             from fd_gpu_cuda.ops import CudaOps
@@ -136,9 +136,14 @@ class CudaBackend(Backend):
         )
 
     def _fastest_dtype(self, cuda: Cuda) -> str:
-        verb = "multiplies" if cuda.has_bfloat16 else "does not multiply"
-        self.dtype_reason = f"the device {verb} bfloat16 matrices itself"
-        return "bfloat16" if cuda.has_bfloat16 else "float32"
+        if cuda.has_bfloat16:
+            self.dtype_reason = "the device multiplies bfloat16 matrices itself"
+            return "bfloat16"
+        if cuda.has_float16:
+            self.dtype_reason = "the device multiplies float16 matrices itself, and no bfloat16"
+            return "float16"
+        self.dtype_reason = "the device multiplies neither bfloat16 nor float16 matrices itself"
+        return "float32"
 
 
 def largest_step(config: EngineConfig, model: Model) -> int:

@@ -63,6 +63,11 @@ class Cuda:
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
     @property
+    def has_float16(self) -> bool:
+        """Whether the device computes in float16 itself: from compute capability 5.3 on, so Turing and Volta do."""
+        return torch.cuda.get_device_capability(self.device) >= (5, 3)
+
+    @property
     def multiplies_fp8(self) -> bool:
         """Whether the device multiplies FP8 itself: Ada (compute capability 8.9) and later do."""
         return torch.cuda.get_device_capability(self.device) >= (8, 9)

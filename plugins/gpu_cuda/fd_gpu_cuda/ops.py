@@ -22,7 +22,7 @@ from fd_core.ops.contract import (
 )
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.torch_attention import quantize_heads
-from fd_core.ops.torch_ops import TorchOps, route
+from fd_core.ops.torch_ops import TorchOps, route, widened
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
 from fd_gpu_cuda.device import Cuda
@@ -94,7 +94,7 @@ class CudaOps(SamplingOps, TorchOps):
 
     def fetch_later(self, arrays: Sequence[Array]) -> HostCopies:
         """Queue copies to pinned memory, and an event behind them."""
-        return self._cuda.download([array.float() if array.dtype == torch.bfloat16 else array for array in arrays])
+        return self._cuda.download([widened(array) for array in arrays])
 
     def to_host(self, array: Array) -> npt.NDArray[Any]:
         """Bring one array over."""

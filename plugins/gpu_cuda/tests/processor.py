@@ -59,7 +59,7 @@ class Processor(Cuda):
 
     name = "processor"  # type: ignore[assignment]  # a property of the class above
     # Here every intermediate result would be rounded to bfloat16.
-    has_bfloat16 = False  # type: ignore[assignment]  # as above
+    has_bfloat16 = has_float16 = False  # type: ignore[assignment]  # as above
     multiplies_fp8 = False  # type: ignore[assignment]  # as above
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class OnProcessor(CudaBackend):
         self.processor = Processor()
         self.processor.free = 2**30 + 2**28
         self._cuda = self.processor
-        wanted = self.dtype_asked_for("float32", "bfloat16")
+        wanted = self.dtype_asked_for("float32", "bfloat16", "float16")
         return make_ops(self.processor, wanted or self._fastest_dtype(self.processor))
 
 

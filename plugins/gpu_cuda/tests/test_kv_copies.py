@@ -23,6 +23,7 @@ BLOCKS = 23
 SHAPES = {
     "float32": (torch.float32, KVShape(2, 3, 10, 5)),
     "bfloat16": (torch.bfloat16, KVShape(3, 1, 7, 1)),  # a row of 14 bytes
+    "float16": (torch.float16, KVShape(2, 2, 6, 3)),
     "int8": (torch.bfloat16, KVShape(2, 3, 10, 2, dtype="int8")),
 }
 

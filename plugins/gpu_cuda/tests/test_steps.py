@@ -256,5 +256,5 @@ def test_a_dtype_without_kernels_is_refused() -> None:
 
     from fd_gpu_cuda.backend import CudaBackend
 
-    with pytest.raises(ConfigError, match="'float16' is not one of auto, float32, bfloat16"):
-        CudaBackend(EngineConfig(model="x", dtype="float16")).make_ops()
+    with pytest.raises(ConfigError, match="'float8' is not one of auto, float32, bfloat16, float16"):
+        CudaBackend(EngineConfig(model="x", dtype="float8")).make_ops()
