@@ -28,7 +28,7 @@ class H100(Processor):
     """The processor, where an H100 says what it is."""
 
     name = "processor that calls itself H100"  # type: ignore[assignment]  # a property of `Cuda`
-    has_bfloat16 = True  # type: ignore[assignment]  # as above
+    has_bfloat16 = has_float16 = True  # type: ignore[assignment]  # as above
     multiplies_fp8 = True  # type: ignore[assignment]  # as above
     multiprocessors = 132  # type: ignore[assignment]  # as above
     shared_memory_per_block = 227 * 1024  # type: ignore[assignment]  # as above
