@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import KVShape, Ops
@@ -31,7 +33,8 @@ def test_blocks_come_back_bit_for_bit(ops: Ops, require: Callable[..., None]) ->
     cache = ops.allocate_kv(SHAPE, 7)
     bits = np.random.default_rng(0).integers(0, 2**16, (3, 2, 2, 5, 3, 10)).astype(np.uint16)  # NaN included
     wide = (bits.astype(np.uint32) << 16 | bits).view(np.float32)
-    data = {"bfloat16": bits, "float16": bits.view(np.float16), "float32": wide}[ops.dtype]
+    halves: npt.NDArray[Any] = bits if ops.dtype == "bfloat16" else bits.view(np.float16)
+    data = wide if ops.dtype == "float32" else halves
     data.flags.writeable = False
     cache.import_blocks(blocks(6, 0, 3), data)
     assert cache.export_blocks(blocks(6, 0, 3)).tobytes() == data.tobytes()
