@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,11 +17,9 @@ from fd_gpu_cuda.probe import cuda_of_ranks, cuda_of_torch, cuda_places, device_
 
 if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
-    from fd_gpu_cuda.kernel_table import Kernels
+    from fd_gpu_cuda.providers import Providers
 
 __all__ = ["GRAPH_BYTES", "NCCL_BYTES", "CudaBackend", "kv_bytes", "largest_step", "step_bytes"]
-
-logger = logging.getLogger(__name__)
 
 GRAPH_BYTES = 256 * 2**20
 """Kept for captured graphs, workspaces of cuBLAS and FlashInfer, and compiled kernels."""
@@ -43,12 +39,13 @@ class CudaBackend(Backend):
 
     name: ClassVar[str] = "gpu_cuda"
     auto_rank: ClassVar[int] = 100
+    attention_backends: ClassVar[tuple[str, ...]] = ("triton", "flashinfer", "torch")
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._cuda: Cuda | None = None
         self._model: Model | None = None
-        self._kernels = "torch"
+        self._providers: Providers | None = None
 
     @classmethod
     def probe(cls) -> Availability:
@@ -78,18 +75,23 @@ class CudaBackend(Backend):
         wanted = self.dtype_asked_for("float32", "bfloat16", "float16")
         try:
             from fd_gpu_cuda.device import Cuda
+            from fd_gpu_cuda.operations import operations_on, wanted_providers
             from fd_gpu_cuda.ops import CudaOps
+            from fd_gpu_cuda.providers import Providers
         except ImportError as error:
             raise PluginError(f"the {self.name} backend needs torch: {error}", field="--backend", hint=_HINT) from error
         try:
             self._cuda = Cuda()
             dtype = wanted or self._fastest_dtype(self._cuda)
-            kernels = self._load_kernels(dtype, self._cuda)
+            self._providers = Providers(
+                operations_on(self._cuda, dtype, self.config.kv_cache_dtype),
+                wanted_providers(self.config.attention_backend),
+            )
         except (ImportError, RuntimeError) as error:
             raise PluginError(
                 f"the {self.name} backend cannot use the device: {error}", field="--backend", hint=_HINT
             ) from error
-        return CudaOps(dtype, self._cuda, kernels)
+        return CudaOps(dtype, self._cuda, self._providers.kernels)
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
         """Load the model, and remember it: its size decides how much memory a step takes."""
@@ -97,7 +99,21 @@ class CudaBackend(Backend):
         # A draft model is loaded later, and is the smaller one.
         if self._model is None:
             self._model = model
+        if self._providers is not None:
+            self._try_providers(self._providers, model, ops)
         return model
+
+    def _try_providers(self, providers: Providers, model: Model, ops: Ops) -> None:
+        """Compare what is in use with torch's own operations, on a model that was just loaded."""
+        from fd_core.models.decoder import DecoderModel
+
+        from fd_gpu_cuda.ops import CudaOps
+        from fd_gpu_cuda.trial import ModelTrial
+
+        if isinstance(model, DecoderModel) and isinstance(ops, CudaOps):
+            config = self.config
+            trial = ModelTrial(model, ops, providers.composed, config.block_size, config.kv_cache_dtype)
+            ops.use(providers.settle(trial))
 
     def free_memory(self) -> int:
         """Return what the device has left for KV beside the largest step and the graphs."""
@@ -111,29 +127,10 @@ class CudaBackend(Backend):
     def describe(self) -> str:
         """Name the device and the kernels."""
         device = "CUDA device" if self._cuda is None else self._cuda.name
-        return f"{device}, {self._kernels}, decodes as CUDA graphs"
-
-    def _load_kernels(self, dtype: str, cuda: Cuda) -> Kernels:
-        from fd_gpu_cuda.kernel_table import Kernels
-        from fd_gpu_cuda.kernels import attention, kv_write, products, sampler
-
-        planned = None
-        device = products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block)
-        self._kernels = "Triton kernels"
-        if dtype == "bfloat16" and not missing("flashinfer"):
-            from fd_gpu_cuda.flash_infer import FlashInferAttention
-
-            flashinfer = _imported("flashinfer")
-            if flashinfer is not None:
-                planned = FlashInferAttention(flashinfer, cuda.device)
-                self._kernels = "Triton kernels, FlashInfer for prefill"
-        return Kernels(
-            attention=attention.paged_attention,
-            sampling=sampler.TritonSampling(cuda.device, cuda.multiprocessors),
-            write_kv=kv_write.write_kv,
-            packed_product=products.weight_product(device),
-            planned_attention=planned,
-        )
+        if self._providers is None:
+            return device
+        graphs = ", decodes as CUDA graphs" if self._providers.kernels.capturable else ""
+        return f"{device}, {self._providers.describe()}{graphs}"
 
     def _fastest_dtype(self, cuda: Cuda) -> str:
         if cuda.has_bfloat16:
@@ -168,12 +165,3 @@ def step_bytes(*, tokens: int, rows: int, hidden: int, vocabulary: int) -> int:
 def kv_bytes(free: int, step: int) -> int:
     """Return what is left of `free` bytes once the largest step and the graphs have theirs; 0 if they do not fit."""
     return max(free - step - GRAPH_BYTES, 0)
-
-
-def _imported(name: str) -> Any:
-    """Return an optional module, or None with a word in the log if it is broken."""
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError) as error:
-        logger.warning("%s is installed but cannot be used, so Triton's kernels are: %s", name, error)
-        return None

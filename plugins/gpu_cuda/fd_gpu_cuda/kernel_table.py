@@ -30,7 +30,7 @@ class Kernels:
     Where an operation may be None, None composes it of torch's own operations.
     """
 
-    attention: AttentionKernel
+    attention: AttentionKernel | None
     """Of any step, over keys and values as they are or in 8 bits."""
     sampling: SamplingKernels
     """Of everything that works on logits and token ids."""
@@ -39,3 +39,8 @@ class Kernels:
     """`Ops.write_kv`."""
     planned_attention: AttentionKernel | None = None
     """Of steps whose metadata is on the host too; never captured. It reads no 8 bits."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether decodes may be captured: torch's composition of attention reads lengths on the host."""
+        return self.attention is not None

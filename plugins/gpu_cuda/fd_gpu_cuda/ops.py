@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from fd_core.ops.torch_attention import quantize_heads
 from fd_core.ops.torch_ops import TorchOps, route, widened
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
+from fd_gpu_cuda.compositions import widened_layer
 from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.graphs import GraphedForward
 from fd_gpu_cuda.kernel_table import Kernels
@@ -56,6 +58,16 @@ class CudaOps(SamplingOps, TorchOps):
         self._max_model_len = 0
         self._collectives: TorchCollectives | None = None
 
+    def use(self, kernels: Kernels) -> None:
+        """Compute with other kernels from now on; called before `configure`."""
+        self._kernels = kernels
+
+    def alone(self, kernels: Kernels) -> CudaOps:
+        """Return a pack for the same arrays that computes with other kernels, and without other ranks."""
+        other = copy.copy(self)
+        other._kernels, other._group, other._planned = kernels, None, None
+        return other
+
     def join(self, group: RankGroup) -> None:
         """Compute as one of several ranks, with a device each."""
         group.require_order()
@@ -81,7 +93,8 @@ class CudaOps(SamplingOps, TorchOps):
     def configure(self, limits: Limits) -> None:
         """Choose the sizes of decodes, and allocate what sampling needs."""
         self._kernels.sampling.reserve(limits.max_num_seqs * (1 + limits.max_drafts))
-        self._sizes = graph_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
+        if self._kernels.capturable:
+            self._sizes = graph_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._max_model_len = limits.max_model_len
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
@@ -146,6 +159,8 @@ class CudaOps(SamplingOps, TorchOps):
         planned = self._kernels.planned_attention
         if planned is not None and step.host is not None and not layer.quantized:
             return planned(q, layer, heads, step)
+        if self._kernels.attention is None:
+            return super().paged_attention(q, *widened_layer(layer, heads, step, q.dtype))
         return self._kernels.attention(q, layer, heads, step)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
@@ -166,7 +181,7 @@ class CudaOps(SamplingOps, TorchOps):
 
     def padded(self, rows: int, width: int) -> tuple[int, int] | None:
         """Return the smallest shape that holds the step and has a graph."""
-        return None if width > 1 or rows > self._sizes[-1] else (padded(rows, self._sizes), 1)
+        return None if width > 1 or rows > max(self._sizes, default=0) else (padded(rows, self._sizes), 1)
 
     def compile(self, forward: Forward) -> Forward:
         """Replay graphs for decodes."""

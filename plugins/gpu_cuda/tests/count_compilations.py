@@ -21,7 +21,9 @@ from fd_core.types import SamplingParams
 from tokenizers import Tokenizer, decoders, models
 
 from fd_gpu_cuda.backend import CudaBackend
+from fd_gpu_cuda.operations import operations_on
 from fd_gpu_cuda.ops import CudaOps
+from fd_gpu_cuda.providers import Providers
 
 ROUNDS = 12
 
@@ -31,7 +33,8 @@ def make_ops(backend: CudaBackend) -> CudaOps:
     device.free = 2**30
     backend._cuda = device
     dtype = backend.dtype_asked_for("float32", "bfloat16") or backend._fastest_dtype(device)
-    return CudaOps(dtype, device, backend._load_kernels(dtype, device))
+    # Nothing is computed here, so nothing can be tried.
+    return CudaOps(dtype, device, Providers(operations_on(device, dtype, backend.config.kv_cache_dtype)).kernels)
 
 
 def with_tokenizer(folder: Path) -> str:

@@ -14,12 +14,12 @@ from fd_core.ops.torch_group import gloo_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fd_gpu_cuda.backend import CudaBackend
+from fd_gpu_cuda.compositions import expanded_product as plain_product
 from fd_gpu_cuda.copy_lane import CopyLane
 from fd_gpu_cuda.device import Cuda, QueuedCopies, Replay
 from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.ops import CudaOps
-from fd_gpu_cuda.packed import PackedPart
 
 torch.set_num_threads(1)
 
@@ -132,23 +132,6 @@ def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -
         scores = (scores / heads.softcap).tanh() * heads.softcap
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
     return torch.einsum("tkgs,tskd->tkgd", weights, values).flatten(1).to(q.dtype)
-
-
-def plain_product(x: Array, part: PackedPart, y: Array) -> None:
-    """Expand the weight, and multiply."""
-    values = part.values
-    if part.fp8:
-        numbers = values.view(torch.float8_e4m3fn).float()
-    elif part.bits == 4:
-        spans = values.unflatten(1, (-1, part.span))
-        numbers = torch.stack((spans & 15, spans >> 4), dim=2).flatten(1).float() - part.middle
-    else:
-        numbers = values.float()
-    numbers = numbers[:, : part.inputs]
-    weight = numbers * part.scales.float().repeat_interleave(part.group, 1)
-    if part.minima is not None:
-        weight += part.minima.float().repeat_interleave(part.group, 1)
-    y.copy_(torch.nn.functional.linear(x, weight.to(x.dtype), None if part.bias is None else part.bias.to(x.dtype)))
 
 
 PLAIN = Kernels(

@@ -1,0 +1,279 @@
+"""Providers that do not work, or compute other values, give way to the next one; the start goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from fd_core.config import EngineConfig  # noqa: E402 - only where torch is installed
+from fd_core.errors import PluginError  # noqa: E402
+from fd_core.models.decoder import DecoderModel  # noqa: E402
+from fd_core.ops.contract import Heads, KVShape, Rope  # noqa: E402
+from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
+from fd_core.runner.runner import Runner  # noqa: E402
+from fd_core.testing.arrays import Values, on_device, step_input  # noqa: E402
+from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from processor import PLAIN, OnProcessor, Processor, make_ops, plain_attention  # noqa: E402
+from test_steps import LIMITS, MIXED, conversation  # noqa: E402
+
+from fd_gpu_cuda.backend import CudaBackend  # noqa: E402
+from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels  # noqa: E402
+from fd_gpu_cuda.operations import operations_on, wanted_providers  # noqa: E402
+from fd_gpu_cuda.providers import Operation, Provider, Providers, Untried  # noqa: E402
+from fd_gpu_cuda.trial import ModelTrial  # noqa: E402
+
+Models = Callable[[str], DecoderModel]
+
+
+class Device(Processor):
+    multiprocessors = 132  # type: ignore[assignment]  # a property of `Cuda`
+    shared_memory_per_block = 232448  # type: ignore[assignment]  # as above
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    made: dict[str, DecoderModel] = {}
+
+    def of(case: str) -> DecoderModel:
+        if case not in made:
+            folder = write_checkpoint(case, tmp_path_factory.mktemp(case))
+            backend = OnProcessor(EngineConfig(model=str(folder)))
+            made[case] = backend.load_model(folder, make_ops(), lambda done, total: None)
+        return made[case]
+
+    return of
+
+
+def settled(model: DecoderModel, providers: Providers) -> Kernels:
+    return providers.settle(ModelTrial(model, make_ops(), providers.composed, 4, "auto"))
+
+
+def table_with(field: str, make: Callable[[], Any]) -> Providers:
+    """Operations of plain torch, but for one that has another provider before it."""
+    operations = [
+        Operation(
+            each.name,
+            "what is tried" if each.name == field else each.name,
+            (
+                *((Provider("double", make),) if each.name == field else ()),
+                Provider("plain", lambda name=each.name: getattr(PLAIN, name)),
+            ),
+            composition=None if each.name == "attention" else getattr(PLAIN, each.name),
+            of_logits=each.name == "sampling",
+        )
+        for each in fields(Kernels)
+        if getattr(PLAIN, each.name) is not None
+    ]
+    return Providers(operations)
+
+
+def raising(*_: Any) -> Any:
+    raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+
+def decodes_only(q: Any, layer: Any, heads: Heads, step: Any) -> Any:
+    return plain_attention(q, layer, heads, step) * (1.0 if step.max_query == 1 else 1.01)
+
+
+def without_window(q: Any, layer: Any, heads: Heads, step: Any) -> Any:
+    return plain_attention(q, layer, replace(heads, window=None), step)
+
+
+def without_softcap(q: Any, layer: Any, heads: Heads, step: Any) -> Any:
+    return plain_attention(q, layer, replace(heads, softcap=None), step)
+
+
+def one_row_wrong(q: Any, layer: Any, heads: Heads, step: Any) -> Any:
+    output = plain_attention(q, layer, heads, step)
+    output[-1] *= 1.01
+    return output
+
+
+ATTENTION: list[tuple[str, Callable[..., Any], str]] = [
+    ("llama", raising, "it fails: RuntimeError: no kernel image is available for execution on the device"),
+    ("llama", lambda *step: plain_attention(*step) * torch.nan, "attention of a decode: not finite"),
+    ("llama", lambda *step: plain_attention(*step) * 1.002, "attention of a decode: off by up to "),
+    ("llama", lambda *step: plain_attention(*step).half(), "torch.float16[3, 64] instead of torch.float32[3, 64]"),
+    ("llama", decodes_only, "attention of chunks of prompts: off by up to "),
+    ("llama", one_row_wrong, "attention of a decode: off by up to "),
+    ("gemma3", without_window, "attention of a decode, window "),
+    ("llama, softcap", without_softcap, "attention of a decode: off by up to "),
+]
+
+
+@pytest.mark.parametrize(("case", "double", "why"), ATTENTION, ids=range(len(ATTENTION)))
+def test_attention_that_is_wrong_gives_way(
+    case: str, double: Any, why: str, models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models(case.partition(",")[0])
+    if case == "llama, softcap":
+        model = with_softcap(model)
+    providers = table_with("attention", lambda: double)
+    with caplog.at_level(logging.WARNING):
+        assert settled(model, providers) == PLAIN
+    (line,) = caplog.messages
+    assert line.startswith("what is tried is not computed by double but by plain: ")
+    assert why in line
+    assert "\n" not in line
+    assert providers.name("attention") == "plain"
+
+
+def with_softcap(model: DecoderModel) -> DecoderModel:
+    layers = tuple(
+        replace(each, attention=replace(each.attention, heads=replace(each.attention.heads, softcap=0.5)))
+        for each in model.decoder.layers
+    )
+    return replace(model, decoder=replace(model.decoder, layers=layers))
+
+
+def test_a_window_that_is_ignored_goes_unseen_only_where_no_layer_has_one(models: Models) -> None:
+    assert settled(models("llama"), table_with("attention", lambda: without_window)).attention is without_window
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ImportError("libcudart.so.12: cannot open"), "it cannot be made: ImportError: libcudart.so.12: cannot open"),
+        (KeyError(), "it cannot be made: KeyError"),
+        (OSError("x" * 5000), "it cannot be made: OSError: xxx"),
+    ],
+)
+def test_what_cannot_be_made_gives_way_before_a_model_is_there(
+    error: Exception, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> Any:
+        raise error
+
+    with caplog.at_level(logging.WARNING):
+        providers = table_with("sampling", make)
+    (line,) = caplog.messages
+    assert said in line
+    assert len(line) < 500
+    assert providers.kernels == PLAIN
+
+
+def spilling_write(k: Any, v: Any, layer: Any, kv_slots: Any) -> None:
+    layer.keys.index_copy_(0, kv_slots.long(), k)
+    layer.values.index_copy_(0, kv_slots.long(), v)
+    layer.values[2] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("method", "double", "why"),
+    [
+        ("sample", lambda logits, rows: (logits.argmax(1).int(), logits.amax(1)), "random tokens: "),
+        ("sample", lambda logits, rows: TorchOps().sample(logits, replace(rows, any_filter=False)), "filtered tokens"),
+        ("mask_logits", lambda logits, rows, bits: logits, "masked logits: "),
+        ("penalize", lambda logits, rows: logits, "penalties: "),
+        ("ranks", raising, "it fails: RuntimeError"),
+    ],
+)
+def test_a_sampler_that_is_wrong_gives_way(
+    method: str, double: Any, why: str, models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = SamplingKernels()
+    setattr(wrong, method, double)
+    with caplog.at_level(logging.WARNING):
+        assert settled(models("llama"), table_with("sampling", lambda: wrong)) == PLAIN
+    assert why in caplog.text
+
+
+def test_a_write_beyond_the_step_s_slots_is_seen(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    operations = [
+        Operation(each.name, each.name, (), composition=getattr(PLAIN, each.name)) for each in fields(Kernels)
+    ]
+    spilling = (Provider("double", lambda: spilling_write),)
+    operations = [replace(each, providers=spilling) if each.field == "write_kv" else each for each in operations]
+    with caplog.at_level(logging.WARNING):
+        assert settled(models("llama"), Providers(operations)) == PLAIN
+    assert "write_kv is not computed by double but by torch: written values of a decode" in caplog.text
+
+
+def test_a_composition_that_fails_blames_no_provider(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    providers = table_with("attention", lambda: plain_attention)
+
+    def trial(operation: Operation, table: Kernels) -> str:
+        raise Untried("out of memory")
+
+    with caplog.at_level(logging.WARNING):
+        providers.settle(trial)
+    assert providers.name("attention") == "double"
+    assert "what is tried is computed without a trial, which is not possible: Untried: out of memory" in caplog.text
+
+
+def test_what_was_asked_for_by_name_ends_the_start(models: Models) -> None:
+    operation = Operation("attention", "attention", (Provider("triton", lambda: raising),), "--attention-backend")
+    others = [Operation(each, each, (), composition=getattr(PLAIN, each)) for each in ("sampling", "packed_product")]
+    providers = Providers([operation, *others], {"attention": "triton"})
+    with pytest.raises(PluginError, match="attention cannot be computed by triton: it fails: RuntimeError") as refused:
+        settled(models("llama"), providers)
+    assert (refused.value.exit_code, refused.value.field) == (4, "--attention-backend")
+    assert refused.value.hint is not None
+
+
+def test_flashinfer_asked_for_where_it_cannot_be_ends_the_start() -> None:
+    for kv_dtype in ("auto", "int8"):
+        with pytest.raises(PluginError, match=r"cannot be computed by flashinfer: (flashinfer is not|it reads KV)"):
+            Providers(operations_on(Device(), "float32", kv_dtype), wanted_providers("flashinfer"))
+
+
+def test_every_field_of_the_table_has_an_operation_and_every_kernel_is_right(models: Models) -> None:
+    """Triton's own kernels, in the interpreter."""
+    operations = operations_on(Device(), "float32", "auto")
+    assert {each.field for each in operations} == {each.name for each in fields(Kernels)}
+    providers = Providers(operations)
+    settled(models("gemma3"), providers)
+    assert providers.describe() == "computed by triton"
+
+
+def test_a_backend_says_who_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fd_gpu_cuda.device.Cuda", Device)
+    monkeypatch.setattr("fd_gpu_cuda.kernels.attention.paged_attention", raising)
+    folder = write_checkpoint("llama", tmp_path / "model")
+    backend = CudaBackend(EngineConfig(model=str(folder)))
+    ops = backend.make_ops()
+    assert "computed by triton, decodes as CUDA graphs" in backend.describe()
+    backend.load_model(folder, ops, lambda done, total: None)
+    assert backend.describe() == "processor, computed by triton, attention by torch"
+    named = CudaBackend(EngineConfig(model=str(folder), attention_backend="triton"))
+    with pytest.raises(PluginError, match="attention cannot be computed by triton"):
+        named.load_model(folder, named.make_ops(), lambda done, total: None)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3-moe"])
+def test_steps_composed_of_torch_s_own_operations_are_right_and_not_captured(case: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(case, tmp_path / case)
+    processor, outputs = Processor(), []
+    composed = Providers(operations_on(Device(), "float32", "auto")).composed
+    packs = TorchOps(), make_ops(processor).alone(composed)
+    for ops in packs:
+        model = OnProcessor(EngineConfig(model=str(folder))).load_model(folder, ops, lambda done, total: None)
+        runner = Runner(ops, model, LIMITS, TorchPostprocess)
+        outputs.append([runner.execute(each).tokens for each in conversation(MIXED)])
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    assert (processor.captured, processor.replays) == ([], 0)
+
+
+def test_attention_without_a_kernel_reads_8_bits() -> None:
+    heads = Heads(4, 2, 16, 0.25, Rope(None, None))
+    tables = np.array([[3, 9, 1, 0], [2, 5, 77, -3]], np.int32)  # beyond a context entries mean nothing
+    values, outputs = Values(4), []
+    k, v, q = values(40, 2, 16), values(40, 2, 16), values(6, 4, 16)
+    for ops in (TorchOps(), make_ops(Device()).alone(replace(PLAIN, attention=None))):
+        layer = ops.allocate_kv(KVShape(1, 2, 16, 4, "int8"), 10).layer(0)
+        ops.write_kv(layer, *map(ops.from_host, (k, v)), ops.from_host(np.arange(40, dtype=np.int32)))
+        step = on_device(ops, step_input([(2, 11), (4, 7)], 4, np.where(tables < 10, tables, 0).clip(0)))
+        if layer.keys.shape[-1] == 16:
+            step = replace(step, block_tables=ops.from_host(tables))
+        outputs.append(ops.to_host(ops.paged_attention(ops.from_host(q), layer, heads, step)))
+    np.testing.assert_allclose(outputs[1], outputs[0], atol=1e-5)
