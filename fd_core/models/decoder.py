@@ -125,7 +125,7 @@ class DecoderModel:
         """
         x, decoder = self._layers(step, cache), self.decoder
         if not self.ops.stage.last:
-            return x
+            return self.ops.settle(x)
         return self.ops.logits(
             x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap, split=decoder.head_split
         )

@@ -7,6 +7,10 @@ override a fusion with one kernel; the conformance checks compare an override wi
 Shapes use: T tokens of the step, N rows (requests) of the step, R rows whose logits are wanted, H hidden size,
 nh query heads, nkv KV heads, d head dimension, V vocabulary size. Activations are [T, ...] in the pack's own arrays;
 their dtype is the pack's business, logits are always float32.
+
+What `project_residual` and `moe_residual` return is the residual stream, in a form of the pack's own: a sum may wait
+in it for the norm that reads it next, so that one kernel computes both. Fusions and `rms_norm` take it where they take
+activations, and `settle` makes activations of it.
 """
 
 from __future__ import annotations
@@ -455,7 +459,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def rms_norm(self, x: Array, norm: Norm) -> Array:
-        """Normalize the last axis."""
+        """Normalize the last axis, of activations or of the residual stream."""
 
     @abc.abstractmethod
     def linear(self, x: Array, weight: Array) -> Array:
@@ -639,7 +643,10 @@ class Ops(abc.ABC):
     def project_residual(
         self, x: Array, weight: Array, residual: Array, post_norm: Norm | None = None, lora: Lora | None = None
     ) -> Array:
-        """residual + post_norm(all_reduce(linear(x))): [T, in], [T, H] -> [T, H]. May write into `residual`."""
+        """residual + post_norm(all_reduce(linear(x))): [T, in], [T, H] -> [T, H]. May write into `residual`.
+
+        Returns the residual stream; a pack that lets the sum wait in it overrides `settle` as well.
+        """
         y = self.linear(x, weight)
         if lora is not None:
             y = self.lora(y, x, lora)
@@ -664,8 +671,12 @@ class Ops(abc.ABC):
         return y
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
-        """x + all_reduce(moe(norm(x))): [T, H] -> [T, H]. May write into `x`."""
+        """x + all_reduce(moe(norm(x))): [T, H] -> [T, H], the residual stream. May write into `x`."""
         return self.add(x, self.all_reduce(self.moe(self.rms_norm(x, norm), experts, activation)))
+
+    def settle(self, x: Array) -> Array:
+        """Return the residual stream, or activations, as activations [T, H]; may write into `x`, which stays valid."""
+        return x
 
     def logits(
         self, x: Array, norm: Norm, head: Array, rows: Array, softcap: float | None = None, *, split: bool = False

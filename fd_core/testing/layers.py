@@ -167,10 +167,10 @@ class LayerOn:
         a = call("attention", q, self.heads, self.kv, self.step)
         y = call("project_residual", a, self.output, x, self.post_norm, output)
         # What follows may write into `y`.
-        results = [np.array(ops.to_host(result), np.float32) for result in (q, a, y)]
+        results = [np.array(ops.to_host(ops.settle(result)), np.float32) for result in (q, a, y)]
         if self.experts is not None:
             more = [call("moe_residual", y, self.norm, self.experts, self.g.activation)]
         else:
             inner = call("mlp_inputs", y, self.norm, self.gate_up, self.g.activation, gate_up)
             more = [inner, call("project_residual", inner, self.down, y, self.post_norm, down)]
-        return results + [np.array(ops.to_host(result), np.float32) for result in more]
+        return results + [np.array(ops.to_host(ops.settle(result)), np.float32) for result in more]

@@ -271,7 +271,7 @@ def _moe(ops: Ops, size: Size, method: str = "moe") -> Prepared:
     moved = (3 * g.hidden * g.inner * min(g.experts, 2 * layer.tokens) + 2 * layer.tokens * g.hidden) * _width(ops)
     if method == "moe":
         return Prepared(lambda: ops.moe(x, experts, "silu"), moved)
-    return Prepared(lambda: ops.moe_residual(x, layer.norm, experts, "silu"), moved)
+    return Prepared(lambda: ops.settle(ops.moe_residual(x, layer.norm, experts, "silu")), moved)
 
 
 def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
@@ -290,7 +290,7 @@ def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
         weights, wide = g.hidden * g.heads * g.d, 2 * g.hidden + g.heads * g.d
 
         def call() -> Any:
-            return ops.project_residual(a, layer.output, x)
+            return ops.settle(ops.project_residual(a, layer.output, x))
 
     elif method == "mlp_inputs":
         weights, wide = 2 * g.hidden * g.inner, g.hidden + g.inner

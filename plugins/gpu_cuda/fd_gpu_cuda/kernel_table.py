@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from fd_core.ops.contract import Array, Heads, StepInput
+from fd_core.ops.contract import Activation, Array, Heads, Norm, StepInput
 from fd_core.ops.torch_sampling import TorchSampling
 
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.packed import PackedProduct
 
-__all__ = ["AttentionKernel", "Kernels", "SamplingKernels"]
+__all__ = ["AddNorm", "AttentionKernel", "Kernels", "SamplingKernels"]
 
 AttentionKernel = Callable[[Array, CudaLayer, Heads, StepInput], Array]
 
@@ -21,6 +22,20 @@ class SamplingKernels(TorchSampling):
 
     def reserve(self, rows: int) -> None:
         """Allocate what a call of up to `rows` rows needs; calls of more take them in parts."""
+
+
+class AddNorm(Protocol):
+    """A sum and its norm; see `kernels.norms.add_norm`."""
+
+    def __call__(
+        self,
+        x: Array,
+        norm: Norm | None,
+        y: Array | None = None,
+        post_norm: Norm | None = None,
+        rows: Array | None = None,
+    ) -> Array:
+        """Return the norm of x [T, H] + post_norm(y), of all rows or of some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +52,12 @@ class Kernels:
     packed_product: PackedProduct
     write_kv: Callable[[Array, Array, CudaLayer, Array], None] | None = None
     """`Ops.write_kv`."""
+    add_norm: AddNorm | None = None
+    """Sums that wait in the residual stream; without it none waits."""
+    rotate_and_store: AttentionKernel | None = None
+    """Head norms, rope and KV write: qkv [T, (nh + 2 nkv) d] -> q [T, nh, d]."""
+    gate: Callable[[Array, Activation], Array] | None = None
+    """See `Ops.gate`."""
     planned_attention: AttentionKernel | None = None
     """Of steps whose metadata is on the host too; never captured. It reads no 8 bits."""
 

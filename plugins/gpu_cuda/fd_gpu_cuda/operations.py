@@ -55,6 +55,9 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
             covered_by="attention",
         ),
         Operation("write_kv", "the KV write", _triton("kv_write", "write_kv")),
+        Operation("add_norm", "norms", _triton("norms", "add_norm")),
+        Operation("rotate_and_store", "head norms and rope", _triton("heads", "rotate_and_store")),
+        Operation("gate", "activations", _triton("activations", "gate")),
         Operation(
             "packed_product",
             "products with packed weights",

@@ -23,11 +23,12 @@ from fd_core.ops.contract import (
 )
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.torch_attention import quantize_heads
-from fd_core.ops.torch_ops import TorchOps, route, widened
+from fd_core.ops.torch_ops import route, widened
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
 from fd_gpu_cuda.compositions import widened_layer
 from fd_gpu_cuda.device import Cuda
+from fd_gpu_cuda.fusions import FusedOps
 from fd_gpu_cuda.graphs import GraphedForward
 from fd_gpu_cuda.kernel_table import Kernels
 from fd_gpu_cuda.kv_cache import CudaKVCache
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["CudaOps"]
 
 
-class CudaOps(SamplingOps, TorchOps):
+class CudaOps(SamplingOps, FusedOps):
     """Operations on torch tensors of one CUDA device, which may be that of one rank of several."""
 
     name = "torch"

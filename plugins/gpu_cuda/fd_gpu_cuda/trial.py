@@ -111,21 +111,20 @@ class ModelTrial:
         yield Compared("written values", own.values, reference.values)
         a = plain.attention(q, heads, reference, step)
         yield Compared("attention", ops.attention(q.clone(), heads, reference, step), a)
-        # What other packs make of the residual stream may be in a form of their own, which a norm takes.
-        y = plain.project_residual(a, attention.output, x.clone(), attention.post_norm)
+        y = plain.settle(plain.project_residual(a, attention.output, x.clone(), attention.post_norm))
         other = ops.project_residual(a, attention.output, x.clone(), attention.post_norm)
         expected = plain.rms_norm(y, block.norm)
         yield Compared("the norm behind attention", ops.rms_norm(other, block.norm), expected)
         activation, norm = model.decoder.activation, model.decoder.final_norm
         if isinstance(block, Moe):
-            z = plain.moe_residual(y.clone(), block.norm, block.experts, activation)
+            z = plain.settle(plain.moe_residual(y.clone(), block.norm, block.experts, activation))
             other = ops.moe_residual(y.clone(), block.norm, block.experts, activation)
         else:
             inner = plain.mlp_inputs(y.clone(), block.norm, block.gate_up, activation)
             yield Compared(
                 "the activated products", ops.mlp_inputs(y.clone(), block.norm, block.gate_up, activation), inner
             )
-            z = plain.project_residual(inner, block.down, y.clone(), block.post_norm)
+            z = plain.settle(plain.project_residual(inner, block.down, y.clone(), block.post_norm))
             other = ops.project_residual(inner, block.down, y.clone(), block.post_norm)
         law: Literal["near", "experts"] = "experts" if isinstance(block, Moe) else "near"
         expected = plain.rms_norm(z, norm)

@@ -11,6 +11,7 @@ import torch
 from fd_core.ops.contract import Array, Heads, HostCopies, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch_group import gloo_group
+from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fd_gpu_cuda.backend import CudaBackend
@@ -138,6 +139,9 @@ PLAIN = Kernels(
     attention=plain_attention,
     sampling=SamplingKernels(),
     packed_product=plain_product,
+    add_norm=plain_add_norm,
+    rotate_and_store=plain_rotate_and_store,
+    gate=plain_gate,
 )
 
 

@@ -1,0 +1,172 @@
+"""What lies between the product of queries, keys and values and attention, in one launch: head norms, rope, KV write.
+
+One program takes some heads of one kind, queries, keys or values, of one token. It holds them in registers as two
+tiles, the first and the second elements of the pairs that rope turns, so no element has to move between threads.
+Everything is computed in float32 and rounded where the operations one by one would round it: behind a norm, and behind
+the rotation.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from fd_core.ops.contract import Array, Heads, StepInput
+
+from fd_gpu_cuda.kv_cache import CudaLayer
+
+__all__ = ["rotate_and_store"]
+
+_ELEMENTS = 1024
+"""Of a program: eight of each tile for each thread of its two warps, which one load of 16 bytes brings in 16 bits."""
+_WARPS = 2
+
+
+def rotate_and_store(qkv: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
+    """Normalize and rotate queries and keys of qkv [T, (nh + 2 nkv) d], and write keys and values to their slots.
+
+    Returns q [T, nh, d]; waits for nothing. Slots of the layer are [nkv, d] without gaps.
+    """
+    q_norm, k_norm, rope = heads.q_norm, heads.k_norm, heads.rope
+    q = torch.empty((len(qkv), heads.num_heads, heads.head_dim), dtype=qkv.dtype, device=qkv.device)
+    d = triton.next_power_of_2(heads.head_dim)
+    lines = min(max(_ELEMENTS // d, 1), triton.next_power_of_2(heads.num_heads))
+    groups = triton.cdiv(heads.num_heads, lines) + 2 * triton.cdiv(heads.num_kv_heads, lines)
+    if len(qkv):
+        _rotate_and_store[(len(qkv), groups)](
+            qkv.contiguous(),
+            q,
+            layer.keys,
+            layer.values,
+            step.kv_slots,
+            step.positions,
+            rope.cos,
+            rope.sin,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+            0.0 if k_norm is None else k_norm.eps,
+            heads=heads.num_heads,
+            kv_heads=heads.num_kv_heads,
+            width=heads.head_dim,
+            half=rope.cos.shape[1],
+            interleaved=rope.interleaved,
+            q_normed=q_norm is not None,
+            k_normed=k_norm is not None,
+            lines=lines,
+            tile=max(d // 2, 1),
+            num_warps=_WARPS,
+        )
+    return q
+
+
+@triton.jit
+def _columns(half: tl.constexpr, interleaved: tl.constexpr, tile: tl.constexpr):
+    """Return which columns of a head are the first and the second of pairs, int32[tile] each.
+
+    Rope turns the first `half` pairs. The others are of columns that it leaves alone, and of some beyond the head.
+    """
+    pair = tl.arange(0, tile)
+    if interleaved:
+        first = 2 * pair
+        second = first + 1
+    else:
+        first = tl.where(pair < half, pair, pair + half)
+        second = tl.where(pair < half, pair + half, pair + tile)
+    return first, second
+
+
+@triton.jit
+def _load_pairs(heads_at, known, first, second, width: tl.constexpr):
+    """Return the firsts and the seconds of the heads at heads_at [lines], float32[lines, tile] each, 0 beyond them."""
+    a_mask = known[:, None] & (first < width)[None, :]
+    b_mask = known[:, None] & (second < width)[None, :]
+    a = tl.load(heads_at[:, None] + first[None, :], mask=a_mask, other=0.0).to(tl.float32)
+    b = tl.load(heads_at[:, None] + second[None, :], mask=b_mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _store_pairs(heads_at, known, first, second, a, b, width: tl.constexpr):
+    """Write what `_load_pairs` returned to other heads, rounded to their type."""
+    element = heads_at.dtype.element_ty
+    a_mask = known[:, None] & (first < width)[None, :]
+    b_mask = known[:, None] & (second < width)[None, :]
+    tl.store(heads_at[:, None] + first[None, :], a.to(element), mask=a_mask)
+    tl.store(heads_at[:, None] + second[None, :], b.to(element), mask=b_mask)
+
+
+@triton.jit
+def _normalize(a, b, first, second, weight_at, eps, width: tl.constexpr, element: tl.constexpr):
+    """Return the norms of heads, rounded to `element`."""
+    inverse = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / width + eps)[:, None]
+    a_weight = tl.load(weight_at + first, mask=first < width, other=0.0)[None, :]
+    b_weight = tl.load(weight_at + second, mask=second < width, other=0.0)[None, :]
+    return (a * inverse * a_weight).to(element).to(tl.float32), (b * inverse * b_weight).to(element).to(tl.float32)
+
+
+@triton.jit
+def _turn(a, b, cos_at, sin_at, half: tl.constexpr, tile: tl.constexpr):
+    """Return heads rotated by the angles at cos_at and sin_at [half]."""
+    pair = tl.arange(0, tile)
+    cos = tl.load(cos_at + pair, mask=pair < half, other=1.0)[None, :]
+    sin = tl.load(sin_at + pair, mask=pair < half, other=0.0)[None, :]
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_at", "positions_at"])
+def _rotate_and_store(
+    qkv_at,
+    q_at,
+    keys_at,
+    values_at,
+    slots_at,
+    positions_at,
+    cos_at,
+    sin_at,
+    q_weight_at,
+    k_weight_at,
+    q_eps,
+    k_eps,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    width: tl.constexpr,
+    half: tl.constexpr,
+    interleaved: tl.constexpr,
+    q_normed: tl.constexpr,
+    k_normed: tl.constexpr,
+    lines: tl.constexpr,
+    tile: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    q_groups: tl.constexpr = (heads + lines - 1) // lines
+    kv_groups: tl.constexpr = (kv_heads + lines - 1) // lines
+    element = qkv_at.dtype.element_ty
+    first, second = _columns(half, interleaved, tile)
+    line = tl.arange(0, lines)
+    qkv_at += token * ((heads + 2 * kv_heads) * width)
+    angle = tl.load(positions_at + token).to(tl.int64) * half
+    if group < q_groups:
+        head = group * lines + line
+        known = head < heads
+        a, b = _load_pairs(qkv_at + head * width, known, first, second, width)
+        if q_normed:
+            a, b = _normalize(a, b, first, second, q_weight_at, q_eps, width, element)
+        a, b = _turn(a, b, cos_at + angle, sin_at + angle, half, tile)
+        _store_pairs(q_at + token * (heads * width) + head * width, known, first, second, a, b, width)
+    else:
+        slot = tl.load(slots_at + token).to(tl.int64) * (kv_heads * width)
+        if group < q_groups + kv_groups:
+            head = (group - q_groups) * lines + line
+            known = head < kv_heads
+            a, b = _load_pairs(qkv_at + (heads + head) * width, known, first, second, width)
+            if k_normed:
+                a, b = _normalize(a, b, first, second, k_weight_at, k_eps, width, element)
+            a, b = _turn(a, b, cos_at + angle, sin_at + angle, half, tile)
+            _store_pairs(keys_at + slot + head * width, known, first, second, a, b, width)
+        else:
+            head = (group - q_groups - kv_groups) * lines + line
+            known = head < kv_heads
+            a, b = _load_pairs(qkv_at + (heads + kv_heads + head) * width, known, first, second, width)
+            _store_pairs(values_at + slot + head * width, known, first, second, a, b, width)

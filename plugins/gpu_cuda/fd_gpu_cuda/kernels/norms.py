@@ -1,0 +1,97 @@
+"""RMS norms in Triton, with the sum before them in the same launch.
+
+One program computes one row, which it holds in registers: it is read once and written once. Sums are taken in float32,
+and each result is rounded where the operations one by one would round it. `width` is a constant of the kernel, so that
+rows begin at addresses that 16-byte loads may take where the width allows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from fd_core.ops.contract import Array, Norm
+
+__all__ = ["add_norm"]
+
+_ELEMENTS_PER_THREAD = 8
+_MOST_WARPS = 16
+
+
+def add_norm(
+    x: Array,
+    norm: Norm | None,
+    y: Array | None = None,
+    post_norm: Norm | None = None,
+    rows: Array | None = None,
+) -> Array:
+    """Return the norm of x [T, H], or of x + y or x + post_norm(y), whose sum is written into x; waits for nothing.
+
+    `rows` int32[R] asks for those rows alone, [R, H]; then x stays as it is. Without `norm` the sum itself is returned.
+    Raises `ValueError` where the rows of x do not lie one behind the other.
+    """
+    if not x.is_contiguous():
+        raise ValueError("the rows of the residual must lie one behind the other")
+    width = x.shape[1]
+    count = len(x) if rows is None else len(rows)
+    out = x if norm is None and rows is None else torch.empty((count, width), dtype=x.dtype, device=x.device)
+    if count:
+        d = triton.next_power_of_2(width)
+        _add_norm[(count,)](
+            x,
+            None if y is None else y.contiguous(),
+            rows,
+            None if post_norm is None else post_norm.weight,
+            None if norm is None else norm.weight,
+            out,
+            0.0 if post_norm is None else post_norm.eps,
+            0.0 if norm is None else norm.eps,
+            width=width,
+            adds=y is not None,
+            post=post_norm is not None,
+            gathers=rows is not None,
+            normalizes=norm is not None,
+            d=d,
+            num_warps=min(max(d // (32 * _ELEMENTS_PER_THREAD), 1), _MOST_WARPS),
+        )
+    return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_at"])
+def _add_norm(
+    x_at,
+    y_at,
+    rows_at,
+    post_weight_at,
+    weight_at,
+    out_at,
+    post_eps,
+    eps,
+    width: tl.constexpr,
+    adds: tl.constexpr,
+    post: tl.constexpr,
+    gathers: tl.constexpr,
+    normalizes: tl.constexpr,
+    d: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    row = line
+    if gathers:
+        row = tl.load(rows_at + line).to(tl.int64)
+    column = tl.arange(0, d)
+    inside = column < width
+    element = x_at.dtype.element_ty
+    x = tl.load(x_at + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if adds:
+        y = tl.load(y_at + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        if post:
+            weight = tl.load(post_weight_at + column, mask=inside, other=0.0)
+            y = (y * tl.rsqrt(tl.sum(y * y, 0) / width + post_eps) * weight).to(element).to(tl.float32)
+        x = (x + y).to(element).to(tl.float32)
+        if not gathers:
+            tl.store(x_at + row * width + column, x.to(element), mask=inside)
+    if normalizes:
+        weight = tl.load(weight_at + column, mask=inside, other=0.0)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
+    if normalizes or gathers:
+        tl.store(out_at + line * width + column, x.to(element), mask=inside)

@@ -1,0 +1,120 @@
+"""Launches of a decode, counted on the processor with the kernels in Triton's interpreter; see `launches`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from fd_core.config import EngineConfig, Limits  # noqa: E402 - only where both are installed
+from fd_core.testing.arrays import on_device, step_input  # noqa: E402
+from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from launches import counted  # noqa: E402
+from processor import PLAIN, OnProcessor, Processor  # noqa: E402
+
+from fd_gpu_cuda.kernels.activations import gate  # noqa: E402
+from fd_gpu_cuda.kernels.attention import paged_attention  # noqa: E402
+from fd_gpu_cuda.kernels.heads import rotate_and_store  # noqa: E402
+from fd_gpu_cuda.kernels.norms import add_norm  # noqa: E402
+from fd_gpu_cuda.kernels.products import ProductDevice, weight_product  # noqa: E402
+from fd_gpu_cuda.ops import CudaOps  # noqa: E402
+
+KERNELS = replace(
+    PLAIN,
+    attention=paged_attention,
+    packed_product=weight_product(ProductDevice(4, 99 * 1024)),
+    add_norm=add_norm,
+    rotate_and_store=rotate_and_store,
+    gate=gate,
+)
+COMPOSED = replace(KERNELS, add_norm=None, rotate_and_store=None, gate=None)
+LIMITS = Limits(
+    max_num_seqs=6, max_num_batched_tokens=40, max_model_len=40, block_size=4, num_kv_blocks=20, vocab_size=160
+)
+LAYER = ("attention norm", "qkv", "heads", "attention", "output", "feed-forward norm", "gate-up", "activation", "down")
+"""What one dense layer launches at most."""
+
+
+def of_a_decode(folder: Path, case: str, layers: int, kernels: Any = KERNELS, **options: Any) -> list[str]:
+    """Return what a decode of three rows launches in a model of so many layers."""
+    quantization = options.pop("quantization", "auto")
+    if case == "gemma3":
+        options["layer_types"] = ["sliding_attention", "full_attention"][:layers]
+    write_checkpoint(case, folder, num_hidden_layers=layers, **options)
+    ops = CudaOps("float32", Processor(), kernels)
+    ops.configure(LIMITS)
+    config = EngineConfig(model=str(folder), quantization=quantization)
+    model = OnProcessor(config).load_model(folder, ops, lambda done, total: None)
+    cache = ops.allocate_kv(model.kv_shape(4), 20)
+    tables = np.arange(12, dtype=np.int32).reshape(3, 4)
+    step = on_device(ops, step_input([(1, 5), (1, 13), (1, 1)], 4, tables))
+    model.forward(step, cache)  # what is set up once
+    with counted() as found:
+        model.forward(step, cache)
+    return found
+
+
+def of_a_layer(folder: Path, case: str, kernels: Any = KERNELS, **options: Any) -> Counter[str]:
+    one, two = (folder / str(layers) for layers in (1, 2))
+    for each in (one, two):
+        each.mkdir()
+    more = Counter(of_a_decode(two, case, 2, kernels, **options))
+    return more - Counter(of_a_decode(one, case, 1, kernels, **options))
+
+
+DENSE = ("llama", "llama-biases-wide-heads", "qwen3-yarn", "gemma3", "ernie", "mistral-window")
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_a_dense_layer_takes_nine_launches(case: str, tmp_path: Path) -> None:
+    found = of_a_layer(tmp_path, case)
+    assert found.total() == len(LAYER), found
+
+
+def test_packed_weights_take_no_more(tmp_path: Path) -> None:
+    found = of_a_layer(tmp_path, "llama", quantization="int8")
+    assert found.total() <= len(LAYER), found
+
+
+def test_beside_its_layers_a_decode_gathers_normalizes_and_projects(tmp_path: Path) -> None:
+    """The token rows, then the final norm of the wanted rows and the output projection."""
+    assert len(of_a_decode(tmp_path, "llama", 1)) == len(LAYER) + 3
+
+
+def test_without_the_kernels_the_count_is_that_of_the_operations_one_by_one(tmp_path: Path) -> None:
+    """So the counter sees what fusions save. In bfloat16 it would be more: torch widens in operations of its own."""
+    assert of_a_layer(tmp_path, "qwen3-yarn", COMPOSED).total() > 40
+
+
+def test_experts_count_apart_from_the_block_around_them(tmp_path: Path) -> None:
+    found = of_a_layer(tmp_path, "qwen3-moe", mlp_only_layers=[])
+    print("a layer with experts launches", found.total(), dict(found))
+    around = found["triton _add_norm"], found["triton _rotate_and_store"]
+    assert around == (2, 1)
+
+
+def test_the_counter_leaves_out_views_and_allocations_and_names_the_rest() -> None:
+    x = torch.ones(4, 6)
+    with counted() as found:
+        (
+            torch.empty(3, 3),
+            x.new_empty(2),
+            x.t(),
+            x[1:, ::2],
+            x.view(2, 12),
+            x.unflatten(1, (2, 3)),
+            x.split(2),
+            x.detach(),
+        )
+        assert found == []
+        y = x + 1
+        x[1:] = y[1:]
+        gate(x, "silu")
+    assert found == ["add", "copy_", "triton _gate"]
