@@ -274,6 +274,20 @@ def _moe(ops: Ops, size: Size, method: str = "moe") -> Prepared:
     return Prepared(lambda: ops.settle(ops.moe_residual(x, layer.norm, experts, "silu")), moved)
 
 
+def _settle(ops: Ops, size: Size) -> Prepared:
+    """A sum that was read by a norm is the same afterwards, and is not added again."""
+    layer = _layer(ops, size)
+    g, tokens = layer.g, layer.tokens
+    x, a = activations(ops, layer.x), activations(ops, Values(2)(tokens, g.heads * g.d))
+
+    def call() -> list[Array]:
+        stream = ops.project_residual(a, layer.output, x)
+        return [ops.rms_norm(stream, layer.norm), ops.settle(stream)]
+
+    moved = (g.hidden * g.heads * g.d + tokens * (3 * g.hidden + g.heads * g.d)) * _width(ops)
+    return Prepared(call, moved, lambda found: found)
+
+
 def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
     layer = _layer(ops, size)
     g, tokens = layer.g, layer.tokens
@@ -439,6 +453,7 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("verify", _verify, exact=True)
     for method in ("attention_inputs", "project_residual", "mlp_inputs", "logits"):
         yield OpCheck(method, partial(_fusion, method=method))
+    yield OpCheck("settle", _settle)
     yield OpCheck("attention", partial(_attention, method="attention"))
     yield OpCheck("moe_residual", partial(_moe, method="moe_residual"), asks=("moe",))
 

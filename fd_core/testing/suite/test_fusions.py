@@ -11,7 +11,7 @@ import pytest
 
 from fd_core.ops.contract import Ops
 from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.testing.arrays import PACKED_TOLERANCE, assert_near
+from fd_core.testing.arrays import PACKED_TOLERANCE, Values, activations, assert_near
 from fd_core.testing.layers import Geometry, LayerOn
 from fd_core.testing.requirements import require_format, thorough_but
 from fd_core.weights import WEIGHT_FORMATS
@@ -74,6 +74,25 @@ def test_fusions_equal_the_composition(ops: Ops, require: Callable[..., None], n
             assert_near(ops, ops.from_host(found), expected, tolerance)
         except AssertionError as error:
             raise AssertionError(f"{fusion}: {error}") from error
+
+
+def test_the_residual_stream_is_one_sum_whoever_reads_it_first(ops: Ops) -> None:
+    """A pack may let a sum wait for the norm that reads it; it is added once then, and is there without a norm too."""
+    oracle = NumpyOps()
+    seen = []
+    for pack in (oracle, ops):
+        layer = LayerOn(pack, Geometry(post_norm=True), [(13, 13)])
+        a = activations(pack, Values(3)(layer.tokens, layer.g.heads * layer.g.d))
+        results = []
+        for norms in range(3):
+            stream = pack.project_residual(a, layer.output, activations(pack, layer.x), layer.post_norm)
+            results += [np.array(pack.to_host(pack.rms_norm(stream, layer.norm)), np.float32) for _ in range(norms)]
+            results.append(np.array(pack.to_host(pack.settle(stream)), np.float32))
+            stream = pack.project_residual(a, layer.output, stream)
+            results.append(np.array(pack.to_host(pack.settle(stream)), np.float32))
+        seen.append(results)
+    for found, expected in zip(seen[1], seen[0], strict=True):
+        assert_near(ops, ops.from_host(found), expected)
 
 
 def test_what_a_block_held_before_does_not_matter(ops: Ops) -> None:
