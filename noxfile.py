@@ -32,7 +32,7 @@ CONFORMING = (
     "xpu",
     "metax",
 )
-"""Backends of docs/conformance.md; xpu and metax are emulated on machines without their hardware."""
+"""Backends of docs/extend/conformance.md; xpu and metax are emulated on machines without their hardware."""
 
 FORMATS = (
     "reference:quantization=int8",
@@ -52,7 +52,8 @@ FORMATS = (
         for settings in ("dtype=float32,quantization=int8", "dtype=bfloat16,quantization=int4,kv_cache_dtype=int8")
     ),
 )
-"""Lines of docs/conformance-formats.md: weights and KV of fewer bits, and instruction sets on any AVX-512 processor."""
+"""Lines of docs/extend/conformance-formats.md: weights and KV of fewer bits, and instruction
+sets on any AVX-512 processor."""
 COMPUTING = "test_operations or test_fusions or test_models or test_golden or test_quantized_kv or test_ranks"
 """What depends on formats and instructions: the rest of the kit has seen the same code."""
 
@@ -162,7 +163,7 @@ def conformance(session: nox.Session) -> None:
         results = f"{session.create_tmp()}/{name}.json"
         # A backend that does not pass gets its line first and fails the session then.
         session.run("fdcore", "conformance", *arguments, "--json", results, success_codes=[0, 1, 4])
-        table = ["--markdown", f"docs/{name}.md", "--html", f"docs/{name}.html"]
+        table = ["--markdown", f"docs/extend/{name}.md", "--html", f"docs/extend/{name}.html"]
         session.run("python", "-m", "fd_core.testing.report", results, *table, "--require-pass")
 
 
@@ -242,7 +243,7 @@ def hostile(session: nox.Session) -> None:
     """Hostile inputs at length: minutes, bounded in memory and time, on this machine alone."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
-    # The table of docs/reliability.md is printed at the end.
+    # The table of docs/operate/reliability.md is printed at the end.
     session.run("python", "-m", "tests.hostile.count", "--timeout=900", *session.posargs)
 
 

@@ -1,4 +1,4 @@
-"""Measure what quantized weights cost in accuracy, and write the table of docs/quantization.md.
+"""Measure what quantized weights cost in accuracy, and write the table of docs/serve/quantization.md.
 
     python -m benchmarks.accuracy [--model smollm2] [--tokens 4096] [--types Q8_0,Q4_0] [--llama ENVIRONMENT]
 
@@ -42,10 +42,16 @@ from fd_core.models.quantized_folder import write_quantized
 from fd_core.ops import torch_int8
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PAGE: Final = ROOT / "docs" / "quantization.md"
+PAGE: Final = ROOT / "docs" / "serve" / "quantization.md"
 RESULT: Final = ROOT / "benchmarks" / "results" / "accuracy.json"
 BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
-TEXTS: Final = ("LICENSE", "docs/operations.md", "docs/security.md", "docs/reliability.md", "docs/tour.md")
+TEXTS: Final = (
+    "LICENSE",
+    "docs/operate/operations.md",
+    "docs/operate/security.md",
+    "docs/operate/reliability.md",
+    "docs/understand/tour.md",
+)
 WINDOW: Final = 512
 GGML_TYPES: Final = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 LLAMA_TYPES: Final = ("Q6_K", "Q5_K_M", "Q4_K_M")

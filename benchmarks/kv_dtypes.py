@@ -83,7 +83,7 @@ def time_steps(threads: int, rounds: int) -> list[dict[str, Any]]:
 
 def compare_tokens(texts: int) -> list[dict[str, Any]]:
     """Return how the most likely tokens of each dtype agree with those of float32, behind float32's own text."""
-    documents = [file.read_text() for file in sorted((ROOT / "docs").glob("*.md"))][:texts]
+    documents = [file.read_text() for file in sorted((ROOT / "docs").rglob("*.md"))][:texts]
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": PROMPT + ANSWER + 1, "structured_output": False}
     llm = LLM("smollm2", dtype="float32", **settings)
     prompts = [llm.tokenizer.encode(document)[:PROMPT] for document in documents]

@@ -1,4 +1,4 @@
-"""Writes docs/law.md: each rule of the law, the tests that hold it and the mutants that break it.
+"""Writes docs/understand/law.md: each rule of the law, the tests that hold it and the mutants that break it.
 
 python -m tests.law
 """
@@ -18,7 +18,7 @@ from tests.mutants.catalog import MUTANTS
 __all__ = ["DOCUMENT", "marked_tests", "mutants_by_rule", "page"]
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "law.md"
+DOCUMENT = ROOT / "docs" / "understand" / "law.md"
 FOLDERS = ("fd_core/testing", "tests", "plugins")
 
 
@@ -52,7 +52,7 @@ def mutants_by_rule() -> dict[str, list[str]]:
 
 
 def page() -> str:
-    """Return docs/law.md."""
+    """Return docs/understand/law.md."""
     tests, mutants = marked_tests(), mutants_by_rule()
     lines = [
         "# The law",

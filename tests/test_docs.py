@@ -20,7 +20,7 @@ from fd_core.config import EngineConfig, ServerConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-TOUR = (ROOT / "docs" / "tour.md").read_text()
+TOUR = (ROOT / "docs" / "understand" / "tour.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 SERVING = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
 FLAGS = tuple(dict.fromkeys((*SERVING, *GATEWAY_FLAGS, *ROUTER_FLAGS)))

@@ -1,4 +1,4 @@
-"""The commands of docs/study-a-policy.md do what it says, on less work; its examples keep the law."""
+"""The commands of docs/study/study-a-policy.md do what it says, on less work; its examples keep the law."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fd_core.testing.schedulers.target import SchedulerTarget
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "policies"
-PAGE = (ROOT / "docs" / "study-a-policy.md").read_text()
+PAGE = (ROOT / "docs" / "study" / "study-a-policy.md").read_text()
 COMMANDS = [
     " ".join(line.split())
     for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)

@@ -51,7 +51,8 @@ def plan(
     workload: Annotated[
         str | None,
         typer.Argument(
-            metavar="[WORKLOAD]", help="What clients ask for, as `fdcore simulate` takes it. See docs/workloads.md."
+            metavar="[WORKLOAD]",
+            help="What clients ask for, as `fdcore simulate` takes it. See docs/study/workloads.md.",
         ),
     ] = None,
     trace_file: Annotated[

@@ -62,7 +62,7 @@ def simulate(
         typer.Argument(
             metavar="WORKLOAD",
             help="What clients ask for: KIND:key=value,... such as poisson:rate=4,requests=1000, a recorded trace such "
-            "as mooncake:FILE, or a TOML or JSON file with the same keys. See docs/workloads.md.",
+            "as mooncake:FILE, or a TOML or JSON file with the same keys. See docs/study/workloads.md.",
         ),
     ] = "poisson:rate=2,requests=500",
     profile: Annotated[

@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Name the marker with which tests say which rules of `fd_core.testing.law` they hold."""
-    config.addinivalue_line("markers", "law(rule, ...): holds these rules of the law, docs/law.md")
+    config.addinivalue_line("markers", "law(rule, ...): holds these rules of the law, docs/understand/law.md")
 
 
 @pytest.hookimpl(wrapper=True)

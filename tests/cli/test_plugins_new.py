@@ -71,7 +71,7 @@ def test_the_project_is_whole(projects, kind, framework):
         assert "class Some" in files[name].read_text()
     assert f'{name_of(kind, framework)} = "{package}"' in files["pyproject.toml"].read_text()
     readme = files["README.md"].read_text()
-    assert f"docs/{RECIPES[kind].guide}" in readme and (ROOT / "docs" / RECIPES[kind].guide).is_file()
+    assert f"docs/extend/{RECIPES[kind].guide}" in readme and (ROOT / "docs" / "extend" / RECIPES[kind].guide).is_file()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="ruff is not installed")

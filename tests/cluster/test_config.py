@@ -21,7 +21,7 @@ from fd_core.cluster.deployment import plans_of
 from fd_core.cluster.scaling import LoadPolicyOptions
 from fd_core.errors import ConfigError
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "scale" / "cluster.md").read_text()
 GOOD = """
 model = "smollm2"
 [router]

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from tests.deploy.manifests import CHART, DEPLOY, FILES, NAMESPACE
 
-HEAD = "# Rendered from the chart in deploy/helm/fd-core by `nox -s deploy -- --write`; see docs/kubernetes.md.\n"
+HEAD = (
+    "# Rendered from the chart in deploy/helm/fd-core by `nox -s deploy -- --write`; see docs/operate/kubernetes.md.\n"
+)
 
 
 def render(helm: str, name: str, *more: str) -> str:

@@ -80,7 +80,9 @@ def read(text: str) -> dict[str, Kind]:
 def main() -> int:
     """Run the tests, show the table, and return what pytest returned."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the kinds that were tried into docs/reliability.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put the kinds that were tried into docs/operate/reliability.md"
+    )
     given, arguments = parser.parse_known_args()
     os.environ["FD_HOSTILE"] = "1"
 

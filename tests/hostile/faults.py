@@ -1,4 +1,4 @@
-"""Faults of real processes under load, and the tables of docs/reliability.md.
+"""Faults of real processes under load, and the tables of docs/operate/reliability.md.
 
     python -m tests.hostile.faults [--rounds N] [--write] [NAME ...]
 
@@ -724,7 +724,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="beginnings of names of faults")
     parser.add_argument("--rounds", type=int, default=1, help="how often each fault befalls the same processes")
-    parser.add_argument("--write", action="store_true", help="write the rows into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write the rows into docs/operate/reliability.md")
     given = parser.parse_args()
     rows, wrong = [], 0
     for fault in FAULTS:

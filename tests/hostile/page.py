@@ -1,4 +1,4 @@
-"""Tables that scripts write into docs/reliability.md, each between two marks."""
+"""Tables that scripts write into docs/operate/reliability.md, each between two marks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 __all__ = ["PAGE", "replace"]
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "operate" / "reliability.md"
 
 
 def replace(text: str, mark: str, table: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Faults of real processes under load; `python -m tests.hostile.faults` makes the table of docs/reliability.md."""
+"""Faults of real processes under load; `python -m tests.hostile.faults` makes the table of the reliability page."""
 
 from __future__ import annotations
 

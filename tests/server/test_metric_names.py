@@ -207,7 +207,7 @@ def test_both_names_have_the_same_figures() -> None:
 
 
 def test_the_page_of_metrics_pairs_the_names() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "operate" / "metrics.md").read_text()
     named = {found.removesuffix("_total") for found in re.findall(r"`((?:vllm:|fdcore_)\w+)", page)}
     assert {name for name in named if name.startswith("vllm:")} == VLLM.keys()
     assert {name for name in named if not name.startswith("vllm:")} <= PROMISED.keys()

@@ -113,7 +113,7 @@ def test_the_command_line_names_the_flag(flag: str, value: str) -> None:
 
 def test_the_guide_names_at_most_six_files_and_they_exist() -> None:
     root = Path(__file__).parents[2]
-    guide = (root / "docs" / "add-a-sampling-parameter.md").read_text()
+    guide = (root / "docs" / "extend" / "add-a-sampling-parameter.md").read_text()
     files = re.findall(r"^\d\. `([^`]+)`:", guide, re.MULTILINE)
     assert 1 <= len(files) <= 6
     assert [file for file in files if not (root / file).is_file()] == []

@@ -37,11 +37,11 @@ with target.engine(3, golden.whole(specs), 0.3, pipeline_depth=2, **{field: name
 
 
 def follow(document: str, folder: Path) -> tuple[Path, list[tuple[str, str]]]:
-    """Follow `docs/DOCUMENT` from `folder`: write its files, run its commands.
+    """Follow `docs/extend/DOCUMENT` from `folder`: write its files, run its commands.
 
     Return the folder where it ends, and each command with what it printed. Raises AssertionError if one fails.
     """
-    text = (ROOT / "docs" / document).read_text()
+    text = (ROOT / "docs" / "extend" / document).read_text()
     said: list[tuple[str, str]] = []
     for file, language, block in re.findall(r"(?:`([\w./]+)`:\n\n)?```(\w+)\n(.*?)```\n", text, re.DOTALL):
         if file:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.testing.documents import ROOT, follow, run_line
 
-DOCUMENT = (ROOT / "docs" / "write-a-backend.md").read_text()
+DOCUMENT = (ROOT / "docs" / "extend" / "write-a-backend.md").read_text()
 
 pytestmark = [pytest.mark.guide, pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")]
 

@@ -29,7 +29,7 @@ def test_the_guide_leads_to_a_postprocessor_that_passes_the_kit_and_serves(tmp_p
 
 
 def test_the_observer_of_the_document_adds_up():
-    document = (ROOT / "docs" / "write-a-postprocessor.md").read_text()
+    document = (ROOT / "docs" / "extend" / "write-a-postprocessor.md").read_text()
     [source] = re.findall(r"```python\n(from fd_core.runner.observing.*?)```", document, re.DOTALL)
     names: dict[str, type] = {}
     exec(source, names)

@@ -15,8 +15,8 @@ __all__ = ["Postprocess", "require_fit"]
 class Postprocess(abc.ABC):
     """Writes the token matrix of each step, on the device. Made once for each runner, and called on its thread.
 
-    It keeps section 1 of the law; `fdcore conformance --postprocess NAME` proves it, `docs/write-a-postprocessor.md`
-    shows a whole plugin.
+    It keeps section 1 of the law; `fdcore conformance --postprocess NAME` proves it,
+    `docs/extend/write-a-postprocessor.md` shows a whole plugin.
     """
 
     serves: ClassVar[tuple[str, ...]] = ()

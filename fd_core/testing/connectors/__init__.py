@@ -3,7 +3,7 @@
     class TestMyConnector(ConnectorSuite):
         connector = "mine"
 
-`docs/write-a-connector.md` shows a whole plugin.
+`docs/extend/write-a-connector.md` shows a whole plugin.
 """
 
 import pytest

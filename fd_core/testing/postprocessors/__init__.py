@@ -4,7 +4,8 @@
     def test_it_keeps_the_law(case):
         case.run(target=find_postprocessor("mine"))
 
-`fdcore conformance --postprocess NAME` runs the same cases; `docs/write-a-postprocessor.md` shows a whole plugin.
+`fdcore conformance --postprocess NAME` runs the same cases; `docs/extend/write-a-postprocessor.md` shows a whole
+plugin.
 """
 
 from fd_core.testing.cases import KitCase, cases_of

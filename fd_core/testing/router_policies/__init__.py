@@ -3,7 +3,7 @@
     class TestMyPolicy(RouterPolicySuite):
         policy = "mine"
 
-`docs/write-a-router-policy.md` shows a whole plugin.
+`docs/extend/write-a-router-policy.md` shows a whole plugin.
 """
 
 import pytest

@@ -4,7 +4,7 @@
     def test_it_keeps_the_law(case):
         case.check(find_scheduler("mine"))
 
-`fdcore conformance --scheduler NAME` runs the same cases; `docs/write-a-scheduler.md` shows a whole plugin.
+`fdcore conformance --scheduler NAME` runs the same cases; `docs/extend/write-a-scheduler.md` shows a whole plugin.
 """
 
 from fd_core.testing.schedulers.cases import SchedulerCase, kit_cases

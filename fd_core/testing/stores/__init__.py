@@ -7,7 +7,7 @@
         @pytest.fixture
         def back_door(self, tmp_path): return MyDoor(tmp_path)
 
-`docs/write-a-store.md` shows a whole plugin.
+`docs/extend/write-a-store.md` shows a whole plugin.
 """
 
 import pytest

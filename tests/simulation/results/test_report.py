@@ -113,7 +113,7 @@ def test_the_json_says_its_version_and_holds_every_figure() -> None:
 
 
 def test_the_document_of_the_json_names_every_field() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "simulation-results.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "study" / "simulation-results.md").read_text()
     document = json.loads(report_json(report_of(made(4.0, 16.0, seeds=1))))
     named = set(re.findall(r"`([a-z_]+)(?:\[\])?`", text))
     inner = document["comparisons"][0]["comparison"], document["load_curves"][0], document["cases"][0]

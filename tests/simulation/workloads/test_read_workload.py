@@ -13,7 +13,7 @@ from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.settings import KEYS, KINDS, workload_table
 from fd_core.simulation.workloads.workload import read_workload
 
-PAGE = (Path(__file__).parents[3] / "docs" / "workloads.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "study" / "workloads.md").read_text()
 
 
 @pytest.mark.parametrize(
