@@ -1,8 +1,9 @@
 """What a whole scheduler is: the settings that it is made from, a few methods, and what it holds.
 
 A scheduler decides what each step computes, and what the answer to a step means for each request. It is pure: no I/O,
-no clock, no randomness, no threads. It takes frozen values and returns frozen values. `docs/extend/write-a-scheduler.md`
-shows a whole plugin, made of the parts in this package; `fdcore conformance --scheduler NAME` proves that it keeps the law.
+no clock, no randomness, no threads. It takes frozen values and returns frozen values.
+`docs/extend/write-a-scheduler.md` shows a whole plugin, made of the parts in this package;
+`fdcore conformance --scheduler NAME` proves that it keeps the law.
 """
 
 from __future__ import annotations

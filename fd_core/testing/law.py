@@ -1,7 +1,7 @@
 """The law: what every backend, scheduler and store keeps, one sentence for each rule.
 
-Tests name the rules that they hold with the marker `law`, mutants with the beginning of their `law`. `docs/understand/law.md`
-is the table of both.
+Tests name the rules that they hold with the marker `law`, mutants with the beginning of their `law`.
+`docs/understand/law.md` is the table of both.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import msgspec
+from prometheus_client import Metric
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.messages import EngineStats, LeaseStats
@@ -149,7 +150,8 @@ VLLM = {
 """As vLLM names and labels them, so that what was made for vLLM finds them."""
 
 
-def served(leases: LeaseStats, vllm_model: str | None = None) -> dict[str, tuple[str, list[str]]]:
+def families(leases: LeaseStats, vllm_model: str | None = None) -> list[Metric]:
+    """Return all metrics of a server whose engine reports everything that there is."""
     client = FakeClient()
     client.rank_failures = {"1": 1}
     client.info = msgspec.structs.replace(client.info, adapters=(AdapterInfo("sql", "digest", "/sql", 8),))
@@ -167,10 +169,15 @@ def served(leases: LeaseStats, vllm_model: str | None = None) -> dict[str, tuple
     metrics = ServerMetrics(client, vllm_model)
     metrics.answers["/health", 200] = 1
     metrics.refusals["alice", "tokens"] = 1
-    return {
-        family.name: (family.type, sorted({label for each in family.samples for label in each.labels} - {"le"}))
-        for family in metrics.collect()
-    }
+    return list(metrics.collect())
+
+
+def labels(family: Metric) -> list[str]:
+    return sorted({label for each in family.samples for label in each.labels} - {"le"})
+
+
+def served(leases: LeaseStats, vllm_model: str | None = None) -> dict[str, tuple[str, list[str]]]:
+    return {family.name: (family.type, labels(family)) for family in families(leases, vllm_model)}
 
 
 def test_the_metrics_of_all_roles_together_are_those_promised() -> None:

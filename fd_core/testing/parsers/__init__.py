@@ -4,8 +4,8 @@
     def test_it_keeps_the_law(case):
         case.run(target=find_parser("mine", TOOL_PARSER))
 
-`fdcore conformance --tool-parser NAME` and `--reasoning-parser NAME` run the same cases; `docs/extend/write-a-parser.md`
-shows a whole plugin.
+`fdcore conformance --tool-parser NAME` and `--reasoning-parser NAME` run the same cases;
+`docs/extend/write-a-parser.md` shows a whole plugin.
 """
 
 from __future__ import annotations
