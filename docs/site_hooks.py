@@ -11,6 +11,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {
+    "README.md": "index.md",
+    "examples/README.md": "examples/index.md",
     "CHANGELOG.md": "about/changelog.md",
     "CONTRIBUTING.md": "about/contributing.md",
     "SECURITY.md": "about/reporting.md",

