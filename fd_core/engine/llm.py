@@ -51,11 +51,12 @@ class Completion:
 class LLM:
     """A loaded model.
 
-    >>> llm = LLM("smollm2")
-    >>> llm.generate("The capital of France is", SamplingParams(max_tokens=5, temperature=0))[0].text
-
     Keyword arguments are the fields of `fd_core.config.EngineConfig`; `lora_modules` may be a mapping of names to
     folders as well. Not safe for several threads.
+
+    Examples:
+        >>> llm = LLM("smollm2")
+        >>> llm.generate("The capital of France is", SamplingParams(max_tokens=5, temperature=0))[0].text
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
