@@ -82,7 +82,8 @@ def returns(folder: Path) -> list[str]:
     sizes = sorted({row["tokens"] for row in results["rows"]})
     lines = [
         f"A prompt that comes back after its KV left the device, seconds to the first token; medians of "
-        f"{results['rounds']} rounds (`{results['command']}`, [every figure](../../benchmarks/results/return_ttft.md)).",
+        f"{results['rounds']} rounds (`{results['command']}`, "
+        "[every figure](../../benchmarks/results/return_ttft.md)).",
         "",
         f"| | {' | '.join(f'{size:,} tokens' for size in sizes)} |",
         "|---|" + "---:|" * len(sizes),
