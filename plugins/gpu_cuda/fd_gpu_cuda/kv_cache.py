@@ -78,9 +78,7 @@ class CudaKVCache(TorchKVCache):
 
 
 def _with_scales_apart(data: Array) -> tuple[Array, Array]:
-    """Divide int8 [layers, 2, slots, nkv, d + 4] into elements [..., d] and scales float32 [...] of each side."""
-    layers, sides, *heads, stored = data.shape
-    elements = math.prod(heads) * (stored - SCALE_BYTES)
-    flat = data.view(layers, sides, -1)
-    scales = flat[:, :, elements:].view(torch.float32)
-    return flat[:, :, :elements].unflatten(2, (*heads, stored - SCALE_BYTES)), scales.unflatten(2, heads)
+    """Divide int8 [layers, 2, slots, nkv, d + 4] into elements [..., d] and scales float32 [...], which lie first."""
+    *heads, stored = data.shape
+    scales, elements = data.view(-1).tensor_split([math.prod(heads) * SCALE_BYTES])
+    return elements.view(*heads, stored - SCALE_BYTES), scales.view(torch.float32).view(heads)

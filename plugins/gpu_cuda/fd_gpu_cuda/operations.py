@@ -23,6 +23,11 @@ _FLAG = "--attention-backend"
 def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...]:
     """Return the operations of a pack of `dtype` whose KV is kept in `kv_dtype`, `auto` for the same."""
 
+    def attention() -> Any:
+        from fd_gpu_cuda.kernels.attention import PagedAttention
+
+        return PagedAttention(cuda.device, cuda.multiprocessors, cuda.shared_memory_per_block)
+
     def product() -> Any:
         from fd_gpu_cuda.kernels import products
 
@@ -46,7 +51,7 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
         return ""
 
     return (
-        Operation("attention", "attention", _triton("attention", "paged_attention"), flag=_FLAG),
+        Operation("attention", "attention", (Provider("triton", attention),), flag=_FLAG),
         Operation(
             "planned_attention",
             "attention of steps with prompts",

@@ -48,7 +48,7 @@ class CudaOps(SamplingOps, FusedOps):
 
     name = "torch"
     weight_formats = WEIGHT_FORMATS
-    kv_dtypes = ()  # its attention kernels read blocks of its own dtype
+    kv_dtypes = ("int8",)
     queues = True
 
     def __init__(self, dtype: str, cuda: Cuda, kernels: Kernels) -> None:

@@ -32,3 +32,18 @@ def _numbers(operand: Any, interpreter: Any) -> Any:
     if operand.dtype.primitive_bitwidth == 8 and operand.dtype.is_floating():
         return interpreter._convert_float(operand.data, operand.dtype, interpreter.tl.float16, None).view(np.float16)
     return operand.data
+
+
+@pytest.fixture
+def integers_become_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn integers into bfloat16 by their value; the interpreter takes them for its bits."""
+    from triton.runtime import interpreter
+
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def create_si_to_fp(self: Any, source: Any, wanted: Any) -> Any:
+        if wanted.scalar.is_bf16():
+            return cast(self, cast(self, source, interpreter.tl.float32), wanted)
+        return cast(self, source, wanted)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_si_to_fp", create_si_to_fp)

@@ -33,7 +33,7 @@ def written(ops: Any, shape: KVShape, k: Any, v: Any, slots: Any, write: Any = N
 
 @pytest.mark.parametrize("write", [write_kv, None], ids=["kernel", "composition"])
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
-@pytest.mark.parametrize(("nkv", "d"), [(1, 64), (3, 80), (8, 128), (2, 256)])
+@pytest.mark.parametrize(("nkv", "d"), [(1, 64), (3, 80), (8, 128), (2, 256), (3, 7)])
 def test_blocks_are_the_oracle_s_bit_for_bit(nkv: int, d: int, dtype: str, write: Any) -> None:
     """Whatever the magnitudes, with heads of zeros and with values halfway between two steps."""
     rng, tokens = np.random.default_rng(nkv * d), 37

@@ -1,0 +1,282 @@
+"""Attention of rows with few tokens, in Triton: the context of a row is divided among programs.
+
+Known as flash-decoding (Dao, Haziza, Massa and Sizov, 2023). Keys are cut into chunks at fixed positions. Each chunk is
+summed up from scratch in float32, and sums of chunks are folded in their order, always: by the one program of a row
+that is not divided, or by that which comes last of several. So the bits of a row do not depend on the batch, nor on
+the number of programs or the device.
+
+The last program is found by a counter. A program's stores happen before the barrier, the barrier before the atomic
+addition of one of its threads, which releases: by cumulativity everything that the program stored is visible to whoever
+acquires through the same counter. The addition that finds the others' acquires, the barrier after it passes that on to
+the other threads, and they load afterwards (PTX ISA, memory consistency model: causality order). The last one leaves
+the counter at 0 for the next launch, which begins when this one has ended: launches that share a workspace are of one
+stream.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from fd_core.ops.contract import Array, Heads, StepInput
+
+from fd_gpu_cuda.kernels.attention_tiles import CHUNK, LARGE_CHUNK, LARGE_FROM, Tile, most_chunks, splits_of
+from fd_gpu_cuda.kernels.softmax import LOG2_E, attend_tile, fold, load_tile
+from fd_gpu_cuda.kv_cache import CudaLayer
+
+__all__ = ["DecodeWorkspace", "decode_attention"]
+
+_WORKSPACE_BYTES = 64 * 2**20
+"""Rows are not divided where the sums of their chunks do not fit: at 128 Ki tokens, 128 query heads of 32 rows do."""
+_FOLDED_ELEMENTS = 4096
+"""Elements of sums that are loaded at once while they are folded."""
+_MOST_FOLDED = 16
+
+_CHUNK = tl.constexpr(CHUNK)
+_LARGE_CHUNK = tl.constexpr(LARGE_CHUNK)
+_LARGE_FROM = tl.constexpr(LARGE_FROM)
+
+
+class DecodeWorkspace:
+    """Memory of one device for the sums of chunks, and counters that are 0 between launches; all of one size."""
+
+    def __init__(self, device: torch.device, multiprocessors: int) -> None:
+        self.multiprocessors = multiprocessors
+        self.sums = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(multiprocessors, dtype=torch.int32, device=device)
+
+    def splits(self, units: int, chunks: int, chunk_elements: int) -> int:
+        """Return among how many programs each of `units` is divided; 1 where its sums would not fit."""
+        if units > len(self.counters) or units * chunks * chunk_elements > len(self.sums):
+            return 1
+        return splits_of(units, chunks, self.multiprocessors)
+
+
+def decode_attention(
+    q: Array,
+    layer: CudaLayer,
+    heads: Heads,
+    step: StepInput,
+    output: Array,
+    tile: Tile,
+    most: int,
+    space: DecodeWorkspace,
+) -> None:
+    """Attend with contiguous q [T, nh, d] of rows that have at most `most` tokens, into `output` of the same shape."""
+    shared = heads.num_heads // heads.num_kv_heads
+    queries = min(step.max_query, most)
+    tiles = triton.cdiv(queries, tile.queries)
+    units = len(step.context_len) * tiles * heads.num_kv_heads
+    chunks = most_chunks(step.max_context, heads.window, tile.queries)
+    lines = min(queries, tile.queries) * shared
+    d = max(16, triton.next_power_of_2(heads.head_dim))
+    splits = space.splits(units, chunks, lines * (d + 2))
+    few = triton.next_power_of_2(shared)
+    _decode[(len(step.context_len) * tiles, heads.num_kv_heads, splits)](
+        q,
+        layer.keys,
+        layer.values,
+        layer.key_scales,
+        layer.value_scales,
+        output,
+        space.sums,
+        space.counters,
+        step.query_start,
+        step.context_len,
+        step.block_tables,
+        step.block_tables.stride(0),
+        tiles,
+        most,
+        chunks,
+        lines,
+        heads.scale * (LOG2_E if heads.softcap is None else 1 / heads.softcap),
+        (heads.softcap or 0.0) * LOG2_E,
+        heads.window or 0,
+        block_size=layer.block_size,
+        kv_heads=heads.num_kv_heads,
+        shared=shared,
+        width=heads.head_dim,
+        capped=heads.softcap is not None,
+        windowed=heads.window is not None,
+        quantized=layer.quantized,
+        divided=splits > 1,
+        tile=tile.queries,
+        m=tile.lines,
+        n=tile.keys,
+        d=d,
+        few=few,
+        folded=max(1, min(_MOST_FOLDED, _FOLDED_ELEMENTS // (few * d))),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit
+def _chunk_of(key):
+    small: tl.constexpr = _LARGE_FROM // _CHUNK
+    return tl.where(key < _LARGE_FROM, key // _CHUNK, small + (key - _LARGE_FROM) // _LARGE_CHUNK)
+
+
+@triton.jit
+def _chunk_start(chunk):
+    small: tl.constexpr = _LARGE_FROM // _CHUNK
+    return tl.where(chunk < small, chunk * _CHUNK, _LARGE_FROM + (chunk - small) * _LARGE_CHUNK)
+
+
+@triton.jit(do_not_specialize=["table_stride", "tiles", "most", "chunk_stride", "line_stride", "window"])
+def _decode(
+    q_at,
+    keys_at,
+    values_at,
+    key_scales_at,
+    value_scales_at,
+    output_at,
+    sums_at,
+    counters_at,
+    query_start_at,
+    context_at,
+    tables_at,
+    table_stride,
+    tiles,
+    most,
+    chunk_stride,
+    line_stride,
+    factor,
+    cap,
+    window,
+    block_size: tl.constexpr,
+    kv_heads: tl.constexpr,
+    shared: tl.constexpr,
+    width: tl.constexpr,
+    capped: tl.constexpr,
+    windowed: tl.constexpr,
+    quantized: tl.constexpr,
+    divided: tl.constexpr,
+    tile: tl.constexpr,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    d: tl.constexpr,
+    few: tl.constexpr,
+    folded: tl.constexpr,
+):
+    row = tl.program_id(0) // tiles
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    start = tl.load(query_start_at + row)
+    count = tl.load(query_start_at + row + 1) - start
+    begin = tl.program_id(0) % tiles * tile
+    context = tl.load(context_at + row)
+    # Keys that the tokens of this tile see between them: [first, last).
+    last = tl.minimum(context, context - count + begin + tile)
+    first = tl.maximum(0, context - count + begin - window + 1) if windowed else 0
+    first_chunk = _chunk_of(first)
+    chunks = _chunk_of(last - 1) + 1 - first_chunk
+    share = tl.cdiv(chunks, tl.num_programs(2))
+    programs = tl.cdiv(chunks, share)
+    if (begin < count) & (count <= most) & (split < programs):
+        line = tl.arange(0, m)
+        query = begin + line // shared
+        live = (line < tile * shared) & (query < count)
+        place = context - count + query
+        column = tl.arange(0, d)
+        inside = column < width
+        head = kv_head * shared + line % shared
+        q_line = ((start + query) * (kv_heads * shared) + head).to(tl.int64) * width
+        q_mask = live[:, None] & inside[None, :]
+        q = tl.load(q_at + q_line[:, None] + column[None, :], mask=q_mask, other=0.0)
+
+        # Of all chunks that were folded, and of the one that is being summed up.
+        all_largest = tl.full((m,), -float("inf"), tl.float32)
+        all_total = tl.zeros((m,), tl.float32)
+        all_sums = tl.zeros((m, d), tl.float32)
+        largest = tl.full((m,), -float("inf"), tl.float32)
+        total = tl.zeros((m,), tl.float32)
+        sums = tl.zeros((m, d), tl.float32)
+        table_at = tables_at + row.to(tl.int64) * table_stride
+        unit = (tl.program_id(0) * kv_heads + kv_head).to(tl.int64)
+        lines_at = unit * chunk_stride * line_stride + line
+        # Behind the sums of all units: the largest exponents and the totals.
+        ends_at = sums_at + tl.num_programs(0).to(tl.int64) * kv_heads * chunk_stride * line_stride * d
+        from_key = tl.maximum(_chunk_start(first_chunk + split * share), first // n * n)
+        to_key = tl.minimum(_chunk_start(first_chunk + (split + 1) * share), last)
+        for base in range(from_key, to_key, n):
+            key = base + tl.arange(0, n)
+            # Tables mean nothing beyond the keys that are seen: what lies there is read as the nearest of those.
+            known = tl.minimum(tl.maximum(key, first), last - 1)
+            keys, values, key_scale, value_scale = load_tile(
+                keys_at, values_at, key_scales_at, value_scales_at, table_at, known, kv_head,
+                block_size, kv_heads, width, quantized, d,
+            )  # fmt: skip
+            seen = key[None, :] <= place[:, None]
+            if windowed:
+                seen = seen & (place[:, None] - key[None, :] < window)
+            largest, total, sums = attend_tile(
+                largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
+                True, capped, quantized,
+            )  # fmt: skip
+            end = base + n
+            if (end >= to_key) | (end % tl.where(end <= _LARGE_FROM, _CHUNK, _LARGE_CHUNK) == 0):
+                if divided:  # noqa: SIM102 - a constant, known when it is compiled
+                    if programs > 1:
+                        entry = lines_at + (_chunk_of(base) - first_chunk) * line_stride
+                        tl.store(sums_at + entry[:, None] * d + column[None, :], sums, mask=live[:, None])
+                        tl.store(ends_at + entry * 2, largest, mask=live)
+                        tl.store(ends_at + entry * 2 + 1, total, mask=live)
+                all_largest, all_total, all_sums = fold(all_largest, all_total, all_sums, largest, total, sums)
+                largest = tl.full((m,), -float("inf"), tl.float32)
+                total = tl.zeros((m,), tl.float32)
+                sums = tl.zeros((m, d), tl.float32)
+        if programs == 1:
+            result = all_sums / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
+            tl.store(output_at + q_line[:, None] + column[None, :], result.to(output_at.dtype.element_ty), mask=q_mask)
+        if divided:  # noqa: SIM102 - as above
+            if programs > 1:
+                tl.debug_barrier()
+                before = tl.atomic_add(counters_at + unit, 1, sem="acq_rel", scope="gpu")
+                tl.debug_barrier()
+                if before == programs - 1:
+                    tl.store(counters_at + unit, 0)
+                    for token in range(tl.minimum(tile, count - begin)):
+                        token_line = (start + begin + token) * kv_heads + kv_head
+                        _fold_chunks(
+                            sums_at, ends_at, output_at, unit * chunk_stride * line_stride + token * shared,
+                            chunks, line_stride, token_line.to(tl.int64) * (shared * width),
+                            shared, width, d, few, folded,
+                        )  # fmt: skip
+
+
+@triton.jit
+def _fold_chunks(
+    sums_at,
+    ends_at,
+    output_at,
+    entry,
+    chunks,
+    line_stride,
+    output_line,
+    shared: tl.constexpr,
+    width: tl.constexpr,
+    d: tl.constexpr,
+    few: tl.constexpr,
+    folded: tl.constexpr,
+):
+    """Fold what the chunks of one token left, in their order, several loads at once, and write the result."""
+    line = tl.arange(0, few)
+    column = tl.arange(0, d)
+    live = line < shared
+    largest = tl.full((few,), -float("inf"), tl.float32)
+    total = tl.zeros((few,), tl.float32)
+    sums = tl.zeros((few, d), tl.float32)
+    for begin in range(0, chunks, folded):
+        for step in tl.static_range(folded):
+            chunk = begin + step
+            there = live & (chunk + line * 0 < chunks)
+            at = entry + chunk * line_stride + line
+            more_largest = tl.load(ends_at + at * 2, mask=there, other=-float("inf"))
+            more_total = tl.load(ends_at + at * 2 + 1, mask=there, other=0.0)
+            more = tl.load(sums_at + at[:, None] * d + column[None, :], mask=there[:, None], other=0.0)
+            largest, total, sums = fold(largest, total, sums, more_largest, more_total, more)
+    result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+    at = output_line + line[:, None] * width + column[None, :]
+    mask = live[:, None] & (column < width)[None, :]
+    tl.store(output_at + at, result.to(output_at.dtype.element_ty), mask=mask)

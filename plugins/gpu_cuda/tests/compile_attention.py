@@ -1,0 +1,116 @@
+"""Compiles attention with the heads of real models, for one compute capability; prints what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from compiling import MULTIPROCESSORS, SHARED_MEMORY, Compiler, everything
+from fd_core.ops.contract import Heads, KVShape, Rope, StepInput
+from processor import Processor
+
+from fd_gpu_cuda.kernels.attention import PagedAttention
+from fd_gpu_cuda.kernels.kv_write import write_kv
+from fd_gpu_cuda.kv_cache import CudaKVCache
+
+SPILLS = 640
+"""Bytes of registers that may go to memory."""
+BLOCKS, BLOCK_SIZE, LONGEST = 4, 16, 32768
+
+
+@dataclass(frozen=True)
+class Case:
+    num_heads: int
+    num_kv_heads: int
+    width: int
+    dtype: torch.dtype = torch.bfloat16
+    kv: str = "auto"
+    window: int | None = None
+    softcap: float | None = None
+
+
+SMOLLM2_135M = Case(9, 3, 64)
+LLAMA_3_8B = Case(32, 8, 128)
+QWEN3_30B = Case(32, 4, 128, kv="int8")
+GEMMA_2_9B = Case(16, 8, 256, window=4096, softcap=50.0)
+GEMMA_3_4B = Case(8, 4, 256, window=1024)
+PHI_2 = Case(32, 32, 80, torch.float16)
+EXACT = Case(32, 8, 128, torch.float32)
+SAMPLE = {
+    80: ((LLAMA_3_8B, "whole prompt"), (SMOLLM2_135M, "divided"), (EXACT, "whole prompt"), (QWEN3_30B, "chunk")),
+    89: ((GEMMA_2_9B, "divided prompt"), (PHI_2, "whole chunk"), (QWEN3_30B, "whole prompt")),
+    90: (
+        (LLAMA_3_8B, "divided whole prompt"),
+        (QWEN3_30B, "divided"),
+        (GEMMA_3_4B, "whole prompt"),
+        (EXACT, "divided"),
+    ),
+}
+"""By compute capability, cases and steps."""
+
+
+def every_case() -> list[Case]:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    shapes = product((1, 4, 8), (64, 80, 96, 128, 192, 256), dtypes, ("auto", "int8"))
+    plain = [Case(8 * shared, 8, width, dtype, kv) for shared, width, dtype, kv in shapes]
+    return plain + [Case(32, 8, width, window=512, softcap=30.0) for width in (64, 128, 256)]
+
+
+KINDS = {"divided": (1, 1), "whole": (256, 1), "chunk": (1, 12), "prompt": (1, 512)}
+"""Rows and their tokens: a decode that is divided, one that is not, chunks of prompts that are short and long."""
+
+
+def step_of(kind: str) -> StepInput:
+    rows, width = KINDS[kind]
+    start = torch.arange(rows + 1, dtype=torch.int32) * width
+    tables = torch.zeros(rows, LONGEST // BLOCK_SIZE, dtype=torch.int32)
+    slots = torch.zeros(rows * width, dtype=torch.int32)
+    return StepInput(
+        token_ids=slots,
+        positions=slots,
+        kv_slots=slots,
+        query_start=start,
+        context_len=start[1:],
+        block_tables=tables,
+        logits_rows=start[1:],
+        max_query=width,
+        max_context=LONGEST,
+    )
+
+
+def instruction(capability: int, case: Case, *, prefill: bool) -> str:
+    """Return a pattern of the tensor cores' instruction; float32 has none that multiplies all of its bits."""
+    if case.dtype == torch.float32:
+        return "fma[.]rn"
+    kind = "wgmma[.]mma_async" if capability == 90 and prefill else "mma[.]sync"
+    number = {torch.bfloat16: "bf16", torch.float16: "f16"}[case.dtype]
+    return f"{kind}[^;]*[.]{number}"
+
+
+def main(capability: int) -> None:
+    compiler = Compiler(capability).install()
+    compiler.spills = SPILLS
+    attend: Any = PagedAttention(torch.device("cpu"), MULTIPROCESSORS[capability], SHARED_MEMORY[capability])
+    every = [(case, "divided whole chunk prompt") for case in every_case()]
+    for case, kinds in every if everything() else SAMPLE[capability]:
+        shape = KVShape(1, case.num_kv_heads, case.width, BLOCK_SIZE, case.kv)
+        layer = CudaKVCache(shape, BLOCKS, case.dtype, Processor()).layer(0)
+        sizes = (case.num_heads, case.num_kv_heads, case.width)
+        heads = Heads(*sizes, 0.1, Rope(None, None), window=case.window, softcap=case.softcap)
+        compiler.wanted = {
+            "_decode": instruction(capability, case, prefill=False),
+            "_prefill": instruction(capability, case, prefill=True),
+        }
+        for name in kinds.split():
+            compiler.case, step = f"{case}, {name}", step_of(name)
+            attend(torch.empty(len(step.kv_slots), case.num_heads, case.width, dtype=case.dtype), layer, heads, step)
+        k = torch.empty(3, case.num_kv_heads, case.width, dtype=case.dtype)
+        write_kv(k, k, layer, torch.zeros(3, dtype=torch.int32))
+    print("\n".join(compiler.failures))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,198 @@
+"""Attention in Triton's interpreter, against the numpy oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from fd_core.ops.contract import Heads, KVShape, Rope, StepInput  # noqa: E402 - only where both are installed
+from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
+from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.testing.arrays import TOLERANCE, Values, assert_near, on_device, step_input  # noqa: E402
+from interpreting import dots_in_order, integers_become_bfloat16  # noqa: E402, F401
+from processor import make_ops, plain_attention  # noqa: E402
+
+from fd_gpu_cuda.kernels.attention import PagedAttention  # noqa: E402
+from fd_gpu_cuda.kernels.decode_attention import DecodeWorkspace  # noqa: E402
+from fd_gpu_cuda.kv_cache import CudaKVCache  # noqa: E402
+
+TYPES = {torch.float32: "float32", torch.float16: "float32", torch.bfloat16: "bfloat16"}
+H100, L4, LONE = (132, 227 * 1024), (58, 99 * 1024), (1, 227 * 1024)
+"""Multiprocessors, and shared memory of a program. A device with one multiprocessor divides no row."""
+
+
+def attention(device: tuple[int, int] = H100) -> PagedAttention:
+    return PagedAttention(torch.device("cpu"), *device)
+
+
+class Batch:
+    """Rows of (tokens, context) over scattered blocks, with what the oracle makes of them."""
+
+    def __init__(
+        self,
+        rows: list[tuple[int, int]],
+        heads: tuple[int, int, int] = (4, 2, 32),
+        dtype: Any = torch.float32,
+        kv: str = "auto",
+        block_size: int = 16,
+        **options: Any,
+    ) -> None:
+        values, rng = Values(7), np.random.default_rng(3)
+        nh, nkv, d = heads
+        width = max(context for _, context in rows) // block_size + 2
+        blocks = width * len(rows)
+        tables = rng.permutation(blocks).reshape(len(rows), width).astype(np.int32)
+        self.rows, self.block_size, self._dtype = rows, block_size, dtype
+        self.heads = Heads(nh, nkv, d, d**-0.5, Rope(None, None), **options)
+        step = step_input(rows, block_size, tables)
+        # What lies beyond a context has no meaning: here it points nowhere.
+        used = np.array([-(-context // block_size) for _, context in rows])
+        self._step = replace(step, block_tables=np.where(np.arange(width) < used[:, None], tables, 2**20))
+        slots = blocks * block_size
+        q, k, v = values(len(step.positions), nh, d), values(slots, nkv, d), values(slots, nkv, d)
+        everywhere = np.arange(slots, dtype=np.int32)
+        oracle, shape = NumpyOps(), KVShape(1, nkv, d, block_size, kv)
+        layer = oracle.allocate_kv(shape, blocks).layer(0)
+        oracle.write_kv(layer, k, v, everywhere)
+        self.expected = oracle.paged_attention(q, layer, self.heads, step)
+        ops = make_ops()
+        self.layer = CudaKVCache(shape, blocks, dtype, ops._cuda).layer(0)
+        self.q, k, v = (torch.from_numpy(array).to(dtype) for array in (q, k, v))
+        ops.write_kv(self.layer, k, v, torch.from_numpy(everywhere))
+
+    def step(self, *rows: int) -> StepInput:
+        """Return the step, or one of some rows only."""
+        chosen = list(rows) or list(range(len(self.rows)))
+        some = step_input([self.rows[row] for row in chosen], self.block_size, self._step.block_tables[chosen])
+        return on_device(TorchOps(), replace(some, block_tables=self._step.block_tables[chosen].astype(np.int32)))
+
+    def tokens(self, row: int) -> slice:
+        start = int(self._step.query_start[row])
+        return slice(start, start + self.rows[row][0])
+
+    def check(self, attend: Any) -> Any:
+        found = attend(self.q, self.layer, self.heads, self.step())
+        assert found.dtype == self._dtype
+        tolerance = {torch.float16: 2e-3}.get(self._dtype, TOLERANCE[TYPES[self._dtype]])
+        assert_near(TorchOps(), found.float(), self.expected, tolerance)
+        return found
+
+
+BATCHES = {
+    "decodes": [(1, 5), (1, 20), (1, 1), (1, 300)],
+    "decodes with drafts": [(3, 70), (3, 3), (3, 257), (3, 1300)],
+    "more drafts than a tile holds": [(8, 70), (8, 300)],
+    "prompts": [(9, 9), (70, 70)],
+    "chunks behind a context": [(20, 30), (65, 310)],
+    "decodes between chunks": [(1, 9), (37, 40), (1, 1), (9, 600), (2, 300), (8, 8)],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 2.0}, {"window": 300, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_every_kind_of_step(batch: str, options: dict[str, Any]) -> None:
+    Batch(BATCHES[batch], **options).check(attention())
+
+
+@pytest.mark.parametrize("heads", [(3, 3, 80), (16, 2, 64), (6, 1, 96), (4, 4, 24), (2, 1, 256), (40, 1, 16)], ids=str)
+def test_every_geometry(heads: tuple[int, int, int]) -> None:
+    batch = Batch([(1, 290), (4, 37), (21, 60)], heads, block_size=32)
+    batch.check(attention())
+    batch.check(plain_attention)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.usefixtures("dots_in_order", "integers_become_bfloat16")
+def test_every_type_of_elements(dtype: Any, kv: str) -> None:
+    """Beside the oracle, which computes in float32."""
+    Batch([(1, 290), (4, 37), (21, 60)], (4, 2, 64), dtype, kv, window=200).check(attention())
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 1100}], ids=str)
+def test_a_context_of_thousands_has_the_same_bits_on_every_device(options: dict[str, Any]) -> None:
+    """Over small and large chunks: by one program, by two, and by one for each chunk."""
+    batch = Batch([(1, 9301), (1, 700)], (4, 1, 16), **options)
+    whole = batch.check(attention(LONE))
+    for device in (L4, H100):
+        assert torch.equal(batch.check(attention(device)), whole)
+
+
+@pytest.mark.usefixtures("dots_in_order")
+@pytest.mark.parametrize("options", [{}, {"window": 90}], ids=str)
+def test_a_row_alone_has_the_same_bits_as_in_any_batch(options: dict[str, Any]) -> None:
+    """Whether it decodes, has drafts or a prompt, and whatever is beside it."""
+    rows = [(1, 600), (19, 40), (1, 3), (3, 300), (40, 90)]
+    batch, attend = Batch(rows, (4, 1, 16), **options), attention((12, 99 * 1024))
+    together = batch.check(attend)
+    for rows in ((0,), (1,), (2,), (3,), (4,), (0, 2), (2, 3)):
+        parts = [batch.tokens(row) for row in rows]
+        q, expected = (torch.cat([array[part] for part in parts]) for array in (batch.q, together))
+        assert torch.equal(attend(q, batch.layer, batch.heads, batch.step(*rows)), expected), rows
+
+
+def test_padding_computes_in_the_spare_block() -> None:
+    """Rows that pad a replayed step: one token over the spare block, whatever the table says beyond it."""
+    batch = Batch([(1, 530), (1, 40), (1, 1), (1, 1)])
+    batch.layer.keys[-batch.block_size :] = 0
+    batch.layer.values[-batch.block_size :] = 0
+    step = batch.step()
+    step.block_tables[2:] = 2**20
+    step.block_tables[2:, 0] = len(batch.layer.keys) // batch.block_size - 1
+    found = attention()(batch.q, batch.layer, batch.heads, replace(step, max_context=1024))
+    assert_near(TorchOps(), found[:2], batch.expected[:2])
+    assert torch.equal(found[2:], torch.zeros_like(found[2:]))
+
+
+def test_the_bound_of_a_graph_changes_nothing() -> None:
+    """A graph is captured for the longest context that the model has."""
+    batch, attend = Batch([(1, 700), (1, 3)], (2, 1, 16)), attention((8, 99 * 1024))
+    expected = batch.check(attend)
+    for longest in (768, 131072):
+        step = replace(batch.step(), max_context=longest)
+        assert torch.equal(attend(batch.q, batch.layer, batch.heads, step), expected)
+
+
+def test_counters_are_left_at_zero() -> None:
+    attend = attention((12, 99 * 1024))
+    Batch([(1, 700), (1, 2100), (1, 3)], (2, 1, 16)).check(attend)
+    assert not attend._space.counters.any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "splits"),
+    [(1, 128, 1), (1, 32768, 33), (1, 4096, 16), (8, 32768, 4), (33, 32768, 1), (256, 131072, 1)],
+)
+def test_rows_are_divided_so_far_that_the_device_is_full(rows: int, context: int, splits: int) -> None:
+    """Of Llama-3.1-8B on an H100."""
+    from fd_gpu_cuda.kernels.attention_tiles import most_chunks
+
+    space = DecodeWorkspace(torch.device("meta"), 132)
+    assert space.splits(rows * 8, most_chunks(context, None, 1), 4 * 130) == splits
+
+
+def test_rows_are_not_divided_where_the_workspace_is_too_small() -> None:
+    space = DecodeWorkspace(torch.device("meta"), 132)
+    assert space.splits(64, 150, 130 * 4) > 1
+    assert space.splits(64, 150, 130 * 32) == 1
+
+
+def test_chunks_lie_at_fixed_places_and_a_window_sees_few() -> None:
+    from fd_gpu_cuda.kernels.attention_tiles import chunk_of, most_chunks
+
+    places = [chunk_of(key) for key in range(20000)]
+    starts = [key for key in range(20000) if key == 0 or places[key] != places[key - 1]]
+    assert starts == [*range(0, 8192, 256), *range(8192, 20000, 1024)]
+    for window in (1, 2, 255, 256, 257, 1000):
+        for queries in (1, 4):
+            seen = max(
+                chunk_of(last) - chunk_of(max(0, last - queries + 1 - window + 1)) + 1
+                for last in range(queries - 1, 9000)
+            )
+            assert seen <= most_chunks(9000, window, queries) <= seen + 1
