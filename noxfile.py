@@ -273,6 +273,14 @@ def fidelity(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """All that an NVIDIA GPU can show, or without one what it would be; `-- --only hardware` runs one item."""
+    session.install("-e", ".[torch]")  # first, as for the tests: the build that pip's index has, for CUDA by default
+    session.install("-e", ".[torch,test]", "-e", "plugins/gpu_cuda[torch,test]")
+    session.run("python", "benchmarks/gpu_session.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Speed against other engines; see `benchmarks/`. Not part of the default run."""
     session.install("-e", ".[cpu]")

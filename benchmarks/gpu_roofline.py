@@ -39,6 +39,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 MODELS = ("smollm2", "llama-1b", "llama-8b", "qwen3-30b-a3b")
 SHOWN_FORMATS = ("bf16", "fp8", "int4")
 BATCHES = (1, 32, 256)
+SHOWN_KERNELS = 12
 PREAMBLE = """\
 # What a GPU takes at least for a step
 
@@ -163,8 +164,29 @@ def comparison(measured: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) 
         rate = line["rows"] * line["queries"] / line["seconds"]
         found = (f"{line['seconds'] * 1e3:,.3f} ms", f"{line['ratio']:.2f}", f"{rate:,.0f}")
         rows.append((line["model"], step, how, floor, *found, binds))
+    parts = []
+    for facts in measured.get("models", ()):
+        for batch, kernels in facts.get("kernels", {}).items():
+            parts += ["", f"## {facts['model']} {facts['format']}, decode of {batch}", "", *kernel_table(kernels)]
     title = f"# Measured beside the floor: {measured.get('device', CHIPS[measured['chip']].base.title)}"
-    return "\n".join([title, "", *table(headings, rows), ""])
+    return "\n".join([title, "", *table(headings, rows), *parts, ""])
+
+
+def kernel_table(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return where the time of a step on the device goes, the longest kernels first."""
+    total = sum(each["seconds"] for each in kernels)
+    rows = [
+        (
+            each["kernel"][:60],
+            f"{each['launches']:.0f}",
+            f"{each['seconds'] * 1e6:,.0f}",
+            f"{each['seconds'] / total:.0%}",
+        )
+        for each in kernels[:SHOWN_KERNELS]
+    ]
+    launches = sum(each["launches"] for each in kernels)
+    everything = ("all", f"{launches:.0f}", f"{total * 1e6:,.0f}", "100%")
+    return table(("kernel", "launches a step", "us a step", "share"), [*rows, everything] if kernels else rows)
 
 
 def write(stem: Path, values: Any, text: str) -> None:
@@ -186,6 +208,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--context and --prefill must be at least 1")
     if chosen.measured is not None:
         measured = json.loads(chosen.measured.read_text(encoding="utf-8"))
+        if measured.get("chip") == "":
+            print(f"no floor is known for {measured.get('device')}, only for {', '.join(CHIPS)}: nothing is compared")
+            return
         lines = compared(measured)
         write(chosen.results / "gpu_measured", measured | {"steps": lines}, comparison(measured, lines))
         return

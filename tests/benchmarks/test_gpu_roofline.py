@@ -103,11 +103,26 @@ def test_a_measurement_is_compared_with_the_floor_of_its_own_steps(tmp_path):
     step = {"model": "llama-8b", "format": "bf16", "rows": 1, "queries": 1, "context": 1024}
     line = gpu_roofline.calculated("llama-8b", "bf16", Step(1, 1, 1024), CHIPS["h200"])
     file = tmp_path / "first_hour.json"
-    file.write_text(json.dumps({"chip": "h200", "device": "D", "steps": [step | {"seconds": 2 * line["floor_s"]}]}))
+    kernels = [
+        {"kernel": "attend", "launches": 32, "seconds": 3e-3},
+        {"kernel": "add", "launches": 64, "seconds": 1e-3},
+    ]
+    models = [{"model": "llama-8b", "format": "bf16", "kernels": {"1": kernels}}]
+    steps = [step | {"seconds": 2 * line["floor_s"]}]
+    file.write_text(json.dumps({"chip": "h200", "device": "D", "steps": steps, "models": models}))
     gpu_roofline.main(["--results", str(tmp_path), "--measured", str(file)])
     found = json.loads((tmp_path / "gpu_measured.json").read_text())["steps"][0]
     assert found["ratio"] == pytest.approx(2)
-    assert "| 2.00 |" in (tmp_path / "gpu_measured.md").read_text()
+    text = (tmp_path / "gpu_measured.md").read_text()
+    assert "| 2.00 |" in text
+    assert "| attend | 32 | 3,000 | 75% |" in text and "| all | 96 | 4,000 | 100% |" in text
+
+
+def test_on_a_device_without_a_floor_nothing_is_compared(tmp_path, capsys):
+    file = tmp_path / "first_hour.json"
+    file.write_text(json.dumps({"chip": "", "device": "NVIDIA A100", "steps": []}))
+    gpu_roofline.main(["--results", str(tmp_path), "--measured", str(file)])
+    assert "no floor is known for NVIDIA A100" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("key", "word"), [("model", "smollm2"), ("format", "int4")])

@@ -1,0 +1,91 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_session
+import pytest
+
+SCRIPT = Path(gpu_session.__file__)
+NO_GPU = "no NVIDIA driver is installed"
+
+
+def session(problem="", statuses=None, only=None):
+    """Run all items by doubles; returns outcomes and the items that were started, in order."""
+    started = []
+
+    def begin(item):
+        started.append(item.name)
+        status = (statuses or {}).get(item.name, 0)
+        if isinstance(status, Exception):
+            raise status
+        return status
+
+    wanted = [item for item in gpu_session.items(Path("r")) if only is None or item.name in only]
+    return gpu_session.run(wanted, lambda backend: problem, begin), started
+
+
+def test_with_a_gpu_all_run_in_order():
+    outcomes, started = session()
+    assert started == [
+        *("roofline", "compile", "hardware", "conformance", "first-hour", "compare"),
+        *("conformance-paddle", "conformance-onnx"),
+    ]
+    assert {each.result for each in outcomes} == {"passed"}
+
+
+def test_without_a_gpu_each_item_says_what_it_would_run_and_why_not(capsys):
+    outcomes, started = session(problem=NO_GPU)
+    assert started == ["roofline", "compile"]
+    assert [each.item for each in outcomes if each.why == NO_GPU] == [
+        *("hardware", "conformance", "first-hour", "conformance-paddle", "conformance-onnx")
+    ]
+    said = capsys.readouterr().out
+    assert "pytest -q -m hardware" in said and "conformance gpu_cuda gpu_cuda:dtype=float32" in said
+    assert said.count("would run") == 6 and "not run: first-hour did not pass" in said
+
+
+@pytest.mark.parametrize("status", [1, 5, OSError("no such program")])
+def test_what_fails_does_not_stop_the_others(status):
+    outcomes, started = session(statuses={"hardware": status})
+    assert len(started) == 8
+    assert [each.item for each in outcomes if each.result == "failed"] == ["hardware"]
+
+
+def test_nothing_is_compared_that_was_not_measured():
+    _, started = session(statuses={"first-hour": 1})
+    assert "compare" not in started
+
+
+def test_a_backend_that_is_emulated_is_no_gpu(monkeypatch):
+    from fd_gpu_cuda.backend import CudaBackend
+
+    from fd_core.backends.contract import Availability
+
+    monkeypatch.setattr(CudaBackend, "probe", staticmethod(lambda: Availability(True, "emulated here", emulated=True)))
+    assert gpu_session.problem_of("gpu_cuda") == "emulated here"
+    assert gpu_session.problem_of("nochip") == "nochip is not installed"
+
+
+def test_the_exit_status_says_whether_anything_failed(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_session, "start", lambda item: 0)
+    monkeypatch.setattr(gpu_session, "run", lambda chosen: [gpu_session.Outcome("hardware", "failed", "exit status 1")])
+    assert gpu_session.main(["--results", str(tmp_path)]) == 1
+    assert json.loads((tmp_path / "gpu_session.json").read_text())[0]["why"] == "exit status 1"
+
+
+def test_an_item_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(gpu_session, "PATIENCE", 0.2)
+    item = gpu_session.Item("hangs", "", (sys.executable, "-c", "import time; time.sleep(60)"))
+    assert gpu_session.start(item) == 124
+
+
+@pytest.mark.skipif(not gpu_session.problem_of("gpu_cuda"), reason="there is a GPU, and this would run everything")
+def test_here_the_command_runs_what_needs_no_gpu_and_exits_with_0(tmp_path):
+    only = ["roofline", "hardware", "conformance", "first-hour", "compare", "conformance-paddle", "conformance-onnx"]
+    command = [sys.executable, str(SCRIPT), "--results", str(tmp_path), "--only", *only]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "gpu_roofline.md").exists()
+    assert not (tmp_path / "gpu_session.json").exists()
+    assert "hardware            not run" in done.stdout
