@@ -36,9 +36,19 @@ def _cuts(temperature, top_k, top_p, vocabulary):
 
 
 @triton.jit
-def _bin(logit, peak, temperature):
-    """Return the bins of float64 logits: 11 for each factor e, so that what has a weight is in one of the first 252."""
-    return tl.minimum(tl.maximum((peak - logit) / temperature * 11.0, 0.0), 255.0).to(tl.int32)
+def _bins_of_one(peak, low, temperature):
+    """Return how many bins a factor e of weight has: 11 put what has a weight into the first 252.
+
+    They are more where all logits lie close together, so that those from the largest to the smallest take all bins.
+    """
+    spread = (peak - low) / temperature
+    return tl.minimum(tl.maximum(254.5 / tl.maximum(spread, 1e-30), 11.0), 1e30)
+
+
+@triton.jit
+def _bin(logit, peak, temperature, scale):
+    """Return the bins of float64 logits."""
+    return tl.minimum(tl.maximum((peak - logit) / temperature * scale, 0.0), 255.0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -49,6 +59,7 @@ def fill_bins(
     top_k_at,
     top_p_at,
     peaks_at,
+    lows_at,
     counts_at,
     masses_at,
     bounds_at,
@@ -70,11 +81,12 @@ def fill_bins(
     if _cuts(temperature, top_k, top_p, vocabulary):
         logits_at += row * stride
         peak = tl.load(peaks_at + row).to(tl.float64)
+        scale = _bins_of_one(peak, tl.load(lows_at + row).to(tl.float64), temperature)
         own = (row * copies + span % copies) * BINS
         for index in range(tiles):
             token = (span * tiles + index) * tile + tl.arange(0, tile)
             logit = tl.load(logits_at + token, mask=token < vocabulary, other=-float("inf")).to(tl.float64)
-            place = _bin(logit, peak, temperature)
+            place = _bin(logit, peak, temperature, scale)
             weighs = (token < vocabulary) & (place < 255)
             tl.atomic_add(counts_at + own + place, 1, mask=weighs, sem="relaxed")
             if top_p < 1.0:
@@ -164,6 +176,7 @@ def find_cuts(
     top_k_at,
     top_p_at,
     peaks_at,
+    lows_at,
     bounds_at,
     listed_at,
     lengths_at,
@@ -197,10 +210,11 @@ def find_cuts(
         logits_at += row * stride
         listed_at += row * room
         peak = tl.load(peaks_at + row).to(tl.float64)
+        scale = _bins_of_one(peak, tl.load(lows_at + row).to(tl.float64), temperature)
         for index in range(tiles):
             token = (span * tiles + index) * tile + tl.arange(0, tile)
             logit = tl.load(logits_at + token, mask=token < vocabulary, other=-float("inf")).to(tl.float64)
-            place = _bin(logit, peak, temperature)
+            place = _bin(logit, peak, temperature, scale)
             member = (token < vocabulary) & (place >= first) & (place <= last)
             found = tl.sum(member.to(tl.int32), 0)
             if found > 0:
@@ -213,7 +227,19 @@ def find_cuts(
             listed = length <= room
             count = tl.where(listed, length, vocabulary)
             key, ties = _search(
-                logits_at, listed_at, listed, count, peak, temperature, top_k, top_p, bounds_at, first, last, chunk
+                logits_at,
+                listed_at,
+                listed,
+                count,
+                peak,
+                temperature,
+                scale,
+                top_k,
+                top_p,
+                bounds_at,
+                first,
+                last,
+                chunk,
             )
             tl.store(cuts_at + row, logit_of(key))
             tl.store(ties_at + row, ties)
@@ -227,6 +253,7 @@ def _search(
     count,
     peak,
     temperature,
+    scale,
     top_k,
     top_p,
     bounds_at,
@@ -243,7 +270,7 @@ def _search(
     high = -low
     for begin in range(0, count, chunk):
         logit, key, inside = _candidates(logits_at, listed_at, listed, begin, count, -2147483648, 2147483647, chunk)
-        place = _bin(logit, peak, temperature)
+        place = _bin(logit, peak, temperature, scale)
         member = inside & (place >= first) & (place <= last)
         low = tl.minimum(low, tl.min(tl.where(member, key, 2147483647), 0))
         high = tl.maximum(high, tl.max(tl.where(member, key, -2147483647), 0))

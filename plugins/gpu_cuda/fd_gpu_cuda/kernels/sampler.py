@@ -33,7 +33,7 @@ _MOST_TILES = 128
 """Tiles whose most likely tokens are listed; as many keys of 8 bytes as take the room above."""
 _UNCONFIGURED_ROWS = 64
 _MOST_ROWS = 512
-"""Rows that the workspace is for at most; 24 MiB then."""
+"""Rows that the workspace is for at most; 26 MiB then."""
 
 
 class TritonSampling(SamplingKernels):
@@ -48,7 +48,7 @@ class TritonSampling(SamplingKernels):
         self.reserve(_UNCONFIGURED_ROWS)
 
     def reserve(self, rows: int) -> None:
-        """Allocate the workspace, 50 KiB a row."""
+        """Allocate the workspace, 51 KiB a row."""
         rows = min(rows, _MOST_ROWS)
 
         def zeros(*shape: int, dtype: Any = torch.int32) -> Array:
@@ -57,10 +57,11 @@ class TritonSampling(SamplingKernels):
         self._rows = rows
         self._counters, self._lengths = zeros(), zeros()
         self._peaks, self._masses = zeros(_MOST_SPANS, dtype=torch.float32), zeros(_MOST_SPANS, dtype=torch.float64)
-        self._places = zeros(_MOST_SPANS)
+        self._places, self._part_lows = zeros(_MOST_SPANS), zeros(_MOST_SPANS, dtype=torch.float32)
         self._bin_counts = zeros(_COPIES, BINS.value)
         self._bin_masses = zeros(_COPIES, BINS.value, dtype=torch.float64)
         self._bounds = zeros(BOUNDS.value, dtype=torch.float64)
+        self._lows = zeros(dtype=torch.float32)
         self._cuts, self._ties = zeros(dtype=torch.float32), zeros()
         self._listed = zeros(_ROOM)
 
@@ -82,8 +83,10 @@ class TritonSampling(SamplingKernels):
             stride,
             self._peaks,
             self._places,
+            self._part_lows,
             self._counters,
             peaks,
+            self._lows,
             chosen,
             vocabulary,
             tiles,
@@ -120,7 +123,7 @@ class TritonSampling(SamplingKernels):
         self, logits: Array, rows: SampleInput, part: slice, peaks: Array, tiles: int, grid: tuple[int, int]
     ) -> None:
         """Find where top_k and top_p cut each row."""
-        given = logits, logits.stride(0), rows.temperature[part], rows.top_k[part], rows.top_p[part], peaks
+        given = logits, logits.stride(0), rows.temperature[part], rows.top_k[part], rows.top_p[part], peaks, self._lows
         fill_bins[grid](
             *given,
             self._bin_counts,

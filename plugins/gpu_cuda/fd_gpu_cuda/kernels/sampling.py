@@ -26,19 +26,25 @@ def find_peaks(
     stride,
     part_peaks_at,
     part_places_at,
+    part_lows_at,
     counters_at,
     peaks_at,
+    lows_at,
     chosen_at,
     vocabulary,
     tiles,
     tile: tl.constexpr,
     most_spans: tl.constexpr,
 ):
-    """Find the largest logit of each row and the lowest id that has it. Grid: rows, spans of `tiles` tiles."""
+    """Find the largest logit of each row, the lowest id that has it, and the smallest logit that is not -inf.
+
+    Grid: rows, spans of `tiles` tiles.
+    """
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_at += row * stride
     begin = span * tiles * tile
     best = tl.full((tile,), -float("inf"), tl.float32)
+    low = tl.full((tile,), float("inf"), tl.float32)
     place = begin + tl.arange(0, tile)
     strange = tl.zeros((tile,), tl.int32)
     for index in range(tiles):
@@ -47,10 +53,12 @@ def find_peaks(
         strange |= (logit != logit).to(tl.int32)
         place = tl.where(logit > best, token, place)
         best = tl.where(logit > best, logit, best)
+        low = tl.where((logit < low) & (logit > -float("inf")), logit, low)
     peak = tl.max(best, 0)
     first = tl.min(tl.where(best == peak, place, vocabulary - 1), 0)
     tl.store(part_peaks_at + row * most_spans + span, tl.where(tl.max(strange, 0) > 0, float("nan"), peak))
     tl.store(part_places_at + row * most_spans + span, first)
+    tl.store(part_lows_at + row * most_spans + span, tl.min(low, 0))
     spans = tl.num_programs(1)
     if is_last(counters_at, row, spans):
         part = tl.arange(0, most_spans)
@@ -58,11 +66,13 @@ def find_peaks(
         parts_at = row * most_spans + part
         parts = tl.load(part_peaks_at + parts_at, mask=inside, other=-float("inf"), cache_modifier=".cg")
         places = tl.load(part_places_at + parts_at, mask=inside, other=0, cache_modifier=".cg")
+        lows = tl.load(part_lows_at + parts_at, mask=inside, other=float("inf"), cache_modifier=".cg")
         unknown = tl.max((parts != parts).to(tl.int32), 0) > 0
         parts = tl.where(parts != parts, -float("inf"), parts)
         peak = tl.max(parts, 0)
         first = tl.min(tl.where(inside & (parts == peak), places, vocabulary - 1), 0)
         tl.store(peaks_at + row, tl.where(unknown, float("nan"), peak))
+        tl.store(lows_at + row, tl.min(lows, 0))
         tl.store(chosen_at + row, first)
 
 
