@@ -10,8 +10,15 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from compiling import compiled
+from test_compilations import answer
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_sampling_compiles_for_each_device_and_spills_nothing(capability: int, tmp_path: Path) -> None:
     compiled("compile_sampling.py", tmp_path, str(capability))
+
+
+def test_what_was_compiled_for_one_step_serves_steps_of_all_sizes(tmp_path: Path) -> None:
+    found = answer("count_sampling.py", cache=tmp_path)
+    assert len(found["first"]) == 12
+    assert found["later"] == []

@@ -17,6 +17,7 @@ from fd_core.ops.torch_ops import TorchOps  # noqa: E402
 from fd_core.testing.arrays import on_device, penalty_input, sample_input  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from fd_gpu_cuda.kernels.sampler import TritonSampling  # noqa: E402
 
@@ -281,3 +282,52 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(k: int) -> None:
     drafts[rng.random(drafts.shape) < 0.2] += 1
     found = kernels().verify(*map(torch.from_numpy, (sampled, drafts, counts)))
     assert found.tolist() == ORACLE.verify(sampled, drafts, counts).tolist()
+
+
+# Launches -----------------------------------------------------------------------------------------------------
+
+
+def test_launches_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    launches: list[str] = []
+    run = interpreter.GridExecutor.__call__
+
+    def counted(executor: Any, *arguments: Any, **options: Any) -> None:
+        launches.append(executor.fn.__name__)
+        run(executor, *arguments, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
+    by, logits, ids = kernels(), torch.zeros(2, 99), torch.zeros(2, dtype=torch.int32)
+
+    def of(call: Any, *arguments: Any) -> int:
+        launches.clear()
+        with _Launches() as others:
+            call(*arguments)
+        return len(launches) + len(others.names)
+
+    def sampled(**columns: Any) -> int:
+        return of(by.sample, logits, on_device(HOST, sample_input(2, **columns)))
+
+    assert [sampled(temperature=0.0), sampled(), sampled(top_k=3, top_p=0.5, min_p=0.1)] == [1, 2, 4]
+    penalties = penalty_input(np.zeros((2, 99), np.int32), drafts=[(1, 5)], repetition=2.0)
+    assert of(by.penalize, logits, on_device(HOST, penalties)) == 1
+    assert of(by.mask_logits, logits, ids, torch.zeros(2, 4, dtype=torch.int32)) == 1
+    assert of(by.add_at, logits, ids, ids, torch.ones(2)) == 1
+    assert of(by.logprobs, logits, ids, 20) == 1
+    assert of(by.ranks, logits, ids) == 1
+    assert of(by.verify, torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32), ids) == 1
+
+
+class _Launches(TorchDispatchMode):
+    """Names torch's operations that launch something, which views and allocations do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The interpreter looks at the memory of its arguments through `set_` and `empty` of its own.
+        if not func.is_view and not str(func).startswith(("aten.empty", "aten.set_", "aten.new_empty", "aten.copy_")):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
