@@ -63,8 +63,8 @@ def fd_register_postprocessors() -> Sequence[Entry]:
     """Offer postprocessors: what writes the token matrix of a step on the device.
 
     Each target is a subclass of `fd_core.runner.postprocess.contract.Postprocess`, which says for which frameworks or
-    backends it is. Under the name of a framework it is the default for that framework. It keeps section 1 of the law;
-    `fdcore conformance --postprocess NAME` proves it.
+    backends it is. Under the name of a framework it is the default for that framework, and under that of a
+    backend for that backend. It keeps section 1 of the law; `fdcore conformance --postprocess NAME` proves it.
     """
     raise AssertionError("hook specification")
 

@@ -322,6 +322,10 @@ class Plugins:
         """Return what plugins offer of one kind, by name, without the names that several offer."""
         return {name: offers[0] for name, offers in self._offers[kind].items() if len(offers) == 1}
 
+    def default_postprocessor(self, backend: str, framework: str) -> str:
+        """Return the name of what postprocesses where none is asked for: the backend's, or else the framework's."""
+        return backend if backend in self.offered(POSTPROCESS) else framework
+
     def find(self, kind: Kind[Any], name: str) -> PluginOffer:
         """Return what is called `name`, not imported. Raises `PluginError` with what there is, or with the cause.
 

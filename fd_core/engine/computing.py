@@ -52,7 +52,8 @@ class Computing:
                 self.ops.join(group)
         require_formats(config.quantization, self.ops, self.choice.name)
         self.backend.require_kv_dtype(self.ops)
-        postprocess = config.postprocess or self.ops.framework
+        default = self._plugins.default_postprocessor(self.choice.name, self.ops.framework)
+        postprocess = config.postprocess or default
         self._postprocess = self._plugins.load(POSTPROCESS, postprocess)
         require_fit(self._postprocess, postprocess, self.ops.framework, self.choice.name)
 

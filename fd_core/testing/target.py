@@ -115,8 +115,9 @@ class Target:
     @cached_property
     def postprocess(self) -> type[Postprocess]:
         """What writes the token matrix. Raises `PluginError` if it is missing or not for this backend."""
-        name = self.config().postprocess or self.ops.framework
-        found = installed_plugins().load(POSTPROCESS, name)
+        plugins = installed_plugins()
+        name = self.config().postprocess or plugins.default_postprocessor(self.name, self.ops.framework)
+        found = plugins.load(POSTPROCESS, name)
         require_fit(found, name, self.ops.framework, self.name)
         return found
 

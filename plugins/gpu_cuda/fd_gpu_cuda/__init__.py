@@ -1,4 +1,4 @@
-"""Backends for NVIDIA GPUs; importing this imports no framework."""
+"""Backends and a postprocessor for NVIDIA GPUs; importing this imports no framework."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def fd_register_backends() -> list[Entry]:
         Entry("gpu_cuda+paddle", "fd_gpu_cuda.with_paddle:CudaPaddleBackend", "NVIDIA GPUs with PaddlePaddle"),
         Entry("gpu_cuda+onnx", "fd_gpu_cuda.with_onnx:CudaOnnxBackend", "NVIDIA GPUs with ONNX Runtime"),
     ]
+
+
+@hookimpl
+def fd_register_postprocessors() -> list[Entry]:
+    """Offer the postprocessor of the backend of the same name, for which it is the default."""
+    return [Entry("gpu_cuda", "fd_gpu_cuda.postprocess:CudaPostprocess", "the token matrix in one launch")]

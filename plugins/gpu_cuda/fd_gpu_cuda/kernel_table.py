@@ -8,6 +8,7 @@ from typing import Protocol
 
 from fd_core.ops.contract import Activation, Array, Heads, Norm, StepInput
 from fd_core.ops.torch_sampling import TorchSampling
+from fd_core.runner.postprocess.torch_matrix import write_token_matrix
 
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.packed import PackedProduct
@@ -22,6 +23,10 @@ class SamplingKernels(TorchSampling):
 
     def reserve(self, rows: int) -> None:
         """Allocate what a call of up to `rows` rows needs; calls of more take them in parts."""
+
+    def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:
+        """Return int32[num_slots, 1 + k], see `Postprocess.token_matrix`."""
+        return write_token_matrix(sampled, accepted, slots, revoked, num_slots)
 
 
 class AddNorm(Protocol):

@@ -42,3 +42,7 @@ class SamplingOps(TorchSampling):
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
         """Count the drafts that equal what was sampled in their place, up to the first that does not."""
         return self._kernels.sampling.verify(sampled, drafts, num_drafts)
+
+    def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:
+        """Return the token matrix of a step; `CudaPostprocess` asks for it."""
+        return self._kernels.sampling.token_matrix(sampled, accepted, slots, revoked, num_slots)

@@ -35,6 +35,7 @@ def main(capability: int) -> None:
         by.logprobs(logits, ids, 20)
         by.ranks(logits, ids)
     by.verify(torch.zeros(8, 6, dtype=torch.int32), torch.zeros(8, 5, dtype=torch.int32), ids)
+    by.token_matrix(torch.zeros(8, 6, dtype=torch.int32), ids, ids, ids, 256)
     print("\n".join(compiler.failures))
 
 

@@ -31,6 +31,7 @@ def work(by: TritonSampling, rows: int, seen: int) -> None:
     by.add_at(torch.zeros(rows, VOCABULARY, dtype=torch.int32), places, places, places)
     by.logprobs(logits, ids, min(seen, 20))
     by.ranks(logits, ids)
+    by.token_matrix(torch.zeros(rows, 1 + DRAFTS, dtype=torch.int32), ids, ids, places, 256)
     by.verify(torch.zeros(rows, 1 + DRAFTS, dtype=torch.int32), torch.zeros(rows, DRAFTS, dtype=torch.int32), ids)
 
 

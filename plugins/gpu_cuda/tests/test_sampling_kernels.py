@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from fd_core.ops.contract import SampleInput  # noqa: E402 - only where both are installed
 from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.runner.postprocess.torch_matrix import write_token_matrix  # noqa: E402
 from fd_core.testing.arrays import on_device, penalty_input, sample_input  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
@@ -158,6 +159,17 @@ def test_a_row_that_is_not_finite_says_so_and_leaves_the_others(columns: dict[st
     same_choice(logits, sample_input(6, **seeds, **columns), by)
 
 
+def test_a_boundary_belongs_to_the_next_token() -> None:
+    """Two equal halves, with the boundary inside a tile, between tiles, and between programs."""
+    half, zero = 9_297_664, 14_883_995  # positions where seed 0 draws exactly 1/2 and exactly 0
+    logits = np.full((6, 4096), -INFINITE)
+    for row, places in enumerate(([5, 6], [1023, 1024], [2047, 2048], [5, 6], [1024, 1025], [4094, 4095])):
+        logits[row, places] = 1.0
+    given = sample_input(6, positions=[half] * 3 + [zero] * 3)
+    assert same_choice(logits, given, kernels()).tolist() == [6, 1024, 2048, 5, 1024, 4094]
+    assert same_choice(logits, given, kernels(132)).tolist() == [6, 1024, 2048, 5, 1024, 4094]
+
+
 def test_any_program_may_be_the_last_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs run in a random order, as on a device, where nothing says which comes last."""
     from triton.runtime import interpreter
@@ -284,6 +296,22 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(k: int) -> None:
     assert found.tolist() == ORACLE.verify(sampled, drafts, counts).tolist()
 
 
+@pytest.mark.parametrize("k", [0, 1, 5])
+@pytest.mark.parametrize("slots", [1, 33, 257])
+def test_the_token_matrix_is_that_of_torch(slots: int, k: int) -> None:
+    rng = np.random.default_rng(slots + k)
+    for rows, revoked in ((slots // 2, slots // 3), (slots, 0), (0, slots), (0, 0)):
+        order = rng.permutation(slots).astype(np.int32)
+        # The interpreter takes no memory of nothing, so there is always more of it.
+        sampled = torch.from_numpy(rng.integers(0, 2**18, (rows + 1, 1 + k)).astype(np.int32))[:rows]
+        accepted = torch.from_numpy(rng.integers(0, 1 + k, rows + 1).astype(np.int32))[:rows]
+        used, released = torch.from_numpy(order)[:rows], torch.from_numpy(order)[rows : rows + revoked]
+        given = sampled, accepted, used, released
+        found = kernels().token_matrix(*given, slots)
+        assert found.dtype == torch.int32
+        assert found.tolist() == write_token_matrix(*given, slots).tolist()
+
+
 # Launches -----------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +344,7 @@ def test_launches_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(by.add_at, logits, ids, ids, torch.ones(2)) == 1
     assert of(by.logprobs, logits, ids, 20) == 1
     assert of(by.ranks, logits, ids) == 1
+    assert of(by.token_matrix, ids[:, None], ids, ids, ids[:0], 3) == 1
     assert of(by.verify, torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32), ids) == 1
 
 

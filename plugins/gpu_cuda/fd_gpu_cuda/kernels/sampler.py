@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import triton
 from fd_core.ops.contract import Array, PenaltyInput, SampleInput
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 from fd_gpu_cuda.kernel_table import SamplingKernels
 from fd_gpu_cuda.kernels.filters import BINS, BOUNDS, fill_bins, find_cuts
 from fd_gpu_cuda.kernels.penalties import add, mask, penalize
 from fd_gpu_cuda.kernels.sampling import draw, find_peaks
 from fd_gpu_cuda.kernels.scores import count_before, score
-from fd_gpu_cuda.kernels.tokens import accept
+from fd_gpu_cuda.kernels.tokens import accept, write_matrix
 
 __all__ = ["TritonSampling"]
 
@@ -254,6 +255,29 @@ class TritonSampling(SamplingKernels):
             grid = (triton.cdiv(count, 128),)
             accept[grid](sampled, sampled.stride(0), drafts, drafts.stride(0), num_drafts, accepted, count, k, tile=128)
         return accepted
+
+    def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:
+        """Write the token matrix of a step with one launch."""
+        sampled, width = _rows_of(sampled), sampled.shape[1]
+        matrix = torch.empty(num_slots, width, dtype=torch.int32, device=sampled.device)
+        grid = (triton.cdiv(num_slots, 32),)
+        write_matrix[grid](
+            sampled,
+            sampled.stride(0),
+            accepted,
+            slots,
+            revoked,
+            matrix,
+            len(sampled),
+            len(revoked),
+            num_slots,
+            width,
+            empty=EMPTY_TOKEN_ID,
+            preempted=PREEMPTED_TOKEN_ID,
+            tile=32,
+            chunk=128,
+        )
+        return matrix
 
     def _parts(self, count: int) -> Iterator[slice]:
         """Cut rows into parts that the workspace is large enough for."""
