@@ -267,3 +267,11 @@ def test_a_router_policy_comes_through_the_same_door(site):
     with pytest.raises(PluginError, match="no router policy called 'last'") as caught:
         plugins.load(ROUTER_POLICY, "last")
     assert caught.value.field == "--policy"
+
+
+def test_a_postprocessor_named_as_a_backend_is_the_default_for_it(site):
+    hook = "@hookimpl\ndef fd_register_postprocessors(): return [Entry('mychip', 'fd_mychip_parts:Mine', 'a kernel')]"
+    site.install("fd-mychip", f"from fd_core.hookspecs import Entry, hookimpl\nFD_CONTRACT = 1\n{hook}")
+    plugins = site.discover()
+    assert plugins.default_postprocessor("mychip", "torch") == "mychip"
+    assert plugins.default_postprocessor("otherchip", "torch") == "torch"
