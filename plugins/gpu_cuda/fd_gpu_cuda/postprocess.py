@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fd_core.ops.contract import Array
+from fd_core.config import Limits
+from fd_core.ops.contract import Array, Ops
 from fd_core.runner.postprocess.contract import Postprocess
+
+from fd_gpu_cuda.sampling import SamplingOps
 
 __all__ = ["CudaPostprocess"]
 
@@ -15,6 +18,12 @@ class CudaPostprocess(Postprocess):
 
     serves: ClassVar[tuple[str, ...]] = ("gpu_cuda",)
 
+    def __init__(self, ops: Ops, limits: Limits) -> None:
+        super().__init__(ops, limits)
+        if not isinstance(ops, SamplingOps):
+            raise TypeError(f"{type(ops).__name__} is not the pack of gpu_cuda")
+        self._pack = ops
+
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array) -> Array:
         """Build the token matrix of the step."""
-        return self.ops.token_matrix(sampled, accepted, slots, revoked, self.limits.max_num_seqs)
+        return self._pack.token_matrix(sampled, accepted, slots, revoked, self.limits.max_num_seqs)
