@@ -1,4 +1,6 @@
-"""Where plans are executed: in line, in a thread, or behind a ZeroMQ socket. All three carry the same outputs.
+"""Where plans are executed: in line, launched behind one another, in a thread, or behind a ZeroMQ socket.
+
+All carry the same outputs.
 
 The engine submits plans and collects outputs in the same order; how they travel changes nothing else.
 """
@@ -15,14 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
 import zmq
 
+from fd_core.engine.frames import decode_output, encode_output
 from fd_core.errors import ConfigError, EngineDead
+from fd_core.patience import Patience
+from fd_core.runner.launching import LaunchedStep
 from fd_core.runner.runner import Runner
 from fd_core.runner.slot_grammars import MaskStats
 from fd_core.types import StepOutput, StepPlan
@@ -31,17 +33,20 @@ __all__ = [
     "Device",
     "DeviceStalled",
     "InlineDevice",
+    "LaunchingDevice",
     "RunnerDevice",
     "SocketDevice",
     "ThreadDevice",
-    "decode_output",
-    "encode_output",
     "make_device",
 ]
 
 
 _LOOKS: Final = 4
 """Times that an output is waited for, one after the other: a pause of the whole process ends one of them only."""
+
+
+_PAUSE_SECONDS: Final = 5e-5
+"""Between two looks whether a launched step was computed. The one behind it is on the device already."""
 
 
 class DeviceStalled(EngineDead):
@@ -125,6 +130,73 @@ class InlineDevice(RunnerDevice):
         self._plans.clear()
 
 
+class LaunchingDevice(RunnerDevice):
+    """Launches plans behind those in flight, on the caller's thread: for packs whose calls return before the device.
+
+    A plan that must wait for the steps before it is kept until the last of them is collected. It is launched before
+    their output is returned, so that the device computes while the host plans.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        self._kept: deque[StepPlan] = deque()
+        self._launched: deque[LaunchedStep] = deque()
+        self._end: EngineDead | None = None
+        """Why nothing more is launched, told once what was launched is collected."""
+        self._pause = threading.Event()
+        """Never set: to wait for a moment without the interpreter's lock."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launch the plan, or keep it."""
+        self.runner.announce(plan)
+        self._kept.append(plan)
+        self._launch()
+
+    def collect(self, timeout: float) -> StepOutput:
+        """Wait for the oldest step, and launch what waited for it. A launch that fails is told when its turn comes."""
+        if not self._launched:
+            raise self._end or IndexError("no plan was submitted")
+        launched = self._launched.popleft()
+        try:
+            self._await(launched, timeout)
+            output = self.runner.finish(launched)
+        except Exception as error:
+            self._launched.clear()
+            self._end = _failure(launched.plan, error)
+            raise self._end from error
+        self._launch()
+        return output
+
+    def perform(self, change: Callable[[Runner], None]) -> None:
+        """Change it once the device has computed what was launched; a plan that is kept computes the same after it."""
+        for launched in self._launched:
+            launched.copies.wait()
+        change(self.runner)
+
+    def close(self) -> None:
+        """Wait for what was launched."""
+        self._kept.clear()
+        for launched in self._launched:
+            launched.copies.wait()
+
+    def _launch(self) -> None:
+        while self._kept and self._end is None:
+            if self._launched and self.runner.must_wait(self._kept[0]) is not None:
+                return
+            plan = self._kept.popleft()
+            try:
+                self._launched.append(self.runner.launch(plan))
+            except Exception as error:  # noqa: BLE001 - whoever collects is told, behind the steps before
+                self._end = _failure(plan, error)
+
+    def _await(self, launched: LaunchedStep, timeout: float) -> None:
+        patience = Patience(timeout)
+        while not launched.copies.ready():
+            if patience.is_over():
+                raise _stalled(timeout)
+            self._pause.wait(_PAUSE_SECONDS)
+
+
 class _Threaded(RunnerDevice):
     """A thread that executes plans and hands their outputs to `_answer`."""
 
@@ -167,11 +239,8 @@ class _Threaded(RunnerDevice):
                 continue
             try:
                 output = self.runner.execute(plan)
-            except EngineDead as error:
-                self._answer(error)
-                return
             except Exception as error:  # noqa: BLE001 - the thread's last frame: whoever collects is told
-                self._answer(EngineDead(f"step {plan.step} failed: {type(error).__name__}: {error}"))
+                self._answer(_failure(plan, error))
                 return
             self._answer(output)
 
@@ -231,7 +300,9 @@ def make_device(runner: Runner, pipeline_depth: int, transport: str) -> RunnerDe
         return SocketDevice(runner)
     if transport != "memory":
         raise ConfigError(f"outputs travel by `memory` or `zmq`, not by {transport!r}", field="--output-transport")
-    return ThreadDevice(runner) if pipeline_depth > 1 else InlineDevice(runner)
+    if pipeline_depth == 1:
+        return InlineDevice(runner)
+    return LaunchingDevice(runner) if runner.launches_ahead else ThreadDevice(runner)
 
 
 def _healthy(output: StepOutput | EngineDead) -> StepOutput:
@@ -240,42 +311,12 @@ def _healthy(output: StepOutput | EngineDead) -> StepOutput:
     return output
 
 
+def _failure(plan: StepPlan, error: Exception) -> EngineDead:
+    """Return what is raised for a step that failed."""
+    if isinstance(error, EngineDead):
+        return error
+    return EngineDead(f"step {plan.step} failed: {type(error).__name__}: {error}")
+
+
 def _stalled(timeout: float) -> DeviceStalled:
     return DeviceStalled(f"a step was not answered within {timeout:g} s")
-
-
-# Frames ---------------------------------------------------------------------------------------------------
-
-
-class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    reason: str
-    field: str | None
-
-
-def _encode_array(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], str, bytes]:
-    """Return shape, type character and values in C order; both ends are in one process."""
-    return array.shape, array.dtype.char, array.tobytes()
-
-
-def _decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.NDArray[Any]:
-    shape, dtype, values = packed
-    return np.frombuffer(values, dtype).reshape(shape)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_DECODER: msgspec.msgpack.Decoder[StepOutput | _Failure] = msgspec.msgpack.Decoder(
-    StepOutput | _Failure, dec_hook=_decode_array
-)
-
-
-def encode_output(output: StepOutput | EngineDead) -> bytes:
-    """Return the frame of an output, or of the reason why there is none."""
-    if isinstance(output, EngineDead):
-        return _ENCODER.encode(_Failure(output.message, output.field))
-    return _ENCODER.encode(output)
-
-
-def decode_output(frame: bytes) -> StepOutput | EngineDead:
-    """Return what `encode_output` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
-    read = _DECODER.decode(frame)
-    return EngineDead(read.reason, field=read.field) if isinstance(read, _Failure) else read

@@ -54,5 +54,5 @@ class LastTokens:
 
     def keep(self, slots: Array, grid: Array) -> None:
         """Remember what a step sampled: int32[N], int32[N, 1 + k] of rows without drafts; of others nobody asks."""
-        if self._ops.queues and len(slots):
+        if self._ops.queues:
             self._tokens = self._ops.write_rows(self._tokens, slots, grid[:, :1])

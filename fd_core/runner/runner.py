@@ -85,6 +85,11 @@ class Runner:
         """Compute one step: launch it, and wait for it."""
         return self.finish(self.launch(plan))
 
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether steps may be launched while others are in flight."""
+        return self.ops.queues
+
     def must_wait(self, plan: StepPlan) -> str | None:
         """Say why a plan cannot be launched before the steps in flight are finished; None if it can.
 
@@ -121,7 +126,8 @@ class Runner:
         grid = self._grid(work, sampled)
         accepted = self._verify(work, grid)
         matrix = self._postprocess.token_matrix(grid, accepted, work.slots, work.revoked)
-        self._last.keep(work.slots, grid)
+        if work.sampling is not None:
+            self._last.keep(work.slots, grid)
         results = [matrix, accepted, sampled.peaks, *chain.from_iterable(result_groups(sampled, read))]
         begins = batch.advance(rows.slots[rows.sampling])
         return LaunchedStep(plan, rows, batch.gen.copy(), begins, sampled, read, self.ops.fetch_later(results))

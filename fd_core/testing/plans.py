@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from fd_core.engine.core import Engine
-from fd_core.engine.device import ThreadDevice
+from fd_core.engine.device import make_device
 from fd_core.signals import Outcome, read
 from fd_core.testing.judging import Judge
 from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, StepOutput, StepPlan
@@ -77,7 +77,7 @@ class RandomPlans:
         self._watchdog = engine.probe().watchdog_seconds
         self._judge = judge
         self._rng = np.random.default_rng(seed)
-        self._device = ThreadDevice(self._runner)
+        self._device = make_device(self._runner, 2, "memory")
         self._step = 0
         self._gen = 0
         self._stays: dict[int, _Stay] = {}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fd_core.engine.core import Engine
-from fd_core.engine.device import Device, SocketDevice, ThreadDevice
+from fd_core.engine.device import Device, make_device
 from fd_core.signals import Outcomes, read
 from fd_core.testing.stepping import Stepper
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepOutput, StepPlan
@@ -16,9 +16,8 @@ __all__ = ["ByHand", "SentStepper", "device_of"]
 
 
 def device_of(engine: Engine, transport: str) -> Device:
-    """Return a device thread that computes the engine's steps; `transport`, `memory` or `zmq`, carries the outputs."""
-    runner = engine.probe().runner
-    return SocketDevice(runner) if transport == "zmq" else ThreadDevice(runner)
+    """Return a device that computes the engine's steps; `transport`, `memory` or `zmq`, carries the outputs."""
+    return make_device(engine.probe().runner, 2, transport)
 
 
 class SentStepper(Stepper):
@@ -41,7 +40,7 @@ class ByHand:
     def __init__(self, engine: Engine) -> None:
         self.runner = engine.probe().runner
         self.limits = self.runner.limits
-        self._device = ThreadDevice(self.runner)
+        self._device = make_device(self.runner, 2, "memory")
         self._watchdog = engine.probe().watchdog_seconds
         self._step = 0
         self._gen = 0

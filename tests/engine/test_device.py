@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.engine.device import Device, SocketDevice, ThreadDevice, decode_output, encode_output
+from fd_core.engine.device import Device, SocketDevice, ThreadDevice
+from fd_core.engine.frames import decode_output, encode_output
 from fd_core.errors import EngineDead
 from fd_core.types import LogprobRows, StepOutput, StepPlan
 from tests.engine.helpers import golden, null_engine, random_specs, run

@@ -12,6 +12,7 @@ RUNNER = "runner/runner.py"
 SAMPLING = "runner/sampling.py"
 PENALTIES = "runner/penalties.py"
 BANS = "runner/bans.py"
+LAST_TOKENS = "runner/last_tokens.py"
 SLOT_GRAMMARS = "runner/slot_grammars.py"
 MATCHER = "structured/matcher.py"
 
@@ -52,6 +53,26 @@ MUTANTS = (
         "a-new-residency-keeps-stale-drafts",
         "4: the drafts of one residency are not those of the next",
         (BATCH, "        self.num_drafts[slot] = 0\n        self.places", "        self.places"),
+    ),
+    mutant(
+        "a-step-is-fed-the-last-token-of-another-request",
+        "4: a text depends on its own request only, whatever is launched ahead",
+        (LAST_TOKENS, "slots[: len(fed)] = rows.slots\n", "slots[: len(fed)] = rows.slots[::-1]\n"),
+    ),
+    mutant(
+        "a-step-is-fed-the-token-before-the-last",
+        "4: a text depends on all tokens before it, whatever is launched ahead",
+        (RUNNER, "            self._last.keep(work.slots, grid)\n", "            pass\n"),
+    ),
+    mutant(
+        "a-token-in-flight-reaches-the-next-residency",
+        "4: a token belongs to the generation that its step was launched for",
+        (RUNNER, "        if not stays.all():\n", "        if False:\n"),
+    ),
+    mutant(
+        "what-is-banned-does-not-wait-for-the-token-before",
+        "4: a banned sequence never comes, whatever is launched ahead",
+        (RUNNER, "        if self._sampler.reads_text(slots):\n", "        if False:\n"),
     ),
     mutant(
         "the-drafter-keeps-the-residency-before",

@@ -13,7 +13,7 @@ RESIDENCIES = "scheduling/residencies.py"
 OUTPUTS = "scheduling/output_side.py"
 RUNNER = "runner/runner.py"
 ENGINE = "engine/core.py"
-DEVICE = "engine/device.py"
+FRAMES = "engine/frames.py"
 
 _STALE_TAKE_BACK = "            if output.gens[slot] != gen or slots.gen[slot] != gen:\n"
 _FRAME = "isinstance(read, _Failure) else read\n"
@@ -303,12 +303,12 @@ MUTANTS = (
     mutant(
         "a-frame-loses-the-gens",
         "1.5: outputs apply only if the gen matches, whichever way they travel",
-        (DEVICE, _FRAME, _REBUILT.format(gens="np.zeros_like(read.gens)", errors="read.errors")),
+        (FRAMES, _FRAME, _REBUILT.format(gens="np.zeros_like(read.gens)", errors="read.errors")),
     ),
     mutant(
         "a-frame-loses-the-errors",
         "1.3: an error in one row reaches its request, whichever way it travels",
-        (DEVICE, _FRAME, _REBUILT.format(gens="read.gens", errors="()")),
+        (FRAMES, _FRAME, _REBUILT.format(gens="read.gens", errors="()")),
     ),
     mutant(
         "a-negative-id-reaches-the-client",

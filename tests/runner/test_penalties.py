@@ -78,6 +78,26 @@ def test_penalties_are_those_of_a_recount(seed: int) -> None:
         texts = {slot: text for slot, text in texts.items() if len(text[1]) + len(text[2]) < LONGEST - 2 * WIDTH}
 
 
+def test_tokens_on_the_device_count_like_delivered_ones() -> None:
+    """Of a slot without penalties they do not count."""
+    known, other = (Penalties(NumpyOps(), 3, VOCABULARY) for _ in range(2))
+    for penalties in (known, other):
+        for slot, penalty in enumerate((0.5, 0.0, 0.7)):
+            params = SamplingParams(frequency_penalty=penalty)
+            penalties.admit(Admission(slot, 1, np.array([1, 2], np.int32), 1, params, (), 0))
+    slots, tokens = np.array([2, 1, 0], np.int32), np.array([4, 5, 4], np.int32)
+    known.extend(slots, tokens[:, None], np.zeros(3, np.int32))
+    other.count(other.counting(slots), tokens)
+    assert other.counting(slots[1:2]) is None
+    zero, logits = np.zeros(3, np.int32), np.zeros((3, VOCABULARY), np.float32)
+    found = [
+        each.apply(logits.copy(), each.gather(slots, zero + 3, zero, np.zeros((3, 9), np.int32)))
+        for each in (known, other)
+    ]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert found[1][:, 4].tolist() == [np.float32(-0.7), 0.0, -0.5]
+
+
 @pytest.mark.parametrize("penalized", [0, 3])
 def test_only_penalized_requests_take_memory(penalized: int) -> None:
     class Counting(NumpyOps):

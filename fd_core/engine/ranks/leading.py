@@ -440,6 +440,11 @@ class LeadingRunner(Runner):
         self._leads = True
         return seconds
 
+    @property
+    def launches_ahead(self) -> bool:
+        """No: ranks compare what they sampled after each step."""
+        return False
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute one step on all ranks. Raises `EngineDead` if they come apart."""
         if not self._leads:

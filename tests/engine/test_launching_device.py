@@ -1,0 +1,147 @@
+"""An engine whose pack queues: plans are launched behind one another, and nobody sees a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fd_core.backends.null import NullBackend
+from fd_core.config import SpeculativeConfig
+from fd_core.engine.device import DeviceStalled, LaunchingDevice, ThreadDevice, make_device
+from fd_core.errors import EngineDead
+from fd_core.runner.runner import Runner
+from fd_core.types import StepPlan
+from tests.engine.helpers import golden, null_engine, random_specs, run
+from tests.runner.queued import NullPack, QueuedModel, QueuedPack, QueuedPostprocess
+from tests.runner.test_launching import LIMITS, Plans, queued_runner
+
+SPECS = random_specs(14, seed=31)
+
+
+@pytest.fixture
+def queued_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueuedPack]]:
+    """The null backend on a pack that queues; `golden` is told before."""
+    golden(SPECS)
+    packs: list[QueuedPack] = []
+
+    def make_ops(self: NullBackend) -> QueuedPack:
+        packs.append(QueuedPack())
+        return packs[-1]
+
+    def load_model(self: NullBackend, path: Any, ops: QueuedPack, progress: Any) -> QueuedModel:
+        return QueuedModel(257, ops)
+
+    monkeypatch.setattr(NullBackend, "make_ops", make_ops)
+    monkeypatch.setattr(NullBackend, "load_model", load_model)
+    monkeypatch.setattr("fd_core.runner.builtin.NumpyPostprocess", QueuedPostprocess, raising=False)
+    monkeypatch.setattr("fd_core.runner.postprocess.numpy_matrix.NumpyPostprocess", QueuedPostprocess)
+    return packs
+
+
+@pytest.mark.parametrize("blocks", [26, 200])
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.law("1.1", "3.2", "4")
+def test_texts_are_the_golden_ones(queued_backend: list[QueuedPack], blocks: int, depth: int, drafts: int) -> None:
+    """With requests preempted, and with a drafter, beside which no step is launched ahead."""
+    settings: dict[str, Any] = {"num_kv_blocks": blocks, "pipeline_depth": depth}
+    if drafts:
+        settings["speculative"] = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts)
+    engine = null_engine(**settings)
+    device = engine.probe().device
+    assert isinstance(device, LaunchingDevice)
+    ahead = 0
+    launch = device.runner.launch
+
+    def watched(plan: StepPlan) -> Any:
+        nonlocal ahead
+        ahead += bool(device._launched)
+        return launch(plan)
+
+    device.runner.launch = watched  # type: ignore[method-assign]
+    assert run(engine, SPECS).tokens == golden(SPECS)
+    stats = engine.stats().scheduler
+    assert stats.outputs.stale_outputs == 0
+    assert (ahead == 0) if drafts else (ahead > 40)
+    engine.check_integrity()
+    engine.close()
+
+
+def test_who_launches_ahead() -> None:
+    runner, _ = queued_runner()
+    assert isinstance(make_device(runner, 2, "memory"), LaunchingDevice)
+    at_once = Runner(NullPack(), QueuedModel(40), LIMITS, QueuedPostprocess)
+    device = make_device(at_once, 2, "memory")
+    assert isinstance(device, ThreadDevice)
+    device.close()
+
+
+def plans(count: int) -> list[StepPlan]:
+    """Plans of which each has a row, from a seed that has none of them wait."""
+    return Plans(4, 2).some(count)
+
+
+def test_a_launch_that_fails_is_told_behind_the_steps_before_it() -> None:
+    runner, _ = queued_runner()
+    device = LaunchingDevice(runner)
+    first, second, third = plans(3)
+    device.submit(first)
+
+    def fail(plan: StepPlan) -> Any:
+        raise MemoryError("no room")
+
+    runner.launch = fail  # type: ignore[method-assign]
+    device.submit(second)
+    device.submit(third)
+    assert device.collect(5.0).step == first.step
+    for _ in range(2):
+        with pytest.raises(EngineDead, match=f"step {second.step} failed: MemoryError: no room"):
+            device.collect(5.0)
+    device.close()
+
+
+def test_a_step_that_fails_on_the_device_ends_what_is_behind_it() -> None:
+    runner, pack = queued_runner()
+    device = LaunchingDevice(runner)
+    first, second, _ = plans(3)
+    device.submit(first)
+    pack.queue(lambda: 1 // 0)
+    device.submit(second)
+    assert device.collect(5.0).step == first.step
+    for _ in range(2):
+        with pytest.raises(EngineDead, match=f"step {second.step} failed: ZeroDivisionError"):
+            device.collect(5.0)
+    device.close()
+
+
+@pytest.mark.law("1.8")
+def test_a_step_that_never_ends_is_noticed_and_does_not_hold_up_the_end() -> None:
+    runner, pack = queued_runner()
+    device = LaunchingDevice(runner)
+    device.submit(plans(1)[0])
+    pack.compute = lambda end: None  # type: ignore[method-assign]
+    with pytest.raises(DeviceStalled, match=r"not answered within 0\.05 s"):
+        device.collect(0.05)
+    device.close()
+
+
+def test_a_change_waits_for_what_was_launched() -> None:
+    runner, pack = queued_runner()
+    device = LaunchingDevice(runner)
+    device.submit(plans(1)[0])
+    assert pack.computed < pack.queued
+    device.perform(lambda runner: None)
+    assert pack.computed == pack.queued
+    assert device.collect(5.0).step == 0
+    device.close()
+
+
+def test_what_is_launched_at_the_end_is_waited_for() -> None:
+    runner, pack = queued_runner()
+    device = LaunchingDevice(runner)
+    for plan in plans(2):
+        device.submit(plan)
+    device.close()
+    assert pack.computed == pack.queued
