@@ -197,9 +197,14 @@ def main() -> None:
     bench = on_cuda(chosen.context, chosen.prefill)
     facts = device_facts()
     found: dict[str, Any] = facts | {"chip": chip_of(facts["device"]), "steps": [], "models": []}
-    found["rates"] = device_rates()
-    print(json.dumps(found["rates"], indent=1))
-    failed = run(bench, chosen.models, chosen.formats, chosen.steps, found, chosen.output)
+    try:
+        found["rates"] = device_rates()
+        print(json.dumps(found["rates"], indent=1))
+        failed = []
+    except RuntimeError as error:  # the models may run all the same
+        traceback.print_exc()
+        found["rates"], failed = {"failed": str(error)}, ["rates"]
+    failed += run(bench, chosen.models, chosen.formats, chosen.steps, found, chosen.output)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ from test_steps import CASES, LIMITS, MIXED, conversation  # noqa: E402
 from fd_gpu_cuda.backend import CudaBackend  # noqa: E402
 
 pytestmark = pytest.mark.hardware
+
+
+def runner_on(backend: CudaBackend, folder: Path, ops: Any = None) -> Runner:
+    pack = backend.make_ops() if ops is None else ops
+    return Runner(pack, backend.load_model(folder, pack, lambda done, total: None), LIMITS, TorchPostprocess)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,6 +95,64 @@ def test_copies_beside_the_steps_change_nothing(tmp_path: Path) -> None:
         stop.set()
         thread.join()
     np.testing.assert_array_equal(runner.cache.export_blocks(spare), before)
+
+
+def test_long_copies_arrive_bit_for_bit_by_lanes_that_take_turns(tmp_path: Path) -> None:
+    """More pieces than lanes, of random bits; no other block is touched."""
+    write_checkpoint("llama", tmp_path)
+    runner = runner_on(CudaBackend(EngineConfig(model=str(tmp_path))), tmp_path)
+    runner.cache._copies._capacity = 3
+    every = np.arange(60, dtype=np.int32)
+    data = runner.cache.export_blocks(every)
+    bits = np.random.default_rng(0).integers(0, 256, data.nbytes, np.uint8).view(data.dtype).reshape(data.shape)
+    runner.cache.import_blocks(every, bits)
+    order = np.random.default_rng(1).permutation(every)
+    assert runner.cache.export_blocks(order).tobytes() == bits[order].tobytes()
+    runner.cache.import_blocks(order[:17], bits[order[17:34]])
+    assert runner.cache.export_blocks(order[:17]).tobytes() == bits[order[17:34]].tobytes()
+    assert runner.cache.export_blocks(order[17:]).tobytes() == bits[order[17:]].tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "margin"), [("float32", 1e-3), ("float16", 0.1), ("bfloat16", 0.5)])
+@pytest.mark.parametrize("case", CASES)
+def test_every_dtype_is_near_the_processor_in_float32(case: str, dtype: str, margin: float, tmp_path: Path) -> None:
+    write_checkpoint(case, tmp_path)
+    backend = CudaBackend(EngineConfig(model=str(tmp_path), dtype=dtype))
+    params = [{"temperature": 0.0, "logprobs": 1} for _ in range(4)]
+    first = conversation(params)[0]
+    scores = []
+    for runner in (runner_on(backend, tmp_path, TorchOps()), runner_on(backend, tmp_path)):
+        found = runner.execute(first).logprobs
+        assert found is not None
+        scores.append(found.chosen)
+    np.testing.assert_allclose(scores[1], scores[0], atol=margin)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_launched_behind_one_another_give_what_they_give_alone(case: str, tmp_path: Path) -> None:
+    write_checkpoint(case, tmp_path)
+    backend = CudaBackend(EngineConfig(model=str(tmp_path), dtype="float32"))
+    plans = conversation(MIXED, decodes=12)
+    alone = runner_on(backend, tmp_path)
+    expected = [alone.execute(each).tokens for each in plans]
+    runner, flying, found = runner_on(backend, tmp_path), deque[Any](), []
+    for each in plans:
+        while flying and (len(flying) > 1 or runner.must_wait(each)):
+            found.append(runner.finish(flying.popleft()).tokens)
+        flying.append(runner.launch(each))
+    found += [runner.finish(each).tokens for each in flying]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_replayed_decodes_allocate_nothing(tmp_path: Path) -> None:
+    write_checkpoint("llama", tmp_path)
+    runner = runner_on(CudaBackend(EngineConfig(model=str(tmp_path))), tmp_path)
+    plans = conversation([{"temperature": 0.0} for _ in range(4)], decodes=20)
+    held = []
+    for each in plans:
+        runner.execute(each)
+        held.append(torch.cuda.memory_allocated())
+    assert len(set(held[10:])) == 1, "device memory grows from step to step"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
