@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,7 @@ class TorchOps(TorchSampling, Ops):
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows. Like the models that have one, rounds the scale to the pack's dtype."""
         x = functional.embedding(token_ids, table)
-        return x if scale == 1.0 else x * torch.tensor(scale, dtype=self.torch_dtype)
+        return x if scale == 1.0 else x * _rounded(scale, self.torch_dtype)
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
         """Divide the last axis by its root mean square, in float32."""
@@ -231,6 +232,12 @@ def route(x: Array, experts: Experts) -> tuple[Array, Array]:
     if experts.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(experts.norm_floor)
     return chosen, weights
+
+
+@cache
+def _rounded(number: float, dtype: Any) -> float:
+    """Return the number of a dtype that is closest; made once, since no tensor may be made on the host in a capture."""
+    return float(torch.tensor(number, dtype=dtype))
 
 
 def _activate(x: Array, activation: Activation) -> Array:

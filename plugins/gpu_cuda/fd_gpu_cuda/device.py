@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +50,8 @@ class Cuda:
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
-        self._pool: Any = None
+        self._capture: tuple[Any, Any] | None = None
+        """The stream and the memory of captures."""
         self._connection: Any = None
 
     @property
@@ -134,22 +137,44 @@ class Cuda:
         """Return another stream for copies beside the steps, behind what is queued so far."""
         return CopyLane(self.device)
 
-    def capture(self, compute: Callable[[], Array]) -> tuple[Replay, Array]:
-        """Capture a computation; returns how to queue it again and where its result will lie.
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Return a context for captures: nothing else is queued meanwhile, and Python collects no garbage.
 
-        The graphs of one device share their memory, so the result of one holds until the next is replayed.
+        What it would collect may be memory or a graph, which must not be given back to the driver during a capture.
         """
-        stream = torch.cuda.Stream(self.device)
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()
+
+    def capture(self, compute: Callable[[], None]) -> Replay:
+        """Capture a computation that leaves its result in memory that was there before; returns how to queue it again.
+
+        All graphs are captured on one stream, for which libraries set up their workspaces once, and share one pool of
+        memory for what they compute on the way.
+        """
+        compute()  # outside the capture, because kernels are compiled and libraries set up on their first call
+        if self._capture is None:
+            self._capture = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+        stream, pool = self._capture
+        graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            compute()  # outside the capture, because kernels are compiled and libraries set up on their first call
+            # Other threads may copy KV meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                compute()
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may copy KV meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = compute()
-        self._pool = graph.pool()
-        return graph.replay, result
+        return graph.replay
 
     def free_bytes(self) -> int:
         """Return bytes that nobody uses: what the driver has, and what torch holds without need."""

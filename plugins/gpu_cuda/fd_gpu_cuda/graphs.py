@@ -4,103 +4,168 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
+from fd_core.config import Limits
 from fd_core.ops.contract import Array, Forward, KVCache, StepInput
 
 from fd_gpu_cuda.device import Cuda, Replay
+from fd_gpu_cuda.sizes import GraphShapes
 
-__all__ = ["GraphedForward"]
+__all__ = ["DeviceGraphs", "GraphInputs", "GraphedForward"]
 
 logger = logging.getLogger(__name__)
 
-_TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots", "context_len")
-"""Arrays of a decode with one entry for each row."""
+Shape = tuple[int, int]
+"""Rows, and tokens of each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     step: StepInput
     """The memory that the graph reads."""
-    replay: Replay
+    vectors: tuple[Array, ...]
+    """Of that memory, what has one entry for each token or row."""
     logits: Array
-    """The memory that it writes."""
+    """The memory that it writes, float32[tokens, V]."""
+    replay: Replay
 
 
-class GraphedForward:
-    """A model's forward that replays a graph for decodes of the sizes given, and runs anything else as it is.
+class GraphInputs:
+    """The memory that all graphs of a device read; what belongs to a shape are views of what belongs to the largest."""
 
-    The runner pads a decode to one of the sizes. All of them are captured, the largest first, when the first decode
-    runs, which is before the first request.
-    """
+    def __init__(self, shapes: GraphShapes, limits: Limits, device: torch.device) -> None:
+        def zeros(*size: int) -> Array:
+            return torch.zeros(size, dtype=torch.int32, device=device)
 
-    def __init__(self, forward: Forward, cuda: Cuda, sizes: tuple[int, ...], max_model_len: int) -> None:
-        self._forward = forward
-        self._cuda = cuda
-        self._sizes = sizes
-        self._max_model_len = max_model_len
-        self._graphs: weakref.WeakKeyDictionary[KVCache, dict[int, _Graph]] = weakref.WeakKeyDictionary()
+        tokens, rows = shapes.most_tokens, shapes.most_rows
+        self._max_context = limits.max_model_len
+        self._token_ids, self._positions, self._kv_slots = zeros(3, tokens)
+        self._context_len = zeros(rows)
+        self.block_tables = zeros(rows, limits.blocks_per_seq)
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._query_start = {width: starts * width for width in {1, shapes.width}}
+        self._columns = torch.arange(tokens, dtype=torch.int32, device=device)
+        # A graph reads as many of these as it has tokens, whatever is wanted, so what an earlier step left behind the
+        # wanted ones must be tokens of the graph: each shape has its own.
+        sizes = [rows * width for rows, width in shapes]
+        self._logits_rows = dict(zip(shapes, zeros(sum(sizes)).split(sizes), strict=True))
 
-    def __call__(self, step: StepInput, cache: KVCache) -> Array:
-        """Return float32 logits [R, V]; those of a replay hold until the next one."""
-        rows = len(step.context_len)
-        if step.max_query != 1 or rows not in self._sizes or cache.spare_block is None:
-            return self._forward(step, cache)
-        if cache not in self._graphs:
-            self._graphs[cache] = self._capture(cache, cache.spare_block)
-        graph = self._graphs[cache][rows]
-        if step.block_tables.shape[1] > graph.step.block_tables.shape[1]:
-            return self._forward(step, cache)
-        wanted = _fill(graph.step, step)
-        graph.replay()
-        return graph.logits[:wanted]
-
-    def _capture(self, cache: KVCache, spare_block: int) -> dict[int, _Graph]:
-        graphs = {}
-        largest = self._blank_step(self._sizes[-1], cache, spare_block)
-        for size in reversed(self._sizes):
-            step = _first(largest, size)
-            replay, logits = self._cuda.capture(partial(self._forward, step, cache))
-            graphs[size] = _Graph(step, replay, logits)
-        logger.info("captured decodes of %s rows", ", ".join(map(str, self._sizes)))
-        return graphs
-
-    def _blank_step(self, rows: int, cache: KVCache, spare_block: int) -> StepInput:
-        """Return a step of padding alone, with tables as wide as any can be."""
-        size = cache.shape.block_size
-
-        def filled(value: int, *shape: int) -> Array:
-            return torch.full(shape, value, dtype=torch.int32, device=self._cuda.device)
-
+    def of(self, shape: Shape, spare_block: int, block_size: int) -> StepInput:
+        """Return the memory of a step of a shape, filled with padding, as a step whose context may be any."""
+        rows, width = shape
+        tokens = rows * width
+        torch.remainder(self._columns[:tokens], width, out=self._positions[:tokens])
+        self._token_ids[:tokens].zero_()
+        self._kv_slots[:tokens].fill_(spare_block * block_size)
+        self._context_len[:rows].fill_(width)
+        self.block_tables[:rows].fill_(spare_block)
         return StepInput(
-            token_ids=filled(0, rows),
-            positions=filled(0, rows),
-            kv_slots=filled(spare_block * size, rows),
-            query_start=torch.arange(rows + 1, dtype=torch.int32, device=self._cuda.device),
-            context_len=filled(1, rows),
-            block_tables=filled(spare_block, rows, -(-self._max_model_len // size)),
-            logits_rows=filled(0, rows),
-            max_query=1,
-            max_context=self._max_model_len,
+            token_ids=self._token_ids[:tokens],
+            positions=self._positions[:tokens],
+            kv_slots=self._kv_slots[:tokens],
+            query_start=self._query_start[width][: rows + 1],
+            context_len=self._context_len[:rows],
+            block_tables=self.block_tables[:rows],
+            logits_rows=self._logits_rows[shape],
+            max_query=width,
+            max_context=self._max_context,
+            uniform=True,
         )
 
 
-def _first(step: StepInput, rows: int) -> StepInput:
-    """Return views of the first rows of a decode."""
-    views = {name: getattr(step, name)[:rows] for name in (*_TOKEN_ARRAYS, "block_tables", "logits_rows")}
-    return replace(step, query_start=step.query_start[: rows + 1], **views)
+class DeviceGraphs:
+    """What graphs are captured with: one memory for what they read, and one for the logits that they write.
+
+    Steps of one device run one after the other, and whatever reads logits is queued before the next step, so graphs of
+    all sizes, and those of a draft model, share both.
+    """
+
+    def __init__(self, cuda: Cuda, shapes: GraphShapes, limits: Limits) -> None:
+        self.shapes = shapes
+        self._cuda = cuda
+        self._limits = limits
+        self._inputs: GraphInputs | None = None
+        self._logits: Array | None = None
+        self.head_output: Array | None = None
+        """While a decode is captured, where its logits [R, V] are to be written; the output projection may do so."""
+
+    def capture(self, forward: Forward, cache: KVCache, spare_block: int) -> dict[Shape, _Graph]:
+        """Capture a forward in every shape."""
+        if self._inputs is None:
+            self._inputs = GraphInputs(self.shapes, self._limits, self._cuda.device)
+        size, graphs = cache.shape.block_size, {}
+        with self._cuda.capturing():
+            for shape in self.shapes:
+                step = self._inputs.of(shape, spare_block, size)
+                logits = self._logits_of(forward, step, cache)
+                replay = self._cuda.capture(lambda: self._write(forward, step, cache, logits))  # noqa: B023 - at once
+                vectors = (step.token_ids, step.positions, step.kv_slots, step.context_len)
+                graphs[shape] = _Graph(step, vectors, logits, replay)
+        return graphs
+
+    def replay(self, graph: _Graph, step: StepInput) -> Array:
+        """Queue a step; returns its logits, which hold until the next one."""
+        wanted = len(step.logits_rows)
+        targets = [*graph.vectors, graph.step.logits_rows[:wanted]]
+        sources = [step.token_ids, step.positions, step.kv_slots, step.context_len, step.logits_rows]
+        torch._foreach_copy_(targets, sources)
+        # What an earlier step left in the rest of the tables lies beyond the contexts of this one.
+        graph.step.block_tables[:, : step.block_tables.shape[1]].copy_(step.block_tables)
+        graph.replay()
+        return graph.logits[:wanted]
+
+    def _logits_of(self, forward: Forward, step: StepInput, cache: KVCache) -> Array:
+        """Return the memory for the logits of a step; the largest comes first."""
+        rows = len(step.logits_rows)
+        if self._logits is None:
+            vocabulary = forward(step, cache).shape[1]
+            self._logits = torch.zeros(rows, vocabulary, dtype=torch.float32, device=self._cuda.device)
+        return self._logits[:rows]
+
+    def _write(self, forward: Forward, step: StepInput, cache: KVCache, logits: Array) -> None:
+        self.head_output = logits
+        try:
+            found = forward(step, cache)
+        finally:
+            self.head_output = None
+        if found.data_ptr() != logits.data_ptr():
+            logits.copy_(found)
 
 
-def _fill(target: StepInput, source: StepInput) -> int:
-    """Queue copies of a decode into the memory of a graph of its size; returns how many rows of logits it wants."""
-    for name in _TOKEN_ARRAYS:
-        getattr(target, name).copy_(getattr(source, name))
-    # What an earlier step left in the rest of the tables lies beyond the contexts of this one.
-    target.block_tables[:, : source.block_tables.shape[1]].copy_(source.block_tables)
-    wanted = len(source.logits_rows)
-    target.logits_rows[:wanted].copy_(source.logits_rows)
-    # A row that a larger batch left there would lie beyond this one, and on a GPU nothing stops a read beyond.
-    target.logits_rows[wanted:].zero_()
-    return wanted
+class GraphedForward:
+    """A model's forward that replays a graph for decodes of the shapes given, and runs anything else as it is.
+
+    The runner pads a decode to one of the shapes. All of them are captured, the largest first, when the first decode
+    runs, which is before the first request.
+    """
+
+    def __init__(self, forward: Forward, graphs: DeviceGraphs) -> None:
+        self._forward = forward
+        self._graphs = graphs
+        self._captured: weakref.WeakKeyDictionary[KVCache, dict[Shape, _Graph]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, step: StepInput, cache: KVCache) -> Array:
+        """Return float32 logits [R, V]; those of a replay hold until the next one."""
+        graph = self._graph(step, cache)
+        return self._forward(step, cache) if graph is None else self._graphs.replay(graph, step)
+
+    def _graph(self, step: StepInput, cache: KVCache) -> _Graph | None:
+        """Return the graph of a step, or None where there is none.
+
+        Tokens with adapters do not come here: see `Ops.compile_adapted`. What decides whether their steps could be
+        replayed is `StepInput.lora_groups`, which has as many arrays as adapters are hit, each as long as its tokens.
+        A pack that computes adapters from `lora_places` alone, with their matrices at fixed places, has fixed shapes.
+        """
+        shape = (len(step.context_len), step.max_query)
+        fits = step.uniform and self._graphs.shapes.fitting(*shape) == shape
+        if not fits or step.lora_places is not None:
+            return None
+        if cache.spare_block is None:
+            return None
+        if cache not in self._captured:
+            self._captured[cache] = self._graphs.capture(self._forward, cache, cache.spare_block)
+            logger.info("captured decodes of %s", ", ".join(f"{rows} x {width}" for rows, width in self._graphs.shapes))
+        graph = self._captured[cache][shape]
+        return None if step.block_tables.shape[1] > graph.step.block_tables.shape[1] else graph

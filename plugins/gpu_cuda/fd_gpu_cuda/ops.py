@@ -23,18 +23,18 @@ from fd_core.ops.contract import (
 )
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.torch_attention import quantize_heads
-from fd_core.ops.torch_ops import route, widened
+from fd_core.ops.torch_ops import TorchLinear, route, widened
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
 from fd_gpu_cuda.compositions import widened_layer
 from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.fusions import FusedOps
-from fd_gpu_cuda.graphs import GraphedForward
+from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward
 from fd_gpu_cuda.kernel_table import Kernels
 from fd_gpu_cuda.kv_cache import CudaKVCache
 from fd_gpu_cuda.packed import PackedLinear, pack_linear
 from fd_gpu_cuda.sampling import SamplingOps
-from fd_gpu_cuda.sizes import graph_sizes, padded
+from fd_gpu_cuda.sizes import GraphShapes
 from fd_gpu_cuda.uploads import upload_packed
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class CudaOps(SamplingOps, FusedOps):
         super().__init__(dtype, str(cuda.device))
         self._cuda = cuda
         self._kernels = kernels
-        self._sizes: tuple[int, ...] = ()
-        self._max_model_len = 0
+        self._graphs: DeviceGraphs | None = None
         self._collectives: TorchCollectives | None = None
 
     def use(self, kernels: Kernels) -> None:
@@ -92,11 +91,10 @@ class CudaOps(SamplingOps, FusedOps):
         return self._collectives
 
     def configure(self, limits: Limits) -> None:
-        """Choose the sizes of decodes, and allocate what sampling needs."""
+        """Choose the shapes of decodes, and allocate what sampling needs."""
         self._kernels.sampling.reserve(limits.max_num_seqs * (1 + limits.max_drafts))
         if self._kernels.capturable:
-            self._sizes = graph_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._max_model_len = limits.max_model_len
+            self._graphs = DeviceGraphs(self._cuda, GraphShapes.of(limits), limits)
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Queue a copy from pinned memory; the array may be changed at once."""
@@ -170,7 +168,7 @@ class CudaOps(SamplingOps, FusedOps):
         A decode reads most experts anyway and must not look at the choice on the host. A larger step waits for it once
         a layer.
         """
-        if not self._sizes or len(x) > self._sizes[-1]:
+        if self._graphs is None or len(x) > self._graphs.shapes.most_tokens:
             return super().moe(x, experts, activation)
         chosen, weights = route(x, experts)
         share = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)
@@ -180,12 +178,24 @@ class CudaOps(SamplingOps, FusedOps):
             output += y * share[:, expert, None]
         return self.add_shared(output, x, experts, activation)
 
+    def logits_of(self, x: Array, head: Any, softcap: float | None) -> Array:
+        """Project to the vocabulary; while a decode is captured, into the memory that its graph writes.
+
+        A copy that widens is the launch that `float` would be.
+        """
+        output = None if self._graphs is None else self._graphs.head_output
+        if output is None or self.parallel.size > 1:  # what ranks have is joined first
+            return super().logits_of(x, head, softcap)
+        if isinstance(head, TorchLinear) and head.bias is None and x.dtype == output.dtype:
+            torch.mm(x, head.weight.t(), out=output)
+        else:
+            output.copy_(self.linear(x, head))
+        return output if softcap is None else output.div_(softcap).tanh_().mul_(softcap)
+
     def padded(self, rows: int, width: int) -> tuple[int, int] | None:
         """Return the smallest shape that holds the step and has a graph."""
-        return None if width > 1 or rows > max(self._sizes, default=0) else (padded(rows, self._sizes), 1)
+        return None if self._graphs is None else self._graphs.shapes.fitting(rows, width)
 
     def compile(self, forward: Forward) -> Forward:
         """Replay graphs for decodes."""
-        if not self._sizes:
-            return forward
-        return GraphedForward(forward, self._cuda, self._sizes, self._max_model_len)
+        return forward if self._graphs is None else GraphedForward(forward, self._graphs)

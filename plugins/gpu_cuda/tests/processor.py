@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from capture import RecordedGroup, record, require_no_capture
 from fd_core.ops.contract import Array, Heads, HostCopies, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch_group import gloo_group
@@ -56,7 +57,7 @@ class AtOnce(CopyLane):
 
 
 class Processor(Cuda):
-    """What `Cuda` does, at once and without a GPU. A replay computes again."""
+    """What `Cuda` does, at once and without a GPU. A replay repeats the operations that were captured."""
 
     name = "processor"  # type: ignore[assignment]  # a property of the class above
     # Here every intermediate result would be rounded to bfloat16.
@@ -67,11 +68,12 @@ class Processor(Cuda):
         self.device = torch.device("cpu")
         self.waits = 0
         self.uploads = 0
-        self.captured: list[int] = []
+        self.captured = 0
         self.replays = 0
         self.free = 0
 
     def pinned(self, count: int) -> Array:
+        require_no_capture("pinned memory")
         return torch.empty(count, dtype=torch.uint8)
 
     def upload(self, host: Array) -> Array:
@@ -79,6 +81,7 @@ class Processor(Cuda):
         return host.clone()
 
     def download(self, arrays: Sequence[Array]) -> HostCopies:
+        require_no_capture("a download")
         waited: list[bool] = []
 
         def wait() -> None:
@@ -88,26 +91,32 @@ class Processor(Cuda):
         return QueuedCopies([array.detach().clone() for array in arrays], lambda: bool(waited), wait)
 
     def wait(self) -> None:
+        require_no_capture("a wait")
         self.waits += 1
         if self.ranks is not None:
             self.ranks.wait_until(lambda: True)
 
     def copy_lane(self) -> CopyLane:
+        require_no_capture("another stream")
         return AtOnce()
 
-    def capture(self, compute: Callable[[], Array]) -> tuple[Replay, Array]:
-        compute()
-        result = compute()
-        self.captured.append(len(result))
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        yield
+
+    def capture(self, compute: Callable[[], None]) -> Replay:
+        require_no_capture("a capture")
+        recorded = record(compute)
+        self.captured += 1
 
         def replay() -> None:
             self.replays += 1
-            result.copy_(compute())
+            recorded.replay()
 
-        return replay, result
+        return replay
 
     def connect(self, store: Any, parallel: Parallel, seconds: float) -> Any:
-        return gloo_group(store, parallel, "127.0.0.1", seconds)
+        return RecordedGroup(gloo_group(store, parallel, "127.0.0.1", seconds))
 
     def free_bytes(self) -> int:
         return self.free
@@ -116,9 +125,9 @@ class Processor(Cuda):
 def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
     """Every token over every place of its row's table; looks at no value on the host."""
     size = layer.block_size
-    token = torch.arange(len(q), dtype=torch.int32)
+    token = torch.arange(len(q), dtype=torch.int32, device=q.device)
     row = torch.searchsorted(step.query_start[1:], token, right=True)
-    context, place = step.context_len[row, None], torch.arange(step.block_tables.shape[1] * size)
+    context, place = step.context_len[row, None], torch.arange(step.block_tables.shape[1] * size, device=q.device)
     own = context[:, 0] - step.query_start[row + 1] + token
     distance = own[:, None] - place
     seen = (distance >= 0) & (distance < (heads.window or 2**30))
