@@ -16,7 +16,7 @@ import torch
 from fd_core.ops.contract import Array
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["CaptureRefused", "Recorded", "RecordedGroup", "record", "require_no_capture"]
@@ -149,9 +149,13 @@ class RecordedGroup:
 
         def call(*arguments: Any) -> Any:
             recording = getattr(_recordings, "current", None)
-            if recording is not None:
-                recording.note(lambda: method(*arguments).wait())
-            return method(*arguments)
+            if recording is None:
+                return method(*arguments)
+            recording.note(lambda: method(*arguments).wait())
+            with _disable_current_modes():  # or what gloo does inside would be noted, too
+                work = method(*arguments)
+                work.wait()
+            return work
 
         return call
 
