@@ -16,8 +16,6 @@ from fd_gpu_cuda.kernels.attention import PagedAttention
 from fd_gpu_cuda.kernels.kv_write import write_kv
 from fd_gpu_cuda.kv_cache import CudaKVCache
 
-SPILLS = 640
-"""Bytes of registers that may go to memory."""
 BLOCKS, BLOCK_SIZE, LONGEST = 4, 16, 32768
 
 
@@ -40,8 +38,8 @@ GEMMA_3_4B = Case(8, 4, 256, window=1024)
 PHI_2 = Case(32, 32, 80, torch.float16)
 EXACT = Case(32, 8, 128, torch.float32)
 SAMPLE = {
-    80: ((LLAMA_3_8B, "whole prompt"), (SMOLLM2_135M, "divided"), (EXACT, "whole prompt"), (QWEN3_30B, "chunk")),
-    89: ((GEMMA_2_9B, "divided prompt"), (PHI_2, "whole chunk"), (QWEN3_30B, "whole prompt")),
+    80: ((LLAMA_3_8B, "whole prompt"), (SMOLLM2_135M, "divided"), (EXACT, "whole prompt"), (QWEN3_30B, "prompt")),
+    89: ((GEMMA_2_9B, "divided prompt"), (PHI_2, "whole prompt"), (QWEN3_30B, "whole")),
     90: (
         (LLAMA_3_8B, "divided whole prompt"),
         (QWEN3_30B, "divided"),
@@ -59,8 +57,8 @@ def every_case() -> list[Case]:
     return plain + [Case(32, 8, width, window=512, softcap=30.0) for width in (64, 128, 256)]
 
 
-KINDS = {"divided": (1, 1), "whole": (256, 1), "chunk": (1, 12), "prompt": (1, 512)}
-"""Rows and their tokens: a decode that is divided, one that is not, chunks of prompts that are short and long."""
+KINDS = {"divided": (1, 1), "whole": (256, 1), "prompt": (1, 512)}
+"""Rows and their tokens: a decode that is divided, one that is not, and a prompt."""
 
 
 def step_of(kind: str) -> StepInput:
@@ -92,9 +90,8 @@ def instruction(capability: int, case: Case, *, prefill: bool) -> str:
 
 def main(capability: int) -> None:
     compiler = Compiler(capability).install()
-    compiler.spills = SPILLS
     attend: Any = PagedAttention(torch.device("cpu"), MULTIPROCESSORS[capability], SHARED_MEMORY[capability])
-    every = [(case, "divided whole chunk prompt") for case in every_case()]
+    every = [(case, "divided whole prompt") for case in every_case()]
     for case, kinds in every if everything() else SAMPLE[capability]:
         shape = KVShape(1, case.num_kv_heads, case.width, BLOCK_SIZE, case.kv)
         layer = CudaKVCache(shape, BLOCKS, case.dtype, Processor()).layer(0)

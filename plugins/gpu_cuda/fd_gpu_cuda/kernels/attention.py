@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from fd_core.ops.contract import Array, Heads, StepInput
 
-from fd_gpu_cuda.kernels.attention_tiles import MOST_DRAFTED, decode_tile, prefill_tile
+from fd_gpu_cuda.kernels.attention_tiles import MOST_DRAFTED, HeadSizes, decode_tile, prefill_tile
 from fd_gpu_cuda.kernels.decode_attention import DecodeWorkspace, decode_attention
 from fd_gpu_cuda.kernels.prefill_attention import prefill_attention
 from fd_gpu_cuda.kv_cache import CudaLayer
@@ -33,12 +33,13 @@ class PagedAttention:
         """Attend with q [T, nh, d] over each row's blocks; returns [T, nh * d]. Waits for nothing."""
         q = q.contiguous()
         output = torch.empty_like(q)
-        shared = heads.num_heads // heads.num_kv_heads
-        sizes = (shared, heads.head_dim, layer.keys.element_size(), q.element_size(), self._shared_memory)
+        shared, item = heads.num_heads // heads.num_kv_heads, layer.keys.element_size()
+        sizes = HeadSizes(shared, heads.head_dim, item, q.element_size(), heads.window is not None)
         prompts = step.max_query > MOST_DRAFTED
         if not prompts or len(step.context_len) > 1:
-            decode_attention(q, layer, heads, step, output, _decode_tile(*sizes), MOST_DRAFTED, self._space)
+            tile = _decode_tile(sizes, self._shared_memory)
+            decode_attention(q, layer, heads, step, output, tile, MOST_DRAFTED, self._space)
         if prompts:
-            tile = _prefill_tile(*sizes, step.max_query)
+            tile = _prefill_tile(sizes, self._shared_memory)
             prefill_attention(q, layer, heads, step, output, tile, MOST_DRAFTED + 1)
         return output.flatten(1)

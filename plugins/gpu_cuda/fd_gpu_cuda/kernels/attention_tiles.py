@@ -13,6 +13,7 @@ __all__ = [
     "LARGE_CHUNK",
     "LARGE_FROM",
     "MOST_DRAFTED",
+    "HeadSizes",
     "Tile",
     "chunk_of",
     "decode_tile",
@@ -37,9 +38,10 @@ _PREFILL_LINES: Final = 128
 _TILE_BYTES: Final = 16 * 1024
 """Of one tile of keys, or of values, of a decode."""
 _MOST_KEYS: Final = 128
-_MOST_STAGES: Final = 4
-_RESERVED_BYTES: Final = 4 * 1024
-"""Shared memory that reductions and scales take beside the tiles."""
+_STAGES: Final = 4
+_HOPPER_BYTES: Final = 200 * 1024
+_RESERVED_BYTES: Final = 18 * 1024
+"""Shared memory that weights, reductions and scales take beside the tiles."""
 
 
 class Tile(NamedTuple):
@@ -55,44 +57,72 @@ class Tile(NamedTuple):
     """Tiles of keys and values whose loads are under way at once, and the one that is computed."""
 
 
+class HeadSizes(NamedTuple):
+    """What a tile depends on."""
+
+    shared: int
+    """Query heads that share a KV head."""
+    width: int
+    kv_bytes: int
+    """Of an element of a key."""
+    q_bytes: int
+    windowed: bool = False
+
+    @property
+    def padded(self) -> int:
+        """Elements of a head in a tile."""
+        return max(_LINES, power_of_2(self.width))
+
+    @property
+    def exact(self) -> bool:
+        """Whether products are of float32, for which there are no tensor cores."""
+        return self.q_bytes == 4
+
+    @property
+    def widened(self) -> bool:
+        """Whether keys are of fewer bits than queries."""
+        return self.kv_bytes < self.q_bytes
+
+
 def power_of_2(number: int) -> int:
     """Return the smallest power of two that is not less."""
     return 1 << (number - 1).bit_length()
 
 
-def decode_tile(shared: int, width: int, kv_bytes: int, q_bytes: int, shared_memory: int) -> Tile:
-    """Cut a row of few tokens.
-
-    `shared` query heads share a KV head of `width` elements of `kv_bytes`; `shared_memory` is what a program can have.
-    """
-    queries = max(1, min(MOST_DRAFTED, _DECODE_LINES // shared))
-    lines = max(_LINES, power_of_2(queries * shared))
-    padded = max(_LINES, power_of_2(width))
+def decode_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
+    """Cut a row of few tokens; `shared_memory` is what a program can have."""
+    queries = max(1, min(MOST_DRAFTED, _DECODE_LINES // sizes.shared))
+    lines = max(_LINES, power_of_2(queries * sizes.shared))
     # Numbers of 8 bits become numbers of the queries' type before they are multiplied.
-    keys = min(max(_TILE_BYTES // (padded * max(kv_bytes, q_bytes)), _LINES), _MOST_KEYS)
-    stages = _stages(2 * keys * padded * kv_bytes, lines * padded * q_bytes, shared_memory)
-    return Tile(queries, lines, keys, 8 if q_bytes == 4 else 4, stages)
+    keys = min(max(_TILE_BYTES // (sizes.padded * max(sizes.kv_bytes, sizes.q_bytes)), _LINES), _MOST_KEYS)
+    if sizes.exact:
+        keys = _LINES
+    return Tile(queries, lines, keys, 8 if sizes.exact else 4, _stages(sizes, lines, keys, shared_memory))
 
 
-def prefill_tile(shared: int, width: int, kv_bytes: int, q_bytes: int, shared_memory: int, max_query: int) -> Tile:
-    """Cut a row of many tokens, of which the longest has `max_query`."""
-    padded = max(_LINES, power_of_2(width))
-    if q_bytes == 4:
-        lines, keys, warps = 32, 32 if padded <= 128 else 16, 8
-    elif padded <= 128:
-        lines, keys, warps = _PREFILL_LINES, 64, 8
-    else:
-        lines, keys, warps = _PREFILL_LINES, 32, 8
-    if q_bytes < 4 and max_query * shared <= _PREFILL_LINES // 2:
-        lines, warps = _PREFILL_LINES // 2, 4
-    lines = max(lines, power_of_2(shared))
-    stages = _stages(2 * keys * padded * kv_bytes, lines * padded * q_bytes, shared_memory)
-    return Tile(lines // shared, lines, keys, warps, stages)
+def prefill_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
+    """Cut a row of many tokens.
+
+    These are the largest tiles that stay in registers: narrow heads without a window, whose keys need no widening, take
+    more lines than others.
+    """
+    lines, keys = _PREFILL_LINES // 2, 64 if sizes.padded <= 128 else 32
+    if sizes.exact:
+        lines, keys = 32, 16
+    elif sizes.padded <= 128 and not sizes.windowed and not sizes.widened:
+        lines = _PREFILL_LINES
+    lines = max(lines, power_of_2(sizes.shared))
+    return Tile(lines // sizes.shared, lines, keys, 8, _stages(sizes, lines, keys, shared_memory))
 
 
-def _stages(pair_bytes: int, query_bytes: int, shared_memory: int) -> int:
-    room = shared_memory - _RESERVED_BYTES - query_bytes
-    return max(1, min(_MOST_STAGES, room // pair_bytes))
+def _stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int) -> int:
+    """Return 4 if as many fit, else 1: fewer than 4 take no less, because blocks are looked up two stages ahead.
+
+    What is multiplied while the next tiles come needs a place of its own on Hopper, and so do the queries.
+    """
+    pair, queries = 2 * keys * sizes.padded * sizes.kv_bytes, lines * sizes.padded * sizes.q_bytes
+    needed = 3 * pair + queries if shared_memory >= _HOPPER_BYTES else max(2 * pair, queries)
+    return _STAGES if needed + _RESERVED_BYTES <= shared_memory else 1
 
 
 def chunk_of(key: int) -> int:

@@ -28,8 +28,8 @@ __all__ = ["DecodeWorkspace", "decode_attention"]
 
 _WORKSPACE_BYTES = 64 * 2**20
 """Rows are not divided where the sums of their chunks do not fit: at 128 Ki tokens, 128 query heads of 32 rows do."""
-_FOLDED_ELEMENTS = 4096
-"""Elements of sums that are loaded at once while they are folded."""
+_FOLDED_ELEMENTS = 2048
+"""Elements of sums that are loaded at once while they are folded: more would not stay in registers."""
 _MOST_FOLDED = 16
 
 _CHUNK = tl.constexpr(CHUNK)
@@ -123,7 +123,10 @@ def _chunk_start(chunk):
     return tl.where(chunk < small, chunk * _CHUNK, _LARGE_FROM + (chunk - small) * _LARGE_CHUNK)
 
 
-@triton.jit(do_not_specialize=["table_stride", "tiles", "most", "chunk_stride", "line_stride", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "tiles", "most", "chunk_stride", "line_stride", "window"],
+    do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
+)
 def _decode(
     q_at,
     keys_at,

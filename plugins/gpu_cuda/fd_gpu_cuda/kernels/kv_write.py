@@ -36,7 +36,7 @@ def write_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_at"])
 def _write_kv(
     k_at,
     v_at,

@@ -121,7 +121,10 @@ def _walk(
     return largest, total, sums
 
 
-@triton.jit(do_not_specialize=["table_stride", "rows", "least", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "rows", "least", "window"],
+    do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
+)
 def _prefill(
     q_at,
     keys_at,
