@@ -32,7 +32,8 @@ from fd_core.backends.contract import Backend
 from fd_core.config import EngineConfig
 from fd_core.models.registry import load_model
 from fd_core.ops.contract import Ops
-from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
+from fd_core.plugins import POSTPROCESS, installed_plugins
+from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.runner import Runner
 from fd_core.simulation.costs.architectures import ARCHITECTURES, ModelShape
 
@@ -47,18 +48,21 @@ COPIED = 64
 
 
 class Bench:
-    """Measures models, one after another; `free` says how many bytes the device has, `made` how many kernels Triton
-    made so far."""
+    """Measures models, one after another.
+
+    `free` says how many bytes the device has, `made` how many kernels Triton made so far.
+    """
 
     def __init__(
         self,
         make_ops: Callable[[str], Ops],
         free: Callable[[], int],
         made: Callable[[], int],
+        postprocess: type[Postprocess],
         context: int,
         prefill: int,
     ) -> None:
-        self._make_ops, self._free, self._made = make_ops, free, made
+        self._make_ops, self._free, self._made, self._postprocess = make_ops, free, made, postprocess
         self._context, self._prefill = context, prefill
 
     def model(self, name: str, shape: ModelShape, form: str, steps: int) -> dict[str, Any]:
@@ -76,7 +80,7 @@ class Bench:
         ops = self._make_ops(form)
         limits = limits_for(fitting[-1], self._context, self._prefill, shape.vocab_size, steps)
         model = load_model(RandomCheckpoint(shape, form), ops, limits.max_model_len)
-        runner = Runner(ops, model, limits, TorchPostprocess)
+        runner = Runner(ops, model, limits, self._postprocess)
         loaded, held = time.perf_counter(), self._free()
         runner.warm_up(lambda done, total: None)
         made = self._made()
@@ -160,7 +164,9 @@ def on_cuda(context: int, prefill: int) -> Bench:
         bytes_free, _ = torch.cuda.mem_get_info(0)
         return int(bytes_free) + torch.cuda.memory_reserved(0) - torch.cuda.memory_allocated(0)
 
-    return Bench(make_ops, free, _made_kernels(), context, prefill)
+    plugins = installed_plugins()
+    postprocess = plugins.load(POSTPROCESS, plugins.default_postprocessor("gpu_cuda", "torch"))
+    return Bench(make_ops, free, _made_kernels(), postprocess, context, prefill)
 
 
 def _made_kernels() -> Callable[[], int]:

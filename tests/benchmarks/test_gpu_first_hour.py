@@ -15,6 +15,7 @@ from harness.stepping import limits_for
 
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.torch_ops import TorchOps
+from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.simulation.costs.architectures import ARCHITECTURES, ModelShape
 from fd_core.weights import PackedTensor
 
@@ -27,7 +28,9 @@ def bench(monkeypatch):
     monkeypatch.setitem(ARCHITECTURES, "tiny", TINY)
     monkeypatch.setattr(gpu_first_hour, "BATCHES", (1, 3))
     made = iter(range(100))
-    return gpu_first_hour.Bench(lambda form: TorchOps("bfloat16"), lambda: 10**8, lambda: next(made), 40, 24)
+    return gpu_first_hour.Bench(
+        lambda form: TorchOps("bfloat16"), lambda: 10**8, lambda: next(made), TorchPostprocess, 40, 24
+    )
 
 
 @pytest.mark.parametrize("shape", [TINY, MIXTURE, *(ARCHITECTURES[name] for name in ("smollm2", "qwen3-30b-a3b"))])

@@ -24,13 +24,14 @@ from fd_core.weights import WEIGHT_FORMATS  # noqa: E402
 from test_steps import CASES, LIMITS, MIXED, conversation  # noqa: E402
 
 from fd_gpu_cuda.backend import CudaBackend  # noqa: E402
+from fd_gpu_cuda.postprocess import CudaPostprocess  # noqa: E402
 
 pytestmark = pytest.mark.hardware
 
 
 def runner_on(backend: CudaBackend, folder: Path, ops: Any = None) -> Runner:
-    pack = backend.make_ops() if ops is None else ops
-    return Runner(pack, backend.load_model(folder, pack, lambda done, total: None), LIMITS, TorchPostprocess)
+    pack, postprocess = (backend.make_ops(), CudaPostprocess) if ops is None else (ops, TorchPostprocess)
+    return Runner(pack, backend.load_model(folder, pack, lambda done, total: None), LIMITS, postprocess)
 
 
 @pytest.mark.parametrize("case", CASES)
