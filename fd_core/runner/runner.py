@@ -107,7 +107,7 @@ class Runner:
             self.limits.max_drafts and batch.unsettled[slots].max() > 1
         ):
             return "a row computes more tokens than the last, which the host does not know"
-        if len(self._grammars.among(slots)):
+        if self._grammars and len(self._grammars.among(slots)):
             return "a grammar follows tokens that the host knows"
         if self._sampler.reads_text(slots):
             return "what is banned depends on tokens that the host knows"

@@ -131,7 +131,8 @@ class Sampler:
 
     def reads_text(self, slots: IntArray) -> bool:
         """Say whether a choice for one of `slots` depends on tokens of its text, other than through counts."""
-        return any(slot in self._extras and self._extras[slot].bans.read_text for slot in slots.tolist())
+        readers = [slot for slot, extras in self._extras.items() if extras.bans.read_text]
+        return bool(readers) and bool(np.isin(readers, slots).any())
 
     def gather(self, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> SamplingWork:
         """Return what `sample` needs for R rows, at least one; on the host, but for what was uploaded before.

@@ -40,18 +40,23 @@ def _gather(value: object, arrays: list[npt.NDArray[Any]]) -> None:
     else:
         for name in _names(value):
             if name != _STAYS:
-                _gather(getattr(value, name), arrays)
+                part = getattr(value, name)
+                if part is not None:
+                    _gather(part, arrays)
 
 
 def _rebuilt(value: object, found: Iterator[Array]) -> Any:
     if isinstance(value, np.ndarray):
         return next(found)
     if isinstance(value, tuple):
-        return tuple(_rebuilt(each, found) for each in value)
+        return tuple([_rebuilt(each, found) for each in value])
     if not (names := _names(value)):
         return value
-    parts = {name: getattr(value, name) for name in names}
-    return type(value)(**{name: part if name == _STAYS else _rebuilt(part, found) for name, part in parts.items()})
+    parts = []
+    for name in names:
+        part = getattr(value, name)
+        parts.append(part if part is None or name == _STAYS else _rebuilt(part, found))
+    return type(value)(*parts)
 
 
 def _names(value: object) -> tuple[str, ...]:
