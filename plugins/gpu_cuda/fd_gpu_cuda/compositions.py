@@ -12,11 +12,11 @@ from torch.nn import functional
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.packed import PackedPart
 
-__all__ = ["expanded_product", "widened_layer"]
+__all__ = ["expanded", "expanded_product", "widened_layer"]
 
 
-def expanded_product(x: Array, part: PackedPart, y: Array) -> None:
-    """Expand a packed weight, and multiply; may be captured."""
+def expanded(part: PackedPart) -> Array:
+    """Return what a packed weight stands for: float32[out, in]."""
     values = part.values
     if part.fp8:
         numbers = values.view(torch.float8_e4m3fn).float()
@@ -29,7 +29,13 @@ def expanded_product(x: Array, part: PackedPart, y: Array) -> None:
     weight = numbers * part.scales.float().repeat_interleave(part.group, 1)
     if part.minima is not None:
         weight += part.minima.float().repeat_interleave(part.group, 1)
-    y.copy_(functional.linear(x, weight.to(x.dtype), None if part.bias is None else part.bias.to(x.dtype)))
+    return weight
+
+
+def expanded_product(x: Array, part: PackedPart, y: Array) -> None:
+    """Expand a packed weight, and multiply; may be captured."""
+    weight = expanded(part).to(x.dtype)
+    y.copy_(functional.linear(x, weight, None if part.bias is None else part.bias.to(x.dtype)))
 
 
 def widened_layer(

@@ -10,6 +10,7 @@ from fd_core.ops.contract import Activation, Array, Heads, Norm, StepInput
 from fd_core.ops.torch_sampling import TorchSampling
 from fd_core.runner.postprocess.torch_matrix import write_token_matrix
 
+from fd_gpu_cuda.experts import ExpertsKernel
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.packed import PackedProduct
 
@@ -63,6 +64,8 @@ class Kernels:
     """Head norms, rope and KV write: qkv [T, (nh + 2 nkv) d] -> q [T, nh, d]."""
     gate: Callable[[Array, Activation], Array] | None = None
     """See `Ops.gate`."""
+    experts: ExpertsKernel | None = None
+    """`Ops.moe`; None runs every expert on every token of a decode."""
     planned_attention: AttentionKernel | None = None
     """Of steps whose metadata is on the host too; never captured. It reads no 8 bits."""
 

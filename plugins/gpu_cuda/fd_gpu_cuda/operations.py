@@ -33,6 +33,12 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
 
         return products.weight_product(products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block))
 
+    def mixture() -> Any:
+        from fd_gpu_cuda.kernels import experts, products
+
+        device = products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block)
+        return experts.expert_mixture(device, product())
+
     def sampling() -> Any:
         from fd_gpu_cuda.kernels import sampler
 
@@ -70,6 +76,7 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
             composition=expanded_product,
             rounds=True,
         ),
+        Operation("experts", "mixtures of experts", (Provider("triton", mixture),), rounds=True),
         Operation(
             "sampling", "sampling", (Provider("triton", sampling),), composition=SamplingKernels(), of_logits=True
         ),

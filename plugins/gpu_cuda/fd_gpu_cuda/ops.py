@@ -11,9 +11,7 @@ import torch
 from fd_core.config import Limits
 from fd_core.ops.contract import (
     SCALE_BYTES,
-    Activation,
     Array,
-    Experts,
     Forward,
     Heads,
     HostCopies,
@@ -23,11 +21,12 @@ from fd_core.ops.contract import (
 )
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.torch_attention import quantize_heads
-from fd_core.ops.torch_ops import TorchLinear, route, widened
+from fd_core.ops.torch_ops import TorchLinear, widened
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
 from fd_gpu_cuda.compositions import widened_layer
 from fd_gpu_cuda.device import Cuda
+from fd_gpu_cuda.experts import MixtureOps
 from fd_gpu_cuda.fusions import FusedOps
 from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward
 from fd_gpu_cuda.kernel_table import Kernels
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["CudaOps"]
 
 
-class CudaOps(SamplingOps, FusedOps):
+class CudaOps(SamplingOps, MixtureOps, FusedOps):
     """Operations on torch tensors of one CUDA device, which may be that of one rank of several."""
 
     name = "torch"
@@ -123,6 +122,9 @@ class CudaOps(SamplingOps, FusedOps):
         """Say whether activations are rounded to 8 bits: where the device multiplies those, beside bfloat16 only."""
         return self.dtype == "bfloat16" and (not fp8 or self._cuda.multiplies_fp8)
 
+    def _captured(self, tokens: int) -> bool:
+        return self._graphs is not None and tokens <= self._graphs.shapes.most_tokens
+
     def tied_head(self, embedding: Array, weight: Weight) -> Any:
         """Share the embedding unless the projection is packed."""
         if isinstance(weight, PackedTensor):
@@ -161,22 +163,6 @@ class CudaOps(SamplingOps, FusedOps):
         if self._kernels.attention is None:
             return super().paged_attention(q, *widened_layer(layer, heads, step, q.dtype))
         return self._kernels.attention(q, layer, heads, step)
-
-    def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
-        """Run every expert on every token of a decode, and each on its own tokens in a larger step.
-
-        A decode reads most experts anyway and must not look at the choice on the host. A larger step waits for it once
-        a layer.
-        """
-        if self._graphs is None or len(x) > self._graphs.shapes.most_tokens:
-            return super().moe(x, experts, activation)
-        chosen, weights = route(x, experts)
-        share = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)
-        output = torch.zeros_like(x)
-        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
-            y = self.linear(self.gated_linear(x, gate_up, activation), down)
-            output += y * share[:, expert, None]
-        return self.add_shared(output, x, experts, activation)
 
     def logits_of(self, x: Array, head: Any, softcap: float | None) -> Array:
         """Project to the vocabulary; while a decode is captured, into the memory that its graph writes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from fd_core.ops.contract import Array
 from fd_core.weights import FP8, PackedTensor, RawTensor, Weight
 
-__all__ = ["PackedLinear", "PackedPart", "PackedProduct", "pack_linear"]
+__all__ = ["PackedLinear", "PackedPart", "PackedProduct", "pack_linear", "pack_stack"]
 
 _LONGEST_SPAN = 64
 _LONGEST_SPAN_OF_8_BITS = 128
@@ -89,6 +89,29 @@ def pack_linear(
         runs[-1][0].append(part)
         runs[-1][1].append(bias)
     return PackedLinear(tuple(_packed(run, biases, device, eight) for run, biases in runs))
+
+
+def pack_stack(weights: Sequence[Weight], device: Any, eight: Callable[[bool], bool]) -> PackedPart | None:
+    """Bring many weights to the device, one behind the other; None where they are not all packed alike.
+
+    They come over one by one, so that the host and the device hold no second copy of all of them.
+    """
+    packed = [weight for weight in weights if isinstance(weight, PackedTensor) and _span(weight, _LONGEST_SPAN)]
+    if len(packed) < len(weights) or len({_form(weight) for weight in packed}) > 1:
+        return None
+    rows, row = sum(weight.shape[0] for weight in packed), 0
+    values, factors = None, []
+    for weight in packed:
+        part = _packed([weight], [None], device, eight)
+        if values is None:
+            values = part.values.new_empty(rows, part.values.shape[1])
+        values[row : row + part.out].copy_(part.values)
+        row += part.out
+        factors.append((part.scales, part.minima))
+    scales, minima = zip(*factors, strict=True)
+    return replace(
+        part, values=values, scales=torch.cat(scales), minima=None if part.minima is None else torch.cat(minima)
+    )
 
 
 def _span(part: PackedTensor, longest: int) -> int:

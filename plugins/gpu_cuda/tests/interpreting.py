@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+
+def hasten() -> None:
+    """Have the interpreter adapt Triton's language once for a launch, not again in each function that a kernel calls.
+
+    Every `tl.sum` is such a function: most of the time would go there. Elsewhere than in the releases whose interpreter
+    works like that, nothing changes.
+    """
+    from triton.runtime import interpreter
+
+    adapt, language = getattr(interpreter, "_patch_lang", None), (interpreter.tl, interpreter.tl.core)
+    if adapt is None or not hasattr(interpreter, "_LangPatchScope"):
+        return
+    adapted: list[Any] = []
+
+    def once(function: Any) -> Any:
+        mine = [each for each in function.__globals__.values() if inspect.ismodule(each) and each in language]
+        if mine and all(each in adapted for each in mine):
+            return SimpleNamespace(restore=lambda: None)
+        scope, before = adapt(function), list(adapted)
+        adapted.extend(mine)
+
+        def restore() -> None:
+            adapted[:] = before
+            scope.restore()
+
+        return SimpleNamespace(restore=restore)
+
+    interpreter._patch_lang = once
+    # Sums of whole numbers are not computed a second time to see whether they overflow.
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture

@@ -9,19 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 from capture import RecordedGroup, record, require_no_capture
-from fd_core.ops.contract import Array, Heads, HostCopies, StepInput
+from fd_core.ops.contract import Activation, Array, Experts, Heads, HostCopies, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch_group import gloo_group
 from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store
+from fd_core.ops.torch_ops import TorchOps, route
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fd_gpu_cuda.backend import CudaBackend
+from fd_gpu_cuda.compositions import expanded
 from fd_gpu_cuda.compositions import expanded_product as plain_product
 from fd_gpu_cuda.copy_lane import CopyLane
 from fd_gpu_cuda.device import Cuda, QueuedCopies, Replay
 from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.ops import CudaOps
+from fd_gpu_cuda.packed import PackedPart
 
 torch.set_num_threads(1)
 
@@ -144,6 +147,21 @@ def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -
     return torch.einsum("tkgs,tskd->tkgd", weights, values).flatten(1).to(q.dtype)
 
 
+def plain_experts(x: Array, experts: Experts, activation: Activation, shared: Array | None) -> Array:
+    """Every expert on every token, as large as that is; looks at no value on the host."""
+    chosen, weights = route(x, experts)
+    share = weights.new_zeros(len(x), experts.gate_up.experts).scatter_(1, chosen, weights).to(x.dtype)
+    gate_up, down = (
+        (expanded(each.weight) if isinstance(each.weight, PackedPart) else each.weight).to(x.dtype)
+        for each in (experts.gate_up, experts.down)
+    )
+    both = torch.einsum("th,eoh->teo", x, gate_up.unflatten(0, (-1, experts.gate_up.out)))
+    inner = TorchOps().gate(both, activation)
+    each = torch.einsum("tei,ehi->teh", inner, down.unflatten(0, (-1, experts.down.out)))
+    y = (each * share[..., None]).sum(1)
+    return y if shared is None else y + shared
+
+
 PLAIN = Kernels(
     attention=plain_attention,
     sampling=SamplingKernels(),
@@ -151,6 +169,7 @@ PLAIN = Kernels(
     add_norm=plain_add_norm,
     rotate_and_store=plain_rotate_and_store,
     gate=plain_gate,
+    experts=plain_experts,
 )
 
 

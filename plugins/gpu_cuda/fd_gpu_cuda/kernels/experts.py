@@ -1,0 +1,256 @@
+"""A mixture of experts in Triton: one product for gate and up of all experts that are hit, and one for down.
+
+Pairs of a token and one of its experts are sorted by expert on the device. A program computes a tile of outputs of
+some pairs of one expert; which expert, it finds from how many pairs each has. So shapes do not depend on what was
+chosen, and weights of experts that nobody chose are not read. The number of tiles is the largest there can be: programs
+beyond the tiles that are needed return at once. The idea is that of grouped products: Gale et al., "MegaBlocks" (2022).
+
+A pair has the same bits whatever else is in the step, see `operands`; a token's pairs are added up in its own order of
+experts. So nothing of a token depends on another token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+from fd_core.ops.contract import Activation, Array, Experts
+
+from fd_gpu_cuda.kernels.operands import Operands, operands, span_products
+from fd_gpu_cuda.kernels.products import ProductDevice, WeightProduct, stages
+from fd_gpu_cuda.kernels.routing import choose, order_by_expert
+
+if TYPE_CHECKING:
+    from fd_gpu_cuda.experts import ExpertsKernel, StackedExperts
+
+__all__ = ["GroupedTile", "expert_mixture", "grouped_tile", "most_tiles"]
+
+_MOST_TOKENS = 128
+_COLUMNS = 1024
+
+
+class GroupedTile(NamedTuple):
+    """How the products of all experts are cut."""
+
+    outputs: int
+    pairs: int
+    num_warps: int
+    num_stages: int
+
+
+class _Sorted(NamedTuple):
+    """Pairs of a step by expert."""
+
+    order: Array
+    """int32[P], place of a pair among the choices of all tokens"""
+    counts: Array
+    """int32[experts]"""
+    top_k: int
+
+
+def grouped_tile(pairs: int, experts: int, operand: Operands, device: ProductDevice) -> GroupedTile:
+    """Choose a tile: with as many pairs as an expert has on average.
+
+    Instructions and the order of sums depend on the weight and its device alone, as in `products`.
+    """
+    exact = operand.values.element_size() == 4 or operand.x.element_size() == 4  # multiplied without tensor cores
+    average = triton.next_power_of_2(triton.cdiv(pairs, experts))
+    columns = min(max(average, 16), 64 if exact else _MOST_TOKENS)
+    wide = operand.bits == 16 and columns == _MOST_TOKENS  # these need no registers to be widened
+    outputs = 32 if exact else 128 if wide else 64
+    count = stages(operand, outputs, columns, device, 4 if columns <= 32 else 3)
+    return GroupedTile(outputs, columns, 8 if columns == _MOST_TOKENS else 4, count)
+
+
+def most_tiles(pairs: int, experts: int, tile: int) -> int:
+    """Return how many tiles of pairs there can be, however they are distributed over the experts.
+
+    As many experts as can be have one pair, with a tile for it; the other pairs need a tile for each `tile` of them.
+    """
+    hit = min(pairs, experts)
+    return (pairs - hit) // tile + hit
+
+
+def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKernel:
+    """Return the mixture of experts on a device, whose router is multiplied by `product`."""
+
+    def mixture(x: Array, experts: Experts, activation: Activation, shared: Array | None) -> Array:
+        if not len(x):
+            return x.new_empty(x.shape)
+        gate_up, down = experts.gate_up, experts.down
+        logits = x.new_empty((len(x), gate_up.experts), dtype=experts.router.dtype)
+        product(x, experts.router, logits)
+        chosen, weights = choose(logits, experts)
+        pairs = _Sorted(*order_by_expert(chosen, gate_up.experts), experts.top_k)
+        inner = x.new_empty(len(pairs.order), gate_up.out // 2)
+        _multiply_experts(x, gate_up, pairs, inner, device, activation)
+        each = x.new_empty(len(pairs.order), down.out)
+        _multiply_experts(inner, down, pairs, each, device, None)
+        return _weighted_sum(each, weights, shared)
+
+    return mixture
+
+
+def _multiply_experts(
+    x: Array, weight: StackedExperts, pairs: _Sorted, y: Array, device: ProductDevice, activation: Activation | None
+) -> None:
+    """Multiply rows by the weight of their pair's expert.
+
+    With an activation: rows of tokens [T, in] to activated rows [P, out / 2] by expert. Without: rows [P, in] by expert
+    to rows [P, out] of the pairs in the order of tokens.
+    """
+    operand = operands(x, weight.weight)
+    tile = grouped_tile(len(pairs.order), weight.experts, operand, device)
+    grid = (triton.cdiv(weight.out, tile.outputs), most_tiles(len(pairs.order), weight.experts, tile.pairs))
+    _multiply_pairs[grid](
+        operand.x,
+        operand.x.stride(0),
+        operand.x_scales,
+        operand.values,
+        operand.values.stride(0),
+        operand.scales,
+        operand.minima,
+        pairs.order,
+        pairs.counts,
+        y,
+        y.stride(0),
+        weight.experts,
+        weight.out,
+        operand.inputs,
+        operand.groups,
+        operand.group,
+        **operand.form,
+        activation=activation,
+        top_k=pairs.top_k,
+        size=triton.next_power_of_2(weight.experts),
+        n=tile.outputs,
+        m=tile.pairs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _weighted_sum(each: Array, weights: Array, shared: Array | None) -> Array:
+    """[T * top_k, H], float32[T, top_k] and what is added [T, H] -> [T, H]"""
+    (tokens, top_k), hidden = weights.shape, each.shape[1]
+    y = each.new_empty(tokens, hidden)
+    _add_up[(tokens, triton.cdiv(hidden, _COLUMNS))](
+        each, weights, shared, y, hidden, shares=shared is not None, top_k=top_k, tile=_COLUMNS
+    )
+    return y
+
+
+@triton.jit
+def _multiply_pairs(
+    x_at,
+    x_stride,
+    x_scales_at,
+    values_at,
+    values_stride,
+    scales_at,
+    minima_at,
+    order_at,
+    counts_at,
+    y_at,
+    y_stride,
+    experts,
+    out,
+    inputs,
+    groups,
+    group,
+    bits: tl.constexpr,
+    fp8: tl.constexpr,
+    eight: tl.constexpr,
+    middle: tl.constexpr,
+    grouped: tl.constexpr,
+    has_minima: tl.constexpr,
+    even: tl.constexpr,
+    activation: tl.constexpr,
+    top_k: tl.constexpr,
+    size: tl.constexpr,
+    n: tl.constexpr,
+    m: tl.constexpr,
+    k: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    every = tl.arange(0, size)
+    counts = tl.load(counts_at + every, mask=every < experts, other=0)
+    tiles = (counts + m - 1) // m
+    # Experts whose tiles all come before this one; all of them where this one is not needed.
+    before = tl.cumsum(tiles, 0) <= tile
+    expert = tl.sum(before.to(tl.int32), 0)
+    if expert < size:
+        earlier = tl.sum(tl.where(before, (counts.to(tl.int64) << 32) + tiles, 0), 0)
+        count = tl.load(counts_at + expert)
+        column = (tile - (earlier & 0xFFFFFFFF).to(tl.int32)) * m + tl.arange(0, m)
+        present = column < count
+        # Pairs and outputs beyond the last repeat it, and are not written.
+        place = (earlier >> 32).to(tl.int32) + tl.minimum(column, count - 1)
+        pair = tl.load(order_at + place)
+        output = tl.program_id(0) * n + tl.arange(0, n)
+        line = tl.minimum(output, out - 1)
+        if activation is not None:
+            # Gate and up of one number stand beside each other in the tile.
+            line = line % 2 * (out // 2) + line // 2
+            x_row, y_row = (pair // top_k).to(tl.int64), place.to(tl.int64)
+        else:
+            x_row, y_row = place.to(tl.int64), pair.to(tl.int64)
+        line = expert.to(tl.int64) * out + line
+        scales_rows = scales_at
+        minima_rows = minima_at
+        if bits <= 8:
+            scales_rows += line * groups
+        if has_minima:
+            minima_rows += line * groups
+        sums = tl.zeros((n, m), tl.int32 if eight and not fp8 and not grouped else tl.float32)
+        x_rows, values_rows = x_at + x_row * x_stride, values_at + line * values_stride
+        sums = span_products(
+            sums, x_rows, values_rows, scales_rows, minima_rows, 0, inputs, inputs, groups, group, bits,
+            fp8, eight, middle, grouped, has_minima, even, k,
+        )  # fmt: skip
+        total = tl.trans(sums.to(tl.float32))
+        if eight:
+            if not grouped:
+                total *= tl.load(scales_rows).to(tl.float32)[None, :]
+            total *= tl.load(x_scales_at + x_row)[:, None]
+        result = total.to(y_at.dtype.element_ty)
+        width = out
+        if activation is not None:
+            gate, up = tl.split(tl.reshape(result, (m, n // 2, 2)))
+            result = (activated(gate, activation).to(tl.float32) * up.to(tl.float32)).to(y_at.dtype.element_ty)
+            output = tl.program_id(0) * (n // 2) + tl.arange(0, n // 2)
+            width = out // 2
+        at = y_at + y_row[:, None] * y_stride + output[None, :]
+        tl.store(at, result, mask=present[:, None] & (output[None, :] < width))
+
+
+@triton.jit
+def activated(x, activation: tl.constexpr):
+    """Return activation(x), computed in float32 and rounded to the type of x."""
+    wide = x.to(tl.float32)
+    if activation == "silu":
+        wide = wide / (1.0 + tl.exp(-wide))
+    elif activation == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
+        wide = wide / (1.0 + tl.exp(-1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)))
+    else:
+        wide = 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
+    return wide.to(x.dtype)
+
+
+@triton.jit
+def _add_up(
+    each_at, weights_at, shared_at, y_at, hidden, shares: tl.constexpr, top_k: tl.constexpr, tile: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * tile + tl.arange(0, tile)
+    mask = column < hidden
+    total = tl.zeros((tile,), tl.float32)
+    for place in tl.static_range(top_k):
+        pair = token * top_k + place
+        y = tl.load(each_at + pair * hidden + column, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(weights_at + pair) * y
+    if shares:
+        total += tl.load(shared_at + token * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_at + token * hidden + column, total.to(y_at.dtype.element_ty), mask=mask)
