@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from fd_core.config import Limits  # noqa: E402 - only where both are installed
 from fd_core.ops.contract import Experts, Ops  # noqa: E402 - only where both are installed
 from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch_ops import route  # noqa: E402
@@ -146,6 +147,25 @@ def test_what_is_not_finite_reaches_its_own_token_only(experts: tuple[Experts, E
 
 def test_an_empty_step(experts: tuple[Experts, Experts]) -> None:
     assert make_ops().moe(torch.empty(0, HIDDEN), experts[1], "silu").shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_without_the_kernel_torch_computes_the_experts(captured: bool) -> None:
+    ops = CudaOps("float32", Processor(), replace(PLAIN, experts=None))
+    if captured:
+        ops.configure(
+            Limits(
+                max_num_seqs=16,
+                max_num_batched_tokens=64,
+                max_model_len=64,
+                block_size=16,
+                num_kv_blocks=8,
+                vocab_size=32,
+            )
+        )
+    x = tokens(9)
+    found = ops.moe(torch.from_numpy(x), block(ops, shared=True), "silu")
+    near(found, NumpyOps().moe(x, block(NumpyOps(), shared=True), "silu"))
 
 
 # Routing ------------------------------------------------------------------------------------------------------

@@ -113,11 +113,7 @@ def test_a_step_uploads_once_and_waits_for_the_device_once(folder: Path, monkeyp
     processor = Processor()
     ops = make_ops(processor)
     runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
-    plans = conversation(MIXED)
-    prefill = 0 if "moe" in folder.name else 1  # a mixture of experts looks at its choice in steps beyond the graphs
-    for each in plans[: 1 - prefill]:
-        runner.execute(each)
-    for each in plans[1 - prefill :]:
+    for each in conversation(MIXED):
         before = processor.waits, processor.uploads
         with nothing_waits(monkeypatch):
             runner.execute(each)

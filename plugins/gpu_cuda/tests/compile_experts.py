@@ -1,0 +1,54 @@
+"""Compiles the kernels of a mixture of experts as large as Qwen3-30B-A3B's, for one compute capability.
+
+Prints what is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from compile_products import FORMS, instruction, part
+from compiling import MULTIPROCESSORS, SHARED_MEMORY, Compiler, everything
+from fd_core.ops.contract import Experts
+
+from fd_gpu_cuda.experts import StackedExperts
+from fd_gpu_cuda.kernels.experts import expert_mixture
+from fd_gpu_cuda.kernels.products import ProductDevice, weight_product
+
+COUNT, HIDDEN, INNER, TOP_K = 128, 2048, 768, 8
+SAMPLE = (None, "int4 of 32, minima", "fp8 of 128")
+
+
+def stacked(form: str | None, out: int, inputs: int, dtype: torch.dtype) -> StackedExperts:
+    rows = COUNT * out
+    weight = torch.empty(rows, inputs, dtype=dtype) if form is None else part(rows, inputs, FORMS[form])
+    return StackedExperts(weight, COUNT)
+
+
+def main(capability: int) -> None:
+    compiler = Compiler(capability).install()
+    device = ProductDevice(MULTIPROCESSORS[capability], SHARED_MEMORY[capability])
+    mixture = expert_mixture(device, weight_product(device))
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if everything() else (torch.bfloat16,)
+    for name in (None, *FORMS) if everything() else SAMPLE:
+        form = {} if name is None else FORMS[name]
+        for dtype in dtypes:
+            if form.get("eight") and (dtype != torch.bfloat16 or (form.get("fp8") and capability < 89)):
+                continue
+            experts = Experts(
+                router=torch.empty(COUNT, HIDDEN),
+                gate_up=stacked(name, 2 * INNER, HIDDEN, dtype),
+                down=stacked(name, HIDDEN, INNER, dtype),
+                top_k=TOP_K,
+                normalize=True,
+            )
+            for tokens in (1, 256, 1024, 4096) if everything() else (1, 4096):
+                compiler.case = f"{name or 'not packed'}, {dtype}, {tokens} tokens"
+                compiler.wanted = {"_multiply_pairs": instruction(capability, dtype, form)}
+                mixture(torch.empty(tokens, HIDDEN, dtype=dtype), experts, "silu", None)
+    print("\n".join(compiler.failures))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
