@@ -12,8 +12,8 @@ from capture import RecordedGroup, record, require_no_capture
 from fd_core.ops.contract import Activation, Array, Experts, Heads, HostCopies, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch_group import gloo_group
-from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store
 from fd_core.ops.torch_ops import TorchOps, route
+from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fd_gpu_cuda.backend import CudaBackend

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Activation, Array
 
-__all__ = ["gate"]
+__all__ = ["activated", "gate"]
 
 _TILE = 1024
 
@@ -30,6 +30,13 @@ def _gate(gate_up_at, out_at, inner: tl.constexpr, activation: tl.constexpr, til
     element = gate_up_at.dtype.element_ty
     x = tl.load(gate_up_at + row * (2 * inner) + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_at + row * (2 * inner) + inner + column, mask=inside, other=0.0).to(tl.float32)
+    x = activated(x, activation, element).to(tl.float32)
+    tl.store(out_at + row * inner + column, (x * up).to(element), mask=inside)
+
+
+@triton.jit
+def activated(x, activation: tl.constexpr, element: tl.constexpr):
+    """Return activation(x) of float32, rounded to a type as the operation by itself rounds it before a product."""
     if activation == "silu":
         x = x / (1.0 + tl.exp(-x))
     elif activation == "gelu_tanh":
@@ -37,5 +44,4 @@ def _gate(gate_up_at, out_at, inner: tl.constexpr, activation: tl.constexpr, til
         x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     else:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    # Rounded before the product too, as the operations one by one round it.
-    tl.store(out_at + row * inner + column, (x.to(element).to(tl.float32) * up).to(element), mask=inside)
+    return x.to(element)

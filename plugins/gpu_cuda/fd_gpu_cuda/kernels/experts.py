@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Activation, Array, Experts
 
+from fd_gpu_cuda.kernels.activations import activated
 from fd_gpu_cuda.kernels.operands import Operands, operands, span_products
 from fd_gpu_cuda.kernels.products import ProductDevice, WeightProduct, stages
 from fd_gpu_cuda.kernels.routing import choose, order_by_expert
@@ -218,25 +219,12 @@ def _multiply_pairs(
         width = out
         if activation is not None:
             gate, up = tl.split(tl.reshape(result, (m, n // 2, 2)))
-            result = (activated(gate, activation).to(tl.float32) * up.to(tl.float32)).to(y_at.dtype.element_ty)
+            gate = activated(gate.to(tl.float32), activation, y_at.dtype.element_ty)
+            result = (gate.to(tl.float32) * up.to(tl.float32)).to(y_at.dtype.element_ty)
             output = tl.program_id(0) * (n // 2) + tl.arange(0, n // 2)
             width = out // 2
         at = y_at + y_row[:, None] * y_stride + output[None, :]
         tl.store(at, result, mask=present[:, None] & (output[None, :] < width))
-
-
-@triton.jit
-def activated(x, activation: tl.constexpr):
-    """Return activation(x), computed in float32 and rounded to the type of x."""
-    wide = x.to(tl.float32)
-    if activation == "silu":
-        wide = wide / (1.0 + tl.exp(-wide))
-    elif activation == "gelu_tanh":
-        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
-        wide = wide / (1.0 + tl.exp(-1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)))
-    else:
-        wide = 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
-    return wide.to(x.dtype)
 
 
 @triton.jit
