@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from fd_core.ops.contract import Array, Heads, StepInput
-from fd_core.ops.torch_attention import TorchLayer
+from fd_core.ops.contract import SCALE_BYTES, Array, Heads, StepInput
+from fd_core.ops.torch_attention import TorchLayer, quantize_heads
 from torch.nn import functional
 
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.packed import PackedPart
 
-__all__ = ["expanded", "expanded_product", "widened_layer"]
+__all__ = ["expanded", "expanded_product", "scatter_kv", "widened_layer"]
 
 
 def expanded(part: PackedPart) -> Array:
@@ -36,6 +36,18 @@ def expanded_product(x: Array, part: PackedPart, y: Array) -> None:
     """Expand a packed weight, and multiply; may be captured."""
     weight = expanded(part).to(x.dtype)
     y.copy_(functional.linear(x, weight, None if part.bias is None else part.bias.to(x.dtype)))
+
+
+def scatter_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
+    """Write k and v [T, nkv, d] to slots int32[T]; may be captured."""
+    slots = kv_slots.long()
+    for x, cache, scales in ((k, layer.keys, layer.key_scales), (v, layer.values, layer.value_scales)):
+        if scales is None:
+            cache.index_copy_(0, slots, x)
+            continue
+        packed = quantize_heads(x)
+        cache.index_copy_(0, slots, packed[..., :-SCALE_BYTES])
+        scales.index_copy_(0, slots, packed[..., -SCALE_BYTES:].contiguous().view(torch.float32).squeeze(-1))
 
 
 def widened_layer(

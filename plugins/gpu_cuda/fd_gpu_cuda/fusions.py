@@ -75,7 +75,7 @@ class FusedOps(TorchOps):
     ) -> Array:
         """Norm, product, and all that follows it in one launch."""
         kernel = self._kernels.rotate_and_store
-        if kernel is None or layer.quantized:
+        if kernel is None:
             return super().attention_inputs(x, norm, qkv, heads, layer, step, lora)
         normed = self.rms_norm(x, norm)
         projected = self.linear(normed, qkv)

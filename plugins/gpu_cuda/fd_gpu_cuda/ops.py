@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 from fd_core.config import Limits
 from fd_core.ops.contract import (
-    SCALE_BYTES,
     Array,
     Forward,
     Heads,
@@ -20,11 +19,10 @@ from fd_core.ops.contract import (
     StepInput,
 )
 from fd_core.ops.parallel import RankGroup
-from fd_core.ops.torch_attention import quantize_heads
 from fd_core.ops.torch_ops import TorchLinear, widened
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
-from fd_gpu_cuda.compositions import widened_layer
+from fd_gpu_cuda.compositions import scatter_kv, widened_layer
 from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.experts import MixtureOps
 from fd_gpu_cuda.fusions import FusedOps
@@ -145,15 +143,8 @@ class CudaOps(SamplingOps, MixtureOps, FusedOps):
         """Scatter keys and values to the slots of a `CudaLayer`."""
         if self._kernels.write_kv is not None:
             self._kernels.write_kv(k, v, layer, kv_slots)
-            return
-        slots = kv_slots.long()
-        for x, cache, scales in ((k, layer.keys, layer.key_scales), (v, layer.values, layer.value_scales)):
-            if scales is None:
-                cache.index_copy_(0, slots, x)
-                continue
-            packed = quantize_heads(x)
-            cache.index_copy_(0, slots, packed[..., :-SCALE_BYTES])
-            scales.index_copy_(0, slots, packed[..., -SCALE_BYTES:].contiguous().view(torch.float32).squeeze(-1))
+        else:
+            scatter_kv(k, v, layer, kv_slots)
 
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
         """Attend over the blocks of a `CudaLayer` in place."""

@@ -66,6 +66,8 @@ def launch(model: Model, dtype: torch.dtype) -> None:
     qkv = torch.empty(3, (model.heads + 2 * model.kv_heads) * model.d, dtype=dtype)
     slots = torch.empty(2, 64, model.kv_heads, model.d, dtype=dtype)
     rotate_and_store(qkv, CudaLayer(*slots, 16), heads, step)
+    scales = torch.empty(2, 64, model.kv_heads)
+    rotate_and_store(qkv, CudaLayer(*slots.to(torch.int8), 16, *scales), heads, step)
 
 
 def main(capability: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from fd_core.ops.contract import Activation, Array, Heads, Norm, StepInput
-from fd_core.ops.torch_attention import TorchLayer
 from fd_core.ops.torch_ops import TorchOps
+
+from fd_gpu_cuda.compositions import scatter_kv
+from fd_gpu_cuda.kv_cache import CudaLayer
 
 CORE = TorchOps()
 
@@ -19,11 +21,11 @@ def plain_add_norm(
     return x if norm is None else CORE.rms_norm(x, norm)
 
 
-def plain_rotate_and_store(qkv: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
+def plain_rotate_and_store(qkv: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
     q, k, v = CORE.split_heads(qkv, heads)
     q = q if heads.q_norm is None else CORE.rms_norm(q, heads.q_norm)
     k = k if heads.k_norm is None else CORE.rms_norm(k, heads.k_norm)
-    CORE.write_kv(layer, CORE.rope(k, heads.rope, step.positions), v, step.kv_slots)
+    scatter_kv(CORE.rope(k, heads.rope, step.positions), v, layer, step.kv_slots)
     return CORE.rope(q, heads.rope, step.positions)
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array, Heads, StepInput
 
+from fd_gpu_cuda.kernels.kv_write import kv_scale, kv_steps
 from fd_gpu_cuda.kv_cache import CudaLayer
 
 __all__ = ["rotate_and_store"]
@@ -25,7 +26,7 @@ _WARPS = 2
 def rotate_and_store(qkv: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
     """Normalize and rotate queries and keys of qkv [T, (nh + 2 nkv) d], and write keys and values to their slots.
 
-    Returns q [T, nh, d]; waits for nothing. Slots of the layer are [nkv, d] without gaps.
+    Returns q [T, nh, d]; waits for nothing.
     """
     q_norm, k_norm, rope = heads.q_norm, heads.k_norm, heads.rope
     q = torch.empty((len(qkv), heads.num_heads, heads.head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -38,6 +39,8 @@ def rotate_and_store(qkv: Array, layer: CudaLayer, heads: Heads, step: StepInput
             q,
             layer.keys,
             layer.values,
+            layer.key_scales,
+            layer.value_scales,
             step.kv_slots,
             step.positions,
             rope.cos,
@@ -53,6 +56,7 @@ def rotate_and_store(qkv: Array, layer: CudaLayer, heads: Heads, step: StepInput
             interleaved=rope.interleaved,
             q_normed=q_norm is not None,
             k_normed=k_norm is not None,
+            quantized=layer.quantized,
             lines=lines,
             tile=max(d // 2, 1),
             num_warps=_WARPS,
@@ -97,6 +101,18 @@ def _store_pairs(heads_at, known, first, second, a, b, width: tl.constexpr):
 
 
 @triton.jit
+def _keep_pairs(cache_at, scales_at, place, known, first, second, a, b, width: tl.constexpr, quantized: tl.constexpr):
+    """Write keys or values to their places [lines] in the cache, in 8 bits if it is quantized; see `kv_write`."""
+    if quantized:
+        largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        scale = kv_scale(largest, tl.sum(a * 0.0, 1) + tl.sum(b * 0.0, 1))
+        a = kv_steps(a, scale)
+        b = kv_steps(b, scale)
+        tl.store(scales_at + place, scale, mask=known)
+    _store_pairs(cache_at + place * width, known, first, second, a, b, width)
+
+
+@triton.jit
 def _normalize(a, b, first, second, weight_at, eps, width: tl.constexpr, element: tl.constexpr):
     """Return the norms of heads, rounded to `element`."""
     inverse = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / width + eps)[:, None]
@@ -120,6 +136,8 @@ def _rotate_and_store(
     q_at,
     keys_at,
     values_at,
+    key_scales_at,
+    value_scales_at,
     slots_at,
     positions_at,
     cos_at,
@@ -135,6 +153,7 @@ def _rotate_and_store(
     interleaved: tl.constexpr,
     q_normed: tl.constexpr,
     k_normed: tl.constexpr,
+    quantized: tl.constexpr,
     lines: tl.constexpr,
     tile: tl.constexpr,
 ):
@@ -156,7 +175,7 @@ def _rotate_and_store(
         a, b = _turn(a, b, cos_at + angle, sin_at + angle, half, tile)
         _store_pairs(q_at + token * (heads * width) + head * width, known, first, second, a, b, width)
     else:
-        slot = tl.load(slots_at + token).to(tl.int64) * (kv_heads * width)
+        place = tl.load(slots_at + token).to(tl.int64) * kv_heads
         if group < q_groups + kv_groups:
             head = (group - q_groups) * lines + line
             known = head < kv_heads
@@ -164,9 +183,10 @@ def _rotate_and_store(
             if k_normed:
                 a, b = _normalize(a, b, first, second, k_weight_at, k_eps, width, element)
             a, b = _turn(a, b, cos_at + angle, sin_at + angle, half, tile)
-            _store_pairs(keys_at + slot + head * width, known, first, second, a, b, width)
+            a, b = a.to(element).to(tl.float32), b.to(element).to(tl.float32)
+            _keep_pairs(keys_at, key_scales_at, place + head, known, first, second, a, b, width, quantized)
         else:
             head = (group - q_groups - kv_groups) * lines + line
             known = head < kv_heads
             a, b = _load_pairs(qkv_at + (heads + kv_heads + head) * width, known, first, second, width)
-            _store_pairs(values_at + slot + head * width, known, first, second, a, b, width)
+            _keep_pairs(values_at, value_scales_at, place + head, known, first, second, a, b, width, quantized)

@@ -8,7 +8,7 @@ from fd_core.ops.contract import Array
 
 from fd_gpu_cuda.kv_cache import CudaLayer
 
-__all__ = ["store_kv", "write_kv"]
+__all__ = ["kv_scale", "kv_steps", "store_kv", "write_kv"]
 
 
 def write_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
@@ -92,11 +92,24 @@ def store_kv(
     place = slot * kv_heads + head
     column = tl.arange(0, d)
     if quantized:
-        # A maximum ignores what is no number; the scale must not.
-        strange = tl.sum(x * 0.0, 1)
-        scale = tl.div_rn(tl.max(tl.abs(x), 1), tl.full(head.shape, 127.0, tl.float32)) + strange
-        steps = tl.div_rn(x, tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale)[:, None], x.shape))
-        # To the nearest, to the even one if it is halfway: 1.5 * 2^23 leaves no bits of a fraction.
-        x = tl.minimum(tl.maximum((steps + 12582912.0) - 12582912.0, -127.0), 127.0)
+        scale = kv_scale(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1))
+        x = kv_steps(x, scale)
         tl.store(scales_at + place, scale, mask=live)
     tl.store(cache_at + place[:, None] * width + column[None, :], x.to(cache_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def kv_scale(largest, strange):
+    """Return the scales of heads float32[m] by their largest magnitudes; strange is NaN where an element is not finite.
+
+    A maximum ignores what is no number; the scale must not.
+    """
+    return tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)) + strange
+
+
+@triton.jit
+def kv_steps(x, scale):
+    """Return elements float32[m, n] in whole steps of the scales of their heads [m]."""
+    steps = tl.div_rn(x, tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale)[:, None], x.shape))
+    # To the nearest, to the even one if it is halfway: 1.5 * 2^23 leaves no bits of a fraction.
+    return tl.minimum(tl.maximum((steps + 12582912.0) - 12582912.0, -127.0), 127.0)
