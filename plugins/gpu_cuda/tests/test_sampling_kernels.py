@@ -116,9 +116,18 @@ def scattered(rows: int, vocabulary: int, seed: int) -> tuple[Floats, dict[str, 
     }
 
 
-@pytest.mark.parametrize("columns", [{"temperature": 0.0}, {}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}])
-def test_a_real_vocabulary_is_chosen_from_as_the_oracle_does(columns: dict[str, Any]) -> None:
-    logits, seeds = scattered(2, 151_936, 3)
+@pytest.mark.parametrize(
+    ("vocabulary", "columns"),
+    [
+        (50_257, {"temperature": 0.0}),
+        (50_257, {}),
+        (151_936, {"top_k": 20, "top_p": 0.95}),
+        (32_003, {"top_p": 0.8, "min_p": 0.001}),
+        (32_003, {"top_k": 30_000}),
+    ],
+)
+def test_a_real_vocabulary_is_chosen_from_as_the_oracle_does(vocabulary: int, columns: dict[str, Any]) -> None:
+    logits, seeds = scattered(2, vocabulary, 3)
     same_choice(logits, sample_input(2, **{"temperature": 0.6, **seeds, **columns}))
 
 
@@ -168,6 +177,20 @@ def test_a_boundary_belongs_to_the_next_token() -> None:
     given = sample_input(6, positions=[half] * 3 + [zero] * 3)
     assert same_choice(logits, given, kernels()).tolist() == [6, 1024, 2048, 5, 1024, 4094]
     assert same_choice(logits, given, kernels(132)).tolist() == [6, 1024, 2048, 5, 1024, 4094]
+
+
+def test_of_tied_tokens_only_the_first_are_drawn_though_likelier_ones_follow() -> None:
+    """Nothing of the ties that are left out may shift what comes behind them."""
+    logits = np.tile(np.array([0.0] * 10 + [1.0] * 3, np.float32), (60, 1))
+    tokens = same_choice(logits, sample_input(60, top_k=4, positions=np.arange(60)))
+    assert set(tokens.tolist()) == {0, 10, 11, 12}
+
+
+def test_top_p_cuts_what_top_k_keeps_and_not_all_that_is_tied_with_it() -> None:
+    """The tokens tied with the last one that top_k keeps weigh a hundred times what is kept."""
+    logits = np.tile(np.array([1.0] * 1000 + [2.0] * 3, np.float32), (40, 1))
+    tokens = same_choice(logits, sample_input(40, top_k=4, top_p=0.5, positions=np.arange(40)))
+    assert set(tokens.tolist()) == {1000, 1001}
 
 
 def test_any_program_may_be_the_last_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:

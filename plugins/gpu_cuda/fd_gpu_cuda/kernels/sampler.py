@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,11 +72,14 @@ class TritonSampling(SamplingKernels):
         logits, count = _rows_of(logits), len(logits)
         chosen = torch.empty(count, dtype=torch.int32, device=logits.device)
         peaks = torch.empty(count, dtype=torch.float32, device=logits.device)
-        for part in self._parts(count):
-            self._sample(logits[part], rows, part, chosen[part], peaks[part])
+        if 0 < count <= self._rows:  # views take the host longer than all else here
+            self._sample(logits, rows, chosen, peaks)
+        else:
+            for part in self._parts(count):
+                self._sample(logits[part], _rows_in(rows, part), chosen[part], peaks[part])
         return chosen, peaks
 
-    def _sample(self, logits: Array, rows: SampleInput, part: slice, chosen: Array, peaks: Array) -> None:
+    def _sample(self, logits: Array, rows: SampleInput, chosen: Array, peaks: Array) -> None:
         vocabulary, stride = logits.shape[1], logits.stride(0)
         tiles, spans = self._spans(len(logits), vocabulary)
         grid = len(logits), spans
@@ -96,16 +100,15 @@ class TritonSampling(SamplingKernels):
         )
         if rows.all_greedy:
             return
-        temperature = rows.temperature[part]
         if rows.any_filter:
-            self._cut(logits, rows, part, peaks, tiles, grid)
+            self._cut(logits, rows, peaks, tiles, grid)
         draw[grid](
             logits,
             stride,
-            temperature,
-            rows.min_p[part],
-            rows.seeds[part],
-            rows.positions[part],
+            rows.temperature,
+            rows.min_p,
+            rows.seeds,
+            rows.positions,
             peaks,
             self._cuts,
             self._ties,
@@ -120,11 +123,9 @@ class TritonSampling(SamplingKernels):
             most_spans=_MOST_SPANS,
         )
 
-    def _cut(
-        self, logits: Array, rows: SampleInput, part: slice, peaks: Array, tiles: int, grid: tuple[int, int]
-    ) -> None:
+    def _cut(self, logits: Array, rows: SampleInput, peaks: Array, tiles: int, grid: tuple[int, int]) -> None:
         """Find where top_k and top_p cut each row."""
-        given = logits, logits.stride(0), rows.temperature[part], rows.top_k[part], rows.top_p[part], peaks, self._lows
+        given = logits, logits.stride(0), rows.temperature, rows.top_k, rows.top_p, peaks, self._lows
         fill_bins[grid](
             *given,
             self._bin_counts,
@@ -289,6 +290,12 @@ class TritonSampling(SamplingKernels):
         spans = min(tiles, _MOST_SPANS, triton.cdiv(_WAVES * self._multiprocessors, rows))
         of_each = triton.cdiv(tiles, spans)
         return of_each, triton.cdiv(tiles, of_each)
+
+
+def _rows_in(rows: SampleInput, part: slice) -> SampleInput:
+    """Return the parameters of some rows."""
+    columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    return replace(rows, **{name: getattr(rows, name)[part] for name in columns})
 
 
 def _rows_of(x: Array) -> Array:
