@@ -23,8 +23,8 @@ WIDE: Final = 4
 LAUNCHES_DENSE: Final = 9
 """Of a dense layer's decode: norm with sum, product, heads, attention, product, norm with sum, product, activation,
 product."""
-LAUNCHES_EXPERTS: Final = 14
-"""Of a layer with experts: six as above, then at most eight for router, choice, order, two products and the sum."""
+LAUNCHES_EXPERTS: Final = 12
+"""Of a layer with experts: six as above, then router, choice, order by expert, two products and the weighted sum."""
 LAUNCHES_BESIDE: Final = 8
 """Of a step beside its layers: the upload, filling the graph's memory, embedding, last norm, output projection, sampler
 (2), and handing tokens on."""

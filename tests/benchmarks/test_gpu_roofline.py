@@ -61,7 +61,7 @@ def test_only_experts_that_are_hit_are_read(rows, hit):
     work = work_of(QWEN, FORMATS["bf16"], Step(rows, 1, 1))
     assert work.weights == pytest.approx(layers + 2 * (151936 + rows) * 2048)
     assert work.products == 2 * rows * 48 * (attention + 8 * expert)
-    assert work.launches == 48 * 14 + 8
+    assert work.launches == 48 * 12 + 8
 
 
 def test_weights_of_four_bits_are_multiplied_as_bf16():
