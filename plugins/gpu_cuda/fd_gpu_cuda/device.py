@@ -36,8 +36,7 @@ class QueuedCopies(HostCopies):
 
     def wait(self) -> list[npt.NDArray[Any]]:
         """Wait for the event."""
-        if not self._done():
-            self._wait()
+        self._wait()
         return super().wait()
 
 

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from fd_core.backends.contract import Model  # noqa: E402 - only where torch is installed
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig, resolve_limits  # noqa: E402
+from fd_core.engine.device import LaunchingDevice, ThreadDevice, make_device  # noqa: E402
 from fd_core.ops.contract import Ops  # noqa: E402
 from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
@@ -120,6 +121,27 @@ def test_a_step_uploads_once_and_waits_for_the_device_once(folder: Path, monkeyp
         assert processor.waits == before[0] + 1
         if not each.admissions:  # one that is penalized brings counts, too
             assert processor.uploads == before[1] + 1
+
+
+def test_steps_launched_behind_one_another_give_what_they_give_one_by_one(folder: Path) -> None:
+    """Through the device that an engine has, with graphs, whose logits hold until the next replay."""
+    processor = Processor()
+    outputs = []
+    for ops in (TorchOps(), make_ops(processor)):
+        runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
+        device = make_device(runner, 2, "memory")
+        assert isinstance(device, LaunchingDevice if ops.queues else ThreadDevice)
+        first, *plans = conversation(MIXED)
+        device.submit(first)
+        found = []
+        for each in plans:
+            assert not ops.queues or runner.must_wait(each) is None
+            device.submit(each)
+            found.append(device.collect(20.0).tokens)
+        outputs.append([*found, device.collect(20.0).tokens])
+        device.close()
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    assert processor.replays == 5
 
 
 WAITS = (lambda one: one.item(), lambda one: one.tolist(), lambda one: one.cpu(), lambda one: one[one > 0], int, bool)
