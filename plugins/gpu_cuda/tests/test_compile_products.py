@@ -20,3 +20,7 @@ def test_products_take_the_tensor_cores_of_each_device_and_spill_nothing(capabil
 @pytest.mark.parametrize("capability", [80, 89, 90] if everything() else [80, 90])
 def test_mixtures_of_experts_do_so_too(capability: int, tmp_path: Path) -> None:
     compiled("compile_experts.py", tmp_path, str(capability))
+
+
+def test_nothing_compiles_behind_the_first_product_whatever_the_number_of_tokens(tmp_path: Path) -> None:
+    compiled("count_products.py", tmp_path)

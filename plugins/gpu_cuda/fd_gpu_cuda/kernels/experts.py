@@ -11,7 +11,7 @@ experts. So nothing of a token depends on another token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -75,6 +75,7 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
 
 def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKernel:
     """Return the mixture of experts on a device, whose router is multiplied by `product`."""
+    compiled: set[Any] = set()
 
     def mixture(x: Array, experts: Experts, activation: Activation, shared: Array | None) -> Array:
         if not len(x):
@@ -85,16 +86,22 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
         chosen, weights = choose(logits, experts)
         pairs = _Sorted(*order_by_expert(chosen, gate_up.experts), experts.top_k)
         inner = x.new_empty(len(pairs.order), gate_up.out // 2)
-        _multiply_experts(x, gate_up, pairs, inner, device, activation)
+        _multiply_experts(x, gate_up, pairs, inner, device, activation, compiled)
         each = x.new_empty(len(pairs.order), down.out)
-        _multiply_experts(inner, down, pairs, each, device, None)
+        _multiply_experts(inner, down, pairs, each, device, None, compiled)
         return _weighted_sum(each, weights, shared)
 
     return mixture
 
 
 def _multiply_experts(
-    x: Array, weight: StackedExperts, pairs: _Sorted, y: Array, device: ProductDevice, activation: Activation | None
+    x: Array,
+    weight: StackedExperts,
+    pairs: _Sorted,
+    y: Array,
+    device: ProductDevice,
+    activation: Activation | None,
+    compiled: set[Any],
 ) -> None:
     """Multiply rows by the weight of their pair's expert.
 
@@ -102,7 +109,37 @@ def _multiply_experts(
     to rows [P, out] of the pairs in the order of tokens.
     """
     operand = operands(x, weight.weight)
-    tile = grouped_tile(len(pairs.order), weight.experts, operand, device)
+    key = (
+        x.dtype,
+        weight.experts,
+        weight.out,
+        operand.inputs,
+        operand.values.dtype,
+        tuple(operand.form.items()),
+        activation,
+    )
+    own = grouped_tile(len(pairs.order), weight.experts, operand, device)
+    tiles = [own]
+    if key not in compiled:
+        # Tiles for other numbers of pairs compile at the first product, or they would while requests are served.
+        compiled.add(key)
+        counts = (1, 32, 64, _MOST_TOKENS)
+        tiles = [
+            *dict.fromkeys(grouped_tile(each * weight.experts, weight.experts, operand, device) for each in counts),
+            own,
+        ]
+    for tile in tiles:
+        _launch(operand, weight, pairs, y, tile, activation)
+
+
+def _launch(
+    operand: Operands,
+    weight: StackedExperts,
+    pairs: _Sorted,
+    y: Array,
+    tile: GroupedTile,
+    activation: Activation | None,
+) -> None:
     grid = (triton.cdiv(weight.out, tile.outputs), most_tiles(len(pairs.order), weight.experts, tile.pairs))
     _multiply_pairs[grid](
         operand.x,

@@ -8,7 +8,7 @@ last of several that compute a cut each. So a row has the same bits alone and in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,6 +25,8 @@ WeightProduct = Callable[[Array, PackedPart | Array, Array], None]
 
 _MOST_TOKENS = 128
 _FEW_TOKENS = 32
+_EVERY_TILE = (1, 32, 64, _MOST_TOKENS)
+"""Numbers of tokens for each of which there is another tile."""
 _SHORTEST_CUT = 512
 """Inputs; a multiple of every step."""
 _PROGRAMS_A_MULTIPROCESSOR = 2
@@ -91,6 +93,7 @@ def weight_product(device: ProductDevice) -> WeightProduct:
     stream.
     """
     kept: dict[torch.device, Array] = {}
+    compiled: set[Any] = set()
 
     def counters(count: int, place: torch.device) -> Array:
         # Made at the first product, which is before every capture; no split product has more tiles than this.
@@ -99,9 +102,18 @@ def weight_product(device: ProductDevice) -> WeightProduct:
         return kept[place][:count]
 
     def product(x: Array, weight: PackedPart | Array, y: Array) -> None:
-        tokens, out = len(x), y.shape[1]
         operand = operands(x, weight)
-        tile = tile_of(tokens, out, operand, device)
+        key = x.dtype, y.dtype, y.shape[1], operand.values.dtype, operand.inputs, tuple(operand.form.items())
+        if key not in compiled:
+            # Tiles for other numbers of tokens compile at the first product, or they would while requests are served.
+            compiled.add(key)
+            first = operand._replace(x=operand.x[:1])
+            for tile in dict.fromkeys(tile_of(tokens, y.shape[1], operand, device) for tokens in _EVERY_TILE):
+                launch(first, tile, y[:1])
+        launch(operand, tile_of(len(x), y.shape[1], operand, device), y)
+
+    def launch(operand: Operands, tile: Tile, y: Array) -> None:
+        x, (tokens, out) = operand.x, y.shape
         blocks = triton.cdiv(out, tile.outputs)
         split, places, partial = tile.splits > 1, counters(blocks, x.device), None
         if split:

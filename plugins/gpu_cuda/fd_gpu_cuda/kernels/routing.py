@@ -9,8 +9,7 @@ from fd_core.ops.contract import Array, Experts
 
 __all__ = ["choose", "order_by_expert"]
 
-_FEW_PAIRS = 1024
-_MANY_PAIRS = 4096
+_PAIRS = 2048
 _NO_KEY = tl.constexpr(-(0x7FFFFFFF << 32))
 
 
@@ -47,8 +46,7 @@ def order_by_expert(chosen: Array, experts: int) -> tuple[Array, Array]:
     pairs = chosen.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     counts = torch.empty(experts, dtype=torch.int32, device=chosen.device)
-    block = _FEW_PAIRS if pairs <= _FEW_PAIRS else _MANY_PAIRS
-    _order[(experts,)](chosen, order, counts, pairs, block=block, num_warps=4 if block == _FEW_PAIRS else 8)
+    _order[(experts,)](chosen, order, counts, pairs, block=_PAIRS, num_warps=4)
     return order, counts
 
 
