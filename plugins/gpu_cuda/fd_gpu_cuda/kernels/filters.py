@@ -8,7 +8,7 @@ of the tokens that have it are kept. It is found in two launches:
   which is known here only between two bounds: each bound gives a bin.
 - `find_cuts` lists the tokens in those bins. Its last program searches the bits of their logits, four at a time: the
   largest key from which on the tokens are as many, or weigh as much, as wanted. Where the list is too short for them it
-  reads the whole row instead, so that no distribution is cut wrongly; that takes milliseconds for a large vocabulary.
+  reads the whole row instead, by one program and several times, which is slow; no device has timed it yet.
 
 Bins grow with the distance from the peak, which never falls as logits fall, so a token of an earlier bin always comes
 earlier. Tokens of the last bin weigh nothing; whether they are kept makes no difference.
