@@ -28,8 +28,8 @@ from harness.random_model import RandomCheckpoint
 from harness.roofline import FORMATS, held_bytes
 from harness.stepping import StepTimes, limits_for, time_decodes, time_prefills
 
-from fd_core.backends.contract import Backend
 from fd_core.config import EngineConfig
+from fd_core.models.decoder import DecoderModel
 from fd_core.models.registry import load_model
 from fd_core.ops.contract import Ops
 from fd_core.plugins import POSTPROCESS, installed_plugins
@@ -50,12 +50,13 @@ COPIED = 64
 class Bench:
     """Measures models, one after another.
 
-    `free` says how many bytes the device has, `made` how many kernels Triton made so far.
+    `make_ops` returns a pack and what chooses its kernels by a model, and says which; `free` says how many bytes the
+    device has, `made` how many kernels Triton made so far.
     """
 
     def __init__(
         self,
-        make_ops: Callable[[str], Ops],
+        make_ops: Callable[[str], tuple[Ops, Callable[[DecoderModel], str]]],
         free: Callable[[], int],
         made: Callable[[], int],
         postprocess: type[Postprocess],
@@ -77,9 +78,10 @@ class Bench:
         if not fitting:
             return facts | {"skipped": f"its weights do not fit into {free / 1e9:.0f} GB"}
         begun = time.perf_counter()
-        ops = self._make_ops(form)
+        ops, choose = self._make_ops(form)
         limits = limits_for(fitting[-1], self._context, self._prefill, shape.vocab_size, steps)
         model = load_model(RandomCheckpoint(shape, form), ops, limits.max_model_len)
+        facts["computed_by"] = choose(model)
         runner = Runner(ops, model, limits, self._postprocess)
         loaded, held = time.perf_counter(), self._free()
         runner.warm_up(lambda done, total: None)
@@ -154,11 +156,18 @@ def on_cuda(context: int, prefill: int) -> Bench:
     import torch
     from fd_gpu_cuda.backend import CudaBackend
 
-    def make_ops(form: str) -> Ops:
-        backend: Backend = CudaBackend(EngineConfig(model=form, dtype="bfloat16"))
+    def make_ops(form: str) -> tuple[Ops, Callable[[DecoderModel], str]]:
+        backend = CudaBackend(EngineConfig(model=form, dtype="bfloat16"))
         ops = backend.make_ops()
-        print(f"on {backend.describe()}")
-        return ops
+
+        def choose(model: DecoderModel) -> str:
+            """Try the kernels on the model, as a start does; one that fails gives way."""
+            if backend._providers is not None:
+                backend._try_providers(backend._providers, model, ops)
+            print(f"on {backend.describe()}", flush=True)
+            return backend.describe()
+
+        return ops, choose
 
     def free() -> int:
         bytes_free, _ = torch.cuda.mem_get_info(0)

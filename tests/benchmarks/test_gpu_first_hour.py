@@ -29,7 +29,12 @@ def bench(monkeypatch):
     monkeypatch.setattr(gpu_first_hour, "BATCHES", (1, 3))
     made = iter(range(100))
     return gpu_first_hour.Bench(
-        lambda form: TorchOps("bfloat16"), lambda: 10**8, lambda: next(made), TorchPostprocess, 40, 24
+        lambda form: (TorchOps("bfloat16"), lambda model: f"torch, {model.vocab_size} tokens"),
+        lambda: 10**8,
+        lambda: next(made),
+        TorchPostprocess,
+        40,
+        24,
     )
 
 
@@ -70,6 +75,7 @@ def test_every_batch_and_the_prefill_are_measured(bench, tmp_path):
     assert all(each["launch_s"] > 0 and each["seconds"] > 0 for each in found["steps"])
     facts = found["models"][0]
     assert facts["batches"] == [1, 3]
+    assert facts["computed_by"] == "torch, 300 tokens"
     assert facts["kernels_made_later"] == 1  # what the double counts between its looks
     assert facts["kv_copies"]["export"] > 0
     compared = gpu_roofline.compared(found)
