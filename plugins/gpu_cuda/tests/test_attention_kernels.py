@@ -51,9 +51,9 @@ class Batch:
         self.rows, self.block_size, self._dtype = rows, block_size, dtype
         self.heads = Heads(nh, nkv, d, d**-0.5, Rope(None, None), **options)
         step = step_input(rows, block_size, tables)
-        # What lies beyond a context has no meaning: here it points nowhere.
+        # What lies beyond a context has no meaning: here it names a block of what is no number.
         used = np.array([-(-context // block_size) for _, context in rows])
-        self._step = replace(step, block_tables=np.where(np.arange(width) < used[:, None], tables, 2**20))
+        self._step = replace(step, block_tables=np.where(np.arange(width) < used[:, None], tables, blocks))
         slots = blocks * block_size
         q, k, v = values(len(step.positions), nh, d), values(slots, nkv, d), values(slots, nkv, d)
         everywhere = np.arange(slots, dtype=np.int32)
@@ -65,6 +65,8 @@ class Batch:
         self.layer = CudaKVCache(shape, blocks, dtype, ops._cuda).layer(0)
         self.q, k, v = (torch.from_numpy(array).to(dtype) for array in (q, k, v))
         ops.write_kv(self.layer, k, v, torch.from_numpy(everywhere))
+        for side in (self.layer.key_scales, self.layer.value_scales) if kv == "int8" else self.layer[:2]:
+            side[slots:] = torch.nan
 
     def step(self, *rows: int) -> StepInput:
         """Return the step, or one of some rows only."""
@@ -112,7 +114,7 @@ def test_every_geometry(heads: tuple[int, int, int]) -> None:
 @pytest.mark.usefixtures("dots_in_order", "integers_become_bfloat16")
 def test_every_type_of_elements(dtype: Any, kv: str) -> None:
     """Beside the oracle, which computes in float32."""
-    Batch([(1, 290), (4, 37), (21, 60)], (4, 2, 64), dtype, kv, window=200).check(attention())
+    Batch([(1, 290), (4, 37), (21, 70)], (4, 2, 64), dtype, kv, window=200).check(attention())
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 1100}], ids=str)
