@@ -27,6 +27,7 @@ import numpy.typing as npt
 from fd_core.config import Limits
 from fd_core.errors import ConfigError
 from fd_core.ops.parallel import Parallel, RankGroup, Stage
+from fd_core.ops.warm_up import WarmUpStep
 from fd_core.types import IntArray
 from fd_core.weights import LowRank, RawTensor, Weight
 
@@ -329,7 +330,7 @@ class Ops(abc.ABC):
     those before it are in flight. What the pack must wait for it waits for in the call, as in `fetch`."""
     warm_up_tokens: int | None = None
     """Length of the prefill that warms up; None for the longest there can be, which shows that its memory is there and
-    compiles what depends on its size."""
+    compiles what depends on its size. A decode follows, and what `warm_up_steps` says."""
     parallel: Parallel = Parallel()
     """Which rank of how many computes. Weights are prepared for it: linears that make heads or the inner width of a
     feed-forward block have some of their rows; those that lead back have some of their columns, and their bias is rank
@@ -363,6 +364,16 @@ class Ops(abc.ABC):
 
     def configure(self, limits: Limits) -> None:  # noqa: B027 - most packs have nothing to do here
         """Receive the engine's final limits; called before the first KV cache is allocated."""
+
+    def warm_up_steps(self, limits: Limits) -> Sequence[WarmUpStep]:
+        """Return what else is computed before the first request, such as all that compiles on its first call.
+
+        Each step is computed as the runner computes one, sampling and all. Those beyond the limits are left out.
+        """
+        return ()
+
+    def warmed_up(self) -> None:  # noqa: B027 - most packs have nothing to do here
+        """Be told that the warm-up is over: from now on requests wait for what is computed."""
 
     # Arrays -----------------------------------------------------------------------------------------------
 

@@ -151,22 +151,27 @@ class Runner:
         return snapshot(self._grammars.stats)
 
     def warm_up(self, progress: LoadProgress) -> float:
-        """Run a prefill, of `Ops.warm_up_tokens` if it says so, and a decode, so that no request pays for first times.
+        """Compute first steps, so that no request pays for first times; see `Ops.warm_up_tokens` and `warm_up_steps`.
 
         Returns the seconds that a token of the prefill took, cold as it was.
         """
-        limits = self.limits
-        length = min(limits.max_num_batched_tokens, limits.max_model_len - 1, self.ops.warm_up_tokens or sys.maxsize)
-        plans = warm_up_plans(length, limits.block_size)
+        limits, ops = self.limits, self.ops
+        length = min(limits.max_num_batched_tokens, limits.max_model_len - 1, ops.warm_up_tokens or sys.maxsize)
+        plans = warm_up_plans(limits, length, ops.warm_up_steps(limits))
         seconds = []
         for done, plan in enumerate(plans):
             progress(done, len(plans))
             begun = time.perf_counter()
+            if plan.num_drafts.any():
+                drafts = np.zeros((len(plan.slots), limits.max_drafts), np.int32)
+                self.batch.guess(plan.slots, drafts, plan.num_drafts)
             self.announce(plan)
             self.execute(plan)
             seconds.append(time.perf_counter() - begun)
         progress(len(plans), len(plans))
         self.batch = PersistentBatch(limits)
+        self._sampler = self._sampler.emptied()
+        ops.warmed_up()
         return seconds[0] / length
 
     def announce(self, plan: StepPlan) -> None:

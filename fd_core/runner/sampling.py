@@ -89,6 +89,10 @@ class Sampler:
         self._known: SamplingWork | None = None
         """What was told last, on the device: most steps sample for the slots of the step before."""
 
+    def emptied(self) -> Sampler:
+        """Return a sampler of the same size that knows no request."""
+        return Sampler(self._ops, len(self._temperature), self._vocab_size)
+
     def admit(self, admission: Admission) -> None:
         """Remember the parameters of a new residency. Raises `ValueError` for token ids outside the vocabulary."""
         slot, params = admission.slot, admission.params

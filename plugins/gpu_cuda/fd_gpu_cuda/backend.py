@@ -74,6 +74,7 @@ class CudaBackend(Backend):
         """Create the pack on the first visible device; initialises CUDA."""
         wanted = self.dtype_asked_for("float32", "bfloat16", "float16")
         try:
+            from fd_gpu_cuda.compilations import Compilations, use_cache_folder
             from fd_gpu_cuda.device import Cuda
             from fd_gpu_cuda.operations import operations_on, wanted_providers
             from fd_gpu_cuda.ops import CudaOps
@@ -81,6 +82,9 @@ class CudaBackend(Backend):
         except ImportError as error:
             raise PluginError(f"the {self.name} backend needs torch: {error}", field="--backend", hint=_HINT) from error
         try:
+            use_cache_folder()
+            compilations = Compilations()
+            compilations.watch()
             self._cuda = Cuda()
             dtype = wanted or self._fastest_dtype(self._cuda)
             self._providers = Providers(
@@ -91,7 +95,9 @@ class CudaBackend(Backend):
             raise PluginError(
                 f"the {self.name} backend cannot use the device: {error}", field="--backend", hint=_HINT
             ) from error
-        return CudaOps(dtype, self._cuda, self._providers.kernels)
+        ops = CudaOps(dtype, self._cuda, self._providers.kernels)
+        ops.compilations = compilations
+        return ops
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
         """Load the model, and remember it: its size decides how much memory a step takes."""

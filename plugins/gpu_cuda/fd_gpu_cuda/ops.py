@@ -20,8 +20,10 @@ from fd_core.ops.contract import (
 )
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.torch_ops import TorchLinear, widened
+from fd_core.ops.warm_up import WarmUpStep
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
+from fd_gpu_cuda.compilations import Compilations
 from fd_gpu_cuda.compositions import scatter_kv, widened_layer
 from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.experts import MixtureOps
@@ -33,6 +35,7 @@ from fd_gpu_cuda.packed import PackedLinear, pack_linear
 from fd_gpu_cuda.sampling import SamplingOps
 from fd_gpu_cuda.sizes import GraphShapes
 from fd_gpu_cuda.uploads import upload_packed
+from fd_gpu_cuda.warm_up import warm_up_steps
 
 if TYPE_CHECKING:
     from fd_core.ops.torch_group import TorchCollectives
@@ -47,6 +50,8 @@ class CudaOps(SamplingOps, MixtureOps, FusedOps):
     weight_formats = WEIGHT_FORMATS
     kv_dtypes = ("int8",)
     queues = True
+    compilations: Compilations | None = None
+    """Kernels that were compiled so far; None for a table in which nothing compiles."""
 
     def __init__(self, dtype: str, cuda: Cuda, kernels: Kernels) -> None:
         super().__init__(dtype, str(cuda.device))
@@ -54,6 +59,17 @@ class CudaOps(SamplingOps, MixtureOps, FusedOps):
         self._kernels = kernels
         self._graphs: DeviceGraphs | None = None
         self._collectives: TorchCollectives | None = None
+
+    def warm_up_steps(self, limits: Limits) -> Sequence[WarmUpStep]:
+        """Name the steps that compile what serving needs; none where nothing compiles."""
+        if self.compilations is None:
+            return ()
+        return warm_up_steps(limits, drafts=self.stage.first and self.stage.last)
+
+    def warmed_up(self) -> None:
+        """Say what was compiled; from now on compiling is worth a warning."""
+        if self.compilations is not None:
+            self.compilations.begin_serving()
 
     def use(self, kernels: Kernels) -> None:
         """Compute with other kernels from now on; called before `configure`."""

@@ -99,6 +99,9 @@ class RandomLogits:
         given = self._random.integers(0, 4, _ROWS).astype(np.int32)
         arrays = tuple(map(self._host, (sampled, drafts, given)))
         yield "accepted drafts", lambda ops: (ops.verify(*arrays),)
+        slots, revoked = (self._host(np.array(each, np.int32)) for each in ([8, 1, 0, 3, 5, 6, 7], [2, 9]))
+        matrix = arrays[0], self._host(given), slots, revoked, 11
+        yield "the token matrix", lambda ops: (ops.token_matrix(*matrix),)
 
     def _call(self, method: str, *arguments: object) -> Call:
         """Return a call of one method with logits of its own."""

@@ -17,12 +17,16 @@ import torch
 from fake_driver import H100, FakeDriver, zeros_for_empty
 from fd_core.backends.contract import Availability
 from fd_core.engine.llm import LLM
+from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.types import SamplingParams
 from tokenizers import Tokenizer, decoders, models
 
+import fd_gpu_cuda.postprocess
 from fd_gpu_cuda.backend import CudaBackend
+from fd_gpu_cuda.compilations import Compilations
 from fd_gpu_cuda.operations import operations_on
 from fd_gpu_cuda.ops import CudaOps
+from fd_gpu_cuda.postprocess import CudaPostprocess
 from fd_gpu_cuda.providers import Providers
 
 ROUNDS = 12
@@ -34,7 +38,17 @@ def make_ops(backend: CudaBackend) -> CudaOps:
     backend._cuda = device
     dtype = backend.dtype_asked_for("float32", "bfloat16") or backend._fastest_dtype(device)
     # Nothing is computed here, so nothing can be tried.
-    return CudaOps(dtype, device, Providers(operations_on(device, dtype, backend.config.kv_cache_dtype)).kernels)
+    ops = CudaOps(dtype, device, Providers(operations_on(device, dtype, backend.config.kv_cache_dtype)).kernels)
+    ops.compilations = Compilations()
+    return ops
+
+
+class Matrix(CudaPostprocess):
+    """Queues the kernel, and writes the matrix with torch: outputs must be lawful for steps to go on."""
+
+    def token_matrix(self, *arrays: Any) -> Any:
+        super().token_matrix(*arrays)
+        return TorchPostprocess(self.ops, self.limits).token_matrix(*arrays)
 
 
 def with_tokenizer(folder: Path) -> str:
@@ -83,6 +97,7 @@ def main(folder: str, settings: str, seed: str, compiles: str = "") -> None:
     CudaBackend.probe = staticmethod(lambda: Availability(True, "a test", emulated=True))  # type: ignore[assignment, method-assign]
     CudaBackend.make_ops = make_ops  # type: ignore[method-assign]
     chosen: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "block_size": 4, **json.loads(settings)}
+    fd_gpu_cuda.postprocess.CudaPostprocess = Matrix  # type: ignore[misc]
     fake, random = FakeDriver(compiles=bool(compiles)).install(), Random(int(seed))
     zeros_for_empty()
     model = LLM(with_tokenizer(Path(folder)), backend="gpu_cuda", **chosen)

@@ -15,12 +15,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from fd_core.testing.checkpoints import write_checkpoint
+
 
 def answer(script: str, *words: str, cache: Path) -> Any:
     """Run a script beside this one without the interpreter, and return what it prints last."""
     here = Path(__file__).parent
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment |= {"FD_CACHE": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(here / script), *words]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -33,3 +35,45 @@ def test_the_driver_counts_what_triton_would_compile_and_launches_nothing(tmp_pa
     # A count of 1 is a constant, multiples of 16 and addresses that are none are known to the compiler.
     assert found == {"_special": [1, 1, 1, 0, 1, 1], "_plain": [1, 0, 0, 0, 0, 1]}
     assert (failures, launches, touched) == ([], 12, 0.0)
+
+
+def test_a_second_start_compiles_nothing_and_what_compiles_while_serving_is_said(tmp_path: Path) -> None:
+    starts = [answer("count_a_start.py", cache=tmp_path) for _ in range(2)]
+    folder = str(tmp_path / "triton")
+    assert [found[:3] for found in starts] == [[folder, [1, 0, 0], [2, 0, 1]], [folder, [0, 1, 0], [0, 2, 1]]]
+    start, later = starts[0][3]
+    assert start.startswith(f"INFO compiled 1 kernels and found 0 in {folder}, which took ")
+    assert later.startswith("WARNING the kernel _plain was made while requests were served, which held them up for ")
+
+
+def test_triton_s_cache_folder_is_this_project_s_unless_the_user_names_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fd_gpu_cuda.compilations import use_cache_folder
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
+    assert use_cache_folder() == tmp_path / "mine"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("FD_CACHE", str(tmp_path / "cache"))
+    assert use_cache_folder() == tmp_path / "cache" / "triton"
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "cache" / "triton")
+
+
+NGRAM = {"speculative": {"method": "ngram", "num_speculative_tokens": 3}}
+SERVED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("gemma3", {"dtype": "float32", **NGRAM}),
+    ("qwen3-moe", {"max_num_seqs": 37, "max_num_batched_tokens": 300, "block_size": 16}),
+    ("llama", {"quantization": "int4", "max_num_seqs": 3, "max_num_batched_tokens": 48}),
+    ("llama", {"quantization": "int8", "dtype": "float32", **NGRAM}),
+]
+
+
+@pytest.mark.parametrize(("case", "settings"), SERVED, ids=range(len(SERVED)))
+def test_nothing_compiles_while_requests_are_served(case: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_checkpoint(case, tmp_path / "model")
+    seed = SERVED.index((case, settings))
+    found = answer("count_compilations.py", str(folder), json.dumps(settings), str(seed), cache=tmp_path)
+    assert found["launches"] > 100
+    assert len(found["at_start"]) > 10
+    assert found["later"] == [], f"seed {seed}"

@@ -239,6 +239,7 @@ def test_every_field_of_the_table_has_an_operation_and_every_kernel_is_right(mod
 
 def test_a_backend_says_who_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fd_gpu_cuda.device.Cuda", Device)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr("fd_gpu_cuda.kernels.attention.PagedAttention", lambda *_: raising)
     folder = write_checkpoint("llama", tmp_path / "model")
     backend = CudaBackend(EngineConfig(model=str(folder)))

@@ -1,0 +1,29 @@
+"""What a pack wants computed before the first request, so that none pays for what happens once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fd_core.types import SamplingParams
+
+__all__ = ["WarmUpRow", "WarmUpStep"]
+
+
+_GREEDY: Final = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpRow:
+    """A request that nobody made: a prompt that one step computes and samples behind."""
+
+    tokens: int = 1
+    """Length of the prompt. With one token the step is a decode."""
+    drafts: int = 0
+    """Drafts that a second step verifies."""
+    params: SamplingParams = _GREEDY
+
+
+WarmUpStep = Sequence[WarmUpRow]
+"""Requests that are computed in one step, and in a second one if they have drafts, all of them equally many."""

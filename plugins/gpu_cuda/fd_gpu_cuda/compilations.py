@@ -1,0 +1,113 @@
+"""Counts what Triton compiles, so that people see what a start costs and which request waited for a compiler.
+
+Triton asks a hook before it makes a kernel and tells another one behind it: in `JITFunction` in releases 3.2 and 3.3,
+in `triton.knobs` from 3.4 on, which tells as well whether it only read the kernel from its cache folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fd_core.cache_dir import find_cache_dir
+
+__all__ = ["Compilations", "use_cache_folder"]
+
+logger = logging.getLogger(__name__)
+
+_READ_SECONDS = 0.05
+"""A kernel that is there sooner was read: releases before 3.4 do not tell, so there this is a guess."""
+
+
+def use_cache_folder() -> Path:
+    """Have Triton keep compiled kernels in the cache folder of this project, unless the user says where."""
+    folder = find_cache_dir() / "triton"
+    return Path(os.environ.setdefault("TRITON_CACHE_DIR", str(folder)))
+
+
+@dataclass(slots=True)
+class Compilations:
+    """Kernels that were made in this process since `watch`."""
+
+    compiled: int = 0
+    read: int = 0
+    """Found in the cache folder."""
+    seconds: float = 0.0
+    while_serving: int = 0
+    """Those that requests waited for."""
+    serving: bool = False
+
+    def watch(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Count from now on, beside whoever watches already."""
+        now = threading.local()
+
+        def before(**_: Any) -> None:
+            now.begun, now.read = clock(), None
+
+        def listen(*, cache_hit: bool, **_: Any) -> None:
+            now.read = cache_hit
+
+        def behind(*, fn: Any, **_: Any) -> None:
+            seconds = clock() - now.begun
+            self._made(fn.name, seconds, read=seconds < _READ_SECONDS if now.read is None else now.read)
+
+        ours: tuple[Callable[..., None], ...] = (before, behind, listen)
+        for (place, name), hook in zip(_hooks(), ours, strict=False):
+            setattr(place, name, _both(getattr(place, name), hook))
+
+    def begin_serving(self) -> None:
+        """Say what the start took; from now on requests wait for what compiles."""
+        self.serving = True
+        logger.info(
+            "compiled %d kernels and found %d in %s, which took %.1f s",
+            self.compiled,
+            self.read,
+            os.environ.get("TRITON_CACHE_DIR", "Triton's cache"),
+            self.seconds,
+        )
+
+    def _made(self, kernel: str, seconds: float, *, read: bool) -> None:
+        self.seconds += seconds
+        if read:
+            self.read += 1
+        else:
+            self.compiled += 1
+        if self.serving:
+            self.while_serving += 1
+            logger.warning(
+                "the kernel %s was made while requests were served, which held them up for %.2f s (%d so far); "
+                "the warm-up should have made it",
+                kernel,
+                seconds,
+                self.while_serving,
+            )
+
+
+def _hooks() -> list[tuple[Any, str]]:
+    """Return the objects and names of Triton's hooks: before a kernel is made, behind that, and what tells how."""
+    import triton
+
+    if hasattr(triton, "knobs"):
+        asked, compiling = triton.knobs.runtime, triton.knobs.compilation
+        return [(asked, "jit_cache_hook"), (asked, "jit_post_compile_hook"), (compiling, "listener")]
+    from triton.runtime.jit import JITFunction
+
+    return [(JITFunction, "cache_hook"), (JITFunction, "compiled_hook")]
+
+
+def _both(first: Any, second: Callable[..., None]) -> Callable[..., Any]:
+    """Return a hook that calls both; what the first one answers counts: true keeps Triton from compiling."""
+
+    def hook(*arguments: Any, **facts: Any) -> Any:
+        answer = first(*arguments, **facts) if first is not None else None
+        if not answer:
+            second(*arguments, **facts)
+        return answer
+
+    return hook
