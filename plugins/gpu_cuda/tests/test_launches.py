@@ -14,10 +14,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from fd_core.config import EngineConfig, Limits  # noqa: E402 - only where both are installed
+from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
+from fd_core.runner.runner import Runner  # noqa: E402
 from fd_core.testing.arrays import on_device, step_input  # noqa: E402
 from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
 from launches import counted  # noqa: E402
 from processor import PLAIN, OnProcessor, Processor  # noqa: E402
+from test_steps import LIMITS as LIMITS_OF_STEPS  # noqa: E402
+from test_steps import conversation  # noqa: E402
 
 from fd_gpu_cuda.kernels.activations import gate  # noqa: E402
 from fd_gpu_cuda.kernels.attention import PagedAttention  # noqa: E402
@@ -25,6 +29,7 @@ from fd_gpu_cuda.kernels.experts import expert_mixture  # noqa: E402
 from fd_gpu_cuda.kernels.heads import rotate_and_store  # noqa: E402
 from fd_gpu_cuda.kernels.norms import add_norm  # noqa: E402
 from fd_gpu_cuda.kernels.products import ProductDevice, weight_product  # noqa: E402
+from fd_gpu_cuda.kernels.sampler import TritonSampling  # noqa: E402
 from fd_gpu_cuda.ops import CudaOps  # noqa: E402
 
 DEVICE = ProductDevice(4, 99 * 1024)
@@ -90,6 +95,22 @@ def test_packed_weights_take_no_more(tmp_path: Path) -> None:
 def test_beside_its_layers_a_decode_gathers_normalizes_and_projects(tmp_path: Path) -> None:
     """The token rows, then the final norm of the wanted rows and the output projection."""
     assert len(of_a_decode(tmp_path, "llama", 1)) == len(LAYER) + 3
+
+
+@pytest.mark.parametrize(("temperature", "sampling"), [(0.0, 1), (1.0, 2)])
+def test_a_whole_step_takes_few_launches_beside_its_layers(temperature: float, sampling: int, tmp_path: Path) -> None:
+    """Upload, rows of tokens, final norm and projection, sampling, the token matrix (4), and what comes back (3)."""
+    write_checkpoint("llama", tmp_path, num_hidden_layers=1)
+    ops = CudaOps("float32", Processor(), replace(KERNELS, sampling=TritonSampling(torch.device("cpu"), 4)))
+    model = OnProcessor(EngineConfig(model=str(tmp_path))).load_model(tmp_path, ops, lambda done, total: None)
+    ops.compile = lambda forward: forward  # type: ignore[method-assign]  # a replay would count as nothing
+    runner = Runner(ops, model, LIMITS_OF_STEPS, TorchPostprocess)
+    *earlier, last = conversation([{"temperature": temperature, "seed": slot} for slot in range(3)])
+    for each in earlier:
+        runner.execute(each)
+    with counted() as found:
+        runner.execute(last)
+    assert len(found) <= len(LAYER) + 1 + 3 + sampling + 4 + 3, found
 
 
 def test_without_the_kernels_the_count_is_that_of_the_operations_one_by_one(tmp_path: Path) -> None:
