@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from fd_core.runner.launching import LaunchedStep
 from fd_core.scheduling.requests import State
 from fd_core.signals import Outcome
 from fd_core.testing.golden import Golden
@@ -282,15 +283,15 @@ def test_an_abort_ends_a_request_in_every_state(target: Target, golden: Golden, 
 def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden, transport: str) -> None:
     specs = long_ones(3, 20)
     with target.engine(num_kv_blocks=64, output_transport=transport) as engine:
-        execute, steps = engine.probe().runner.execute, 0
+        finish, steps = engine.probe().runner.finish, 0
 
-        def failing(plan: StepPlan) -> StepOutput:
+        def failing(launched: LaunchedStep) -> StepOutput:
             nonlocal steps
             steps += 1
-            output = execute(plan)
+            output = finish(launched)
             return replace(output, errors=((1, "the row failed"),)) if steps == 4 else output
 
-        engine.probe().runner.execute = failing  # type: ignore[method-assign]  # a back door
+        engine.probe().runner.finish = failing  # type: ignore[method-assign]  # a back door
         device = device_of(engine, transport)
         stepper = SentStepper(engine, device)
         stepper.submit(*specs)
