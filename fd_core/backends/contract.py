@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -179,6 +180,14 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def make_ops(self) -> Ops:
         """Create the pack for the configured dtype and threads; may initialise the device."""
+
+    def rehearse(self, steps: AbstractContextManager[None]) -> None:  # noqa: B027 - few backends measure
+        """Measure what steps take beside weights and KV, for `free_memory` to leave it out; by default nothing is.
+
+        Entering `steps` computes the largest steps that the settings allow, with a KV cache of a few blocks; leaving it
+        gives back what they hold. Called once, when all weights are loaded, but for a model on several ranks: a rank
+        cannot compute before all others can.
+        """
 
     @abc.abstractmethod
     def free_memory(self) -> int:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from fd_core.backends.contract import Backend, Model, cache_shape
-from fd_core.config import EngineConfig, Limits
+from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.engine.client import StartProgress
 from fd_core.engine.ranks.messages import RankLoaded
+from fd_core.engine.rehearsal import rehearsed
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantization import require_formats
@@ -25,6 +30,9 @@ from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 from fd_core.weights import ITEM_BYTES
 
 __all__ = ["Computing"]
+
+_ENOUGH: Final = 2**60
+"""Bytes in which every slot has all the blocks that it can use."""
 
 
 class Computing:
@@ -91,15 +99,32 @@ class Computing:
             size += self.drafter.kv_shape.bytes_per_block(item_bytes)
         return size
 
+    @contextmanager
+    def _rehearsal(self) -> Iterator[None]:
+        """Compute the largest steps; memory enough for every sequence shows how large they can be."""
+        limits = resolve_limits(
+            msgspec.structs.replace(self._config, num_kv_blocks=None, kv_cache_memory=None),
+            model_max_len=self.model.max_positions,
+            vocab_size=self.model.vocab_size,
+            bytes_per_block=1,
+            free_bytes=_ENOUGH,
+            default_batched_tokens=self.backend.default_batched_tokens,
+        )
+        with rehearsed(partial(self.runner, grammars=False), limits):
+            yield
+
     def loaded(self) -> RankLoaded:
-        """Load the weights and say what of the device is left."""
+        """Load the weights, those of a draft model too, and say what of the device is left."""
+        bytes_per_block = self.bytes_per_block
+        if self._config.num_ranks == 1:
+            self.backend.rehearse(self._rehearsal())
         shape = self.model.kv_shape(self._config.block_size)
         share = (shape.first_kv_head, shape.first_kv_head + shape.num_kv_heads)
         if self._config.pipeline_parallel_size > 1:
             share = (shape.first_layer, shape.first_layer + shape.num_layers)
-        return RankLoaded(self.backend.free_memory(), self.bytes_per_block, share, self.model.weights)
+        return RankLoaded(self.backend.free_memory(), bytes_per_block, share, self.model.weights)
 
-    def runner(self, limits: Limits, make: Callable[..., Runner] = Runner) -> Runner:
+    def runner(self, limits: Limits, make: Callable[..., Runner] = Runner, *, grammars: bool = True) -> Runner:
         """Allocate the KV cache and return what executes plans."""
         return make(
             self.ops,
@@ -107,7 +132,7 @@ class Computing:
             limits,
             self._postprocess,
             self.drafter,
-            self.compiler,
+            self.compiler if grammars else None,
             self._config.kv_cache_dtype,
         )
 

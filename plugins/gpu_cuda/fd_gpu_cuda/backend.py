@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fd_core.backends.contract import Availability, Backend, LoadProgress, Model
 from fd_core.backends.places import EnginePlace
-from fd_core.config import EngineConfig, step_budget
-from fd_core.errors import PluginError
+from fd_core.config import EngineConfig
+from fd_core.errors import ConfigError, PluginError
 from fd_core.ops.contract import Ops
-from fd_core.runner.prompt_scores import SCORED_CELLS
 
+from fd_gpu_cuda.memory import KeptMemory, calculated, measured
 from fd_gpu_cuda.probe import cuda_of_ranks, cuda_of_torch, cuda_places, device_problem, missing
 
 if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
     from fd_gpu_cuda.providers import Providers
 
-__all__ = ["GRAPH_BYTES", "NCCL_BYTES", "CudaBackend", "kv_bytes", "largest_step", "step_bytes"]
+__all__ = ["CudaBackend"]
 
-GRAPH_BYTES = 256 * 2**20
-"""Kept for captured graphs, workspaces of cuBLAS and FlashInfer, and compiled kernels."""
-NCCL_BYTES = 512 * 2**20
-"""Kept for the buffers of NCCL where several ranks compute one model."""
-_BYTES_PER_HIDDEN = 96
-"""A token's activations for each element of the hidden state: the residual, what a norm holds in float32, queries, keys
-and values, and gate and up, which are some five times as wide."""
-_BYTES_PER_LOGIT = 48
-"""Logits in float32, and what sampling with filters holds beside them: weights and running sums in float64, and the
-order as int64."""
+logger = logging.getLogger(__name__)
 _HINT = "pip install 'fd-gpu-cuda[torch]' from an index that has torch built for CUDA, such as the default one"
 
 
@@ -45,7 +38,9 @@ class CudaBackend(Backend):
         super().__init__(config)
         self._cuda: Cuda | None = None
         self._model: Model | None = None
+        self._ops: Ops | None = None
         self._providers: Providers | None = None
+        self._kept: KeptMemory | None = None
 
     @classmethod
     def probe(cls) -> Availability:
@@ -104,7 +99,7 @@ class CudaBackend(Backend):
         model = super().load_model(path, ops, progress)
         # A draft model is loaded later, and is the smaller one.
         if self._model is None:
-            self._model = model
+            self._model, self._ops = model, ops
         if self._providers is not None:
             self._try_providers(self._providers, model, ops)
         return model
@@ -121,22 +116,39 @@ class CudaBackend(Backend):
             trial = ModelTrial(model, ops, providers.composed, config.block_size, config.kv_cache_dtype)
             ops.use(providers.settle(trial))
 
+    def rehearse(self, steps: AbstractContextManager[None]) -> None:
+        """Measure on the device."""
+        from torch import OutOfMemoryError
+
+        from fd_gpu_cuda.ops import CudaOps
+
+        if self._cuda is None or not isinstance(self._ops, CudaOps):
+            return
+        try:
+            self._kept = measured(self._cuda, self._ops, steps)
+        except OutOfMemoryError as error:
+            raise ConfigError(
+                f"the largest step does not fit beside the weights: {error}",
+                field="--max-num-batched-tokens",
+                hint="lower it or --max-num-seqs",
+            ) from error
+        logger.info("%s", self._kept)
+
     def free_memory(self) -> int:
         """Return what the device has left for KV beside the largest step and the graphs."""
         if self._cuda is None:
             return 0
-        free = self._cuda.free_bytes()
-        if self.config.tensor_parallel_size > 1:
-            free -= NCCL_BYTES  # it connects at the first step
-        return kv_bytes(free, 0 if self._model is None else largest_step(self.config, self._model))
+        kept = self._kept or calculated(self.config, self._model, self.default_batched_tokens)
+        return max(self._cuda.free_bytes() - kept.total, 0)
 
     def describe(self) -> str:
         """Name the device and the kernels."""
         device = "CUDA device" if self._cuda is None else self._cuda.name
-        if self._providers is None:
-            return device
-        graphs = ", decodes as CUDA graphs" if self._providers.kernels.capturable else ""
-        return f"{device}, {self._providers.describe()}{graphs}"
+        parts = [device]
+        if self._providers is not None:
+            parts.append(self._providers.describe())
+            parts += ["decodes as CUDA graphs"] * self._providers.kernels.capturable
+        return ", ".join([*parts, *([] if self._kept is None else [str(self._kept)])])
 
     def _fastest_dtype(self, cuda: Cuda) -> str:
         if cuda.has_bfloat16:
@@ -147,27 +159,3 @@ class CudaBackend(Backend):
             return "float16"
         self.dtype_reason = "the device multiplies neither bfloat16 nor float16 matrices itself"
         return "float32"
-
-
-def largest_step(config: EngineConfig, model: Model) -> int:
-    """Return the bytes that the largest step of a model takes beside weights and KV."""
-    width = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
-    budget = step_budget(config, CudaBackend.default_batched_tokens)
-    table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
-    return step_bytes(
-        tokens=budget,
-        # Beside those that are sampled from, the logits of prompts whose log-probabilities are wanted.
-        rows=min(config.max_num_seqs * width, budget) + max(SCORED_CELLS // model.vocab_size, 1),
-        hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
-        vocabulary=model.vocab_size,
-    )
-
-
-def step_bytes(*, tokens: int, rows: int, hidden: int, vocabulary: int) -> int:
-    """Return what the largest step takes beside weights and KV: `tokens` computed, logits of `rows` of them."""
-    return tokens * hidden * _BYTES_PER_HIDDEN + rows * vocabulary * _BYTES_PER_LOGIT
-
-
-def kv_bytes(free: int, step: int) -> int:
-    """Return what is left of `free` bytes once the largest step and the graphs have theirs; 0 if they do not fit."""
-    return max(free - step - GRAPH_BYTES, 0)

@@ -49,8 +49,9 @@ class Cuda:
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
-        self._capture: tuple[Any, Any] | None = None
-        """The stream and the memory of captures."""
+        self._captures = torch.cuda.Stream(self.device)
+        self._pool: Any = None
+        """The memory of captures."""
         self._connection: Any = None
 
     @property
@@ -160,14 +161,14 @@ class Cuda:
         memory for what they compute on the way.
         """
         compute()  # outside the capture, because kernels are compiled and libraries set up on their first call
-        if self._capture is None:
-            self._capture = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
-        stream, pool = self._capture
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        stream = self._captures
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             # Other threads may copy KV meanwhile.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 compute()
             finally:
@@ -175,8 +176,17 @@ class Cuda:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph.replay
 
+    def release_unused(self) -> None:
+        """Give memory that nobody uses back to the driver, that of graphs too; called when no graph is left."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        self._pool = None  # torch forgets a pool with its last graph
+
+    def free_on_driver(self) -> int:
+        """Return bytes that the driver has; what torch holds without need is not among them."""
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
     def free_bytes(self) -> int:
         """Return bytes that nobody uses: what the driver has, and what torch holds without need."""
-        free, _ = torch.cuda.mem_get_info(self.device)
         unused: int = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return int(free) + unused
+        return self.free_on_driver() + unused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from fd_core.config import Limits
@@ -75,6 +76,10 @@ class GraphInputs:
         )
 
 
+_FEW: Final = 5
+"""Graphs captured to see what one more takes: the driver gives memory by 2 MiB, which a graph may take a part of."""
+
+
 class DeviceGraphs:
     """What graphs are captured with: one memory for what they read, and one for the logits that they write.
 
@@ -82,8 +87,12 @@ class DeviceGraphs:
     all sizes, and those of a draft model, share both.
     """
 
-    def __init__(self, cuda: Cuda, shapes: GraphShapes, limits: Limits) -> None:
+    def __init__(self, cuda: Cuda, shapes: GraphShapes, limits: Limits, *, few: bool = False) -> None:
+        """`few` captures only some of the shapes, and says what the others would take."""
         self.shapes = shapes
+        self.bytes_to_come = 0
+        """What graphs that were not captured would take beside those that were."""
+        self._few = few
         self._cuda = cuda
         self._limits = limits
         self._inputs: GraphInputs | None = None
@@ -95,14 +104,21 @@ class DeviceGraphs:
         """Capture a forward in every shape."""
         if self._inputs is None:
             self._inputs = GraphInputs(self.shapes, self._limits, self._cuda.device)
-        size, graphs = cache.shape.block_size, {}
+        size, graphs = cache.shape.block_size, dict[Shape, _Graph]()
+        shapes, free = list(self.shapes), list[int]()
+        chosen = [shapes[0], *shapes[1 :: max(1, len(shapes) // _FEW)]][:_FEW] if self._few else shapes
         with self._cuda.capturing():
-            for shape in self.shapes:
+            for shape in chosen:
                 step = self._inputs.of(shape, spare_block, size)
                 logits = self._logits_of(forward, step, cache)
                 replay = self._cuda.capture(lambda: self._write(forward, step, cache, logits))  # noqa: B023 - at once
                 vectors = (step.token_ids, step.positions, step.kv_slots, step.context_len)
                 graphs[shape] = _Graph(step, vectors, logits, replay)
+                free.append(self._cuda.free_on_driver())
+        if len(shapes) > len(chosen) > 1:
+            # The first one has set up what all share.
+            each = -(-max(free[0] - free[-1], 0) // (len(chosen) - 1))
+            self.bytes_to_come += each * (len(shapes) - len(chosen))
         return graphs
 
     def replay(self, graph: _Graph, step: StepInput) -> Array:
@@ -166,6 +182,7 @@ class GraphedForward:
             return None
         if cache not in self._captured:
             self._captured[cache] = self._graphs.capture(self._forward, cache, cache.spare_block)
-            logger.info("captured decodes of %s", ", ".join(f"{rows} x {width}" for rows, width in self._graphs.shapes))
-        graph = self._captured[cache][shape]
-        return None if step.block_tables.shape[1] > graph.step.block_tables.shape[1] else graph
+            shapes = ", ".join(f"{rows} x {width}" for rows, width in self._captured[cache])
+            logger.info("captured decodes of %s tokens", shapes)
+        graph = self._captured[cache].get(shape)
+        return None if graph is None or step.block_tables.shape[1] > graph.step.block_tables.shape[1] else graph

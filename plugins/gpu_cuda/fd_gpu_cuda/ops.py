@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -58,6 +59,7 @@ class CudaOps(SamplingOps, MixtureOps, FusedOps):
         self._cuda = cuda
         self._kernels = kernels
         self._graphs: DeviceGraphs | None = None
+        self._rehearses = False
         self._collectives: TorchCollectives | None = None
 
     def warm_up_steps(self, limits: Limits) -> Sequence[WarmUpStep]:
@@ -107,7 +109,21 @@ class CudaOps(SamplingOps, MixtureOps, FusedOps):
         """Choose the shapes of decodes, and allocate what sampling needs."""
         self._kernels.sampling.reserve(limits.max_num_seqs * (1 + limits.max_drafts))
         if self._kernels.capturable:
-            self._graphs = DeviceGraphs(self._cuda, GraphShapes.of(limits), limits)
+            self._graphs = DeviceGraphs(self._cuda, GraphShapes.of(limits), limits, few=self._rehearses)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Return a context in which few graphs are captured; none is held behind it."""
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses, self._graphs = False, None
+
+    @property
+    def graph_bytes_to_come(self) -> int:
+        """What the graphs that a rehearsal did not capture will take."""
+        return 0 if self._graphs is None else self._graphs.bytes_to_come
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Queue a copy from pinned memory; the array may be changed at once."""

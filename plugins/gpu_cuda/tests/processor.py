@@ -116,8 +116,14 @@ class Processor(Cuda):
     def connect(self, store: Any, parallel: Parallel, seconds: float) -> Any:
         return RecordedGroup(gloo_group(store, parallel, "127.0.0.1", seconds))
 
-    def free_bytes(self) -> int:
+    def release_unused(self) -> None:
+        pass
+
+    def free_on_driver(self) -> int:
         return self.free
+
+    def free_bytes(self) -> int:
+        return self.free_on_driver()
 
 
 def plain_attention(q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:

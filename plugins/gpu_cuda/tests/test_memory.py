@@ -1,21 +1,157 @@
-"""The KV cache takes what the largest step leaves."""
+"""The KV cache takes what steps and graphs leave: measured where there is a rehearsal, calculated elsewhere."""
 
 from __future__ import annotations
 
-from fd_gpu_cuda.backend import GRAPH_BYTES, kv_bytes, step_bytes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from fd_core.config import EngineConfig, Limits, SpeculativeConfig
+from fd_core.engine.rehearsal import rehearsed
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import StepInput
+from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
+from fd_core.runner.runner import Runner
+from fd_core.testing.checkpoints import write_checkpoint
+from processor import OnProcessor, Processor, make_ops
+
+from fd_gpu_cuda.memory import GRAPH_BYTES, NCCL_BYTES, calculated, measured, step_bytes
+from fd_gpu_cuda.sizes import GraphShapes
+
+MIB = 2**20
+LIMITS = Limits(
+    max_num_seqs=40,
+    max_num_batched_tokens=160,
+    max_model_len=64,
+    block_size=4,
+    num_kv_blocks=1000,
+    vocab_size=160,
+    max_drafts=3,
+)
 
 
-def test_a_step_and_the_graphs_come_first() -> None:
-    step = step_bytes(tokens=2048, rows=32, hidden=4096, vocabulary=128_256)
-    assert 2**29 < step < 2**30 + 2**28
-    assert kv_bytes(10 * 2**30, step) == 10 * 2**30 - step - GRAPH_BYTES
+class Metered(Processor):
+    """A device whose memory falls with each capture: for a graph, once for what graphs share, once for a library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = 1000 * MIB
+        self.held = 0
+        self.shared = False
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        replay = super().capture(compute)
+        self.held += 3 * MIB + (0 if self.held else 50 * MIB)
+        return replay
+
+    def free_on_driver(self) -> int:
+        return self.free - self.held
+
+    def release_unused(self) -> None:
+        if self.held:
+            self.held, self.free = 0, self.free - 7 * MIB  # that of the library stays
 
 
-def test_a_larger_budget_or_more_logits_leave_less() -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_what_one_more_graph_takes_is_kept_for_all_that_were_not_captured(folder: Path) -> None:
+    device = Metered()
+    ops = make_ops(device)
+    model = OnProcessor(EngineConfig(model=str(folder))).load_model(folder, ops, lambda done, total: None)
+    kept = measured(device, ops, rehearsed(lambda limits: Runner(ops, model, limits, TorchPostprocess), LIMITS))
+    assert 2 <= device.captured <= 5
+    assert kept.steps == (50 + 3 * device.captured - 7) * MIB
+    assert kept.graphs == 3 * MIB * (len(list(GraphShapes.of(LIMITS))) - device.captured)
+    assert str(kept) == f"{kept.total // MIB} MiB measured for steps and graphs"
+    # What serves afterwards captures all of them.
+    ops.configure(LIMITS)
+    assert ops.padded(40, 1) == (40, 1)
+
+
+def test_a_rehearsal_computes_the_largest_steps_and_nothing_of_it_is_left(folder: Path) -> None:
+    ops = make_ops()
+    model = OnProcessor(EngineConfig(model=str(folder))).load_model(folder, ops, lambda done, total: None)
+    steps: list[StepInput] = []
+    runners: list[Runner] = []
+
+    def make(limits: Limits) -> Runner:
+        runner = Runner(ops, model, limits, TorchPostprocess)
+        runner.watch_forward(steps.append)
+        runners.append(runner)
+        return runner
+
+    with rehearsed(make, LIMITS):
+        assert runners.pop().limits.num_kv_blocks == 16
+    assert [len(step.token_ids) for step in steps] == [160, 40, 160]
+    assert [len(step.logits_rows) for step in steps] == [40, 40, 160]
+
+
+class Backed(OnProcessor):
+    """Its device has a gibibyte, and rehearses."""
+
+    def make_ops(self) -> Any:
+        ops = super().make_ops()
+        self.processor.free = 2**30
+        return ops
+
+
+def test_a_backend_measures_once_and_keeps_that_much(folder: Path) -> None:
+    backend = Backed(EngineConfig(model=str(folder)))
+    backend.load_model(folder, backend.make_ops(), lambda done, total: None)
+    before = backend.free_memory()
+
+    @contextmanager
+    def steps() -> Iterator[None]:
+        backend.processor.free -= 100 * MIB
+        yield
+        backend.processor.free += 90 * MIB
+
+    backend.rehearse(steps())
+    assert backend.free_memory() == 2**30 - 10 * MIB - 90 * MIB > before
+    assert "90 MiB measured for steps and graphs" in backend.describe()
+
+
+def test_a_step_that_does_not_fit_is_an_error_with_a_hint(folder: Path) -> None:
+    backend = Backed(EngineConfig(model=str(folder)))
+    backend.load_model(folder, backend.make_ops(), lambda done, total: None)
+
+    @contextmanager
+    def steps() -> Iterator[None]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    with pytest.raises(ConfigError, match="does not fit beside the weights") as caught:
+        backend.rehearse(steps())
+    assert caught.value.field == "--max-num-batched-tokens"
+
+
+def test_a_larger_budget_more_logits_or_drafts_are_calculated_to_take_more(folder: Path) -> None:
     small = step_bytes(tokens=2048, rows=32, hidden=4096, vocabulary=32_000)
+    assert 2**29 < step_bytes(tokens=2048, rows=32, hidden=4096, vocabulary=128_256) < 2**30 + 2**28
     assert step_bytes(tokens=8192, rows=32, hidden=4096, vocabulary=32_000) > small
     assert step_bytes(tokens=2048, rows=128, hidden=4096, vocabulary=32_000) > small
+    config = EngineConfig(model=str(folder), max_num_batched_tokens=64, max_num_seqs=8)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    drafting = EngineConfig(model=str(folder), max_num_batched_tokens=64, max_num_seqs=8, speculative=speculative)
+    backend = Backed(config)
+    model = backend.load_model(folder, backend.make_ops(), lambda done, total: None)
+    assert calculated(drafting, model, 2048).steps > calculated(config, model, 2048).steps
+    assert calculated(config, None, 2048).total == GRAPH_BYTES
+    ranks = EngineConfig(model=str(folder), tensor_parallel_size=2)
+    assert calculated(ranks, None, 2048).total == GRAPH_BYTES + NCCL_BYTES
 
 
-def test_nothing_is_left_where_the_step_does_not_fit() -> None:
-    assert kv_bytes(2**20, 2**21) == 0
+def test_nothing_is_left_where_what_is_kept_does_not_fit(folder: Path) -> None:
+    backend = Backed(EngineConfig(model=str(folder)))
+    backend.load_model(folder, backend.make_ops(), lambda done, total: None)
+    backend.processor.free = 2**20
+    assert backend.free_memory() == 0

@@ -21,7 +21,8 @@ from processor import OnProcessor, Processor, make_ops
 from test_steps import CASES, LIMITS, MIXED, conversation
 
 from fd_gpu_cuda import probe
-from fd_gpu_cuda.backend import NCCL_BYTES, CudaBackend
+from fd_gpu_cuda.backend import CudaBackend
+from fd_gpu_cuda.memory import NCCL_BYTES
 
 
 def steps(folder: Path, group: RankGroup | None, quantization: str = "auto") -> tuple[list[Any], Processor]:

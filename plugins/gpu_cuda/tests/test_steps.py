@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fd_core.backends.contract import Model  # noqa: E402 - only where torch is installed
-from fd_core.config import EngineConfig, Limits, SpeculativeConfig, resolve_limits  # noqa: E402
+from fd_core.config import EngineConfig, Limits, resolve_limits  # noqa: E402
 from fd_core.engine.device import LaunchingDevice, ThreadDevice, make_device  # noqa: E402
 from fd_core.ops.contract import Ops  # noqa: E402
 from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
@@ -25,8 +25,8 @@ from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepPlan  # noqa: E402
 from processor import OnProcessor, Processor, ids, make_ops, nothing_waits  # noqa: E402
 
-from fd_gpu_cuda.backend import GRAPH_BYTES, largest_step  # noqa: E402
 from fd_gpu_cuda.kernel_table import SamplingKernels  # noqa: E402
+from fd_gpu_cuda.memory import calculated  # noqa: E402
 from fd_gpu_cuda.ops import CudaOps  # noqa: E402
 
 LIMITS = Limits(
@@ -225,12 +225,10 @@ def test_the_kv_cache_is_sized_from_what_is_free(folder: Path) -> None:
     config = EngineConfig(model=str(folder), max_num_seqs=8, max_num_batched_tokens=64, gpu_memory_utilization=1.0)
     backend = OnProcessor(config)
     model = backend.load_model(folder, backend.make_ops(), lambda done, total: None)
-    step = largest_step(config, model)
-    drafting = replace_drafts(config, 3)
-    assert largest_step(drafting, model) > step
+    kept = calculated(config, model, 2048)
     shape = model.kv_shape(config.block_size)
     bytes_per_block = shape.bytes_per_block(4)
-    backend.processor.free = GRAPH_BYTES + step + 5 * bytes_per_block + 1
+    backend.processor.free = kept.total + 5 * bytes_per_block + 1
     limits = resolve_limits(
         config,
         model_max_len=model.max_positions,
@@ -239,12 +237,6 @@ def test_the_kv_cache_is_sized_from_what_is_free(folder: Path) -> None:
         free_bytes=backend.free_memory(),
     )
     assert limits.num_kv_blocks == 5
-
-
-def replace_drafts(config: EngineConfig, drafts: int) -> EngineConfig:
-    fields = {name: getattr(config, name) for name in config.__struct_fields__}
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts)
-    return EngineConfig(**(fields | {"speculative": speculative}))
 
 
 def test_what_works_on_logits_goes_to_the_kernels() -> None:
