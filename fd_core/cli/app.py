@@ -33,7 +33,7 @@ __all__ = ["app"]
 app = typer.Typer(
     name="fdcore",
     help="Serve language models with plugins for hardware, scheduling and storage. Every command has --help.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -69,6 +69,11 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
+    ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=_show_version)] = False,
 ) -> None:
-    """Hold the options that come before a command."""
+    """Hold the options that come before a command; without one, say what to type next."""
+    if ctx.invoked_subcommand is None:
+        from fd_core.cli.welcome import welcome
+
+        print(*welcome(), sep="\n")

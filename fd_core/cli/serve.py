@@ -42,9 +42,10 @@ def serve(
     Every setting may also come from an environment variable (FD_MAX_NUM_SEQS for --max-num-seqs) or from the TOML
     file of --config; flags win over the environment, the environment over the file.
     """
+    from fd_core.cli.model_choice import choose_model
     from fd_core.cli.settings import merge
 
-    settings = merge(model, given, os.environ)
+    settings = merge(model, given, os.environ, ask_model=lambda: choose_model("fdcore serve"))
     outlive_hangups(settings.server.api_key_file)
     # Processes that are started from here have no use for the secret.
     os.environ.pop("FD_API_KEY", None)

@@ -40,17 +40,24 @@ class Settings:
 
 
 def merge(
-    model: str | None, given: Given, environment: Mapping[str, str], *, default_model: str | None = None
+    model: str | None,
+    given: Given,
+    environment: Mapping[str, str],
+    *,
+    default_model: str | None = None,
+    ask_model: Callable[[], str] | None = None,
 ) -> Settings:
     """Merge every source into frozen settings.
 
-    `given` maps fields to what was typed; `config` in it names the file. `default_model` is used if none is named.
-    Raises `ConfigError` naming the flag, variable or key at fault.
+    `given` maps fields to what was typed; `config` in it names the file. `default_model` is used if none is named,
+    or else `ask_model` is called. Raises `ConfigError` naming the flag, variable or key at fault.
     """
     path = settings_path(given, environment)
     merged = merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
     model = model or environment.get("FD_MODEL") or merged.get("model") or default_model
     merged.pop("model", None)
+    if not model and ask_model is not None:
+        model = ask_model()
     if not model:
         raise ConfigError("no model was named", field="MODEL", hint="for example `smollm2`")
     server = {name: value for name, value in merged.items() if name in _SERVER_FIELDS}

@@ -98,10 +98,14 @@ def resolve_model(
     raise _unknown(name, cache_dir)
 
 
-def list_models(*, cache_dir: Path | None = None) -> list[ListedModel]:
-    """Return the models with a short name, then those of Hugging Face's cache; no network is touched."""
+def list_models(*, cache_dir: Path | None = None, checked: bool = True) -> list[ListedModel]:
+    """Return the models with a short name, then those of Hugging Face's cache; no network is touched.
+
+    Not `checked`, a file of the right size counts as the model, which saves reading it.
+    """
     cache = find_cache_dir(cache_dir)
-    listed = [ListedModel(model.name, model.about, model.size, packaged.find(model, cache)) for model in KNOWN]
+    find = packaged.find if checked else packaged.find_unchecked
+    listed = [ListedModel(model.name, model.about, model.size, find(model, cache)) for model in KNOWN]
     listed += [
         ListedModel(name, "from Hugging Face", size, path) for name, size, path in hub.cached(_hub_cache(cache_dir))
     ]
@@ -144,7 +148,7 @@ def _unknown(name: str, cache_dir: Path | None) -> ModelError:
 
 
 def _candidates(name: str, cache_dir: Path | None) -> Iterable[str]:
-    yield from (model.name for model in list_models(cache_dir=cache_dir))
+    yield from (model.name for model in list_models(cache_dir=cache_dir, checked=False))
     parent = _existing(str(Path(name).parent))
     if parent is not None and parent.is_dir():
         for entry in parent.iterdir():

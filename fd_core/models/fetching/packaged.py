@@ -23,7 +23,7 @@ from fd_core.errors import ModelError
 from fd_core.models.fetching.cache import exclusive, scratch, sha256_of
 from fd_core.models.fetching.progress import ProgressSink, report_growth
 
-__all__ = ["PackagedModel", "fetch", "find"]
+__all__ = ["PackagedModel", "fetch", "find", "find_unchecked"]
 
 _CHUNK = 1 << 20
 
@@ -49,13 +49,20 @@ class PackagedModel:
 
 def find(model: PackagedModel, cache: Path) -> Path | None:
     """Return the model's path if the cache holds it whole and unchanged, else None."""
-    path = model.path(cache)
+    path = find_unchecked(model, cache)
     try:
-        if path.stat().st_size == model.size and sha256_of(path) == model.sha256:
-            return path
+        return path if path is not None and sha256_of(path) == model.sha256 else None
     except OSError:
         return None
-    return None
+
+
+def find_unchecked(model: PackagedModel, cache: Path) -> Path | None:
+    """Return the model's path if the cache holds a file of its size, else None."""
+    path = model.path(cache)
+    try:
+        return path if path.stat().st_size == model.size else None
+    except OSError:
+        return None
 
 
 def fetch(model: PackagedModel, cache: Path, progress: ProgressSink) -> Path:

@@ -1,0 +1,71 @@
+"""Which model is meant where none was named: people at a terminal are asked, programs are told what there is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fd_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fd_core.models.catalog import ListedModel
+
+__all__ = ["choose_model", "named_models", "size_of"]
+
+
+def named_models() -> list[ListedModel]:
+    """Return the models that can be named at once, those that lie on this machine first; no file of them is read."""
+    from fd_core.models.catalog import list_models
+
+    return sorted(list_models(checked=False), key=lambda model: model.path is None)
+
+
+def size_of(model: ListedModel) -> str:
+    """Return how large a model is and whether it has to be fetched first."""
+    return f"{model.size / 1e6:,.0f} MB, " + ("here" if model.path is not None else "fetched at the first start")
+
+
+def choose_model(command: str) -> str:
+    """Return the model that somebody at the terminal chooses for `command`, such as `fdcore serve`.
+
+    Raises `ConfigError` with the list where nobody sits at one, or nothing is chosen.
+    """
+    models = named_models()
+    if not _at_a_terminal():
+        raise _none_named(command, models)
+    try:
+        chosen = _asked(models)
+    except EOFError:
+        print(file=sys.stderr)
+        raise _none_named(command, models) from None
+    print(f"next time: {command} {chosen}", file=sys.stderr)
+    return chosen
+
+
+def _at_a_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _asked(models: Sequence[ListedModel]) -> str:
+    from rich.console import Console
+    from rich.prompt import Prompt
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    console.print("No model was named. These can be served; so can a folder, a .gguf file or a Hugging Face name.")
+    for number, model in enumerate(models, 1):
+        console.print(Text(f"  {number}  {model.name}  ({size_of(model)})"))
+    answer = Prompt.ask("Number or name", console=console, default="1").strip()
+    if answer.isdecimal() and 1 <= int(answer) <= len(models):
+        return models[int(answer) - 1].name
+    return answer or models[0].name
+
+
+def _none_named(command: str, models: Sequence[ListedModel]) -> ConfigError:
+    listed = "; ".join(f"{model.name} ({size_of(model)})" for model in models)
+    return ConfigError(
+        f"no model was named; there is {listed}",
+        field="MODEL",
+        hint=f"type `{command} {models[0].name}`, or name a folder, a .gguf file or a Hugging Face name",
+    )

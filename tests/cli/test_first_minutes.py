@@ -1,0 +1,89 @@
+"""What people see first: `fdcore` alone, and `fdcore serve` that names no model."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fd_core.cli import model_choice
+from fd_core.cli.app import app
+from fd_core.cli.model_choice import choose_model
+from fd_core.errors import ConfigError, PluginError
+from fd_core.models.catalog import ListedModel
+from fd_core.plugins import Plugins
+
+ABSENT = ListedModel("smollm2", "small", 98_000_000, None)
+HERE = ListedModel("org/large", "from Hugging Face", 3_000_000_000, Path("/snapshots/large"))
+
+
+@pytest.fixture
+def two_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fd_core.models.catalog.list_models", lambda checked: [ABSENT, HERE])
+
+
+def test_fdcore_alone_says_what_to_type_and_what_is_here(two_models: None) -> None:
+    shown = CliRunner().invoke(app, [])
+    assert shown.exit_code == 0
+    assert "  fdcore serve org/large " in shown.output
+    assert "Model    org/large (3,000 MB, here) and 1 more" in shown.output
+    assert "Backend  " in shown.output
+    assert len(shown.output.splitlines()) < 15
+    assert max(map(len, shown.output.splitlines())) < 120
+
+
+def test_fdcore_alone_says_what_to_do_where_no_backend_can_run(
+    two_models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(self: Plugins, name: str = "auto") -> None:
+        raise PluginError("no backend can run here", hint="pip install 'fd-core[cpu]'")
+
+    monkeypatch.setattr(Plugins, "choose_backend", none)
+    shown = CliRunner().invoke(app, [])
+    assert (shown.exit_code, shown.exception) == (0, None)
+    assert "Backend  no backend can run here (pip install 'fd-core[cpu]')" in shown.output
+
+
+def test_serve_without_a_model_tells_programs_what_there_is(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "fd_core.cli", "serve"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "FD_CACHE": str(tmp_path), "HF_HOME": str(tmp_path)},
+    )
+    assert ended.returncode == 2
+    assert "smollm2 (98 MB, fetched at the first start) (type `fdcore serve smollm2`" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "typed, chosen",
+    [("2\n", "smollm2"), ("\n", "org/large"), ("a/folder\n", "a/folder"), ("7\n", "7")],
+)
+def test_people_at_a_terminal_are_asked(
+    two_models: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, chosen: str
+) -> None:
+    monkeypatch.setattr(model_choice, "_at_a_terminal", lambda: True)
+    master, slave = pty.openpty()
+    os.write(master, typed.encode())
+    with os.fdopen(slave) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert choose_model("fdcore serve") == chosen
+    os.close(master)
+    assert f"next time: fdcore serve {chosen}" in capsys.readouterr().err
+
+
+def test_leaving_the_question_is_an_error_with_the_list(two_models: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_choice, "_at_a_terminal", lambda: True)
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        with pytest.raises(ConfigError, match=r"org/large \(3,000 MB, here\); smollm2 \(98 MB, fetched"):
+            choose_model("fdcore serve")
