@@ -16,7 +16,7 @@ SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no
 """Options of pytest: a worker for each core; the tests of one file share a worker, and so what they set up. Files begin
 in the order in which they were collected: tests/conftest.py puts the slow ones first."""
 
-CHECKED = ("fd_core", "tests", "benchmarks", "plugins", "noxfile.py")
+CHECKED = ("fd_core", "tests", "benchmarks", "plugins", "examples", "noxfile.py")
 PLUGINS = tuple(sorted(str(found.parent) for found in Path("plugins").glob("*/pyproject.toml")))
 """Each a distribution of its own, with its own settings for mypy and pytest."""
 
@@ -234,7 +234,8 @@ def clients(session: nox.Session, client: str) -> None:
     """Real clients against a server, each in its environment. Not part of the default run."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,conformance]", CLIENTS[client])
-    session.run("pytest", "tests/clients", *session.posargs, env={"FD_CLIENT": client})
+    examples = ["tests/examples/test_agent.py"] if client in ("openai", "anthropic") else []
+    session.run("pytest", "tests/clients", *examples, *session.posargs, env={"FD_CLIENT": client})
 
 
 @nox.session

@@ -1,0 +1,1 @@
+"""Each example of `examples/` does what its README says."""

@@ -1,0 +1,28 @@
+"""Scripts of `examples/` as modules."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Yield what imports `FOLDER/NAME`; as for who runs it, it finds the modules beside it. They are forgotten then."""
+    before = set(sys.modules)
+
+    def imported(path: str) -> ModuleType:
+        monkeypatch.syspath_prepend(EXAMPLES / Path(path).parent)
+        return importlib.import_module(Path(path).name)
+
+    yield imported
+    for name in set(sys.modules) - before:
+        if str(EXAMPLES) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
