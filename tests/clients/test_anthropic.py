@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import anthropic
 import pytest
 
+from tests.documents.blocks import ROOT, blocks_of
 from tests.server.fakes import LiveServer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -88,3 +89,10 @@ def test_the_models_are_listed(client: anthropic.Anthropic) -> None:
     listed = client.models.list()
     assert (listed.data[0].id, listed.last_id, listed.has_more) == ("scripted", listed.data[-1].id, False)
     assert client.models.retrieve("scripted").display_name == "scripted"
+
+
+def test_the_script_of_the_document_prints_an_answer(smollm2: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [block] = [each for each in blocks_of(ROOT / "docs" / "serve" / "apis.md") if "anthropic" in each.text]
+    assert "http://127.0.0.1:8000" in block.text
+    exec(block.text.replace("http://127.0.0.1:8000", smollm2), {})
+    assert "Paris" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,10 +72,12 @@ def running(log: Path, *arguments: str) -> AbstractContextManager[subprocess.Pop
 
 
 @contextmanager
-def process(log: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    log: Path, *command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command, end it with Ctrl-C if it still runs; it must end in order and have no traceback to show."""
     with log.open("w") as output:
-        started = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        started = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, cwd=cwd, env=env)
     try:
         yield started
         if started.poll() is None:

@@ -1,0 +1,1 @@
+"""Every block of code in the documents is run as a reader would run it, or says why it is not."""

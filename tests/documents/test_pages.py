@@ -1,0 +1,97 @@
+"""The pages work as they are written: a reader does what each of their blocks says, in their order."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from fd_core.errors import ModelError
+from fd_core.models.catalog import resolve_model
+from tests.documents.blocks import DOCUMENTS, Block, blocks_of, name_of
+from tests.documents.reader import Reader
+from tests.models.test_smollm2 import network_is_there
+
+DONE = ("sh", "bash", "console", "python")
+"""Languages of blocks that a reader does something with; test_blocks.py reads the others."""
+REAL = ("README.md", "docs/serve/kv-cache-dtype.md")
+"""Pages whose model computes in every run, as their words or their settings need it."""
+SHORTER: Mapping[str, str] = {
+    "-m venv venv": "-m venv --without-pip venv",
+    r"(fdcore conformance --scheduler \w+)$": r"\1 --quick -k signals",
+    r"requests=200": "requests=20",
+}
+"""What the default run does instead of a command that takes long; `nox -s guides` does what the page says."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not all(map(shutil.which, ("bash", "curl"))), reason="bash and curl are not here"),
+]
+
+
+def todo(document: Path) -> list[Block]:
+    """Return what there is to do on a page."""
+    return [each for each in blocks_of(document) if each.why is None and (each.file or each.language in DONE)]
+
+
+PAGES = [each for each in DOCUMENTS if any(block.language in DONE for block in todo(each))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def smollm2() -> None:
+    """Skip where the model is not here and cannot be fetched."""
+    try:
+        resolve_model("smollm2")
+    except ModelError as error:
+        if network_is_there():
+            raise
+        pytest.skip(f"no network: {error}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with what pages take from the repository."""
+    return tmp_path
+
+
+@pytest.fixture
+def null(folder: Path) -> Iterator[Reader]:
+    """A reader whose model says nothing of sense, at once."""
+    yield from reads(Reader(folder, {"FD_BACKEND": "null"}, SHORTER))
+
+
+@pytest.fixture
+def real(folder: Path) -> Iterator[Reader]:
+    """A reader who does exactly what stands there."""
+    yield from reads(Reader(folder, {}))
+
+
+def reads(reader: Reader) -> Iterator[Reader]:
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def follow(reader: Reader, document: Path) -> None:
+    for block in todo(document):
+        said = reader.follow(block)
+        print(f"{block}\n{said}")
+        if block.language == "python" and re.search(r"^print\(", block.text, re.MULTILINE):
+            assert said.strip(), f"{block} prints nothing"
+
+
+@pytest.mark.parametrize("document", [each for each in PAGES if name_of(each) not in REAL], ids=name_of)
+def test_every_command_and_script_of_a_page_works(document: Path, null: Reader) -> None:
+    follow(null, document)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(each, marks=() if name_of(each) in REAL else pytest.mark.guide, id=name_of(each)) for each in PAGES],
+)
+def test_every_command_and_script_of_a_page_works_with_the_model_that_it_names(document: Path, real: Reader) -> None:
+    follow(real, document)
