@@ -104,6 +104,12 @@ class Cuda:
         done.record(torch.cuda.current_stream(self.device))
         return QueuedCopies(hosts, done.query, lambda: self.wait_for(done))
 
+    def mark(self) -> Callable[[], None]:
+        """Queue a mark behind what the current stream has; return what waits until the device has come there."""
+        here = torch.cuda.Event()
+        here.record(torch.cuda.current_stream(self.device))
+        return lambda: self.wait_for(here)
+
     def wait(self) -> None:
         """Wait for the current stream, as `wait_for` does."""
         self.wait_for(torch.cuda.current_stream(self.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from fd_core.ops.contract import Array, Heads, HostStep, StepInput
 from fd_core.types import IntArray
 
+from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.kv_cache import CudaLayer
 
 __all__ = ["FlashInferAttention", "page_lists"]
@@ -17,15 +19,20 @@ _WORKSPACE_BYTES = 128 * 2**20
 
 
 class FlashInferAttention:
-    """One plan for each geometry of a step's layers, made when the first such layer asks."""
+    """One plan for each geometry of a step's layers, made when the first such layer asks.
 
-    def __init__(self, flashinfer: Any, device: Any) -> None:
+    Its calls fit the releases whose parameters `tests/test_flash_infer_calls.py` records.
+    """
+
+    def __init__(self, flashinfer: Any, cuda: Cuda) -> None:
         self._flashinfer = flashinfer
-        self._device = device
+        self._cuda = cuda
         self._workspace: Array | None = None
         self._wrappers: dict[tuple[Any, ...], Any] = {}
         self._step: StepInput | None = None
         self._planned: set[tuple[Any, ...]] = set()
+        self._copied: dict[tuple[Any, ...], Callable[[], None]] = {}
+        """By geometry a wait for its last plan to be on the device."""
 
     def __call__(self, q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
         """Attend with q [T, nh, d], float16 or bfloat16; returns [T, nh * d]. `step.host` must be there."""
@@ -36,13 +43,17 @@ class FlashInferAttention:
         geometry = (sizes, heads.scale, heads.window, heads.softcap, q.dtype)
         if geometry not in self._wrappers:
             if self._workspace is None:
-                self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+                self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._cuda.device)
             made = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
             self._wrappers[geometry] = made
         wrapper = self._wrappers[geometry]
         if geometry not in self._planned:
             if step.host is None:
                 raise RuntimeError("FlashInfer plans on the host, but the step has no metadata there")
+            if geometry in self._copied:
+                # A plan is copied from pinned memory of its wrapper, which the next plan overwrites: where steps are
+                # launched ahead, the copy may still be queued. All that is before it belongs to older steps.
+                self._copied[geometry]()
             lists = (step.host.query_start.copy(), *page_lists(step.host, layer.block_size))
             wrapper.plan(
                 *map(torch.from_numpy, lists),
@@ -54,6 +65,7 @@ class FlashInferAttention:
                 q_data_type=q.dtype,
                 kv_data_type=q.dtype,
             )
+            self._copied[geometry] = self._cuda.mark()
             self._planned.add(geometry)
         pages = (-1, layer.block_size)
         output = wrapper.run(q.contiguous(), (layer.keys.unflatten(0, pages), layer.values.unflatten(0, pages)))

@@ -47,7 +47,7 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
     def flashinfer() -> Any:
         from fd_gpu_cuda.flash_infer import FlashInferAttention
 
-        return FlashInferAttention(importlib.import_module("flashinfer"), cuda.device)
+        return FlashInferAttention(importlib.import_module("flashinfer"), cuda)
 
     def flashinfer_lacks() -> str:
         if missing("flashinfer"):

@@ -94,6 +94,10 @@ class Processor(Cuda):
         if self.ranks is not None:
             self.ranks.wait_until(lambda: True)
 
+    def mark(self) -> Callable[[], None]:
+        require_no_capture("a mark")
+        return lambda: None
+
     def copy_lane(self) -> CopyLane:
         require_no_capture("another stream")
         return AtOnce()

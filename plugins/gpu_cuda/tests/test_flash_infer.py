@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from fd_core.ops.contract import Heads, HostStep, Rope, StepInput  # noqa: E402 - only where torch is installed
 from fd_core.ops.torch_attention import TorchLayer  # noqa: E402
 from fd_core.testing.arrays import Values, step_input  # noqa: E402
-from processor import ids, plain_attention  # noqa: E402
+from processor import Processor, ids, plain_attention  # noqa: E402
 
 from fd_gpu_cuda.flash_infer import FlashInferAttention, page_lists  # noqa: E402
 
@@ -63,7 +63,7 @@ def test_each_geometry_is_planned_once_a_step() -> None:
     numbers = step_input([(3, 20), (1, 4), (5, 5)], 4, tables)
     layer = TorchLayer(torch.from_numpy(values(96, 2, 8)), torch.from_numpy(values(96, 2, 8)), 4)
     q = torch.from_numpy(values(9, 4, 8))
-    attend = FlashInferAttention(SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper), "cpu")
+    attend = FlashInferAttention(SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper), Processor())
     plain, narrow = Heads(4, 2, 8, 0.3, Rope(None, None)), Heads(4, 2, 8, 0.3, Rope(None, None), window=6, softcap=3.0)
     Wrapper.plans = 0
     for planned in (2, 4):
