@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from fake_driver import FakeDriver
+from fake_driver import FakeDriver, options_of
 from triton.compiler import ASTSource
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -40,7 +40,7 @@ class Compiler(FakeDriver):
         """Bytes of registers that may go to memory."""
 
     def _compile(self, kernel: Any, asked: dict[str, Any], name: str) -> None:
-        options = {option: asked[option] for option in ("num_warps", "num_ctas", "num_stages")}
+        options = options_of(asked)
         source = ASTSource(kernel, asked["signature"], asked["constants"], asked["configs"][0])
         place = f"sm_{self._capability}, {self.case}, {name}"
         try:
@@ -74,7 +74,7 @@ def compiled(script: str, folder: Path, *words: str) -> None:
     """Run a script beside this one; what it prints is what is wrong."""
     here = Path(__file__).parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "0"}
     environment["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(here / script), *words]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -106,11 +106,8 @@ def main(folder: str, settings: str, seed: str, compiles: str = "") -> None:
         prompts, wanted = zip(*requests(random, model, "speculative" in chosen), strict=True)
         model.generate(list(prompts), list(wanted))
     later = fake.compiled[len(at_start) :]
-    print(
-        json.dumps(
-            {"at_start": at_start, "later": later, "launches": fake.launches - launches, "failures": fake.failures}
-        )
-    )
+    counted = {"at_start": at_start, "later": later, "launches": fake.launches - launches}
+    print(json.dumps(counted | {"failures": fake.failures, "fusing": fake.fusing}))
 
 
 if __name__ == "__main__":

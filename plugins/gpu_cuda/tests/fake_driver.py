@@ -43,6 +43,8 @@ class FakeDriver:
         self._keys: dict[tuple[str, Any], str] = {}
         self.launches = 0
         self.failures: list[str] = []
+        self.fusing: dict[str, bool] = {}
+        """By kernel whether products and sums may become one instruction, at its last launch."""
 
     @property
     def compiled(self) -> tuple[str, ...]:
@@ -73,6 +75,7 @@ class FakeDriver:
     def _asked(self, *, key: Any, repr: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """Count a launch, and its key if it is new. True: do not compile, do not launch."""
         self.launches += 1
+        self.fusing[fn.name] = compile["enable_fp_fusion"]
         place = f"{fn.module}.{fn.name}", str(key)
         if place not in self._keys:
             self._keys[place] = _described(fn.name, fn.jit_function.arg_names, compile)
@@ -86,10 +89,15 @@ class FakeDriver:
             triton.compile(
                 source,
                 target=self._target,
-                options={option: asked[option] for option in ("num_warps", "num_ctas", "num_stages")},
+                options=options_of(asked),
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the test says it
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
+
+
+def options_of(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what a launch asked of the compiler."""
+    return {option: asked[option] for option in ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")}
 
 
 def _described(kernel: str, names: list[str], asked: dict[str, Any]) -> str:

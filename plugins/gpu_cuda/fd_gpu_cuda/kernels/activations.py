@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Activation, Array
 
+from fd_gpu_cuda.kernels.entry import kernel
+
 __all__ = ["activated", "gate"]
 
 _TILE = 1024
@@ -22,7 +24,7 @@ def gate(gate_up: Array, activation: Activation) -> Array:
     return out
 
 
-@triton.jit
+@kernel
 def _gate(gate_up_at, out_at, inner: tl.constexpr, activation: tl.constexpr, tile: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * tile + tl.arange(0, tile)

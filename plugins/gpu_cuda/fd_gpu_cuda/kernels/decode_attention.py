@@ -21,6 +21,7 @@ import triton.language as tl
 from fd_core.ops.contract import Array, Heads, StepInput
 
 from fd_gpu_cuda.kernels.attention_tiles import CHUNK, LARGE_CHUNK, LARGE_FROM, Tile, most_chunks, splits_of
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.softmax import LOG2_E, attend_tile, fold, load_tile
 from fd_gpu_cuda.kv_cache import CudaLayer
 
@@ -123,7 +124,7 @@ def _chunk_start(chunk):
     return tl.where(chunk < small, chunk * _CHUNK, _LARGE_FROM + (chunk - small) * _LARGE_CHUNK)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["table_stride", "tiles", "most", "chunk_stride", "line_stride", "window"],
     do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
 )

@@ -18,6 +18,7 @@ import triton.language as tl
 from fd_core.ops.contract import Activation, Array, Experts
 
 from fd_gpu_cuda.kernels.activations import activated
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.operands import Operands, operands, span_products
 from fd_gpu_cuda.kernels.products import ProductDevice, WeightProduct, stages
 from fd_gpu_cuda.kernels.routing import choose, order_by_expert
@@ -179,7 +180,7 @@ def _weighted_sum(each: Array, weights: Array, shared: Array | None) -> Array:
     return y
 
 
-@triton.jit
+@kernel
 def _multiply_pairs(
     x_at,
     x_stride,
@@ -264,7 +265,7 @@ def _multiply_pairs(
         tl.store(at, result, mask=present[:, None] & (output[None, :] < width))
 
 
-@triton.jit
+@kernel
 def _add_up(
     each_at, weights_at, shared_at, y_at, hidden, shares: tl.constexpr, top_k: tl.constexpr, tile: tl.constexpr
 ):

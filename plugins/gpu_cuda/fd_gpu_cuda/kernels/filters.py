@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.vocabulary import is_last, key_of, logit_of, weight_of
 
 __all__ = ["BINS", "BOUNDS", "fill_bins", "find_cuts"]
@@ -51,7 +52,7 @@ def _bin(logit, peak, temperature, scale):
     return tl.minimum(tl.maximum((peak - logit) / temperature * scale, 0.0), 255.0).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@kernel(do_not_specialize=["tiles"])
 def fill_bins(
     logits_at,
     stride,
@@ -168,7 +169,7 @@ def _reach(
     return lowest
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@kernel(do_not_specialize=["tiles"])
 def find_cuts(
     logits_at,
     stride,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array, Heads, StepInput
 
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.kv_write import kv_scale, kv_steps
 from fd_gpu_cuda.kv_cache import CudaLayer
 
@@ -130,7 +131,7 @@ def _turn(a, b, cos_at, sin_at, half: tl.constexpr, tile: tl.constexpr):
     return a * cos - b * sin, b * cos + a * sin
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_at", "positions_at"])
+@kernel(do_not_specialize_on_alignment=["slots_at", "positions_at"])
 def _rotate_and_store(
     qkv_at,
     q_at,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array
 
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kv_cache import CudaLayer
 
 __all__ = ["kv_scale", "kv_steps", "store_kv", "write_kv"]
@@ -36,7 +37,7 @@ def write_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_at"])
+@kernel(do_not_specialize_on_alignment=["slots_at"])
 def _write_kv(
     k_at,
     v_at,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array, Norm
 
+from fd_gpu_cuda.kernels.entry import kernel
+
 __all__ = ["add_norm"]
 
 _ELEMENTS_PER_THREAD = 8
@@ -57,7 +59,7 @@ def add_norm(
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_at"])
+@kernel(do_not_specialize_on_alignment=["rows_at"])
 def _add_norm(
     x_at,
     y_at,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array
 
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.packed import PackedPart
 
 __all__ = ["Operands", "operands", "quantize_rows", "span_products"]
@@ -115,7 +116,7 @@ def quantize_rows(x: Array, dtype: torch.dtype) -> tuple[Array, Array]:
     return values, scales
 
 
-@triton.jit
+@kernel
 def _quantize(x_at, x_stride, values_at, scales_at, inputs, whole: tl.constexpr, tile: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_at += row * x_stride

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from fd_gpu_cuda.kernels.entry import kernel
 
 __all__ = ["add", "mask", "penalize"]
 
 
-@triton.jit(do_not_specialize=["drafts"])
+@kernel(do_not_specialize=["drafts"])
 def penalize(
     logits_at,
     stride,
@@ -60,7 +61,7 @@ def penalize(
         tl.store(logits_at + cells, logit - added.to(tl.float32), mask=seen)
 
 
-@triton.jit
+@kernel
 def mask(logits_at, stride, rows_at, bits_at, words, vocabulary, tile: tl.constexpr):
     """Set the logits of tokens whose bit is 0 to -inf. Grid: masked rows, tiles."""
     index = tl.program_id(0)
@@ -72,7 +73,7 @@ def mask(logits_at, stride, rows_at, bits_at, words, vocabulary, tile: tl.conste
     tl.store(logits_at + row * stride + token, -float("inf"), mask=forbidden)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def add(x_at, stride, rows_at, ids_at, values_at, count, tile: tl.constexpr, chunk: tl.constexpr):
     """Add values to single cells in the order in which they are given. Grid: tiles of the values.
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from fd_core.ops.contract import Array, Heads, StepInput
 
 from fd_gpu_cuda.kernels.attention_tiles import Tile
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.softmax import LOG2_E, attend_tile, load_tile
 from fd_gpu_cuda.kv_cache import CudaLayer
 
@@ -121,7 +122,7 @@ def _walk(
     return largest, total, sums
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["table_stride", "rows", "least", "window"],
     do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
 )

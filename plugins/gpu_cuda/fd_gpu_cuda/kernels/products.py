@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array
 
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.operands import Operands, operands, span_products
 from fd_gpu_cuda.packed import PackedPart
 
@@ -150,7 +151,7 @@ def weight_product(device: ProductDevice) -> WeightProduct:
     return product
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def _multiply(
     x_at,
     x_stride,

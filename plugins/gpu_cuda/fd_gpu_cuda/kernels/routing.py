@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array, Experts
 
+from fd_gpu_cuda.kernels.entry import kernel
+
 __all__ = ["choose", "order_by_expert"]
 
 _PAIRS = 2048
@@ -50,7 +52,7 @@ def order_by_expert(chosen: Array, experts: int) -> tuple[Array, Array]:
     return order, counts
 
 
-@triton.jit(do_not_specialize=["floor"])
+@kernel(do_not_specialize=["floor"])
 def _choose(
     logits_at,
     bias_at,
@@ -97,7 +99,7 @@ def _choose(
     tl.store(weights_at + at, weights, mask=place < top_k)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs"])
 def _order(chosen_at, order_at, counts_at, pairs, block: tl.constexpr):
     expert = tl.program_id(0)
     lane = tl.arange(0, block)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.vocabulary import is_last, weight_of
 
 __all__ = ["draw", "find_peaks"]
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@kernel(do_not_specialize=["tiles"])
 def find_peaks(
     logits_at,
     stride,
@@ -95,7 +96,7 @@ def _kept(logits_at, token, vocabulary, peak, temperature, cut, least):
     return weight, ((logit == cut) & (token < vocabulary)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@kernel(do_not_specialize=["tiles"])
 def draw(
     logits_at,
     stride,

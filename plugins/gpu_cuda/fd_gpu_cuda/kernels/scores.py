@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.vocabulary import is_last, key_of, logit_of
 
 __all__ = ["count_before", "score"]
@@ -23,7 +24,7 @@ def _id_of(key):
     return tl.where(key == _LOWEST, 0, (4294967295 - (key & 4294967295))).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["wanted"])
+@kernel(do_not_specialize=["wanted"])
 def score(
     logits_at,
     stride,
@@ -80,7 +81,7 @@ def score(
             likely = tl.where(likely == best, _LOWEST, likely)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@kernel(do_not_specialize=["tiles"])
 def count_before(
     logits_at,
     stride,

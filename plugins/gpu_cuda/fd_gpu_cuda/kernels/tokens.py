@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from fd_gpu_cuda.kernels.entry import kernel
 
 __all__ = ["accept", "write_matrix"]
 
 
-@triton.jit(do_not_specialize=["rows", "stride"])
+@kernel(do_not_specialize=["rows", "stride"])
 def accept(sampled_at, stride, drafts_at, drafts_stride, num_drafts_at, accepted_at, rows, k, tile: tl.constexpr):
     """Count the drafts of each row that equal what was sampled in their place, up to the first that does not."""
     row = tl.program_id(0) * tile + tl.arange(0, tile)
@@ -23,7 +24,7 @@ def accept(sampled_at, stride, drafts_at, drafts_stride, num_drafts_at, accepted
     tl.store(accepted_at + row, accepted, mask=inside)
 
 
-@triton.jit(do_not_specialize=["stride", "rows", "revoked"])
+@kernel(do_not_specialize=["stride", "rows", "revoked"])
 def write_matrix(
     sampled_at,
     stride,
