@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models
 import fd_gpu_cuda.postprocess
 from fd_gpu_cuda.backend import CudaBackend
 from fd_gpu_cuda.compilations import Compilations
-from fd_gpu_cuda.operations import operations_on
+from fd_gpu_cuda.operations import operations_on, wanted_providers
 from fd_gpu_cuda.ops import CudaOps
 from fd_gpu_cuda.postprocess import CudaPostprocess
 from fd_gpu_cuda.providers import Providers
@@ -38,7 +38,9 @@ def make_ops(backend: CudaBackend) -> CudaOps:
     backend._cuda = device
     dtype = backend.dtype_asked_for("float32", "bfloat16") or backend._fastest_dtype(device)
     # Nothing is computed here, so nothing can be tried.
-    ops = CudaOps(dtype, device, Providers(operations_on(device, dtype, backend.config.kv_cache_dtype)).kernels)
+    config = backend.config
+    operations = operations_on(device, dtype, config.kv_cache_dtype)
+    ops = CudaOps(dtype, device, Providers(operations, wanted_providers(config.attention_backend)).kernels)
     ops.compilations = Compilations()
     return ops
 
@@ -105,6 +107,7 @@ def main(folder: str, settings: str, seed: str, compiles: str = "") -> None:
     for _ in range(ROUNDS):
         prompts, wanted = zip(*requests(random, model, "speculative" in chosen), strict=True)
         model.generate(list(prompts), list(wanted))
+        model.embed(list(prompts))
     later = fake.compiled[len(at_start) :]
     counted = {"at_start": at_start, "later": later, "launches": fake.launches - launches}
     print(json.dumps(counted | {"failures": fake.failures, "fusing": fake.fusing}))
