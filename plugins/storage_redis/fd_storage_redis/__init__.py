@@ -6,6 +6,8 @@ from fd_core.hookspecs import Entry, hookimpl
 
 FD_CONTRACT = 1
 
+__version__ = "0.1.0"
+
 _STORE = "fd_storage_redis.store:RedisStore"
 
 
