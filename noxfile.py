@@ -247,6 +247,13 @@ def clients(session: nox.Session, client: str) -> None:
 
 
 @nox.session
+def notebook(session: nox.Session) -> None:
+    """The notebook of examples/ with its plot; other sessions leave the plot out."""
+    session.install("-e", ".[conformance]", "matplotlib>=3.9")
+    session.run("pytest", "tests/examples/test_notebook.py", *session.posargs)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """The real model under memory pressure, drafts and aborts, for minutes; FD_SOAK_SEED chooses another run."""
     session.install("-e", ".[cpu]")

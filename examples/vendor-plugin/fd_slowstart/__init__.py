@@ -1,0 +1,22 @@
+"""The router policy slowstart of fd_core.
+
+Every fd_core command imports this file, so it imports nothing heavy: it only says what there is and where it is.
+"""
+
+from __future__ import annotations
+
+from fd_core.hookspecs import Entry, hookimpl
+
+FD_CONTRACT = 1
+
+
+@hookimpl
+def fd_register_router_policies() -> list[Entry]:
+    """Offer `--policy slowstart`."""
+    return [
+        Entry(
+            name="slowstart",
+            target="fd_slowstart.policy:SlowStart",
+            summary="the fewest requests; a worker that has just come gets few at first",
+        ),
+    ]
