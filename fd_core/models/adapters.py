@@ -24,12 +24,17 @@ _RANK_ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerLoras:
-    """What adapters add to the linears of one layer, place by place; None where none of them does."""
+    """What adapters add to the linears of one layer, see `Ops.place_loras`; None where none of them does."""
 
-    qkv: Sequence[Any | None] | None = None
-    output: Sequence[Any | None] | None = None
-    gate_up: Sequence[Any | None] | None = None
-    down: Sequence[Any | None] | None = None
+    qkv: Any | None = None
+    output: Any | None = None
+    gate_up: Any | None = None
+    down: Any | None = None
+
+    @property
+    def in_order(self) -> tuple[Any | None, ...]:
+        """The same, in the order of `LayerSpec.adaptable`."""
+        return self.qkv, self.output, self.gate_up, self.down
 
 
 def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWeights:
@@ -62,6 +67,11 @@ def _cut(delta: LowRank, rows: slice, columns: slice | None) -> LowRank:
     return LowRank(delta.down if columns is None else delta.down[:, columns], delta.up[rows])
 
 
+def _ins(linear: LinearSpec, share: LinearShare) -> int:
+    """Return how many inputs of a linear a rank has."""
+    return linear.ins if share.columns is None else len(range(linear.ins)[share.columns])
+
+
 def _outs(linear: LinearSpec, share: LinearShare) -> list[int]:
     """Return how many columns of its parts' products a rank has."""
     if share.rows is None:
@@ -69,15 +79,18 @@ def _outs(linear: LinearSpec, share: LinearShare) -> list[int]:
     return [len(range(out)[rows]) for out, rows in zip(linear.outs, share.rows, strict=True)]
 
 
-def layer_loras(places: Sequence[AdapterWeights | None]) -> tuple[LayerLoras, ...]:
-    """Return what the adapters in the places 1 and up add to each layer; at least one place is taken."""
-    layers = next(len(weights) for weights in places if weights is not None)
+def layer_loras(
+    spec: DecoderSpec, places: Sequence[AdapterWeights | None], ops: Ops, before: Sequence[LayerLoras] | None
+) -> tuple[LayerLoras, ...]:
+    """Return what the adapters in the places 1 and up add to each layer; `before` is what they added until now."""
     loras = []
-    for layer in range(layers):
-        of_places = [() if weights is None else weights[layer] for weights in places]
-        count = max(map(len, of_places))
-        columns = [[deltas[linear] if deltas else None for deltas in of_places] for linear in range(count)]
-        loras.append(LayerLoras(*(column if any(each is not None for each in column) else None for column in columns)))
+    for index, layer in enumerate(spec.layers):
+        placed: list[Any | None] = []
+        for linear, share in zip(layer.adaptable, adaptable_shares(layer, ops.parallel), strict=True):
+            deltas = [None if weights is None else weights[index][len(placed)] for weights in places]
+            last = None if before is None else before[index].in_order[len(placed)]
+            placed.append(ops.place_loras(deltas, _ins(linear, share), _outs(linear, share), last))
+        loras.append(LayerLoras(*placed))
     return tuple(loras)
 
 
@@ -86,6 +99,5 @@ def adapters_bytes(spec: DecoderSpec, count: int, rank: int, item_bytes: int, pa
     elements = 0
     for layer in spec.layers:
         for linear, share in zip(layer.adaptable, adaptable_shares(layer, parallel), strict=True):
-            ins = linear.ins if share.columns is None else len(range(linear.ins)[share.columns])
-            elements += len(linear.names) * (ins + sum(_outs(linear, share)))
+            elements += len(linear.names) * (_ins(linear, share) + sum(_outs(linear, share)))
     return count * -(-rank // _RANK_ALIGN) * _RANK_ALIGN * elements * item_bytes

@@ -102,7 +102,9 @@ class DecoderModel:
             for digest, each in wanted.items()
         }
         held = [None if each is None else weights[each.digest] for each in places]
-        return replace(self, adapters=weights, loras=layer_loras(held) if weights else None)
+        kept = weights or self.loras is not None
+        loras = layer_loras(self.spec, held, self.ops, self.loras) if kept else None
+        return replace(self, adapters=weights, loras=loras)
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
@@ -162,5 +164,5 @@ class DecoderModel:
         return ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
 
 
-def _of_step(deltas: Sequence[Any | None] | None, step: StepInput) -> Lora | None:
+def _of_step(deltas: Any | None, step: StepInput) -> Lora | None:
     return None if deltas is None else Lora(deltas, step)

@@ -237,8 +237,8 @@ class Lora:
     Hu et al., "LoRA" (2021).
     """
 
-    deltas: Sequence[Any | None]
-    """What `Ops.prepare_lora` returned for the places 1 and up; None where an adapter leaves the linear alone."""
+    deltas: Any
+    """What `Ops.place_loras` returned; what it takes will do as well."""
     step: StepInput
     """Its `lora_places` and `lora_groups` are read."""
 
@@ -451,6 +451,17 @@ class Ops(abc.ABC):
                 up[row - len(part.up) : row, column - rank : column] = part.up
         down = [RawTensor("F32", part.down) for part in parts if part is not None]
         return self.prepare_linear(down), self.prepare_linear([RawTensor("F32", up)])
+
+    def place_loras(
+        self, deltas: Sequence[Any | None], inputs: int, outs: Sequence[int], before: Any | None = None
+    ) -> Any | None:
+        """Return what `Lora.deltas` is for one linear; None for nothing to add. Called whenever adapters come or go.
+
+        `deltas` has what `prepare_lora` returned for the places 1 and up, None where an adapter leaves the linear
+        alone. The linear takes `inputs` values, and its parts have `outs` columns. `before` is what was returned for it
+        the last time, which a pack that replays steps writes into: what was captured goes on being right.
+        """
+        return deltas if any(delta is not None for delta in deltas) else None
 
     def tied_head(self, embedding: Array, weight: Weight) -> Array:
         """Return the output projection of a model that ties it to its embedding."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fd_core.ops.contract import Activation, Array, Heads, Norm, StepInput
 from fd_core.ops.torch_sampling import TorchSampling
@@ -13,6 +13,9 @@ from fd_core.runner.postprocess.torch_matrix import write_token_matrix
 from fd_gpu_cuda.experts import ExpertsKernel
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.packed import PackedProduct
+
+if TYPE_CHECKING:
+    from fd_gpu_cuda.adapters import LoraTable
 
 __all__ = ["AddNorm", "AttentionKernel", "Kernels", "SamplingKernels"]
 
@@ -66,6 +69,8 @@ class Kernels:
     """See `Ops.gate`."""
     experts: ExpertsKernel | None = None
     """`Ops.moe`; None runs every expert on every token of a decode."""
+    lora: Callable[[Array, Array, LoraTable, Array], None] | None = None
+    """Adds what adapters make of x to y, see `Ops.lora`, by the place of each token's; None walks over adapters."""
     planned_attention: AttentionKernel | None = None
     """Of steps whose metadata is on the host too; never captured. It reads no 8 bits."""
 

@@ -39,6 +39,11 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
         device = products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block)
         return experts.expert_mixture(device, product())
 
+    def adapters() -> Any:
+        from fd_gpu_cuda.kernels import lora
+
+        return lora.lora_addition()
+
     def sampling() -> Any:
         from fd_gpu_cuda.kernels import sampler
 
@@ -77,6 +82,7 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
             rounds=True,
         ),
         Operation("experts", "mixtures of experts", (Provider("triton", mixture),), rounds=True),
+        Operation("lora", "adapters", (Provider("triton", adapters),)),
         Operation(
             "sampling", "sampling", (Provider("triton", sampling),), composition=SamplingKernels(), of_logits=True
         ),

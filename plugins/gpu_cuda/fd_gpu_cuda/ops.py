@@ -24,6 +24,7 @@ from fd_core.ops.torch_ops import TorchLinear, widened
 from fd_core.ops.warm_up import WarmUpStep
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
+from fd_gpu_cuda.adapters import AdaptedOps
 from fd_gpu_cuda.compilations import Compilations
 from fd_gpu_cuda.compositions import scatter_kv, widened_layer
 from fd_gpu_cuda.device import Cuda
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["CudaOps"]
 
 
-class CudaOps(SamplingOps, MixtureOps, FusedOps):
+class CudaOps(SamplingOps, MixtureOps, AdaptedOps, FusedOps):
     """Operations on torch tensors of one CUDA device, which may be that of one rank of several."""
 
     name = "torch"

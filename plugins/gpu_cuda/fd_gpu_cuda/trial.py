@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from fd_core.models.decoder import DecoderModel, Layer, Moe
-from fd_core.ops.contract import Array, KVCache, KVShape
+from fd_core.ops.contract import Array, KVCache, KVShape, Lora, StepInput
+from fd_core.runner.inputs import adapter_rows
+from fd_core.weights import LowRank
 
 from fd_gpu_cuda.kernel_table import Kernels
 from fd_gpu_cuda.providers import Operation, Untried
@@ -111,6 +113,8 @@ class ModelTrial:
         yield Compared("written values", own.values, reference.values)
         a = plain.attention(q, heads, reference, step)
         yield Compared("attention", ops.attention(q.clone(), heads, reference, step), a)
+        if ops.adds_by_kernel:
+            yield Compared("what adapters add", *(self._adapted(each, step, x) for each in (ops, plain)))
         y = plain.settle(plain.project_residual(a, attention.output, x.clone(), attention.post_norm))
         other = ops.project_residual(a, attention.output, x.clone(), attention.post_norm)
         expected = plain.rms_norm(y, block.norm)
@@ -132,6 +136,21 @@ class ModelTrial:
         if model.decoder.head is not None:
             head = (norm, model.decoder.head, step.logits_rows, model.decoder.softcap)
             yield Compared("logits", ops.logits(z.clone(), *head), plain.logits(z.clone(), *head))
+
+    def _adapted(self, ops: Any, step: StepInput, x: Array) -> Array:
+        """Return what two adapters of other ranks make of x, the same ones each time; some tokens have none."""
+        random, width = np.random.default_rng(1), x.shape[1]
+        places = np.arange(len(x), dtype=np.int32) // 2 % 3
+
+        def matrix(rows: int, columns: int) -> np.ndarray:
+            return random.standard_normal((rows, columns), np.float32) * columns**-0.5
+
+        outs = (width, width // 2)
+        adapters = [[LowRank(matrix(rank, width), matrix(out, rank)) for out in outs] for rank in (8, 33)]
+        deltas = [ops.prepare_lora(parts, outs) for parts in ([*adapters[0]], [None, adapters[1][1]])]
+        lora = Lora(ops.place_loras(deltas, width, outs), replace(step, **adapter_rows(places, ops)))
+        y = ops.from_host(random.standard_normal((len(x), sum(outs)), np.float32)).to(x.dtype)
+        return ops.lora(y, x, lora)
 
     def _of_logits(self, ops: CudaOps) -> Iterator[Compared]:
         made = RandomLogits(self._plain, self._model.vocab_size, self._random)

@@ -1,0 +1,17 @@
+"""What adds adapters compiles for the devices, reads 16 bytes at a time and spills nothing; Triton needs no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from compiling import compiled
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_adapters_compile_for_each_device(capability: int, tmp_path: Path) -> None:
+    compiled("compile_lora.py", tmp_path, str(capability))
