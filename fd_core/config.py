@@ -375,6 +375,7 @@ def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_by
                 f"{config.num_kv_blocks} KV blocks take {config.num_kv_blocks * bytes_per_block:,} bytes, "
                 f"but {free_bytes:,} are free",
                 field="--num-kv-blocks",
+                hint=f"at most {free_bytes // bytes_per_block:,} fit; leave it out to take what does",
             )
         return config.num_kv_blocks
     if config.kv_cache_memory is not None:
@@ -383,13 +384,15 @@ def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_by
             raise ConfigError(
                 f"kv_cache_memory is {config.kv_cache_memory:,} bytes, but {free_bytes:,} are free",
                 field="--kv-cache-memory",
+                hint="give less, or leave it out to take what fits",
             )
     else:
         blocks = min(int(free_bytes * config.gpu_memory_utilization) // bytes_per_block, useful)
     if blocks < 1:
         raise ConfigError(
-            f"not one KV block of {bytes_per_block:,} bytes fits into the memory given",
+            f"not one KV block of {bytes_per_block:,} bytes fits into the memory given, of which the machine has "
+            f"{max(0, free_bytes):,} bytes for KV beside the weights",
             field="--kv-cache-memory",
-            hint="give more memory or a smaller --block-size",
+            hint="end other programs, take a smaller model or --quantization int8, or give a smaller --block-size",
         )
     return blocks

@@ -363,7 +363,7 @@ class Plugins:
             raise PluginError(
                 f"backend {name} cannot run here: {availability.reason}",
                 field="--backend",
-                hint="`fdcore env` shows every backend and why it can or cannot run",
+                hint="leave out --backend to take the best that can run; `fdcore env` says of each whether it can",
             )
         return ChosenBackend(name, offer.load(), f"asked for by name; {availability.reason}")
 

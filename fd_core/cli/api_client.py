@@ -77,7 +77,7 @@ class ApiClient:
             async with self._session.get(f"{self.url}/v1/models") as response:
                 body = await response.read()
                 if response.status != 200:
-                    raise ServerAnswer(_refusal(response.status, body), field=self.url)
+                    raise _refused(response.status, body, self.url)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
         try:
@@ -92,7 +92,7 @@ class ApiClient:
         try:
             async with self._session.post(f"{self.url}{path}", data=body, headers=headers) as response:
                 if response.status != 200:
-                    raise ServerAnswer(_refusal(response.status, await response.read()), field=self.url)
+                    raise _refused(response.status, await response.read(), self.url)
                 async for line in response.content:
                     at = time.perf_counter()
                     name, _, value = line.strip().partition(b":")
@@ -129,6 +129,11 @@ def _chunk(data: bytes, at: float, url: str) -> Chunk:
         )
     except (msgspec.DecodeError, AttributeError, TypeError, LookupError) as error:
         raise ServerAnswer("the answer is not a stream of OpenAI events", field=url) from error
+
+
+def _refused(status: int, body: bytes, url: str) -> ServerAnswer:
+    hint = "give the server's key with --api-key-file FILE or in FD_API_KEY" if status == 401 else None
+    return ServerAnswer(_refusal(status, body), field=url, hint=hint)
 
 
 def _refusal(status: int | None, body: bytes) -> str:

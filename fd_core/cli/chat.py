@@ -62,7 +62,7 @@ def chat(
     """
     options = _sampling(max_tokens, temperature, top_p, seed)
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    with _chat_backend(model, url, given) as (loop, backend, name):
+    with _chat_backend(model, url, given, chats=True) as (loop, backend, name):
         if sys.stdin.isatty():
             print(f"{name}: {_HELP}", file=sys.stderr)
         _converse(loop, backend, start, options)
@@ -105,12 +105,17 @@ def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: in
 
 
 @contextlib.contextmanager
-def _chat_backend(model: str | None, url: str | None, given: Given) -> Iterator[tuple[LoopThread, ChatBackend, str]]:
-    """Yield the chat backend, with the event loop that it lives on and its name for people."""
+def _chat_backend(
+    model: str | None, url: str | None, given: Given, *, chats: bool = False
+) -> Iterator[tuple[LoopThread, ChatBackend, str]]:
+    """Yield the chat backend, with the event loop that it lives on and its name for people.
+
+    Raises `ModelError` for a model that is to chat and cannot, before its weights are loaded.
+    """
     from fd_core.cli.loop_thread import LoopThread
 
     with LoopThread() as loop, contextlib.ExitStack() as stack:
-        parts = _local(loop, stack, model, given) if url is None else _remote(loop, stack, url, model, given)
+        parts = _local(loop, stack, model, given, chats) if url is None else _remote(loop, stack, url, model, given)
         yield loop, *parts
 
 
@@ -134,16 +139,20 @@ def _remote(
     return ServerChatBackend(api, name), f"{name} at {api.url}"
 
 
-def _local(loop: LoopThread, stack: contextlib.ExitStack, model: str | None, given: Given) -> tuple[ChatBackend, str]:
+def _local(
+    loop: LoopThread, stack: contextlib.ExitStack, model: str | None, given: Given, chats: bool
+) -> tuple[ChatBackend, str]:
     from rich.console import Console
 
-    from fd_core.cli.chat_backend import EngineChatBackend
+    from fd_core.cli.chat_backend import EngineChatBackend, no_template
     from fd_core.cli.settings import merge
     from fd_core.cli.startup import find_model, running_engine, startup_bars
 
     settings = merge(model, given, os.environ, default_model="smollm2")
     with startup_bars(Console(stderr=True)) as bars:
         found = find_model(settings.engine, settings.server.chat_template, bars)
+        if chats and found.template is None:
+            raise no_template(found.config.model)
         client = stack.enter_context(loop.entered(running_engine(found, settings.server.engine, bars)))
     return EngineChatBackend(client, found.tokenizer, found.template), found.config.model
 

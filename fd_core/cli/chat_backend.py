@@ -18,7 +18,7 @@ from fd_core.types import Delta, RequestSpec, SamplingParams
 if TYPE_CHECKING:
     from fd_core.engine.client import EngineClient
 
-__all__ = ["ChatBackend", "EngineChatBackend", "SamplingOptions", "ServerChatBackend"]
+__all__ = ["ChatBackend", "EngineChatBackend", "SamplingOptions", "ServerChatBackend", "no_template"]
 
 Message = Mapping[str, Any]
 
@@ -44,6 +44,15 @@ class SamplingOptions:
         )
 
 
+def no_template(model: str) -> ModelError:
+    """Return the error of a model that is to chat and cannot."""
+    return ModelError(
+        f"{model} has no chat template, so it continues texts and does not chat",
+        field="model",
+        hint="use `fdcore complete`, take a model tuned to instructions, or give --chat-template FILE",
+    )
+
+
 class ChatBackend(Protocol):
     """Generates text chunk by chunk; closing the iterator early stops the generation."""
 
@@ -65,9 +74,7 @@ class EngineChatBackend:
     def chat(self, messages: Sequence[Message], options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
         if self.template is None:
-            raise ModelError(
-                f"{self.client.info.model} has no chat template", hint="use `fdcore complete`, or give --chat-template"
-            )
+            raise no_template(self.client.info.model)
         return self._generate(self.tokenizer.encode(self.template.render(messages), add_special=False), options)
 
     def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:

@@ -9,10 +9,20 @@ import msgspec
 
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.errors import ModelError
+from fd_core.kv.stores.location import parse_location
 from fd_core.models.catalog import resolve_model
 from fd_core.models.fetching.progress import ProgressSink
 from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.plugins import DRAFTER, OBSERVER, POSTPROCESS, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
+from fd_core.plugins import (
+    DRAFTER,
+    OBSERVER,
+    POSTPROCESS,
+    SCHEDULER,
+    SCHEDULING_POLICY,
+    STORE,
+    VICTIMS,
+    installed_plugins,
+)
 from fd_core.runner.drafting import FLAG, check_drafter
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
@@ -46,6 +56,8 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
     for kind, name in ((POSTPROCESS, config.postprocess), (OBSERVER, config.observer)):
         if name is not None:
             plugins.find(kind, name)  # imported where the engine runs, with its framework
+    if config.kv_store is not None:
+        plugins.find(STORE, parse_location(config.kv_store).scheme)
     if config.speculative is not None:
         check_drafter(plugins.load(DRAFTER, config.speculative.method), config.speculative)
     if config.backend != "auto" and not plugins.choose_backend(config.backend).cls.needs_checkpoint:

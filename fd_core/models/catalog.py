@@ -93,7 +93,11 @@ def resolve_model(
         found = hub.find(name, revision, hub_cache)
         if found is None:
             _refuse_offline(name, offline)
-            found = hub.fetch(name, revision, hub_cache, sink)
+            try:
+                found = hub.fetch(name, revision, hub_cache, sink)
+            except ModelError as error:
+                message = error.message + _did_you_mean(name, cache_dir)
+                raise ModelError(message, field=error.field, hint=error.hint) from error
         return ResolvedModel(name, found, "hub")
     raise _unknown(name, cache_dir)
 
@@ -141,10 +145,13 @@ def _unknown(name: str, cache_dir: Path | None) -> ModelError:
         f"accepted are {', '.join(model.name for model in KNOWN)}, a folder with safetensors, a .gguf file, "
         "or a Hugging Face name such as HuggingFaceTB/SmolLM2-135M-Instruct"
     )
-    near = difflib.get_close_matches(name, list(_candidates(name, cache_dir)), n=3, cutoff=0.6)
-    did_you_mean = f"; did you mean {' or '.join(near)}?" if near else ""
     what = "no such file" if name.endswith(".gguf") or "/" in name else "no such model"
-    return ModelError(f"{what}: {name!r}{did_you_mean}", field="model", hint=accepted)
+    return ModelError(f"{what}: {name!r}{_did_you_mean(name, cache_dir)}", field="model", hint=accepted)
+
+
+def _did_you_mean(name: str, cache_dir: Path | None) -> str:
+    near = difflib.get_close_matches(name, list(_candidates(name, cache_dir)), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _candidates(name: str, cache_dir: Path | None) -> Iterable[str]:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
 from fd_core.errors import ConfigError
+from fd_core.server.port_holder import port_holder
 
 __all__ = [
     "ANY_ADDRESS",
@@ -64,12 +65,15 @@ def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = 
 
 
 def cannot_listen(host: str, port: int, error: OSError, *, flag: str = "--port") -> ConfigError:
-    """Return the error of a port that cannot be had."""
-    return ConfigError(
-        f"cannot listen on {host} port {port}: {(error.strerror or str(error)).lower()}",
-        field=flag,
-        hint=f"stop what uses the port, or choose another with {flag}",
-    )
+    """Return the error of a port that cannot be had, with who has it where the system tells."""
+    reason, hint = (error.strerror or str(error)).lower(), f"choose another with {flag}"
+    if error.errno == errno.EADDRINUSE:
+        holder = port_holder(port)
+        reason += f" by {holder}" if holder else ""
+        hint = f"stop what uses it, {hint}, or take a free one with {flag} 0"
+    elif error.errno == errno.EACCES:
+        hint = f"ports below 1024 are for root; {hint}"
+    return ConfigError(f"cannot listen on {host} port {port}: {reason}", field=flag, hint=hint)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fd_core.errors import ModelError
 
-__all__ = ["exclusive", "scratch", "sha256_of"]
+__all__ = ["exclusive", "require_room", "scratch", "sha256_of"]
 
 _PARTIAL = ".partial-"
 
@@ -65,6 +65,23 @@ def scratch(folder: Path) -> Iterator[Path]:
         yield Path(name)
 
 
+def require_room(folder: Path, needed: int, what: str, setting: str) -> None:
+    """Raise `ModelError` that names `setting` unless the disk of `folder` has `needed` bytes left.
+
+    The folder need not exist yet.
+    """
+    there = next((each for each in (folder, *folder.parents) if each.exists()), None)
+    if there is None:
+        return
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ModelError(
+            f"{what} needs {needed / 1e6:,.0f} MB in {folder}, whose disk has {free / 1e6:,.0f} MB left",
+            field=setting,
+            hint=f"remove files there, or set {setting} to a folder on another disk",
+        )
+
+
 def sha256_of(path: Path) -> str:
     """Return the hex SHA-256 of a file."""
     with path.open("rb") as file:
@@ -75,5 +92,5 @@ def _unwritable(folder: Path, error: OSError) -> ModelError:
     return ModelError(
         f"cannot write to the cache {folder}: {error.strerror or error}",
         field="FD_CACHE",
-        hint="set FD_CACHE to a folder that you may write to",
+        hint="set FD_CACHE to a folder that you may write to, on a disk that is not full",
     )

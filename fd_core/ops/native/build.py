@@ -117,9 +117,11 @@ def _processor() -> str:
 
 
 def _compile(isa: str, path: Path) -> None:
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    name = os.environ.get("CXX", "c++")
+    compiler = shutil.which(name)
     if compiler is None:
-        raise BuildError("no C++ compiler (c++) was found")
+        what = "set CXX to one that is there" if "CXX" in os.environ else "install one, such as `apt-get install g++`"
+        raise BuildError(f"no C++ compiler ({name}) was found; {what}")
     logger.info("compiling native kernels for %s, which takes about a minute and happens once", isa)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder, ThreadPoolExecutor() as pool:

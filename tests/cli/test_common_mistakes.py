@@ -1,0 +1,179 @@
+"""The commonest mistakes, through the real command: one line that says which setting it is and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fd_core.cli import startup
+from fd_core.cli.api_client import ServerAnswer
+from fd_core.cli.app import app
+from fd_core.config import EngineConfig, resolve_limits
+from fd_core.errors import ConfigError, FdError, ModelError
+from fd_core.models.catalog import resolve_model
+from fd_core.server import port_holder
+from fd_core.server.listening import bind_socket
+from tests.server.fakes import FakeClient, byte_tokenizer, live
+
+
+def fdcore(*arguments: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fd_core.cli", *arguments],
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def assert_told(ended: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert ended.returncode == code, ended.stderr
+    for each in words:
+        assert each in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_wrong_name_gets_the_right_one() -> None:
+    assert_told(fdcore("serve", "smolm2"), 3, "no such model: 'smolm2'; did you mean smollm2?", "a .gguf file")
+
+
+def test_a_wrong_name_of_a_hub_gets_the_one_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object) -> Path:
+        raise ModelError("no such repository", field="model", hint="check it")
+
+    monkeypatch.setattr("fd_core.models.fetching.hub.fetch", absent)
+    monkeypatch.setattr("fd_core.models.fetching.hub.cached", lambda _: [("org/large-model", 1, tmp_path)])
+    with pytest.raises(ModelError, match=r"no such repository; did you mean org/large-model\? \(check it\)"):
+        resolve_model("org/lagre-model", cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"num_kv_blocks": 1000}, r"1000 KV blocks take 1,000,000 bytes, but 5,500 are free \(at most 5 fit"),
+        ({"kv_cache_memory": 9000}, r"9,000 bytes, but 5,500 are free \(give less, or leave it out"),
+        ({"kv_cache_memory": 900}, r"for KV beside the weights \(end other programs, take a smaller model"),
+    ],
+)
+def test_too_little_memory_is_told_with_what_fits(settings: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        resolve_limits(
+            EngineConfig(model="x", **settings),
+            model_max_len=32,
+            vocab_size=10,
+            bytes_per_block=1000,
+            free_bytes=5500,
+            default_pipeline_depth=1,
+            default_batched_tokens=64,
+        )
+    assert refused.value.field in ("--num-kv-blocks", "--kv-cache-memory")
+
+
+def test_a_port_that_is_taken_is_told_with_who_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = fdcore("serve", "smollm2", "--port", str(port))
+    who = f", process {os.getpid()} (stop what uses it" if sys.platform == "linux" else "(stop what uses it"
+    assert_told(ended, 2, f"--port: cannot listen on 127.0.0.1 port {port}: address already in use", who, "--port 0")
+
+
+def test_an_fdcore_server_on_the_port_is_named_without_its_flags() -> None:
+    code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{code}; time.sleep(60)", "fdcore", "serve", "--api-key", "secret"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        try:
+            with pytest.raises(ConfigError, match=rf"in use by `fdcore serve`, process {process.pid} \("):
+                bind_socket("127.0.0.1", port)
+        finally:
+            process.kill()
+
+
+def test_a_port_of_another_user_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_holder, "_holds", lambda pid, links: False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert port_holder.port_holder(taken.getsockname()[1]) == "a process of another user"
+    assert port_holder.port_holder(0) is None
+
+
+@pytest.mark.parametrize("compiler, what", [("/nowhere/c++", "set CXX"), (None, "apt-get install g++")])
+def test_without_a_compiler_it_says_which_is_missing_and_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str | None, what: str
+) -> None:
+    build = pytest.importorskip("fd_core.ops.native.build")
+    monkeypatch.setenv("FD_CACHE", str(tmp_path))
+    if compiler is None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(
+        build.BuildError, match=re.escape(f"({compiler or 'c++'}) was found; ") + f".*{re.escape(what)}"
+    ):
+        build.load()
+
+
+def test_a_wrong_key_is_told_with_the_flag_that_takes_one() -> None:
+    with live(lambda: FakeClient("From afar"), api_keys=("sesame",)) as server:
+        ended = fdcore("chat", "--url", server.url, "--api-key", "mustard", typed="hi\n")
+    assert_told(ended, ServerAnswer.exit_code, "answered 401", "--api-key-file FILE or in FD_API_KEY")
+
+
+def test_a_context_that_is_too_long_is_told_with_both_lengths() -> None:
+    with live(lambda: FakeClient("From afar")) as server:
+        ended = fdcore("complete", "x" * 1000, "--url", server.url)
+    assert_told(ended, FdError.exit_code, "the prompt has 1000 tokens, but the context holds 400", "shorten")
+
+
+def test_a_model_that_cannot_chat_is_told_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = startup.LocalModel(EngineConfig(model="base"), None, byte_tokenizer(), None)
+    monkeypatch.setattr(startup, "find_model", lambda *_: model)
+    monkeypatch.setattr(startup, "running_engine", lambda *_: pytest.fail("it was loaded"))
+    ended = CliRunner().invoke(app, ["chat", "base"], input="hi\n")
+    assert ended.exit_code == 3
+    assert ended.stderr.startswith("fdcore: model: base has no chat template")
+    assert "use `fdcore complete`" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [("--backend", "cuda"), ("--scheduler", "best"), ("--kv-store", "redsi:x"), ("--scheduling-policy", "lifo")],
+)
+def test_a_plugin_that_is_missing_is_told_with_those_that_are_there(flag: str, value: str, tmp_path: Path) -> None:
+    ended = fdcore("serve", "smollm2", "--port", "0", flag, value, FD_CACHE=str(tmp_path))
+    assert_told(ended, 4, f"{flag}: there is no ", f"called '{value.partition(':')[0]}' (there are: ")
+    assert list(tmp_path.iterdir()) == [], "nothing is fetched or compiled in vain"
+
+
+def test_a_plugin_that_is_broken_is_told_with_its_name_and_what_it_lacks(tmp_path: Path) -> None:
+    told = tmp_path / "broken_plugin-1.0.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
+    (told / "entry_points.txt").write_text("[fd_core]\nbroken = broken_plugin\n")
+    (tmp_path / "broken_plugin.py").write_text("import nosuchlibrary\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    ended = fdcore("serve", "smollm2", "--port", "0", "--backend", "broken", PYTHONPATH=path)
+    assert_told(ended, 4, "plugin broken-plugin (broken): ModuleNotFoundError", "(install what provides nosuchlibrary")
+
+
+def test_a_full_disk_is_told_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    total, used, _ = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"total": total, "used": used, "free": 10**6})())
+    with pytest.raises(ModelError, match=r"needs 197 MB in .*, whose disk has 1 MB left \(.* set FD_CACHE") as refused:
+        resolve_model("smollm2", cache_dir=tmp_path)
+    assert (refused.value.field, refused.value.exit_code) == ("FD_CACHE", 3)
