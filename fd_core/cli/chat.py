@@ -6,12 +6,16 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fd_core.cli.conversation import Conversation
 from fd_core.cli.flags import CHAT_FLAGS, CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
 from fd_core.cli.report import reports_errors, say
+from fd_core.cli.speed import AnswerSpeed
+from fd_core.cli.typed_messages import kept_history, typed_messages
 from fd_core.errors import BadRequest, ConfigError, FdError
 
 if TYPE_CHECKING:
@@ -36,7 +40,7 @@ Model = Annotated[
     typer.Option("--model", "-m", help="smollm2, a folder, a .gguf file or a Hugging Face name.", metavar="MODEL"),
 ]
 
-_HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+_HELP = "/help shows what else can be typed, Ctrl-C stops an answer, Ctrl-D leaves"
 _BOTH = "is for a model loaded here, and with --url the server's own settings hold"
 
 
@@ -57,15 +61,17 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal.
 
-    MODEL is smollm2 if none is named; --url talks to a running server instead. A new line sends the message;
-    /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer.
+    MODEL is smollm2 if none is named; --url talks to a running server instead. A new line sends the message, unless it
+    ends in a backslash; three quotes begin and end a message of several lines. /help shows the commands: /reset,
+    /system, /save, /load and /quit; Ctrl-C stops an answer. Typed lines are kept in the cache folder for the arrow
+    keys, but not those for a server that asks for a key.
     """
     options = _sampling(max_tokens, temperature, top_p, seed)
-    start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     with _chat_backend(model, url, given, chats=True) as (loop, backend, name):
         if sys.stdin.isatty():
             print(f"{name}: {_HELP}", file=sys.stderr)
-        _converse(loop, backend, start, options)
+        with kept_history(_history(url, given)):
+            _converse(loop, backend, Conversation(system), options)
 
 
 @reports_errors
@@ -157,25 +163,23 @@ def _local(
     return EngineChatBackend(client, found.tokenizer, found.template), found.config.model
 
 
-def _converse(loop: LoopThread, backend: ChatBackend, start: list[dict[str, Any]], options: SamplingOptions) -> None:
-    """Read lines and answer them until the input ends."""
-    messages = list(start)
-    for line in _lines():
-        match line.strip():
-            case "":
-                continue
-            case "/quit" | "/exit":
-                return
-            case "/reset":
-                messages = list(start)
-                continue
-            case "/help":
-                print(_HELP, file=sys.stderr)
-                continue
-        asked = [*messages, {"role": "user", "content": line}]
-        answer, whole = _answer(loop, backend, asked, options)
-        if answer or whole:
-            messages = [*asked, {"role": "assistant", "content": answer}]
+def _converse(loop: LoopThread, backend: ChatBackend, conversation: Conversation, options: SamplingOptions) -> None:
+    """Read messages and answer them until the input ends."""
+    for text in typed_messages():
+        line = text.strip()
+        if line in ("/quit", "/exit"):
+            return
+        try:
+            told = conversation.command(line) if text.startswith("/") else None
+        except FdError as error:
+            say(error)
+            continue
+        if told is not None:
+            print(told, file=sys.stderr)
+        elif line:
+            answer, whole = _answer(loop, backend, conversation.asked(text), options)
+            if answer or whole:
+                conversation.answered(text, answer)
 
 
 def _answer(
@@ -184,8 +188,9 @@ def _answer(
     """Print one answer and return its text and whether it came to its end; Ctrl-C stops it."""
     pieces: list[str] = []
     whole = False
+    speed = AnswerSpeed()
     try:
-        for piece in loop.iterate(backend.chat(messages, options)):
+        for piece in loop.iterate(backend.chat(messages, options, speed.count)):
             pieces.append(piece)
             _put(piece)
         whole = True
@@ -196,23 +201,17 @@ def _answer(
             raise
         say(error)
     _put("\n")
+    if sys.stdin.isatty() and (told := speed.told()):
+        print(told, file=sys.stderr)
     return "".join(pieces), whole
 
 
-def _lines() -> Iterator[str]:
-    """Yield what is typed, with line editing on a terminal, until the input ends."""
-    terminal = sys.stdin.isatty()
-    if terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - importing it gives `input` line editing and history
-    while True:
-        try:
-            yield input("> " if terminal else "")
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            print("", file=sys.stderr)
-            return
+def _history(url: str | None, given: Given) -> Path | None:
+    """Return the file of typed lines; None where a key leads to the server: what is said there stays there."""
+    from fd_core.cache_dir import find_cache_dir
+    from fd_core.cli.settings import client_key
+
+    return None if url is not None and client_key(given, os.environ) else find_cache_dir() / "chat_history"
 
 
 def _put(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["ChatBackend", "EngineChatBackend", "SamplingOptions", "ServerChatBackend", "no_template"]
 
 Message = Mapping[str, Any]
+TokenCount = Callable[[int], None]
+
+
+def _uncounted(tokens: int) -> None:
+    """Count nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,10 @@ def no_template(model: str) -> ModelError:
 class ChatBackend(Protocol):
     """Generates text chunk by chunk; closing the iterator early stops the generation."""
 
-    def chat(self, messages: Sequence[Message], options: SamplingOptions) -> AsyncGenerator[str, None]:
-        """Answer a conversation."""
+    def chat(
+        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount = _uncounted
+    ) -> AsyncGenerator[str, None]:
+        """Answer a conversation; `count` is told of tokens when they come, of 0 where only their text is known."""
 
     def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Continue a text."""
@@ -71,17 +78,21 @@ class EngineChatBackend:
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
-    def chat(self, messages: Sequence[Message], options: SamplingOptions) -> AsyncGenerator[str, None]:
+    def chat(
+        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount = _uncounted
+    ) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
         if self.template is None:
             raise no_template(self.client.info.model)
-        return self._generate(self.tokenizer.encode(self.template.render(messages), add_special=False), options)
+        return self._generate(self.tokenizer.encode(self.template.render(messages), add_special=False), options, count)
 
     def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Continue a text."""
         return self._generate(self.tokenizer.encode(prompt), options)
 
-    async def _generate(self, prompt: list[int], options: SamplingOptions) -> AsyncGenerator[str, None]:
+    async def _generate(
+        self, prompt: list[int], options: SamplingOptions, count: TokenCount = _uncounted
+    ) -> AsyncGenerator[str, None]:
         info = self.client.info
         room = info.max_model_len - len(prompt)
         if not prompt:
@@ -100,6 +111,7 @@ class EngineChatBackend:
         text = IncrementalDetokenizer(self.tokenizer)
         async with contextlib.aclosing(cast(AsyncGenerator[Delta, None], self.client.submit(spec))) as deltas:
             async for delta in deltas:
+                count(len(delta.token_ids))
                 yield text.push(delta.token_ids).text
                 if delta.error is not None:
                     raise FdError(delta.error)
@@ -113,9 +125,11 @@ class ServerChatBackend:
     api: ApiClient
     model: str
 
-    def chat(self, messages: Sequence[Message], options: SamplingOptions) -> AsyncGenerator[str, None]:
+    def chat(
+        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount = _uncounted
+    ) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
-        return self._generate("/v1/chat/completions", {"messages": list(messages)}, options)
+        return self._generate("/v1/chat/completions", {"messages": list(messages)}, options, count)
 
     def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Continue a text."""
@@ -123,7 +137,9 @@ class ServerChatBackend:
         longest = {} if options.max_tokens else {"max_tokens": 256}
         return self._generate("/v1/completions", {"prompt": prompt, **longest}, options)
 
-    async def _generate(self, path: str, asked: dict[str, Any], options: SamplingOptions) -> AsyncGenerator[str, None]:
+    async def _generate(
+        self, path: str, asked: dict[str, Any], options: SamplingOptions, count: TokenCount = _uncounted
+    ) -> AsyncGenerator[str, None]:
         request = {**asked, "model": self.model, "temperature": options.temperature, "top_p": options.top_p}
         if options.max_tokens is not None:
             request["max_tokens"] = options.max_tokens
@@ -131,4 +147,6 @@ class ServerChatBackend:
             request["seed"] = options.seed
         async with contextlib.aclosing(self.api.stream(path, request)) as chunks:
             async for chunk in chunks:
+                if chunk.text or chunk.completion_tokens:
+                    count(chunk.completion_tokens or 0)
                 yield chunk.text
