@@ -177,10 +177,10 @@ def kit(session: nox.Session) -> None:
 
 @nox.session
 def guides(session: nox.Session) -> None:
-    """Follows the guides word for word that the default run leaves out: backends, schedulers, parsers and others."""
+    """Follows the guides that the default run leaves out word for word, and every page with the model that it names."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
-    session.run("pytest", "tests/testing", "-m", "guide", *session.posargs)
+    session.run("pytest", "tests/testing", "tests/documents", "-m", "guide", *session.posargs)
 
 
 @nox.session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ import pytest
 
 from fd_core.errors import ModelError
 from fd_core.models.catalog import resolve_model
-from tests.documents.blocks import DOCUMENTS, Block, blocks_of, name_of
+from tests.documents.blocks import DOCUMENTS, ROOT, Block, blocks_of, name_of
 from tests.documents.reader import Reader
 from tests.models.test_smollm2 import network_is_there
 
@@ -69,6 +70,15 @@ def real(folder: Path) -> Iterator[Reader]:
     yield from reads(Reader(folder, {}))
 
 
+def what_is_cached(document: Path, reader: Reader) -> tuple[list[str], str]:
+    """Follow the page up to the script that tells what was cached, then ask again behind a restart."""
+    blocks = todo(document)
+    number = next(number for number, each in enumerate(blocks) if "cached_tokens" in each.text)
+    said = [reader.follow(block) for block in blocks[: number + 1]]
+    reader.restart(8000)
+    return said, reader.follow(blocks[number])
+
+
 def reads(reader: Reader) -> Iterator[Reader]:
     try:
         yield reader
@@ -95,3 +105,27 @@ def test_every_command_and_script_of_a_page_works(document: Path, null: Reader) 
 )
 def test_every_command_and_script_of_a_page_works_with_the_model_that_it_names(document: Path, real: Reader) -> None:
     follow(real, document)
+
+
+def test_a_prompt_comes_back_from_the_store_behind_a_restart(null: Reader) -> None:
+    said, again = what_is_cached(ROOT / "docs" / "serve" / "kv-stores.md", null)
+    (prompt, nothing), (same, cached) = (list(map(int, each.split())) for each in (said[-1], again))
+    assert (same, nothing) == (prompt, 0)
+    assert prompt - 64 < cached < prompt
+
+
+@pytest.mark.guide
+@pytest.mark.parametrize("page", ["docs/quick-start.md", "docs/serve/kv-stores.md"])
+def test_the_figures_of_a_page_about_the_store_are_those_that_its_script_prints(page: str, real: Reader) -> None:
+    said, again = what_is_cached(ROOT / page, real)
+    for figures in (said[-1], again):
+        assert f"`{figures.strip()}`" in (ROOT / page).read_text()
+    assert said[-1] != again
+
+
+@pytest.mark.guide
+def test_an_answer_fits_the_schema_of_the_quick_start(real: Reader) -> None:
+    blocks = todo(ROOT / "docs" / "quick-start.md")
+    answer = json.loads(real.follow(next(each for each in blocks if "json_schema" in each.text)))
+    assert set(answer) == {"city", "population"}
+    assert isinstance(answer["population"], int)
