@@ -15,7 +15,7 @@ from fd_core.errors import ConfigError, PluginError
 from fd_core.ops.contract import Ops
 
 from fd_gpu_cuda.memory import KeptMemory, calculated, measured
-from fd_gpu_cuda.probe import cuda_of_ranks, cuda_of_torch, cuda_places, device_problem, missing
+from fd_gpu_cuda.probe import cuda_of_ranks, cuda_of_torch, cuda_places, device_problem, flash_infer, missing
 
 if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
@@ -53,7 +53,7 @@ class CudaBackend(Backend):
         count, problem = device_problem()
         if problem:
             return Availability(False, problem)
-        return Availability(True, f"torch {version} for CUDA {cuda}; the driver has {count} device(s)")
+        return Availability(True, f"torch {version} for CUDA {cuda}; the driver has {count} device(s); {flash_infer()}")
 
     @classmethod
     def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:

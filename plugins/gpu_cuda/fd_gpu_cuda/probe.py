@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from fd_core.backends.places import EnginePlace, places_on_devices, rank_devices
 
-__all__ = ["cuda_of_ranks", "cuda_of_torch", "cuda_places", "device_problem", "missing"]
+__all__ = ["cuda_of_ranks", "cuda_of_torch", "cuda_places", "device_problem", "flash_infer", "missing"]
 
 _NVML = "libnvidia-ml.so.1"
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|None)", re.MULTILINE)
@@ -37,6 +38,16 @@ def cuda_of_torch() -> tuple[str, str | None]:
         return "", None
     version, cuda = _VERSION_LINE.search(text), _CUDA_LINE.search(text)
     return version[1] if version else "", cuda[1] if cuda else None
+
+
+def flash_infer() -> str:
+    """Say whether FlashInfer is here, which then computes attention of steps with prompts; imports nothing."""
+    if missing("flashinfer"):
+        return "FlashInfer not installed"
+    try:
+        return f"FlashInfer {importlib.metadata.version('flashinfer-python')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "FlashInfer of an unknown version"
 
 
 def device_problem() -> tuple[int, str]:

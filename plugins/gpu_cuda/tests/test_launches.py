@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from processor import PLAIN, OnProcessor, Processor  # noqa: E402
 from test_steps import LIMITS as LIMITS_OF_STEPS  # noqa: E402
 from test_steps import conversation  # noqa: E402
 
+import fd_gpu_cuda.kernels  # noqa: E402
 from fd_gpu_cuda.kernels.activations import gate  # noqa: E402
 from fd_gpu_cuda.kernels.attention import PagedAttention  # noqa: E402
 from fd_gpu_cuda.kernels.experts import expert_mixture  # noqa: E402
@@ -145,3 +147,15 @@ def test_the_counter_leaves_out_views_and_allocations_and_names_the_rest() -> No
         x[1:] = y[1:]
         gate(x, "silu")
     assert found == ["add", "copy_", "triton _gate"]
+
+
+def test_every_function_that_is_launched_says_how_it_is_compiled() -> None:
+    launched, plain = set(), set()
+    for file in Path(fd_gpu_cuda.kernels.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched.add(ast.unparse(node.func.value))
+            if isinstance(node, ast.FunctionDef):
+                plain |= {node.name for each in node.decorator_list if ast.unparse(each).startswith("triton.jit")}
+    assert {"_decode", "score"} <= launched
+    assert launched & plain == set(), "use `entry.kernel`"

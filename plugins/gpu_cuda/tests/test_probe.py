@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -135,9 +136,16 @@ def test_a_torch_without_cuda_is_told_apart_from_a_missing_driver(monkeypatch: p
     monkeypatch.setattr(backend, "device_problem", lambda: (0, "no NVIDIA driver is installed"))
     assert CudaBackend.probe().reason == "no NVIDIA driver is installed"
     monkeypatch.setattr(backend, "device_problem", lambda: (2, ""))
+    monkeypatch.setattr(probe, "missing", lambda *names: list(names))
     found = CudaBackend.probe()
     assert (found.available, found.emulated) == (True, False)
-    assert found.reason == "torch 2.9.1+cu128 for CUDA 12.8; the driver has 2 device(s)"
+    assert found.reason == "torch 2.9.1+cu128 for CUDA 12.8; the driver has 2 device(s); FlashInfer not installed"
+
+
+def test_what_is_installed_of_flashinfer_is_said_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "missing", lambda *names: [])
+    monkeypatch.setattr(importlib.metadata, "version", {"flashinfer-python": "0.6.12"}.__getitem__)
+    assert probe.flash_infer() == "FlashInfer 0.6.12"
 
 
 def test_a_driver_is_asked_and_left_as_it_was(driver: Any) -> None:

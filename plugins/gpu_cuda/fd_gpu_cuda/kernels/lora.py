@@ -17,6 +17,7 @@ import triton.language as tl
 from fd_core.ops.contract import Array
 
 from fd_gpu_cuda.adapters import LoraTable
+from fd_gpu_cuda.kernels.entry import kernel
 
 __all__ = ["lora_addition"]
 
@@ -112,7 +113,7 @@ def _next(places, above):
     return tl.min(tl.where(places > above, places, 0x7FFFFFFF), 0)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places_at"])
+@kernel(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places_at"])
 def _shrink(
     x_at,
     x_stride,
@@ -191,7 +192,7 @@ def _products(
     return sums
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places_at"])
+@kernel(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places_at"])
 def _expand(
     y_at,
     y_stride,
