@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _PHASES: Final = {
-    "prepare": "Preparing kernels, which the first start compiles",
+    "prepare": "Preparing kernels (compiled once, about a minute)",
     "load": "Loading weights",
     "warmup": "Warming up",
     "quantize": "Quantizing",

@@ -18,6 +18,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from fd_core.cache_dir import find_cache_dir
 
@@ -99,12 +100,21 @@ def _load(isa: str) -> ctypes.CDLL:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                _wait_for(lock)
                 if not path.exists():
                     _compile(isa, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path}: {error}") from error
+
+
+def _wait_for(lock: IO[str]) -> None:
+    """Take the lock of a library, and say so where another process compiles it meanwhile."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("waiting for another process, which is compiling the kernels for this processor")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _processor() -> str:
@@ -122,7 +132,8 @@ def _compile(isa: str, path: Path) -> None:
     if compiler is None:
         what = "set CXX to one that is there" if "CXX" in os.environ else "install one, such as `apt-get install g++`"
         raise BuildError(f"no C++ compiler ({name}) was found; {what}")
-    logger.info("compiling native kernels for %s, which takes about a minute and happens once", isa)
+    meant = "this processor" if isa == "native" else isa
+    logger.info("compiling kernels for %s: about a minute, once; they are kept in %s", meant, path.parent)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder, ThreadPoolExecutor() as pool:
 
@@ -134,7 +145,7 @@ def _compile(isa: str, path: Path) -> None:
         library = Path(folder, path.name)
         _run([compiler, "-shared", "-pthread", *pool.map(compiled, _SOURCES.glob("*.cpp")), "-o", library])
         library.replace(path)
-    logger.info("compiled native kernels in %.0f s", time.monotonic() - begun)
+    logger.info("compiled the kernels in %.0f s", time.monotonic() - begun)
 
 
 def _run(command: list[str | Path]) -> None:

@@ -1,7 +1,9 @@
 import logging
+import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,31 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "native").write_text("a file where the folder should be")
     monkeypatch.setenv("FD_CACHE", str(tmp_path))
     assert load_native_ops("float32", 1) is None
+
+
+COMPILER = """#!/bin/sh
+echo "$*" >> {log}
+while [ "$1" != -o ]; do shift; done
+sleep 0.5
+echo 'int fd_usable(void) {{ return 1; }}' | cc -x c -shared -fPIC - -o "$2"
+"""
+
+
+def test_two_processes_that_start_at_once_compile_once(tmp_path):
+    log, compiler = tmp_path / "log", tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(log=log))
+    compiler.chmod(0o755)
+    code = "import logging; logging.basicConfig(level=20); from fd_core.ops.native import build; build.load()"
+    environment = {**os.environ, "FD_CACHE": str(tmp_path), "CXX": str(compiler)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert sum(" -shared " in line or line.startswith("-shared ") for line in log.read_text().splitlines()) == 1
+    assert sorted("compiling kernels for this processor: about a minute, once" in each for each in told) == [
+        False,
+        True,
+    ]
+    assert [path.suffix for path in sorted((tmp_path / "native").iterdir())] == [".lock", ".so"]
