@@ -12,6 +12,7 @@ BASE = {
     "breaker",
     "cache_dir",
     "constraints",
+    "deprecations",
     "errors",
     "types",
     "config",
@@ -23,6 +24,7 @@ BASE = {
 }
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"engine", "errors", "types"},  # loaded on first use
+    "deprecations": set(),
     "errors": set(),
     "metrics": set(),
     "patience": set(),

@@ -77,6 +77,7 @@ BROKEN = {
     "import error": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
     "raises at import": ("raise ValueError('half installed')", "ValueError: half installed"),
     "exits at import": ("import sys; sys.exit('bye')", "SystemExit: bye"),
+    "an older contract": ("FD_CONTRACT = 0", "built for contract 0; this fd_core implements 1"),
     "another contract": ("FD_CONTRACT = 99", "built for contract 99; this fd_core implements 1"),
     "a contract that equals one": ("FD_CONTRACT = True", "built for contract True"),
     "no contract": ("x = 1", "declares no FD_CONTRACT"),

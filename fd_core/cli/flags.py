@@ -175,14 +175,14 @@ ENGINE_FLAGS: Final = (
     Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice.", "N"),
     Flag(
         "output_transport",
-        "How step outputs travel from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq too.",
+        "How step outputs travel from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq until 0.4.",
         "HOW",
     ),
     Flag("watchdog_seconds", "Time after which an unanswered step counts as an engine failure, in seconds.", "SECONDS"),
     Flag(
         "save_preempted_kv",
         "Keep the KV of preempted requests in host memory, so that they resume without recomputing; "
-        "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST sets it too.",
+        "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST sets it until 0.4.",
     ),
     Flag("host_kv_memory", "Host memory for KV outside the device, such as 512M or 4Gi; 0 keeps no KV there.", "SIZE"),
     Flag(

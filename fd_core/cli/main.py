@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fd_core.cli.report import interrupts_end_it
+from fd_core.cli.report import interrupts_end_it, tells_old_names
 
 __all__ = ["main"]
 
@@ -13,6 +13,7 @@ def main() -> None:
     """Run the command line."""
     with interrupts_end_it():
         from fd_core.cli.app import app
+    tells_old_names()
     try:
         app()
     except BrokenPipeError:

@@ -8,11 +8,23 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
+from fd_core.deprecations import OldNameWarning
 from fd_core.errors import FdError
 
-__all__ = ["INTERRUPTED", "describe", "interrupts_end_it", "outlive_hangups", "plain", "reports_errors", "say"]
+__all__ = [
+    "INTERRUPTED",
+    "describe",
+    "interrupts_end_it",
+    "outlive_hangups",
+    "plain",
+    "reports_errors",
+    "say",
+    "tells_old_names",
+]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
@@ -70,6 +82,19 @@ def outlive_hangups(key_file: str | None) -> None:
     """Let a SIGHUP that comes before the server reads its keys again on it not end the process, if there is a file."""
     if key_file is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def tells_old_names() -> None:
+    """Let whoever uses a name that was replaced read it as one line; other warnings look as they do everywhere."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, OldNameWarning):
+            print(f"fdcore: {plain(str(message))}", file=sys.stderr)
+        else:
+            usual(message, category, *where, **more)
+
+    warnings.showwarning = show
 
 
 def say(error: FdError) -> None:

@@ -16,19 +16,52 @@ from fd_core.cli.flags import CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER
 from fd_core.cli.values import read_text
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.constraints import parse_switch
+from fd_core.deprecations import OldName, warn_once
 from fd_core.errors import ConfigError
 
-__all__ = ["Settings", "client_key", "merge", "merge_layers", "read_table", "settings_path", "take_settings"]
+__all__ = [
+    "OLDER_SWITCHES",
+    "OlderSwitch",
+    "Settings",
+    "client_key",
+    "merge",
+    "merge_layers",
+    "read_table",
+    "settings_path",
+    "take_settings",
+]
 
 _FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)}
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
 _EXCLUSIVE: Final = (("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization"),)
 """Settings of which one source may give only one."""
-_OLDER_SWITCHES: Final = (
-    ("FD_USE_GET_SAVE_OUTPUT_V1", "output_transport", ("memory", "zmq")),
-    ("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "save_preempted_kv", (False, True)),
+
+
+@dataclass(frozen=True, slots=True)
+class OlderSwitch:
+    """A variable that is not named like a flag, and what its two values mean."""
+
+    old: OldName
+    field: str
+    no: Any
+    yes: Any
+
+
+OLDER_SWITCHES: Final = (
+    OlderSwitch(
+        OldName("FD_USE_GET_SAVE_OUTPUT_V1", "set FD_OUTPUT_TRANSPORT to memory or zmq", since="0.1", until="0.4"),
+        "output_transport",
+        no="memory",
+        yes="zmq",
+    ),
+    OlderSwitch(
+        OldName("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "set FD_SAVE_PREEMPTED_KV", since="0.1", until="0.4"),
+        "save_preempted_kv",
+        no=False,
+        yes=True,
+    ),
 )
-"""Switches of FastDeploy that are not named like a flag: variable, field, and its values for no and yes."""
+"""Switches of FastDeploy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +161,15 @@ def _with_kv_events(settings: Settings) -> Settings:
 
 def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
     older: dict[Flag, Any] = {}
-    for variable, field, meaning in _OLDER_SWITCHES:
-        flag = _FLAGS[field]
+    for switch in OLDER_SWITCHES:
+        flag, variable = _FLAGS[switch.field], switch.old.name
         if not environment.get(variable) or environment.get(flag.variable):
             continue
         try:
-            older[flag] = meaning[parse_switch(environment[variable])]
+            older[flag] = switch.yes if parse_switch(environment[variable]) else switch.no
         except ValueError as error:
             raise ConfigError(f"{variable}: {error}", field=variable) from None
+        warn_once(switch.old)
     return older
 
 

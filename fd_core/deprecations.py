@@ -1,0 +1,63 @@
+"""Names that were replaced: each works for a named number of versions, and whoever uses it is told once what to use.
+
+`docs/extend/public-names.md` has the promise; a test holds that no name outlives its last version.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, ParamSpec, TypeVar
+
+__all__ = ["KEPT_MINOR_VERSIONS", "OldName", "OldNameWarning", "replaced", "warn_once"]
+
+KEPT_MINOR_VERSIONS: Final = 2
+"""An old name works at least in this many minor versions after the one that replaced it."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_told: set[str] = set()
+
+
+class OldNameWarning(FutureWarning):
+    """A name is used that a later version will not have. Python shows it to everybody unless it is filtered."""
+
+
+@dataclass(frozen=True, slots=True)
+class OldName:
+    """A setting, variable, flag or function that has another name."""
+
+    name: str
+    """As it is written: `FD_OLD`, `--old`, `package.function`."""
+    instead: str
+    """What to write in its place."""
+    since: str
+    """The minor version that replaced it, such as `0.1`."""
+    until: str
+    """The first minor version without it, more than `KEPT_MINOR_VERSIONS` later."""
+
+    def __str__(self) -> str:
+        return f"{self.name} was replaced in fd_core {self.since} and is not read from {self.until} on: {self.instead}"
+
+
+def warn_once(old: OldName, *, stacklevel: int = 1) -> None:
+    """Warn with `OldNameWarning`, once in a process for each name; `stacklevel` 1 blames the caller."""
+    if old.name not in _told:
+        _told.add(old.name)
+        warnings.warn(str(old), OldNameWarning, stacklevel=stacklevel + 1)
+
+
+def replaced(old: OldName) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorate a public function that has a successor: it works as before and warns whoever calls it first."""
+
+    def wrap(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def warned(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            warn_once(old, stacklevel=2)
+            return function(*args, **kwargs)
+
+        return warned
+
+    return wrap

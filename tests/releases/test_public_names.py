@@ -1,0 +1,37 @@
+"""Every public name can be imported, is recorded, and does not go unseen."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from fd_core.cli.settings import OLDER_SWITCHES
+from fd_core.plugins import KINDS
+from tests.releases.public_names import PAGE, RECORD, modules, names
+
+COMMAND = "python -m tests.releases.public_names"
+
+
+@pytest.mark.parametrize("module", ["fd_core", *modules()])
+def test_every_public_name_can_be_imported(module):
+    home = importlib.import_module(module)
+    assert home.__all__ and all(getattr(home, name) is not None for name in home.__all__)
+
+
+def test_no_public_name_goes_unseen():
+    recorded, found = set(RECORD.read_text().splitlines()), set(names())
+    gone, new = sorted(recorded - found), sorted(found - recorded)
+    assert not gone, f"public names went; docs/extend/public-names.md says how they may; then `{COMMAND}`: {gone}"
+    assert not new, f"public names are new: `{COMMAND}` records them: {new}"
+
+
+def test_the_classes_that_hooks_ask_for_are_public():
+    bases = {kind.base.partition(":")[0] for kind in KINDS}
+    assert bases <= set(modules())
+
+
+def test_the_page_lists_the_names_that_were_replaced():
+    for switch in OLDER_SWITCHES:
+        rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{switch.old.name}`")]
+        assert len(rows) == 1 and rows[0].endswith(f"| {switch.old.until} |")
