@@ -733,6 +733,10 @@ class Ops(abc.ABC):
         """Do the same for what returns the states of all tokens; it computes chunks of prompts, which need it less."""
         return states
 
-    def compile_adapted(self, forward: Forward) -> Forward:
-        """Do the same for steps in which tokens have adapters; called again whenever adapters come or go."""
+    def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
+        """Do the same for steps in which tokens have adapters; called between steps, whenever adapters come or go.
+
+        `cache` is what all these steps use, where the forward yields logits, so that a pack may capture at once.
+        `before` is what was returned the last time.
+        """
         return forward

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fd_core.backends.contract import AdaptableModel, Model
 from fd_core.errors import ModelError
-from fd_core.ops.contract import Forward, Ops
+from fd_core.ops.contract import Forward, KVCache, Ops
 from fd_core.types import IntArray
 from fd_core.weights import Adapter
 
@@ -16,8 +16,9 @@ __all__ = ["RunnerAdapters"]
 class RunnerAdapters:
     """Places of adapters, 1 and up; an adapter keeps its place for as long as it is there."""
 
-    def __init__(self, ops: Ops, model: Model) -> None:
+    def __init__(self, ops: Ops, model: Model, cache: KVCache) -> None:
         self._ops = ops
+        self._cache = cache
         self._model = model
         self._places: list[Adapter | None] = []
         self._forwards: tuple[Forward, Forward] | None = None
@@ -42,7 +43,9 @@ class RunnerAdapters:
         if not isinstance(self._model, AdaptableModel):
             raise ModelError(f"{self._model.architecture} on this backend takes no adapters", field="lora_modules")
         model = self._model.with_adapters(places)
-        self._forwards = self._ops.compile_adapted(model.forward), self._ops.compile_adapted(model.states)
+        before = None if self._forwards is None else self._forwards[0]
+        forward = self._ops.compile_adapted(model.forward, self._cache, before)
+        self._forwards = forward, self._ops.compile_adapted(model.states)
         self._model = model
         self._places = places
 

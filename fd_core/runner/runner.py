@@ -70,7 +70,7 @@ class Runner:
         self._states = ops.compile_states(model.states)
         self._head = model.head
         self._watch: Callable[[StepInput], None] = lambda _: None
-        self.adapters = RunnerAdapters(ops, model)
+        self.adapters = RunnerAdapters(ops, model, self.cache)
         """Changed between steps, on the thread that executes them."""
         self.batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)

@@ -429,7 +429,7 @@ class LeadingRunner(Runner):
         self.ranks = ranks
         """The other ranks, for audits and benchmarks."""
         self.cache = JoinedKVCache(self.cache, ranks, shares, axis)
-        self.adapters = JoinedAdapters(ops, model, ranks)
+        self.adapters = JoinedAdapters(ops, model, self.cache, ranks)
         self._leads = False
 
     def warm_up(self, progress: LoadProgress) -> float:
@@ -469,8 +469,8 @@ class LeadingRunner(Runner):
 class JoinedAdapters(RunnerAdapters):
     """The adapters of all ranks: what one of them cannot hold, none does."""
 
-    def __init__(self, ops: Ops, model: Model, ranks: RankProcesses) -> None:
-        super().__init__(ops, model)
+    def __init__(self, ops: Ops, model: Model, cache: KVCache, ranks: RankProcesses) -> None:
+        super().__init__(ops, model, cache)
         self._ranks = ranks
 
     def replace(self, adapters: Iterable[Adapter]) -> None:

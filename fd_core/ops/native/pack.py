@@ -419,7 +419,7 @@ class NativeOps(TorchOps):
         """Return a forward that is recorded on its first call and replayed from then on."""
         return ProgramForward(self.runtime, forward)
 
-    def compile_adapted(self, forward: Forward) -> Forward:
+    def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
         """Record it as well: its operations compute the adapters that rows of the step have."""
         return self.compile(forward)
 

@@ -199,7 +199,7 @@ class OnnxOps(NumpyOps):
         """Trace it as a session, too: operation by operation each of them would be one."""
         return SessionForward(self, states)
 
-    def compile_adapted(self, forward: Forward) -> Forward:
+    def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
         """Trace it as a session of its own; it shares the model's weights."""
         return SessionForward(self, forward, (*_STEP_ARRAYS, "lora_places"))
 

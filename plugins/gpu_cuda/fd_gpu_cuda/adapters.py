@@ -92,6 +92,8 @@ class AdaptedOps(TorchOps):
     _kernels: Kernels
     adapter_room: AdapterRoom | None = None
     """None where no adapters are configured."""
+    tables_made = 0
+    """What was captured before the last one was made may read others."""
 
     @property
     def adds_by_kernel(self) -> bool:
@@ -144,6 +146,7 @@ class AdaptedOps(TorchOps):
     def _new_table(self, deltas: Sequence[DeviceLora | None], inputs: int, outs: tuple[int, ...]) -> LoraTable:
         if len(outs) > _MOST_PARTS:
             raise ValueError(f"a linear of {len(outs)} parts takes no adapters here; {_MOST_PARTS} are the most")
+        self.tables_made += 1
         room = self.adapter_room or AdapterRoom()
         count, rank = max(room.places, len(deltas)), max(room.rank, *_ranks(deltas), 1)
         entries = torch.zeros((count, len(outs), 3), dtype=torch.int64, device=self.device)

@@ -69,6 +69,7 @@ class CudaBackend(Backend):
         """Create the pack on the first visible device; initialises CUDA."""
         wanted = self.dtype_asked_for("float32", "bfloat16", "float16")
         try:
+            from fd_gpu_cuda.adapters import AdapterRoom
             from fd_gpu_cuda.compilations import Compilations, use_cache_folder
             from fd_gpu_cuda.device import Cuda
             from fd_gpu_cuda.operations import operations_on, wanted_providers
@@ -92,6 +93,8 @@ class CudaBackend(Backend):
             ) from error
         ops = CudaOps(dtype, self._cuda, self._providers.kernels)
         ops.compilations = compilations
+        if self.config.lora_modules or self.config.lora_folder is not None:
+            ops.adapter_room = AdapterRoom(self.config.max_loras, self.config.max_lora_rank)
         return ops
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:

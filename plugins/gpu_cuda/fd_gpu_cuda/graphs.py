@@ -44,6 +44,7 @@ class GraphInputs:
         self._max_context = limits.max_model_len
         self._token_ids, self._positions, self._kv_slots = zeros(3, tokens)
         self._context_len = zeros(rows)
+        self._lora_places = zeros(tokens)
         self.block_tables = zeros(rows, limits.blocks_per_seq)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._query_start = {width: starts * width for width in {1, shapes.width}}
@@ -53,8 +54,11 @@ class GraphInputs:
         sizes = [rows * width for rows, width in shapes]
         self._logits_rows = dict(zip(shapes, zeros(sum(sizes)).split(sizes), strict=True))
 
-    def of(self, shape: Shape, spare_block: int, block_size: int) -> StepInput:
-        """Return the memory of a step of a shape, filled with padding, as a step whose context may be any."""
+    def of(self, shape: Shape, spare_block: int, block_size: int, *, adapted: bool = False) -> StepInput:
+        """Return the memory of a step of a shape, filled with padding, as a step whose context may be any.
+
+        `adapted` gives it places of adapters, too.
+        """
         rows, width = shape
         tokens = rows * width
         torch.remainder(self._columns[:tokens], width, out=self._positions[:tokens])
@@ -62,6 +66,7 @@ class GraphInputs:
         self._kv_slots[:tokens].fill_(spare_block * block_size)
         self._context_len[:rows].fill_(width)
         self.block_tables[:rows].fill_(spare_block)
+        self._lora_places[:tokens].zero_()
         return StepInput(
             token_ids=self._token_ids[:tokens],
             positions=self._positions[:tokens],
@@ -73,6 +78,7 @@ class GraphInputs:
             max_query=width,
             max_context=self._max_context,
             uniform=True,
+            lora_places=self._lora_places[:tokens] if adapted else None,
         )
 
 
@@ -92,6 +98,8 @@ class DeviceGraphs:
         self.shapes = shapes
         self.bytes_to_come = 0
         """What graphs that were not captured would take beside those that were."""
+        self.bytes_of_all = 0
+        """What the graphs of all shapes take, those that were captured among them."""
         self._few = few
         self._cuda = cuda
         self._limits = limits
@@ -100,8 +108,10 @@ class DeviceGraphs:
         self.head_output: Array | None = None
         """While a decode is captured, where its logits [R, V] are to be written; the output projection may do so."""
 
-    def capture(self, forward: Forward, cache: KVCache, spare_block: int) -> dict[Shape, _Graph]:
-        """Capture a forward in every shape."""
+    def capture(
+        self, forward: Forward, cache: KVCache, spare_block: int, *, adapted: bool = False
+    ) -> dict[Shape, _Graph]:
+        """Capture a forward in every shape, for steps in which tokens have adapters or for others."""
         if self._inputs is None:
             self._inputs = GraphInputs(self.shapes, self._limits, self._cuda.device)
         size, graphs = cache.shape.block_size, dict[Shape, _Graph]()
@@ -109,24 +119,23 @@ class DeviceGraphs:
         chosen = [shapes[0], *shapes[1 :: max(1, len(shapes) // _FEW)]][:_FEW] if self._few else shapes
         with self._cuda.capturing():
             for shape in chosen:
-                step = self._inputs.of(shape, spare_block, size)
+                step = self._inputs.of(shape, spare_block, size, adapted=adapted)
                 logits = self._logits_of(forward, step, cache)
                 replay = self._cuda.capture(lambda: self._write(forward, step, cache, logits))  # noqa: B023 - at once
-                vectors = (step.token_ids, step.positions, step.kv_slots, step.context_len)
-                graphs[shape] = _Graph(step, vectors, logits, replay)
+                graphs[shape] = _Graph(step, _vectors(step), logits, replay)
                 free.append(self._cuda.free_on_driver())
         if len(shapes) > len(chosen) > 1:
             # The first one has set up what all share.
             each = -(-max(free[0] - free[-1], 0) // (len(chosen) - 1))
             self.bytes_to_come += each * (len(shapes) - len(chosen))
+            self.bytes_of_all += each * len(shapes)
         return graphs
 
     def replay(self, graph: _Graph, step: StepInput) -> Array:
         """Queue a step; returns its logits, which hold until the next one."""
         wanted = len(step.logits_rows)
         targets = [*graph.vectors, graph.step.logits_rows[:wanted]]
-        sources = [step.token_ids, step.positions, step.kv_slots, step.context_len, step.logits_rows]
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, [*_vectors(step), step.logits_rows])
         # What an earlier step left in the rest of the tables lies beyond the contexts of this one.
         graph.step.block_tables[:, : step.block_tables.shape[1]].copy_(step.block_tables)
         graph.replay()
@@ -150,6 +159,11 @@ class DeviceGraphs:
             logits.copy_(found)
 
 
+def _vectors(step: StepInput) -> tuple[Array, ...]:
+    vectors = step.token_ids, step.positions, step.kv_slots, step.context_len
+    return vectors if step.lora_places is None else (*vectors, step.lora_places)
+
+
 class GraphedForward:
     """A model's forward that replays a graph for decodes of the shapes given, and runs anything else as it is.
 
@@ -157,10 +171,19 @@ class GraphedForward:
     runs, which is before the first request.
     """
 
-    def __init__(self, forward: Forward, graphs: DeviceGraphs) -> None:
+    def __init__(self, forward: Forward, graphs: DeviceGraphs, tables: int | None = None) -> None:
+        """`tables`: how many tables of adapters there were; None for a forward of steps in which no token has one."""
         self._forward = forward
         self._graphs = graphs
+        self._tables = tables
         self._captured: weakref.WeakKeyDictionary[KVCache, dict[Shape, _Graph]] = weakref.WeakKeyDictionary()
+
+    def following(self, forward: Forward, graphs: DeviceGraphs, tables: int) -> GraphedForward:
+        """Return the same for a model with other adapters: with the same graphs, unless there are other tables."""
+        found = GraphedForward(forward, graphs, tables)
+        if graphs is self._graphs and tables == self._tables:
+            found._captured = self._captured
+        return found
 
     def __call__(self, step: StepInput, cache: KVCache) -> Array:
         """Return float32 logits [R, V]; those of a replay hold until the next one."""
@@ -170,19 +193,24 @@ class GraphedForward:
     def _graph(self, step: StepInput, cache: KVCache) -> _Graph | None:
         """Return the graph of a step, or None where there is none.
 
-        Tokens with adapters do not come here: see `Ops.compile_adapted`. What decides whether their steps could be
-        replayed is `StepInput.lora_groups`, which has as many arrays as adapters are hit, each as long as its tokens.
-        A pack that computes adapters from `lora_places` alone, with their matrices at fixed places, has fixed shapes.
+        Steps in which tokens have adapters have graphs of their own: they read the place of each token, and tables that
+        stay where they are while adapters come and go; see `AdaptedOps.place_loras`.
         """
         shape = (len(step.context_len), step.max_query)
         fits = step.uniform and self._graphs.shapes.fitting(*shape) == shape
-        if not fits or step.lora_places is not None:
+        if not fits or (step.lora_places is None) != (self._tables is None):
             return None
         if cache.spare_block is None:
             return None
-        if cache not in self._captured:
-            self._captured[cache] = self._graphs.capture(self._forward, cache, cache.spare_block)
-            shapes = ", ".join(f"{rows} x {width}" for rows, width in self._captured[cache])
-            logger.info("captured decodes of %s tokens", shapes)
+        self.prepare(cache)
         graph = self._captured[cache].get(shape)
         return None if graph is None or step.block_tables.shape[1] > graph.step.block_tables.shape[1] else graph
+
+    def prepare(self, cache: KVCache) -> None:
+        """Capture what is not captured yet."""
+        if cache.spare_block is None or cache in self._captured:
+            return
+        adapted = self._tables is not None
+        self._captured[cache] = self._graphs.capture(self._forward, cache, cache.spare_block, adapted=adapted)
+        shapes = ", ".join(f"{rows} x {width}" for rows, width in self._captured[cache])
+        logger.info("captured decodes of %s tokens%s", shapes, " with adapters" if adapted else "")

@@ -13,6 +13,7 @@ from fd_core.ops.contract import Activation, Array, Experts, Heads, HostCopies, 
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch_group import gloo_group
 from fd_core.ops.torch_ops import TorchOps, route
+from plain_adapters import plain_lora
 from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,6 +176,7 @@ PLAIN = Kernels(
     rotate_and_store=plain_rotate_and_store,
     gate=plain_gate,
     experts=plain_experts,
+    lora=plain_lora,
 )
 
 

@@ -1,0 +1,35 @@
+"""What adds adapters, on the processor: it looks where tables say, each time that it is replayed."""
+
+from __future__ import annotations
+
+import ctypes
+
+import capture
+import torch
+from fd_core.ops.contract import Array
+
+from fd_gpu_cuda.adapters import LoraTable
+
+
+def plain_lora(y: Array, x: Array, table: LoraTable, places: Array) -> None:
+    """Add at once, or at each replay of what is being captured; a capture itself computes nothing on a device."""
+
+    def add() -> None:
+        for place in sorted(set(places.tolist()) - {0}):
+            rows, begin = (places == place).nonzero()[:, 0], 0
+            for (down, up, rank), out in zip(table.entries[place - 1].tolist(), table.outs, strict=True):
+                if rank:
+                    inner = x[rows] @ _matrix(down, rank, table.inputs, x.dtype).T
+                    y[rows, begin : begin + out] += inner @ _matrix(up, rank, out, x.dtype)
+                begin += out
+
+    recording = getattr(capture._recordings, "current", None)
+    if recording is None:
+        add()
+    else:
+        recording.note(add)
+
+
+def _matrix(address: int, rows: int, columns: int, dtype: torch.dtype) -> Array:
+    memory = (ctypes.c_char * (rows * columns * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(rows, columns)

@@ -1,0 +1,90 @@
+"""Decodes of tokens with adapters are replayed, and deliver what the core's pack delivers, whatever comes and goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fd_core.models.loading.adapter import read_adapter  # noqa: E402 - only where torch is installed
+from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
+from fd_core.runner.runner import Runner  # noqa: E402
+from fd_core.testing.adapters import write_adapter  # noqa: E402
+from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from processor import Processor, make_ops  # noqa: E402
+from test_steps import LIMITS, MIXED, conversation, load  # noqa: E402
+
+from fd_gpu_cuda.adapters import AdapterRoom  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(request.param, tmp_path_factory.mktemp(request.param) / "model")
+
+
+def adapters_of(folder: Path, model: Any) -> list[Any]:
+    """One that changes everything, one that leaves parts alone, and one of a larger rank."""
+    kinds: list[dict[str, Any]] = [{"rank": 4}, {"rank": 8, "targets": ("q_proj", "down_proj")}, {"rank": 20}]
+    places = [folder.parent / f"adapter {seed}" for seed in range(len(kinds))]
+    for seed, (place, kind) in enumerate(zip(places, kinds, strict=True)):
+        write_adapter(folder, place, seed=seed, **kind)
+    return [read_adapter(place, model.spec.adaptable(), 64) for place in places]
+
+
+def outputs(runner: Runner, adapters: list[Any]) -> list[Any]:
+    """Serve a conversation whose slots take turns with these adapters; None is none."""
+    plans = conversation(MIXED)
+    admissions = tuple(
+        replace(each, adapter="" if (mine := adapters[slot % len(adapters)]) is None else mine.digest)
+        for slot, each in enumerate(plans[0].admissions)
+    )
+    plans[0] = replace(plans[0], admissions=admissions)
+    return [runner.execute(each).tokens.tolist() for each in plans]
+
+
+def test_decodes_with_adapters_are_replayed_and_new_adapters_need_no_new_capture(folder: Path) -> None:
+    processor, found = Processor(), []
+    for ops in (TorchOps(), make_ops(processor)):
+        model: Any = load(folder, ops)
+        runner = Runner(ops, model, LIMITS, TorchPostprocess)
+        first, second, third = adapters_of(folder, model)
+        texts = []
+        for held, served in (
+            ([], [None]),
+            ([second], [second, None]),
+            ([first, second], [first, None, second]),
+            ([third], [third]),
+            ([], [None]),
+            ([third, first, second], [second, third, None, first]),
+        ):
+            runner.adapters.replace(held)
+            captured = processor.captured
+            texts.append(outputs(runner, served))
+            if ops.queues:
+                plain = 0 if texts[1:] else 4  # which are captured at the first decode
+                assert processor.captured == captured + plain, "captures belong where adapters come"
+        found.append(texts)
+    assert found[0] == found[1]
+    assert len({str(text) for text in found[0]}) > 1, "adapters change texts"
+    assert processor.captured == 8, "plain decodes, and those with adapters, once"
+    assert processor.replays == 30, "five decodes of each"
+
+
+def test_an_adapter_beyond_the_room_is_computed_from_new_tables(folder: Path) -> None:
+    processor = Processor()
+    ops = make_ops(processor)
+    runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
+    ops.adapter_room = AdapterRoom(1, 4)
+    adapters = adapters_of(folder, runner.adapters._model)
+    texts = []
+    for held in (adapters[:1], adapters[:1], adapters[1:2], adapters):
+        runner.adapters.replace(held)
+        texts.append((processor.captured, outputs(runner, held[:1])))
+    assert [captured for captured, _ in texts] == [4, 4, 4, 8], "rank 8 fits into 16"
+    assert texts[0][1] == texts[1][1] == texts[3][1] != texts[2][1]
+    assert processor.replays == 20
