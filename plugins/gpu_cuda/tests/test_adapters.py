@@ -22,7 +22,7 @@ from test_steps import LIMITS, MIXED, conversation, load  # noqa: E402
 from fd_gpu_cuda.adapters import AdapterRoom  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3-yarn"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(request.param, tmp_path_factory.mktemp(request.param) / "model")
 
