@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, ParamSpec, TypeVar
 
-__all__ = ["KEPT_MINOR_VERSIONS", "OldName", "OldNameWarning", "replaced", "warn_once"]
+__all__ = ["KEPT_MINOR_VERSIONS", "OLD_NAMES", "OldName", "OldNameWarning", "replaced", "warn_once"]
 
 KEPT_MINOR_VERSIONS: Final = 2
 """An old name works at least in this many minor versions after the one that replaced it."""
@@ -40,6 +40,10 @@ class OldName:
 
     def __str__(self) -> str:
         return f"{self.name} was replaced in fd_core {self.since} and is not read from {self.until} on: {self.instead}"
+
+
+OLD_NAMES: Final[tuple[OldName, ...]] = ()
+"""Every old name that works still; none at present."""
 
 
 def warn_once(old: OldName, *, stacklevel: int = 1) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fd_core.cli.conversation import Conversation
+from fd_core.cli.conversation import ChatHistory
 from fd_core.cli.flags import CHAT_FLAGS, CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
 from fd_core.cli.report import reports_errors, say
 from fd_core.cli.speed import AnswerSpeed
@@ -71,7 +71,7 @@ def chat(
         if sys.stdin.isatty():
             print(f"{name}: {_HELP}", file=sys.stderr)
         with kept_history(_history(url, given)):
-            _converse(loop, backend, Conversation(system), options)
+            _converse(loop, backend, ChatHistory(system), options)
 
 
 @reports_errors
@@ -163,7 +163,7 @@ def _local(
     return EngineChatBackend(client, found.tokenizer, found.template), found.config.model
 
 
-def _converse(loop: LoopThread, backend: ChatBackend, conversation: Conversation, options: SamplingOptions) -> None:
+def _converse(loop: LoopThread, backend: ChatBackend, conversation: ChatHistory, options: SamplingOptions) -> None:
     """Read messages and answer them until the input ends."""
     for text in typed_messages():
         line = text.strip()

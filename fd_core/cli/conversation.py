@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fd_core.errors import ConfigError
 
-__all__ = ["HELP", "Conversation"]
+__all__ = ["HELP", "ChatHistory"]
 
 Message = dict[str, Any]
 
@@ -22,7 +22,7 @@ HELP: Final = '''\
 A line that ends in \\ goes on in the next one; """ begins and ends a message of several lines.'''
 
 
-class Conversation:
+class ChatHistory:
     """The messages of one conversation. A message of the system, if there is one, comes first and outlives a reset."""
 
     def __init__(self, system: str | None = None) -> None:

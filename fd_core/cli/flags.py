@@ -175,7 +175,7 @@ ENGINE_FLAGS: Final = (
     Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice.", "N"),
     Flag(
         "output_transport",
-        "How step outputs travel from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq until 0.4.",
+        "How step outputs travel from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq too.",
         "HOW",
     ),
     Flag("watchdog_seconds", "Time after which an unanswered step counts as an engine failure, in seconds.", "SECONDS"),

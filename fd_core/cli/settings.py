@@ -16,7 +16,6 @@ from fd_core.cli.flags import CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER
 from fd_core.cli.values import read_text
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.constraints import parse_switch
-from fd_core.deprecations import OldName, warn_once
 from fd_core.errors import ConfigError
 
 __all__ = [
@@ -41,25 +40,15 @@ _EXCLUSIVE: Final = (("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilizatio
 class OlderSwitch:
     """A variable that is not named like a flag, and what its two values mean."""
 
-    old: OldName
+    variable: str
     field: str
     no: Any
     yes: Any
 
 
 OLDER_SWITCHES: Final = (
-    OlderSwitch(
-        OldName("FD_USE_GET_SAVE_OUTPUT_V1", "set FD_OUTPUT_TRANSPORT to memory or zmq", since="0.1", until="0.4"),
-        "output_transport",
-        no="memory",
-        yes="zmq",
-    ),
-    OlderSwitch(
-        OldName("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "set FD_SAVE_PREEMPTED_KV", since="0.1", until="0.4"),
-        "save_preempted_kv",
-        no=False,
-        yes=True,
-    ),
+    OlderSwitch("FD_USE_GET_SAVE_OUTPUT_V1", "output_transport", no="memory", yes="zmq"),
+    OlderSwitch("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "save_preempted_kv", no=False, yes=True),
 )
 """Switches of FastDeploy."""
 
@@ -162,14 +151,13 @@ def _with_kv_events(settings: Settings) -> Settings:
 def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
     older: dict[Flag, Any] = {}
     for switch in OLDER_SWITCHES:
-        flag, variable = _FLAGS[switch.field], switch.old.name
+        flag, variable = _FLAGS[switch.field], switch.variable
         if not environment.get(variable) or environment.get(flag.variable):
             continue
         try:
             older[flag] = switch.yes if parse_switch(environment[variable]) else switch.no
         except ValueError as error:
             raise ConfigError(f"{variable}: {error}", field=variable) from None
-        warn_once(switch.old)
     return older
 
 

@@ -7,6 +7,7 @@ device asks for none of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from sys import maxsize
 from typing import Any
 
 from fd_core.ops.paddle_library import paddle
@@ -15,8 +16,8 @@ SORTED_AT_MOST = 16_383
 """Entries of an axis: the kernel refuses 16,384."""
 
 SHIFTS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift")
-SHIFTED_AT_MOST = 1024
-"""Entries of an axis: the device has none of these for integers, and few enough may go over the host."""
+SHIFTED_AT_MOST = 20_480
+"""Entries of an axis: the device has these for bool, none for integers, and few enough may go over the host."""
 
 SCATTERS = ("scatter", "scatter_", "scatter_nd_add", "put_along_axis", "put_along_axis_", "index_put", "index_put_")
 
@@ -41,7 +42,7 @@ def without(name: str, dtype: str = "", most: int | None = None) -> Callable[...
             is_tensor = isinstance(value, paddle.Tensor)
             if str(value.dtype if is_tensor else value).removeprefix("paddle.") == dtype:
                 raise RuntimeError(f"the device has no kernel {name} of {dtype}")
-            if is_tensor and most is not None and max(value.shape, default=0) > most:
+            if is_tensor and value.dtype != paddle.bool and max(value.shape, default=0) > (most or maxsize):
                 raise RuntimeError(f"the device has no kernel {name} of {max(value.shape)} entries")
         return compute(*arguments, **named)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fd_core.cli.conversation import Conversation
+from fd_core.cli.conversation import ChatHistory
 from fd_core.cli.speed import AnswerSpeed
 from fd_core.cli.typed_messages import typed_messages
 from fd_core.errors import ConfigError
@@ -136,12 +136,12 @@ def test_ctrl_c_forgets_a_message_of_several_lines_and_leaves_elsewhere(monkeypa
 
 
 def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
-    talk = Conversation("Be brief.")
+    talk = ChatHistory("Be brief.")
     talk.answered("Où?", "Là.")
     file = tmp_path / "talk.json"
     assert talk.command(f"/save {file}") == f"saved 3 messages in {file}"
     talk.command(f"/save {file}")  # its own file is written again
-    other = Conversation()
+    other = ChatHistory()
     assert other.command(f"/load {file}") == f"3 messages of {file}"
     assert (other.messages, other.system) == (talk.messages, "Be brief.")
     other.command("/reset")
@@ -152,7 +152,7 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_a_command_that_cannot_be_done_changes_nothing(tmp_path: Path) -> None:
-    talk = Conversation()
+    talk = ChatHistory()
     talk.answered("a", "b")
     before = talk.messages
     mine = tmp_path / "mine.txt"

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from fd_core.cli.settings import OLDER_SWITCHES
+from fd_core.deprecations import OLD_NAMES
 from fd_core.plugins import KINDS
 from tests.releases.public_names import PAGE, RECORD, modules, names
 
@@ -32,6 +32,6 @@ def test_the_classes_that_hooks_ask_for_are_public():
 
 
 def test_the_page_lists_the_names_that_were_replaced():
-    for switch in OLDER_SWITCHES:
-        rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{switch.old.name}`")]
-        assert len(rows) == 1 and rows[0].endswith(f"| {switch.old.until} |")
+    for old in OLD_NAMES:
+        rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{old.name}`")]
+        assert len(rows) == 1 and rows[0].endswith(f"| {old.until} |")
