@@ -31,7 +31,7 @@ def main(capability: int) -> None:
                 compiler.case = f"{name} in {dtype}, rank {rank}"
                 aligned = all(width % 16 == 0 for width in (inputs, *outs))
                 compiler.wanted = {"_shrink": SIXTEEN_BYTES, "_expand": SIXTEEN_BYTES} if aligned else {}
-                compiler.spills = 0 if aligned else 16
+                compiler.spills = 16  # two registers of a thread, of pieces that lie one by one or are of 32 bits
                 ops = CudaOps(str(dtype).removeprefix("torch."), Processor(), replace(PLAIN, lora=lora_addition()))
                 ops.adapter_room = AdapterRoom(8, rank)
                 table = ops.place_loras([None], inputs, outs)
