@@ -230,7 +230,7 @@ def test_an_llm_takes_adapters_by_name(folder, merged):
     with pytest.raises(BadRequest, match="6 prompts, but 1 adapters"):
         llm.generate(prompts, params, adapter=["one"])
     vectors = llm.embed(prompts[:2], adapter=["one", None])
-    np.testing.assert_array_equal(vectors[1], llm.embed(prompts[1])[0])
+    np.testing.assert_allclose(vectors[1], llm.embed(prompts[1])[0], atol=1e-5)  # alone, sums have another order
     assert np.abs(vectors[0] - llm.embed(prompts[0])[0]).max() > 1e-3
     with pytest.raises(BadRequest, match="no adapter named 'three'"):
         llm.embed(prompts[:1], adapter="three")
