@@ -8,8 +8,6 @@ from fd_core.config import Limits
 from fd_core.ops.contract import Array, Ops
 from fd_core.runner.postprocess.contract import Postprocess
 
-from fd_gpu_cuda.sampling import SamplingOps
-
 __all__ = ["CudaPostprocess"]
 
 
@@ -19,6 +17,9 @@ class CudaPostprocess(Postprocess):
     serves: ClassVar[tuple[str, ...]] = ("gpu_cuda",)
 
     def __init__(self, ops: Ops, limits: Limits) -> None:
+        # torch is needed to compute, not to know of the postprocessor.
+        from fd_gpu_cuda.sampling import SamplingOps
+
         super().__init__(ops, limits)
         if not isinstance(ops, SamplingOps):
             raise TypeError(f"{type(ops).__name__} is not the pack of gpu_cuda")
