@@ -85,10 +85,9 @@ class Reader:
         self._instead = dict(instead or {})
         self._site = folder / "bin"
         self._site.mkdir()
-        for name, module in (("fdcore", "fd_core.cli"), ("pytest", "pytest")):
-            (self._site / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        for name, module in (("fdcore", " -m fd_core.cli"), ("pytest", " -m pytest"), ("python", "")):
+            (self._site / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
             (self._site / name).chmod(0o755)
-        (self._site / "python").symlink_to(sys.executable)
         self._ports: dict[int, int] = {}
         self._servers: dict[int, _Running] = {}
         self._started = 0
@@ -141,6 +140,9 @@ class Reader:
         if words[0] == "curl":
             self._wait(command)
             command = command.replace("curl ", "curl --silent --show-error --fail-with-body --max-time 120 ", 1)
+        if words[0] == "python" and (script := self.folder / words[1]).is_file():
+            self._wait(script.read_text())
+            script.write_text(self._here(script.read_text()))
         return self._run(["bash", "-ec", self._here(command)], command)
 
     def _python(self, block: Block) -> str:
@@ -166,6 +168,7 @@ class Reader:
             "PATH": os.pathsep.join([str(self._site), os.environ["PATH"]]),
             "PYTHONPATH": os.pathsep.join(self._paths),
             "COLUMNS": "200",
+            "FD_BATCH_STORE": str(self._site.parent / "batches"),  # two servers cannot share the usual one
             **self._settings,
         }
 
