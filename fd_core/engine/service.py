@@ -96,6 +96,8 @@ class EngineService:
 def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
     """Serve until a `Shutdown` arrives. An error of a step ends the loop: the client sees a dead engine."""
     service = EngineService(engine, send)
+    # Whoever looks before the first request finds statistics too.
+    service.tell([], time.monotonic())
     while not (service.stopping and not engine.has_work):
         deltas = service.take(inbox.receive(0.0 if engine.has_work else _IDLE_SECONDS))
         deltas += engine.step()

@@ -10,6 +10,12 @@ SCRIPT = Path(gpu_session.__file__)
 NO_GPU = "no NVIDIA driver is installed"
 
 
+@pytest.fixture(autouse=True)
+def modules_are_installed(monkeypatch):
+    """The environment of the default run has no Triton."""
+    monkeypatch.setattr(gpu_session, "find_spec", lambda name: name)
+
+
 def session(problem="", statuses=None, only=None):
     """Run all items by doubles; returns outcomes and the items that were started, in order."""
     started = []
@@ -43,6 +49,13 @@ def test_without_a_gpu_each_item_says_what_it_would_run_and_why_not(capsys):
     said = capsys.readouterr().out
     assert "pytest -q -m hardware" in said and "conformance gpu_cuda gpu_cuda:dtype=float32" in said
     assert said.count("would run") == 6 and "not run: first-hour did not pass" in said
+
+
+def test_an_item_whose_modules_are_not_installed_is_not_run(monkeypatch):
+    monkeypatch.setattr(gpu_session, "find_spec", lambda name: None if name == "triton" else name)
+    outcomes, started = session()
+    assert "compile" not in started
+    assert [each.why for each in outcomes if each.item == "compile"] == ["triton not installed"]
 
 
 @pytest.mark.parametrize("status", [1, 5, OSError("no such program")])

@@ -38,6 +38,18 @@ def told(sent: list[EngineMessage]) -> list[EngineStats]:
     return [message.stats for message in sent if isinstance(message, StepEvents) and message.stats is not None]
 
 
+def test_an_engine_tells_its_statistics_before_the_first_request() -> None:
+    sent: list[EngineMessage] = []
+
+    class Asking(ScriptedInbox):
+        def receive(self, timeout: float) -> list[ClientMessage]:
+            assert len(told(sent)) == 1
+            return [Shutdown()]
+
+    serve_engine(null_engine(), Asking(Submit(greedy("a", range(4), 1)), sent), sent.append)
+    assert told(sent)
+
+
 def test_an_idle_engine_tells_what_its_store_still_did_and_nothing_twice(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"of sixteen bytes")

@@ -79,7 +79,9 @@ def _run(
         "-p",
         "tests.mutants.quick",
     ]
-    command += [f"--mutant-order={order}", f"--basetemp={scratch / 'tmp'}", *options, *group.files]
+    # Without a root of its own the copy would take settings, and names of tests, from the folders above it.
+    command += [f"--rootdir={copy}", f"--mutant-order={order}", f"--basetemp={scratch / 'tmp'}"]
+    command += [*options, *group.files]
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     code, text = _finished(command, copy, environment, limits.group)
