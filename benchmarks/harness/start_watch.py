@@ -1,0 +1,187 @@
+"""Watch a server start from outside: what its processes have mapped, what its bars say, and when /ready answers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import pty
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .processes import EngineFailedError, end, end_with_parent
+
+__all__ = ["Mark", "Start", "Waymarks", "processor_seconds", "watched"]
+
+_INTERVAL = 0.02
+"""Seconds between two looks: a mark is late by this much at most, and looking takes a small part of a core."""
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Waymarks:
+    """Words by which a start is known to have come somewhere, each with what it means."""
+
+    server: Mapping[str, str] = field(default_factory=dict)
+    """A part of the name of a file that the started process maps."""
+    engine: Mapping[str, str] = field(default_factory=dict)
+    """The same of a process below it; `""` is mapped as soon as there is one."""
+    terminal: Mapping[str, str] = field(default_factory=dict)
+    """Words on the terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a start was: seconds since the command, and processor seconds spent until then."""
+
+    name: str
+    wall_s: float
+    server_cpu_s: float
+    engine_cpu_s: float
+    """Of all processes below the server, ended ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start; the last of its marks is the answer of /ready."""
+
+    marks: tuple[Mark, ...]
+
+    @property
+    def ready(self) -> Mark:
+        """The answer of /ready."""
+        return self.marks[-1]
+
+
+def watched(command: Sequence[str], port: int, waymarks: Waymarks, *, terminal: bool, patience: float = 300.0) -> Start:
+    """Start `command`, watch it until its /ready answers 200, and end it.
+
+    Raises `EngineFailedError` if it ends before, or is not ready within `patience` seconds.
+    """
+    with _screen(terminal) as screen:
+        begun = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=screen.inner,
+            stderr=screen.inner,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+        try:
+            return _watch(process, port, waymarks, screen, begun, patience)
+        finally:
+            end(process)
+
+
+def _watch(
+    process: subprocess.Popen[bytes],
+    port: int,
+    waymarks: Waymarks,
+    screen: _Screen,
+    begun: float,
+    patience: float,
+) -> Start:
+    wanted = [(waymarks.server, False), (waymarks.engine, True)]
+    marks: list[Mark] = []
+    met: set[str] = set()
+
+    def mark(name: str) -> None:
+        if name not in met:
+            met.add(name)
+            marks.append(Mark(name, time.perf_counter() - begun, *processor_seconds(process.pid)))
+
+    while not _ready(port):
+        if process.poll() is not None or time.perf_counter() - begun > patience:
+            raise EngineFailedError(f"not ready (status {process.poll()}); its last words: {screen.read()[-2000:]}")
+        for words, below in wanted:
+            if not met.issuperset(words.values()):
+                mapped = _mapped(_below(process.pid) if below else [process.pid])
+                for word, name in words.items():
+                    if word in mapped:
+                        mark(name)
+        said = screen.read()
+        for word, name in waymarks.terminal.items():
+            if word in said:
+                mark(name)
+        time.sleep(_INTERVAL)
+    mark("/ready answers")
+    return Start(tuple(marks))
+
+
+def processor_seconds(server: int) -> tuple[float, float]:
+    """Return user and system seconds of a process, and of all that it started, ended ones included."""
+    user, system, ended_user, ended_system = _times(server)
+    below = sum(sum(_times(process)) for process in _below(server))
+    return (user + system) / _TICK, (ended_user + ended_system + below) / _TICK
+
+
+def _times(process: int) -> tuple[int, int, int, int]:
+    """Return ticks: user, system, and both of children that it has waited for; proc_pid_stat(5)."""
+    try:
+        words = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0, 0, 0, 0
+    user, system, ended_user, ended_system = map(int, words[11:15])
+    return user, system, ended_user, ended_system
+
+
+def _below(process: int) -> list[int]:
+    """Return the processes that it started and those that they started."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                found += [child, *_below(child)]
+    return found
+
+
+def _mapped(processes: Sequence[int]) -> str | tuple[()]:
+    """Return what the processes map, nothing if there are none."""
+    texts = []
+    for process in processes:
+        with contextlib.suppress(OSError):
+            texts.append(Path(f"/proc/{process}/maps").read_text())
+    return "\n".join(texts) if texts else ()
+
+
+def _ready(port: int) -> bool:
+    """Ask once; a door that is not open yet refuses at once."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+class _Screen:
+    """Where the command writes: `inner` is its end, `read` returns all it wrote."""
+
+    def __init__(self, outer: int, inner: int) -> None:
+        self.inner = inner
+        self._outer = outer
+        self._said = b""
+        os.set_blocking(outer, False)
+
+    def read(self) -> str:
+        """Return all that was written so far."""
+        with contextlib.suppress(OSError):
+            while more := os.read(self._outer, 65536):
+                self._said += more
+        return self._said.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _screen(terminal: bool) -> Iterator[_Screen]:
+    outer, inner = pty.openpty() if terminal else os.pipe()
+    try:
+        yield _Screen(outer, inner)
+    finally:
+        os.close(inner)
+        os.close(outer)
