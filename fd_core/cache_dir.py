@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fd_core.user_path import user_path
+
 __all__ = ["find_cache_dir"]
 
 
 def find_cache_dir(chosen: Path | None = None) -> Path:
-    """Return the cache folder: the one chosen, else $FD_CACHE, $XDG_CACHE_HOME/fd_core or ~/.cache/fd_core."""
-    if chosen is not None:
-        return chosen.expanduser()
-    if os.environ.get("FD_CACHE"):
-        return Path(os.environ["FD_CACHE"]).expanduser()
+    """Return the cache folder: the one chosen, else $FD_CACHE, $XDG_CACHE_HOME/fd_core or ~/.cache/fd_core.
+
+    Raises `ConfigError` if it is in a home folder that is not known, as under a user id without a name.
+    """
+    if os.environ.get("FD_CACHE") or chosen is not None:
+        return user_path(chosen or os.environ["FD_CACHE"], "FD_CACHE")
     if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "fd_core"
-    return Path("~/.cache/fd_core").expanduser()
+        return user_path(os.environ["XDG_CACHE_HOME"], "XDG_CACHE_HOME") / "fd_core"
+    return user_path("~/.cache/fd_core", "FD_CACHE")

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1] / "fd_core"
 BASE = {
     "breaker",
     "cache_dir",
+    "user_path",
     "constraints",
     "deprecations",
     "errors",
@@ -31,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "breaker": set(),
     "types": set(),
     "sampling_checks": {"errors", "types"},
-    "cache_dir": set(),
+    "cache_dir": {"user_path"},
+    "user_path": {"errors"},
     "sizes": set(),
     "weights": set(),
     "logs": set(),

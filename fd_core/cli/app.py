@@ -74,6 +74,6 @@ def _common(
 ) -> None:
     """Hold the options that come before a command; without one, say what to type next."""
     if ctx.invoked_subcommand is None:
-        from fd_core.cli.welcome import welcome
+        from fd_core.cli.welcome import show_welcome
 
-        print(*welcome(), sep="\n")
+        show_welcome()

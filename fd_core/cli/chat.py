@@ -13,7 +13,7 @@ import typer
 
 from fd_core.cli.conversation import ChatHistory
 from fd_core.cli.flags import CHAT_FLAGS, CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
-from fd_core.cli.report import reports_errors, say
+from fd_core.cli.report import harmless, plain, reports_errors, say
 from fd_core.cli.speed import AnswerSpeed
 from fd_core.cli.typed_messages import kept_history, typed_messages
 from fd_core.errors import BadRequest, ConfigError, FdError
@@ -69,7 +69,7 @@ def chat(
     options = _sampling(max_tokens, temperature, top_p, seed)
     with _chat_backend(model, url, given, chats=True) as (loop, backend, name):
         if sys.stdin.isatty():
-            print(f"{name}: {_HELP}", file=sys.stderr)
+            print(f"{plain(name)}: {_HELP}", file=sys.stderr)
         with kept_history(_history(url, given)):
             _converse(loop, backend, ChatHistory(system), options)
 
@@ -175,7 +175,7 @@ def _converse(loop: LoopThread, backend: ChatBackend, conversation: ChatHistory,
             say(error)
             continue
         if told is not None:
-            print(told, file=sys.stderr)
+            print(harmless(told), file=sys.stderr)
         elif line:
             answer, whole = _answer(loop, backend, conversation.asked(text), options)
             if answer or whole:
@@ -215,5 +215,5 @@ def _history(url: str | None, given: Given) -> Path | None:
 
 
 def _put(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fd_core.errors import ConfigError
+from fd_core.user_path import user_path
 
 __all__ = ["HELP", "ChatHistory"]
 
@@ -62,7 +63,7 @@ class ChatHistory:
             case "/save" | "/load":
                 if not rest:
                     raise ConfigError(f"{name} needs the name of a file", field=name)
-                path = Path(rest).expanduser()
+                path = user_path(rest, name)
                 return self._save(path) if name == "/save" else self._load(path)
             case _ if name[1:].isalpha() and name.startswith("/"):
                 raise ConfigError(f"there is no {name}", hint="/help shows what there is; a space before / sends it")
@@ -70,32 +71,35 @@ class ChatHistory:
 
     def _save(self, path: Path) -> str:
         messages = self.messages
-        if path.exists():
-            _read(path)  # another file is not overwritten
+        content = json.dumps({"messages": messages}, indent=1, ensure_ascii=False) + "\n"
         try:
-            path.write_text(json.dumps({"messages": messages}, indent=1, ensure_ascii=False) + "\n")
-        except OSError as error:
+            if path.exists():
+                _read(path, "/save")  # another file is not overwritten
+            path.write_bytes(content.encode())
+        except (OSError, ValueError) as error:
             raise _unusable("/save", "write", path, error) from error
         return f"saved {len(messages)} messages in {path}"
 
     def _load(self, path: Path) -> str:
-        messages = _read(path)
+        messages = _read(path, "/load")
         first = messages[0] if messages else {}
         self.system = first["content"] if first.get("role") == "system" else None
         self._turns = messages if self.system is None else messages[1:]
         return f"{len(messages)} messages of {path}"
 
 
-def _read(path: Path) -> list[Message]:
-    """Return the messages of a saved conversation. Raises `ConfigError`."""
+def _read(path: Path, command: str) -> list[Message]:
+    """Return the messages of a saved conversation. Raises `ConfigError` for the command that reads it."""
     messages: list[Message] = []
     try:
-        messages = json.loads(path.read_text())["messages"]
+        if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+            raise ConfigError(f"{path} is not a file", field=command)
+        messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
         valid = isinstance(messages, list) and all(
             isinstance(each["role"], str) and isinstance(each["content"], str) for each in messages
         )
     except OSError as error:
-        raise _unusable("/load", "read", path, error) from error
+        raise _unusable(command, "read", path, error) from error
     except (ValueError, TypeError, LookupError, RecursionError):
         valid = False
     if not valid:
@@ -103,5 +107,6 @@ def _read(path: Path) -> list[Message]:
     return messages
 
 
-def _unusable(command: str, what: str, path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot {what} {path}: {(error.strerror or str(error)).lower()}", field=command)
+def _unusable(command: str, what: str, path: Path, error: OSError | ValueError) -> ConfigError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return ConfigError(f"cannot {what} {path}: {reason.lower()}", field=command)

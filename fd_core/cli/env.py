@@ -37,6 +37,8 @@ def env() -> None:
     console = Console(markup=False)  # reasons hold brackets, such as those of an extra
     for title, rows in (("Machine", _machine()), ("Versions", _versions()), ("Caches", _caches())):
         table = Table(title=title, title_justify="left", show_header=False)
+        table.add_column()
+        table.add_column(overflow="fold")  # a path that is cut tells nothing
         for row in rows:
             table.add_row(*row)
         console.print(table)

@@ -182,7 +182,7 @@ ENGINE_FLAGS: Final = (
     Flag(
         "save_preempted_kv",
         "Keep the KV of preempted requests in host memory, so that they resume without recomputing; "
-        "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST sets it until 0.4.",
+        "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST sets it too.",
     ),
     Flag("host_kv_memory", "Host memory for KV outside the device, such as 512M or 4Gi; 0 keeps no KV there.", "SIZE"),
     Flag(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from fd_core.cli.report import interrupts_end_it, tells_old_names
@@ -14,6 +15,8 @@ def main() -> None:
     with interrupts_end_it():
         from fd_core.cli.app import app
     tells_old_names()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows the rest
     try:
         app()
     except BrokenPipeError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fd_core.cli.report import plain
 from fd_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def choose_model(command: str) -> str:
     except EOFError:
         print(file=sys.stderr)
         raise _none_named(command, models) from None
-    print(f"next time: {command} {chosen}", file=sys.stderr)
+    print(f"next time: {command} {plain(shlex.quote(chosen))}", file=sys.stderr)
     return chosen
 
 
@@ -56,10 +58,13 @@ def _asked(models: Sequence[ListedModel]) -> str:
     console.print("No model was named. These can be served; so can a folder, a .gguf file or a Hugging Face name.")
     for number, model in enumerate(models, 1):
         console.print(Text(f"  {number}  {model.name}  ({size_of(model)})"))
-    answer = Prompt.ask("Number or name", console=console, default="1").strip()
-    if answer.isdecimal() and 1 <= int(answer) <= len(models):
-        return models[int(answer) - 1].name
-    return answer or models[0].name
+    while True:
+        answer = Prompt.ask("Number or name", console=console, default="1").strip() or "1"
+        if not answer.isdecimal():
+            return answer
+        if 1 <= int(answer) <= len(models):
+            return models[int(answer) - 1].name
+        console.print(f"There is no number {int(answer)}.")
 
 
 def _none_named(command: str, models: Sequence[ListedModel]) -> ConfigError:

@@ -18,11 +18,11 @@ app = typer.Typer(no_args_is_help=True, help="List models, or fetch them ahead o
 def list_() -> None:
     """Show the models with a short name and those that are cached here."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from fd_core.models.catalog import list_models
 
-    table = Table("Model", "About", "Size", "Here")
+    table = Table(Column("Model", overflow="fold"), "About", "Size", "Here")
     for model in list_models():
         size = f"{model.size / 1e6:,.0f} MB"
         table.add_row(model.name, model.about, size, "no" if model.path is None else "yes")

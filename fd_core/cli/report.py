@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from fd_core.deprecations import OldNameWarning
 from fd_core.errors import FdError
@@ -18,6 +18,7 @@ from fd_core.errors import FdError
 __all__ = [
     "INTERRUPTED",
     "describe",
+    "harmless",
     "interrupts_end_it",
     "outlive_hangups",
     "plain",
@@ -28,6 +29,9 @@ __all__ = [
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
+
+_CONTROLS: Final = {**dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), "?"), 0x09: "\t", 0x0A: "\n", 0x0D: None}
+"""What is shown in place of each control character; ends of lines are `\\n` alone."""
 
 
 def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
@@ -111,3 +115,8 @@ def describe(error: FdError) -> str:
 def plain(text: str) -> str:
     """Return a text of unknown origin as one line that cannot command a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
+def harmless(text: str) -> str:
+    """Return a text of unknown origin with its lines as they are, but nothing that commands a terminal."""
+    return text.translate(_CONTROLS)

@@ -54,7 +54,12 @@ def _whole(line: str) -> str:
 
 
 def _line(prompt: str) -> str:
-    return input(prompt if sys.stdin.isatty() else "")
+    if not sys.stdin.isatty():
+        return input()
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)  # what goes into a file or a pipe is answers
+    return input()
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Iterator
 
 import fd_core
+from fd_core.cli.report import reports_errors
 from fd_core.errors import PluginError
 
-__all__ = ["welcome"]
+__all__ = ["show_welcome"]
 
 _NEXT = (
     ("fdcore serve {model}", "a server with OpenAI's API at http://127.0.0.1:8000/v1"),
@@ -19,8 +20,13 @@ _NEXT = (
 )
 
 
-def welcome() -> Iterator[str]:
-    """Yield the lines of the screen. Nothing is loaded, fetched or read but names and sizes."""
+@reports_errors
+def show_welcome() -> None:
+    """Print the screen. Nothing is loaded, fetched or read but names and sizes."""
+    print(*_lines(), sep="\n")
+
+
+def _lines() -> Iterator[str]:
     from fd_core.cli.model_choice import named_models, size_of
 
     models = named_models()
@@ -33,7 +39,7 @@ def welcome() -> Iterator[str]:
     more = f" and {len(models) - 1} more" if len(models) > 1 else ""
     yield f"Model    {models[0].name} ({size_of(models[0])}){more}"
     yield f"Backend  {_backend()}"
-    yield "Docs     docs/quick-start.md: thirty minutes from here to a plugin of your own"
+    yield "Docs     docs/quick-start.md of the sources: thirty minutes from here to a plugin of your own"
 
 
 def _backend() -> str:

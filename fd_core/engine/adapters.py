@@ -19,6 +19,7 @@ from fd_core.models.registry import spec_of
 from fd_core.models.spec import DecoderSpec
 from fd_core.ops.parallel import Parallel
 from fd_core.types import AdapterInfo, RequestSpec
+from fd_core.user_path import user_path
 from fd_core.weights import Adapter
 
 __all__ = ["EngineAdapters", "lora_modules"]
@@ -34,7 +35,7 @@ def lora_modules(config: EngineConfig) -> dict[str, Path]:
         name, folder = _named_folder(module)
         if name in found:
             raise ConfigError(f"there are two adapters named {name!r}", field="--lora-modules")
-        found[name] = Path(folder).expanduser()
+        found[name] = user_path(folder, "--lora-modules")
     if len(found) > config.max_loras:
         raise ConfigError(
             f"{len(found)} adapters are named, the limit is {config.max_loras}",

@@ -94,6 +94,27 @@ def test_what_is_said_to_a_server_with_a_key_is_not_kept(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_answer_does_not_command_the_terminal(tmp_path: Path) -> None:
+    with live(lambda: FakeClient("red \x1b[31m\x07\x9b2J\r\tend")) as server:
+        chat = Terminal(tmp_path, "--url", server.url)
+        chat.type("", "> ")
+        assert "red ?[31m??2J" in chat.type("hi\n", "end")
+        chat.type("", "> ")
+        chat.leave()
+
+
+def test_a_prompt_is_no_part_of_answers_that_go_into_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    master, slave = pty.openpty()
+    os.write(master, b"hello\n")
+    with os.fdopen(slave) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert next(typed_messages()) == "hello"
+    os.close(master)
+    assert capsys.readouterr() == ("", "> ")
+
+
 @pytest.mark.parametrize(
     "lines, messages",
     [
@@ -162,6 +183,12 @@ def test_a_command_that_cannot_be_done_changes_nothing(tmp_path: Path) -> None:
         (f"/load {mine}", "is not a saved conversation"),
         (f"/load {tmp_path / 'absent'}", "no such file"),
         (f"/save {tmp_path / 'absent' / 'x'}", "cannot write"),
+        (f"/save {tmp_path / ('x' * 300)}", "file name too long"),
+        (f"/save {tmp_path}/x\0y", "null byte"),
+        (f"/save {tmp_path}", "is not a file"),
+        ("/save ~no-such-user/x", "is not known here"),
+        ("/load ~no-such-user/x", "is not known here"),
+        ("/load /dev/zero", "is not a file"),
         ("/save", "needs the name of a file"),
         ("/sysem x", "there is no /sysem"),
     ):
@@ -170,6 +197,17 @@ def test_a_command_that_cannot_be_done_changes_nothing(tmp_path: Path) -> None:
     assert talk.messages == before
     assert mine.read_text() == "not a conversation"
     assert talk.command("/etc/passwd is what?") is None
+
+
+def test_text_that_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    talk = ChatHistory()
+    file = tmp_path / "talk.json"
+    talk.command(f"/save {file}")
+    before = file.read_bytes()
+    talk.answered("\ud800", "a lone surrogate")
+    with pytest.raises(ConfigError, match="cannot write"):
+        talk.command(f"/save {file}")
+    assert file.read_bytes() == before
 
 
 def test_speed_counts_the_tokens_after_the_first() -> None:

@@ -49,6 +49,26 @@ def test_fdcore_alone_says_what_to_do_where_no_backend_can_run(
     assert "Backend  no backend can run here (pip install 'fd-core[cpu]')" in shown.output
 
 
+@pytest.mark.parametrize("command", [[], ["serve"], ["env"]])
+def test_a_home_that_is_not_known_is_an_error_of_one_line(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FD_CACHE", "~no-such-user/cache")
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 2
+    assert shown.stderr.startswith("fdcore: FD_CACHE: the home folder in '~no-such-user/cache' is not known here")
+
+
+def test_a_terminal_without_unicode_shows_the_rest(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "fd_core.cli", "models", "list"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "COLUMNS": "36", "PYTHONIOENCODING": "ascii", "FD_CACHE": str(tmp_path)},
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"98 MB" in ended.stdout
+
+
 def test_serve_without_a_model_tells_programs_what_there_is(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "fd_core.cli", "serve"],
@@ -66,7 +86,7 @@ def test_serve_without_a_model_tells_programs_what_there_is(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "typed, chosen",
-    [("2\n", "smollm2"), ("\n", "org/large"), ("a/folder\n", "a/folder"), ("7\n", "7")],
+    [("2\n", "smollm2"), ("\n", "org/large"), ("a/folder\n", "a/folder"), ("7\n0\n2\n", "smollm2")],
 )
 def test_people_at_a_terminal_are_asked(
     two_models: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, chosen: str

@@ -264,6 +264,20 @@ def test_a_hub_model_that_was_cut_short_does_not_count_as_cached(cache: Path, fi
         resolve_model("org/name", cache_dir=cache, offline=True)
 
 
+def test_a_cached_hub_model_that_is_damaged_hides_no_other(cache: Path) -> None:
+    _snapshot(cache, {"config.json": "{}", "model.safetensors.index.json": "{"})
+    assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2"]
+
+
+def test_a_hub_cache_that_cannot_be_read_holds_no_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, **_: object) -> object:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (cache / "hub").mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.scan_cache_dir", refuse)
+    assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2"]
+
+
 def test_a_hub_that_cannot_be_reached_is_explained(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 

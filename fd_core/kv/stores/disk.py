@@ -12,7 +12,6 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Final
 
 from fd_core.errors import ConfigError
@@ -21,6 +20,7 @@ from fd_core.kv.stores.disk_eviction import DiskEviction, DiskReservations
 from fd_core.kv.stores.disk_folder import inside, opened, room_in, size_of_value, space_of_value, value_name
 from fd_core.kv.stores.location import StoreLocation
 from fd_core.sizes import format_size
+from fd_core.user_path import user_path
 
 __all__ = ["DiskStore"]
 
@@ -64,7 +64,7 @@ class DiskStore(KVStore):
         location.require_known("max_bytes")
         if not location.rest or "\0" in location.rest:
             raise ConfigError(f"{location.shown} names no folder", field="--kv-store", hint="write disk:FOLDER")
-        self.path = Path(location.rest).expanduser()
+        self.path = user_path(location.rest, "--kv-store")
         self._eviction = DiskEviction(self.path, location.size("max_bytes"))
         self._closed = False
 

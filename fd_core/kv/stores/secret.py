@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fd_core.cache_dir import find_cache_dir
 from fd_core.errors import ConfigError
+from fd_core.user_path import user_path
 
 __all__ = ["derive", "load_secret"]
 
@@ -44,7 +45,7 @@ def load_secret(file: str | Path | None = None, *, field: str = "--kv-store-secr
     secret cannot be read or made, is open to others, or is shorter than 16 or longer than 4096 bytes.
     """
     if file:
-        return _read(Path(file).expanduser(), field)
+        return _read(user_path(file, field), field)
     own = find_cache_dir() / _NAME
     with contextlib.suppress(OSError):  # `_read` reports what is wrong
         if not own.is_file():

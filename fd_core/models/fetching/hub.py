@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from fnmatch import fnmatch
 from pathlib import Path
@@ -28,7 +29,7 @@ def find(name: str, revision: str | None, cache: Path | None) -> Path | None:
             huggingface_hub.snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
         )
         return folder if _is_whole(folder) else None
-    except (OSError, ValueError, ModelError):
+    except (OSError, ValueError):
         return None
 
 
@@ -71,15 +72,20 @@ def fetch(name: str, revision: str | None, cache: Path | None, progress: Progres
 
 
 def cached(cache: Path | None) -> list[tuple[str, int, Path]]:
-    """Return name, size in bytes and folder of each cached repository that holds a whole model."""
+    """Return name, size in bytes and folder of each cached repository that holds a whole model.
+
+    What cannot be read, such as the cache of another user, does not count.
+    """
     import huggingface_hub
     from huggingface_hub import constants
 
     home = cache or Path(constants.HF_HUB_CACHE)
-    if not home.is_dir():
+    try:
+        repositories = huggingface_hub.scan_cache_dir(home).repos if home.is_dir() else frozenset()
+    except OSError:
         return []
     found = []
-    for repository in huggingface_hub.scan_cache_dir(home).repos:
+    for repository in repositories:
         revisions = sorted(repository.revisions, key=lambda each: each.last_modified, reverse=True)
         whole = next((each for each in revisions if _is_whole(each.snapshot_path)), None)
         if repository.repo_type == "model" and whole is not None:
@@ -106,14 +112,16 @@ def _is_wanted(file: str) -> bool:
 
 def _is_whole(folder: Path) -> bool:
     """A snapshot that was cut short has links for the files that arrived and none for the others."""
-    if not (folder / "config.json").is_file():
-        return False
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json_object(index).get("weight_map")
-        shards = set(weight_map.values()) if isinstance(weight_map, dict) else {""}
-        return all(isinstance(shard, str) and (folder / shard).is_file() for shard in shards)
-    return any(folder.glob("*.safetensors"))
+    with contextlib.suppress(OSError, ModelError):
+        if not (folder / "config.json").is_file():
+            return False
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map = read_json_object(index).get("weight_map")
+            shards = set(weight_map.values()) if isinstance(weight_map, dict) else {""}
+            return all(isinstance(shard, str) and (folder / shard).is_file() for shard in shards)
+        return any(folder.glob("*.safetensors"))
+    return False
 
 
 def _silent_bars() -> type[Any]:

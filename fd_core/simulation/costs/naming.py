@@ -15,6 +15,7 @@ from fd_core.simulation.costs.architectures import ARCHITECTURES
 from fd_core.simulation.costs.calculating import Calculation, calculated_profile
 from fd_core.simulation.costs.devices import ACCELERATORS, Efficiency
 from fd_core.simulation.costs.profile import CostProfile, parse_profile, read_profile
+from fd_core.user_path import user_path
 
 __all__ = ["calibrated_folder", "calibrated_path", "packaged_profiles", "profile_named"]
 
@@ -33,7 +34,7 @@ def profile_named(text: str) -> CostProfile:
     Raises `ConfigError` that lists what there is.
     """
     if text.endswith(_SUFFIX) or "/" in text:
-        return read_profile(Path(text).expanduser())
+        return read_profile(user_path(text, "PROFILE"))
     if ":" in text:
         return _calculated(text)
     if _NAME.fullmatch(text) and (own := calibrated_path(text)).is_file():
