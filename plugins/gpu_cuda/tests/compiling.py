@@ -56,6 +56,24 @@ class Compiler(FakeDriver):
         wanted = self.wanted.get(kernel.fn.__name__, "")
         if not re.search(wanted, made.asm["ptx"]):
             self.failures.append(f"{place}: no instruction {wanted}")
+        for pointer in overwritten_too_early(made.asm["ttir"]):
+            self.failures.append(f"{place}: {pointer} is written while other threads may still read it")
+
+
+def overwritten_too_early(code: str) -> list[str]:
+    """Return single numbers of Triton's code that are loaded and then stored without a barrier in between.
+
+    Every thread of a program loads such a number, and one thread stores it. So the others may load what it stored.
+    """
+    loaded, found = set[str](), []
+    for line in code.splitlines():
+        if "barrier" in line:
+            loaded.clear()
+        elif load := re.search(r"= tt[.]load (%[\w#]+).* : !tt[.]ptr<", line):
+            loaded.add(load[1])
+        elif (store := re.search(r"tt[.]store (%[\w#]+),.* : !tt[.]ptr<", line)) and store[1] in loaded:
+            found.append(store[1])
+    return found
 
 
 def stack(made: Any) -> int:

@@ -242,7 +242,7 @@ def _multiply_pairs(
             scales_rows += line * groups
         if has_minima:
             minima_rows += line * groups
-        sums = tl.zeros((n, m), tl.int32 if eight and not fp8 and not grouped else tl.float32)
+        sums = tl.zeros((n, m), tl.int32 if eight and not (fp8 or grouped) else tl.float32)
         x_rows, values_rows = x_at + x_row * x_stride, values_at + line * values_stride
         sums = span_products(
             sums, x_rows, values_rows, scales_rows, minima_rows, 0, inputs, inputs, groups, group, bits,

@@ -98,6 +98,7 @@ def fill_bins(
             cells = row * copies * BINS + tl.arange(0, copies)[:, None] * BINS + bins[None, :]
             counts = tl.sum(tl.load(counts_at + cells, cache_modifier=".cg"), 0)
             masses = tl.sum(tl.load(masses_at + cells, cache_modifier=".cg"), 0)
+            tl.debug_barrier()  # all threads have read what some overwrite
             tl.store(counts_at + cells, 0)
             tl.store(masses_at + cells, 0.0)
             by_count = tl.where(top_k > 0, tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0), BINS)
@@ -224,6 +225,7 @@ def find_cuts(
                 tl.store(listed_at + at, token, mask=member & (at < room))
         if is_last(counters_at, row, tl.num_programs(1)):
             length = tl.load(lengths_at + row, cache_modifier=".cg")
+            tl.debug_barrier()  # all threads have read what one overwrites
             tl.store(lengths_at + row, 0)
             listed = length <= room
             count = tl.where(listed, length, vocabulary)

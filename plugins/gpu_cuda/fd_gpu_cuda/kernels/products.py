@@ -199,7 +199,7 @@ def _multiply(
         scales_rows += line * groups
     if has_minima:
         minima_rows += line * groups
-    none = tl.zeros((n, m), tl.int32 if eight and not fp8 and not grouped else tl.float32)
+    none = tl.zeros((n, m), tl.int32 if eight and not (fp8 or grouped) else tl.float32)
     if split:
         begin = tl.program_id(2) * cut
         end = tl.minimum(begin + cut, inputs)
