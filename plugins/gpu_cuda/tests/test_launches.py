@@ -15,8 +15,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from fd_core.config import EngineConfig, Limits  # noqa: E402 - only where both are installed
+from fd_core.models.loading.adapter import read_adapter  # noqa: E402
+from fd_core.runner.inputs import adapter_rows  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
+from fd_core.testing.adapters import write_adapter  # noqa: E402
 from fd_core.testing.arrays import on_device, step_input  # noqa: E402
 from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
 from launches import counted  # noqa: E402
@@ -29,6 +32,7 @@ from fd_gpu_cuda.kernels.activations import gate  # noqa: E402
 from fd_gpu_cuda.kernels.attention import PagedAttention  # noqa: E402
 from fd_gpu_cuda.kernels.experts import expert_mixture  # noqa: E402
 from fd_gpu_cuda.kernels.heads import rotate_and_store  # noqa: E402
+from fd_gpu_cuda.kernels.lora import lora_addition  # noqa: E402
 from fd_gpu_cuda.kernels.norms import add_norm  # noqa: E402
 from fd_gpu_cuda.kernels.products import ProductDevice, weight_product  # noqa: E402
 from fd_gpu_cuda.kernels.sampler import TritonSampling  # noqa: E402
@@ -44,6 +48,7 @@ KERNELS = replace(
     add_norm=add_norm,
     rotate_and_store=rotate_and_store,
     gate=gate,
+    lora=lora_addition(),
 )
 COMPOSED = replace(KERNELS, add_norm=None, rotate_and_store=None, gate=None)
 LIMITS = Limits(
@@ -51,11 +56,13 @@ LIMITS = Limits(
 )
 LAYER = ("attention norm", "qkv", "heads", "attention", "output", "feed-forward norm", "gate-up", "activation", "down")
 """What one dense layer launches at most."""
+LINEARS = ("qkv", "output", "gate-up", "down")
+"""Those of them that adapters change."""
 
 
 def of_a_decode(folder: Path, case: str, layers: int, kernels: Any = KERNELS, **options: Any) -> list[str]:
-    """Return what a decode of three rows launches in a model of so many layers."""
-    quantization = options.pop("quantization", "auto")
+    """Return what a decode of three rows launches in a model of so many layers; `adapters` are the rows' places."""
+    quantization, adapters = options.pop("quantization", "auto"), options.pop("adapters", ())
     if case == "gemma3":
         options["layer_types"] = ["sliding_attention", "full_attention"][:layers]
     write_checkpoint(case, folder, num_hidden_layers=layers, **options)
@@ -66,6 +73,10 @@ def of_a_decode(folder: Path, case: str, layers: int, kernels: Any = KERNELS, **
     cache = ops.allocate_kv(model.kv_shape(4), 20)
     tables = np.arange(12, dtype=np.int32).reshape(3, 4)
     step = on_device(ops, step_input([(1, 5), (1, 13), (1, 1)], 4, tables))
+    if adapters:
+        step = replace(step, **adapter_rows(np.array(adapters, np.int32), ops))
+        places = [write_adapter(folder, folder / f"adapter {seed}", seed=seed) for seed in range(max(adapters))]
+        model = model.with_adapters([read_adapter(place, model.spec.adaptable(), 64) for place in places])
     model.forward(step, cache)  # what is set up once
     with counted() as found:
         model.forward(step, cache)
@@ -92,6 +103,15 @@ def test_a_dense_layer_takes_nine_launches(case: str, tmp_path: Path) -> None:
 def test_packed_weights_take_no_more(tmp_path: Path) -> None:
     found = of_a_layer(tmp_path, "llama", quantization="int8")
     assert found.total() <= len(LAYER), found
+
+
+@pytest.mark.parametrize("adapters", [(1, 1, 1), (1, 0, 2)])
+def test_adapters_take_two_more_for_each_linear_whatever_their_number(
+    adapters: tuple[int, ...], tmp_path: Path
+) -> None:
+    found = of_a_layer(tmp_path, "llama", adapters=adapters)
+    assert found.total() == len(LAYER) + 2 * len(LINEARS), found
+    assert found["triton _shrink"] == found["triton _expand"] == len(LINEARS)
 
 
 def test_beside_its_layers_a_decode_gathers_normalizes_and_projects(tmp_path: Path) -> None:
