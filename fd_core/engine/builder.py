@@ -130,6 +130,8 @@ class _EngineBuilder:
                 beside.submit(_make_vocabulary, compiler)
             if adapters.held:
                 runner.adapters.replace(adapters.held)
+            elif self._config.lora_folder is not None:
+                runner.adapters.prepare()
             prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
         trace = self._trace()
         cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)

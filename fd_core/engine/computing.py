@@ -110,7 +110,8 @@ class Computing:
             free_bytes=_ENOUGH,
             default_batched_tokens=self.backend.default_batched_tokens,
         )
-        with rehearsed(partial(self.runner, grammars=False), limits):
+        adapters = bool(self._config.lora_modules) or self._config.lora_folder is not None
+        with rehearsed(partial(self.runner, grammars=False), limits, adapters=adapters):
             yield
 
     def loaded(self) -> RankLoaded:

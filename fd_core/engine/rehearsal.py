@@ -24,14 +24,16 @@ _COSTLY: Final = SamplingParams(
 
 
 @contextmanager
-def rehearsed(make: Callable[[Limits], Runner], limits: Limits) -> Iterator[None]:
+def rehearsed(make: Callable[[Limits], Runner], limits: Limits, *, adapters: bool = False) -> Iterator[None]:
     """Compute the largest steps with a small cache on entering, and give back what they hold on leaving.
 
     They are: one prompt as long as a step can be, of which log-probabilities are wanted; a prompt in every slot, all of
     which sample with filters, penalties and log-probabilities; a decode of all slots; the same with drafts. Backends
-    that record their forward do so at the decodes.
+    that record their forward do so at the decodes, and beforehand for tokens with adapters if there may be `adapters`.
     """
     runner = make(msgspec.structs.replace(limits, num_kv_blocks=min(_BLOCKS, limits.num_kv_blocks)))
+    if adapters:
+        runner.adapters.prepare()
     for plan in _plans(runner):
         runner.execute(plan)
     try:

@@ -102,9 +102,7 @@ class DecoderModel:
             for digest, each in wanted.items()
         }
         held = [None if each is None else weights[each.digest] for each in places]
-        kept = weights or self.loras is not None
-        loras = layer_loras(self.spec, held, self.ops, self.loras) if kept else None
-        return replace(self, adapters=weights, loras=loras)
+        return replace(self, adapters=weights, loras=layer_loras(self.spec, held, self.ops, self.loras))
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""

@@ -28,6 +28,14 @@ class RunnerAdapters:
         """The adapters that are there."""
         return [adapter for adapter in self._places if adapter is not None]
 
+    def prepare(self) -> None:
+        """Set up what adapters that may come will need, if the model takes any, so that no request waits for it then.
+
+        Called before the first is held. Raises what `replace` does.
+        """
+        if isinstance(self._model, AdaptableModel):
+            self.replace(())
+
     def replace(self, adapters: Iterable[Adapter]) -> None:
         """Hold these adapters and no others. Whoever calls knows that no request uses one that goes.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from fd_core.config import EngineConfig
 from fd_core.ops.contract import Array, Lora
 from fd_core.ops.torch_ops import TorchOps
 from fd_core.weights import LowRank
@@ -26,6 +27,13 @@ class AdapterRoom(NamedTuple):
 
     places: int = 8
     rank: int = 64
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> AdapterRoom | None:
+        """Return what the settings allow; None where no adapters are configured."""
+        if config.lora_modules or config.lora_folder is not None:
+            return cls(config.max_loras, config.max_lora_rank)
+        return None
 
 
 class LowRankPart(NamedTuple):
@@ -150,4 +158,11 @@ class AdaptedOps(TorchOps):
         room = self.adapter_room or AdapterRoom()
         count, rank = max(room.places, len(deltas)), max(room.rank, *_ranks(deltas), 1)
         entries = torch.zeros((count, len(outs), 3), dtype=torch.int64, device=self.device)
-        return LoraTable(entries, inputs, outs, -(-rank // _RANK_ALIGN) * _RANK_ALIGN)
+        table = LoraTable(entries, inputs, outs, -(-rank // _RANK_ALIGN) * _RANK_ALIGN)
+        if self._kernels.lora is not None:
+            # Of no tokens: it compiles here, where no request waits.
+            x, y = (
+                torch.empty((0, width), dtype=self.torch_dtype, device=self.device) for width in (inputs, sum(outs))
+            )
+            self._kernels.lora(y, x, table, entries.new_empty(0, dtype=torch.int32))
+        return table

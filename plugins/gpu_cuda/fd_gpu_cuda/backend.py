@@ -93,8 +93,7 @@ class CudaBackend(Backend):
             ) from error
         ops = CudaOps(dtype, self._cuda, self._providers.kernels)
         ops.compilations = compilations
-        if self.config.lora_modules or self.config.lora_folder is not None:
-            ops.adapter_room = AdapterRoom(self.config.max_loras, self.config.max_lora_rank)
+        ops.adapter_room = AdapterRoom.of(self.config)
         return ops
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:

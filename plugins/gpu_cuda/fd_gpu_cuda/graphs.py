@@ -98,8 +98,6 @@ class DeviceGraphs:
         self.shapes = shapes
         self.bytes_to_come = 0
         """What graphs that were not captured would take beside those that were."""
-        self.bytes_of_all = 0
-        """What the graphs of all shapes take, those that were captured among them."""
         self._few = few
         self._cuda = cuda
         self._limits = limits
@@ -128,7 +126,6 @@ class DeviceGraphs:
             # The first one has set up what all share.
             each = -(-max(free[0] - free[-1], 0) // (len(chosen) - 1))
             self.bytes_to_come += each * (len(shapes) - len(chosen))
-            self.bytes_of_all += each * len(shapes)
         return graphs
 
     def replay(self, graph: _Graph, step: StepInput) -> Array:

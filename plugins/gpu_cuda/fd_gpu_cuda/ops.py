@@ -127,11 +127,7 @@ class CudaOps(SamplingOps, MixtureOps, AdaptedOps, FusedOps):
     @property
     def graph_bytes_to_come(self) -> int:
         """What the graphs that a rehearsal did not capture will take."""
-        if self._graphs is None:
-            return 0
-        # With adapters a layer has 17 launches instead of 9, and the rehearsal has none.
-        adapted = 0 if self.adapter_room is None else 2 * self._graphs.bytes_of_all
-        return self._graphs.bytes_to_come + adapted
+        return 0 if self._graphs is None else self._graphs.bytes_to_come
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Queue a copy from pinned memory; the array may be changed at once."""

@@ -1,7 +1,8 @@
 """Serve many different requests on the fake driver, and print what was compiled at start and what later, as JSON.
 
 `python count_compilations.py FOLDER '{"max_num_seqs": 8}' SEED`: a checkpoint, settings of the engine, and what the
-requests are drawn from. With a fourth word, all that is counted is compiled too, and what fails is printed.
+requests are drawn from. Adapters in the engine's `lora_folder` come and go from round to round. With a fourth word, all
+that is counted is compiled too, and what fails is printed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fd_core.types import SamplingParams
 from tokenizers import Tokenizer, decoders, models
 
 import fd_gpu_cuda.postprocess
+from fd_gpu_cuda.adapters import AdapterRoom
 from fd_gpu_cuda.backend import CudaBackend
 from fd_gpu_cuda.compilations import Compilations
 from fd_gpu_cuda.operations import operations_on, wanted_providers
@@ -41,7 +43,7 @@ def make_ops(backend: CudaBackend) -> CudaOps:
     config = backend.config
     operations = operations_on(device, dtype, config.kv_cache_dtype)
     ops = CudaOps(dtype, device, Providers(operations, wanted_providers(config.attention_backend)).kernels)
-    ops.compilations = Compilations()
+    ops.compilations, ops.adapter_room = Compilations(), AdapterRoom.of(config)
     return ops
 
 
@@ -94,6 +96,16 @@ def requests(random: Random, model: LLM, drafts: bool) -> Iterator[tuple[list[in
         yield prompt, params(random, vocabulary, drafts)
 
 
+def change_adapters(random: Random, model: LLM, folders: list[Path]) -> None:
+    """Load one that is not there, or unload one that is."""
+    if folders:
+        chosen = random.choice(folders)
+        if chosen.name in {info.name for info in model.info.adapters}:
+            model._engine.unload_adapter(chosen.name)
+        else:
+            model._engine.load_adapter(chosen.name, chosen)
+
+
 def main(folder: str, settings: str, seed: str, compiles: str = "") -> None:
     torch.set_num_threads(1)
     CudaBackend.probe = staticmethod(lambda: Availability(True, "a test", emulated=True))  # type: ignore[assignment, method-assign]
@@ -104,10 +116,14 @@ def main(folder: str, settings: str, seed: str, compiles: str = "") -> None:
     zeros_for_empty()
     model = LLM(with_tokenizer(Path(folder)), backend="gpu_cuda", **chosen)
     at_start, launches = fake.compiled, fake.launches
+    to_load = sorted(Path(chosen["lora_folder"]).iterdir()) if "lora_folder" in chosen else []
     for _ in range(ROUNDS):
+        change_adapters(random, model, to_load)
         prompts, wanted = zip(*requests(random, model, "speculative" in chosen), strict=True)
-        model.generate(list(prompts), list(wanted))
-        model.embed(list(prompts))
+        names = [None, *(info.name for info in model.info.adapters)]
+        adapters = [random.choice(names) for _ in prompts]
+        model.generate(list(prompts), list(wanted), adapter=adapters)
+        model.embed(list(prompts), adapter=adapters)
     later = fake.compiled[len(at_start) :]
     counted = {"at_start": at_start, "later": later, "launches": fake.launches - launches}
     print(json.dumps(counted | {"failures": fake.failures, "fusing": fake.fusing}))

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from fd_core.testing.adapters import write_adapter
 from fd_core.testing.checkpoints import write_checkpoint
 
 
@@ -62,6 +63,10 @@ def test_triton_s_cache_folder_is_this_project_s_unless_the_user_names_one(
 NGRAM = {"speculative": {"method": "ngram", "num_speculative_tokens": 3}}
 ITSELF = {"speculative": {"method": "draft_model", "num_speculative_tokens": 3}}
 """The model drafts for itself."""
+HELD: dict[str, Any] = {"lora_modules": ["a={folder}/adapter0", "b={folder}/adapter1"], "max_lora_rank": 20}
+"""Adapters that are there from the start."""
+LOADED: dict[str, Any] = {"lora_folder": "{folder}", "max_loras": 3}
+"""Adapters that come and go."""
 SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("gemma3", {"dtype": "float32", **NGRAM}),
@@ -71,6 +76,8 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"kv_cache_dtype": "int8"}),
     ("llama", ITSELF),
     ("llama", {"attention_backend": "torch"}),
+    ("llama", HELD),
+    ("qwen3-yarn", {"quantization": "int8", "max_num_seqs": 37, "max_num_batched_tokens": 300, **LOADED}),
 ]
 """Checkpoints and settings. Beside texts, in which log-probabilities of prompts are wanted too, each makes vectors."""
 
@@ -81,7 +88,10 @@ def test_nothing_compiles_while_requests_are_served(case: str, settings: dict[st
     seed = SERVED.index((case, settings))
     if settings is ITSELF:
         settings = {"speculative": {**ITSELF["speculative"], "model": str(folder)}}
-    found = answer("count_compilations.py", str(folder), json.dumps(settings), str(seed), cache=tmp_path)
+    for number, rank in enumerate((4, 8, 20)):
+        write_adapter(folder, tmp_path / "adapters" / f"adapter{number}", seed=number, rank=rank)
+    words = json.dumps(settings).replace("{folder}", str(tmp_path / "adapters"))
+    found = answer("count_compilations.py", str(folder), words, str(seed), cache=tmp_path)
     assert found["launches"] > 100
     assert len(found["at_start"]) > 10
     assert found["later"] == [], f"seed {seed}"

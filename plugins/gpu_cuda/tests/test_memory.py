@@ -77,6 +77,28 @@ def test_what_one_more_graph_takes_is_kept_for_all_that_were_not_captured(folder
     assert ops.padded(40, 1) == (40, 1)
 
 
+class Weighing(Metered):
+    """On it the graphs that come first, those of steps with adapters, take 2 MiB more than others."""
+
+    adapted = 5
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        replay = super().capture(compute)
+        self.held += 2 * MIB * (self.captured <= self.adapted)
+        return replay
+
+
+def test_graphs_of_steps_with_adapters_are_measured_as_others_are(folder: Path) -> None:
+    device = Weighing()
+    ops = make_ops(device)
+    model = OnProcessor(EngineConfig(model=str(folder))).load_model(folder, ops, lambda done, total: None)
+    steps = rehearsed(lambda limits: Runner(ops, model, limits, TorchPostprocess), LIMITS, adapters=True)
+    kept = measured(device, ops, steps)
+    assert device.captured == 2 * device.adapted
+    assert kept.steps == (50 + (5 + 3) * device.adapted - 7) * MIB
+    assert kept.graphs == (5 + 3) * MIB * (len(list(GraphShapes.of(LIMITS))) - device.adapted)
+
+
 def test_a_rehearsal_computes_the_largest_steps_and_nothing_of_it_is_left(folder: Path) -> None:
     ops = make_ops()
     model = OnProcessor(EngineConfig(model=str(folder))).load_model(folder, ops, lambda done, total: None)

@@ -46,19 +46,18 @@ _MANY = _Tile(64, 2, split=False)
 def lora_addition() -> Callable[[Array, Array, LoraTable, Array], None]:
     """Return what adds adapters to y [T, out] for x [T, in] and places int32[T], rows of y and x lying anywhere.
 
-    It waits for nothing. Its first call for a linear compiles whatever number of tokens comes later.
+    It waits for nothing. Its first call for a linear, which may be of no token, compiles for all numbers of tokens.
     """
     compiled: set[Any] = set()
 
     def add(y: Array, x: Array, table: LoraTable, places: Array) -> None:
         tokens = len(x)
-        if not tokens:
-            return
         if (key := (x.dtype, table.form)) not in compiled:
             compiled.add(key)
             for tile in (_FEW, _MANY):
                 _launch(y, x, table, places, 0, tile)  # reads and writes nothing
-        _launch(y, x, table, places, tokens, _FEW if tokens <= _FEW_TOKENS else _MANY)
+        if tokens:
+            _launch(y, x, table, places, tokens, _FEW if tokens <= _FEW_TOKENS else _MANY)
 
     return add
 
