@@ -177,6 +177,13 @@ class Backend(abc.ABC):
             with open_checkpoint(path) as checkpoint:
                 require_division(spec_of(checkpoint), config.tensor_parallel_size, config.pipeline_parallel_size)
 
+    @classmethod  # noqa: B027 - few backends take long to import
+    def import_framework(cls) -> None:
+        """Import what `make_ops` takes long to import, without initialising the device; by default nothing.
+
+        Called in the engine's process while the model is looked for. Raises `PluginError` if it cannot be imported.
+        """
+
     @abc.abstractmethod
     def make_ops(self) -> Ops:
         """Create the pack for the configured dtype and threads; may initialise the device."""

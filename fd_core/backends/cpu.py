@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from typing import ClassVar
@@ -35,14 +36,21 @@ class CpuBackend(Backend):
         """Divide the processors."""
         return places_on_cores(count, ranks)
 
-    def make_ops(self) -> Ops:
-        """The native pack if it can be built and is wanted, else the eager torch pack."""
+    @classmethod
+    def import_framework(cls) -> None:
+        """Import torch and the native pack on it."""
         try:
-            import torch
+            importlib.import_module("fd_core.ops.native.pack")
         except ImportError as error:
             raise PluginError(
                 f"the cpu backend needs torch: {error}", field="--backend", hint="pip install 'fd-core[cpu]'"
             ) from error
+
+    def make_ops(self) -> Ops:
+        """The native pack if it can be built and is wanted, else the eager torch pack."""
+        self.import_framework()
+        import torch
+
         torch.set_num_threads(self.threads)
         # The native pack accumulates in float32, so it takes bfloat16. Eager torch rounds every intermediate result to
         # the dtype, which can change a text, so it takes float32.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -41,16 +42,23 @@ class OnnxBackend(Backend):
         """Divide the processors; a provider for another device says itself how that is divided."""
         return places_on_cores(count, ranks) if cls.provider[1] == "cpu" else super().places(count, ranks)
 
+    @classmethod
+    def import_framework(cls) -> None:
+        """Import onnx and ONNX Runtime."""
+        try:
+            importlib.import_module("fd_core.ops.onnx_graph.pack")
+        except ImportError as error:
+            raise PluginError(
+                f"the {cls.name} backend needs onnx and ONNX Runtime: {error}", field="--backend", hint=cls.hint
+            ) from error
+
     def make_ops(self) -> Ops:
         """The onnx pack; refuses any dtype but float32."""
         self.dtype_asked_for("float32")
-        try:
-            from fd_core.ops.onnx_graph.pack import OnnxOps
-            from fd_core.ops.onnx_graph.session import Provider
-        except ImportError as error:
-            raise PluginError(
-                f"the {self.name} backend needs onnx and ONNX Runtime: {error}", field="--backend", hint=self.hint
-            ) from error
+        self.import_framework()
+        from fd_core.ops.onnx_graph.pack import OnnxOps
+        from fd_core.ops.onnx_graph.session import Provider
+
         self.dtype_reason = self.limits["bfloat16"]
         return OnnxOps(Provider(*self.provider, self.threads))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -139,15 +140,22 @@ class PaddleBackend(Backend):
         """Paddle's name of the device that computes: `cpu` where this one is emulated."""
         return "cpu" if self.emulated else self.device
 
-    def make_ops(self) -> Ops:
-        """The pack for the device; Paddle is imported, and the device initialised, here."""
-        dtype = self._dtype()
+    @classmethod
+    def import_framework(cls) -> None:
+        """Import Paddle."""
         try:
-            from fd_core.ops.paddle_library import set_threads
+            importlib.import_module("fd_core.ops.paddle_library")
         except ImportError as error:
             raise PluginError(
-                f"the {self.name} backend needs Paddle: {error}", field="--backend", hint=self.paddle_hint
+                f"the {cls.name} backend needs Paddle: {error}", field="--backend", hint=cls.paddle_hint
             ) from error
+
+    def make_ops(self) -> Ops:
+        """The pack for the device, which is initialised here."""
+        dtype = self._dtype()
+        self.import_framework()
+        from fd_core.ops.paddle_library import set_threads
+
         set_threads(self.threads)
         return self.device_ops(dtype, self.place)
 

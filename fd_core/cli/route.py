@@ -52,8 +52,7 @@ def route(given: Given) -> None:
         from fd_core.router.gateway.pairs import ticket_key
         from fd_core.router.gateway.serving import serve_gateway
         from fd_core.router.router import Router
-        from fd_core.server.doors.connections import raise_descriptor_limit
-        from fd_core.server.listening import bind_socket, settle, url_of
+        from fd_core.server.listening import bind_socket, raise_descriptor_limit, settle, url_of
 
     gateway = settings.gateway
     configure_logs(gateway.log_level, gateway.log_format, access=gateway.access_log)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +17,6 @@ from fd_core.cli.report import interrupts_end_it, outlive_hangups, reports_error
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
-
-    from rich.console import Console
 
     from fd_core.cli.settings import Settings
     from fd_core.config import EngineConfig
@@ -57,31 +56,18 @@ def serve(
     }
 
     with interrupts_end_it():
-        import logging
-
-        from rich.console import Console
-
         from fd_core.logs import configure_logs
-        from fd_core.server.doors.connections import raise_descriptor_limit
-        from fd_core.server.doors.hosts import HostRules
-        from fd_core.server.doors.tls import ServingTls
-        from fd_core.server.listening import bind_socket
+        from fd_core.server.listening import bind_socket, raise_descriptor_limit
 
-        importlib.import_module("fd_core.cli.startup")
-        importlib.import_module("fd_core.engine.launch")
+        importlib.import_module("fd_core.engine.engine_process")
+        runner = asyncio.Runner(loop_factory=loop_factory())
 
     configure_logs(settings.server.log_level, settings.server.log_format, access=settings.server.access_log)
     if settings.server.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
     raise_descriptor_limit()
-    # What cannot be used is said before anything is loaded.
-    ServingTls.of(settings.server)
-    HostRules(settings.server.host, settings.server.allowed_hosts, settings.server.allowed_origins)
-    with contextlib.ExitStack() as stack:
-        spans = opened_spans(settings.server.otlp_traces_endpoint, "fdcore-serve", stack)
-        listener = stack.enter_context(bind_socket(settings.server.host, settings.server.port))
-        runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
-        runner.run(_serve(settings, listener, Console(stderr=True), spans))
+    with bind_socket(settings.server.host, settings.server.port) as listener, runner:
+        runner.run(_serve(settings, listener))
 
 
 def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack) -> RequestSpans | None:
@@ -95,22 +81,35 @@ def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack
     return spans
 
 
-async def _serve(settings: Settings, listener: socket.socket, console: Console, spans: RequestSpans | None) -> None:
+async def _serve(settings: Settings, listener: socket.socket) -> None:
     """Load, say what was loaded, serve until told to stop, drain."""
-    from fd_core.cli.startup import choose_parsers, find_model, running_engine, startup_bars
-    from fd_core.cli.summary import show_summary, summary
-    from fd_core.launching.announcing import announce
-    from fd_core.server.listening import settle
+    from fd_core.engine.engine_process import begun_process
 
+    where, engines = settings.server.engine, settings.server.data_parallel_size
     async with contextlib.AsyncExitStack() as stack:
+        # The engine's process imports its framework while this one imports what follows and looks for the model.
+        alone = where == "process" and engines == 1
+        begun = await stack.enter_async_context(begun_process(settings.engine.backend, wanted=alone))
+
+        from rich.console import Console
+
+        from fd_core.cli.startup import choose_parsers, find_model, running_engine, startup_bars
+        from fd_core.cli.summary import show_summary, summary
+        from fd_core.launching.announcing import announce
+        from fd_core.server.doors.hosts import HostRules
+        from fd_core.server.doors.tls import ServingTls
+        from fd_core.server.listening import settle
+
+        # What cannot be used is said before anything is fetched or loaded.
+        ServingTls.of(settings.server)
+        HostRules(settings.server.host, settings.server.allowed_hosts, settings.server.allowed_origins)
+        closing = stack.enter_context(contextlib.ExitStack())
+        spans = opened_spans(settings.server.otlp_traces_endpoint, "fdcore-serve", closing)
+        console = Console(stderr=True)
         with startup_bars(console) as bars:
             model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
-            engines = settings.server.data_parallel_size
-            # A second of imports, while the engine's process does its own.
             server = asyncio.create_task(asyncio.to_thread(importlib.import_module, "fd_core.server.serve"))
-            client = await stack.enter_async_context(
-                running_engine(model, settings.server.engine, bars, engines=engines)
-            )
+            client = await stack.enter_async_context(running_engine(model, where, bars, engines=engines, begun=begun))
         serve_http = (await server).serve_http
         chosen = choose_parsers(
             settings.server.tool_call_parser,

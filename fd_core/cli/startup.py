@@ -22,6 +22,7 @@ from fd_core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fd_core.engine.client import EngineClient
+    from fd_core.engine.engine_process import EngineProcess
 
 __all__ = [
     "ChosenParsers",
@@ -153,12 +154,17 @@ def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBar
 
 @contextlib.asynccontextmanager
 async def running_engine(
-    model: LocalModel, where: str, bars: StartupBars | None = None, *, engines: int = 1
+    model: LocalModel,
+    where: str,
+    bars: StartupBars | None = None,
+    *,
+    engines: int = 1,
+    begun: EngineProcess | None = None,
 ) -> AsyncIterator[EngineClient]:
-    """Start engines for the block and stop them afterwards; `where` is `process` or `inproc`."""
+    """Start engines for the block and stop them afterwards; `where` and `begun` are those of `open_client`."""
     from fd_core.engine.launch import open_client
 
-    client = await open_client(model.config, model.path, where=where, engines=engines, progress=bars)
+    client = await open_client(model.config, model.path, where=where, engines=engines, progress=bars, begun=begun)
     if bars is not None and client.info.emulated:
         bars.warn(f"Backend {client.info.backend} is emulated, slow and no sign of what the hardware does.")
     try:

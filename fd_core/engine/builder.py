@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
@@ -125,18 +125,18 @@ class _EngineBuilder:
             self._ranks.wake = wake
         adapters, compiler = self._adapters, self._computing.compiler
         scheduler, runner = self._scheduler(), self._runner
-        with ThreadPoolExecutor(1, "fdcore-vocabulary") as beside:
-            if compiler is not None:
-                beside.submit(_make_vocabulary, compiler)
-            if adapters.held:
-                runner.adapters.replace(adapters.held)
-            elif self._config.lora_folder is not None:
-                runner.adapters.prepare()
-            prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
+        if adapters.held:
+            runner.adapters.replace(adapters.held)
+        elif self._config.lora_folder is not None:
+            runner.adapters.prepare()
+        prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
+        if compiler is not None:
+            # Half a second, for which only a grammar waits.
+            threading.Thread(target=_make_vocabulary, args=(compiler,), name="fdcore-vocabulary", daemon=True).start()
         trace = self._trace()
         cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
         transfer = open_kv_transfer(
-            self._config, self._plugins, self._limits, cache, self._computing.ops.dtype, self._identity, queue
+            self._config, self._plugins, self._limits, cache, self._computing.ops.dtype, lambda: self._identity, queue
         )
         offload = start_kv_offload(self._storage, self._config, cache, self._computing.ops.dtype, queue)
         grammars = None if compiler is None else GrammarPort(queue, compiler)
@@ -196,7 +196,7 @@ class _EngineBuilder:
 
     @cached_property
     def _storage(self) -> KVStorage:
-        return open_kv_storage(self._config, self._plugins, self._identity)
+        return open_kv_storage(self._config, self._plugins, lambda: self._identity)
 
     @cached_property
     def _vectors(self) -> VectorSettings:

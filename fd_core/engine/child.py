@@ -16,13 +16,14 @@ from typing import Final
 import msgspec
 
 from fd_core.engine.builder import load_engine
+from fd_core.engine.engine_process import Prepare, Start
 from fd_core.engine.message_stream import MessageStream
 from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown
-from fd_core.engine.process import Start
 from fd_core.engine.service import serve_engine, tells_admissions
 from fd_core.errors import FdError
 from fd_core.logs import configure_logs
 from fd_core.parent_watch import end_with_parent
+from fd_core.plugins import installed_plugins
 
 _log = logging.getLogger(__name__)
 _LINGER_SECONDS: Final = 2.0
@@ -65,16 +66,21 @@ def main() -> int:
     level, form = os.environ.get("FD_LOG_LEVEL", "WARNING"), os.environ.get("FD_LOG_FORMAT", "text")
     access = os.environ.get("FD_ACCESS_LOG") == "1"
     configure_logs(level, form, text="%(levelname)s %(message)s", access=access)
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
-    end_with_parent()
-    os.set_inheritable(start.descriptor, False)
-    stream = MessageStream(socket.socket(fileno=start.descriptor))
+    prepare = msgspec.json.decode(sys.stdin.buffer.readline(), type=Prepare)
+    os.set_inheritable(prepare.descriptor, False)
+    stream = MessageStream(socket.socket(fileno=prepare.descriptor))
     encoder = msgspec.msgpack.Encoder()
 
     def send(message: EngineMessage) -> None:
         stream.send(encoder.encode(message))
 
     try:
+        installed_plugins().choose_backend(prepare.backend).cls.import_framework()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return 0  # whoever began this process found no model for it, or is gone
+        start = msgspec.json.decode(line, type=Start)
+        end_with_parent()
         inbox = _SocketInbox(stream)
         path = Path(start.path) if start.path is not None else None
         engine = load_engine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -48,11 +49,11 @@ class KVStorage:
     """Whether the store could be used at the first try."""
 
 
-def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: str) -> KVStorage:
+def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[], str]) -> KVStorage:
     """Decide how blocks are named and where their KV is stored.
 
-    `identity` is that of the KV, see `kv_identity`. A store that cannot be reached does not keep the engine from
-    starting: requests compute what the store would have had.
+    `identity` names the KV, see `kv_identity`; called only where others read it. A store that cannot be reached does
+    not keep the engine from starting: requests compute what the store would have had.
     Raises `ConfigError` or `PluginError` for settings that can never work.
     """
     if not config.enable_prefix_caching:
@@ -65,9 +66,9 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: str) -> KV
         return KVStorage(None)
     if config.kv_store is None:
         # No other process reads the host tier, so block keys need no secret that others share.
-        hasher = PrefixHasher(block_size=config.block_size, identity=identity, secret=os.urandom(32))
+        hasher = PrefixHasher(block_size=config.block_size, identity="", secret=os.urandom(32))
         return KVStorage(hasher, kept_kv(config, stored=False))
-    return _open_store(config, config.kv_store, plugins, identity)
+    return _open_store(config, config.kv_store, plugins, identity())
 
 
 def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:

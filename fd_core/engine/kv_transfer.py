@@ -72,20 +72,20 @@ def open_kv_transfer(
     limits: Limits,
     cache: LockedKVCache,
     dtype: str,
-    identity: str,
+    identity: Callable[[], str],
     queue: CompletionQueue,
 ) -> Receiver | Sender | None:
     """Open the side of transfers that the role in `config` asks for; None for `mixed`, which has none.
 
-    `dtype` is the pack's, `identity` that of the KV, see `kv_offload.kv_identity`. Raises `ConfigError` or
-    `PluginError`.
+    `dtype` is the pack's; `identity` names the KV, see `kv_offload.kv_identity`, and is called only for such a side.
+    Raises `ConfigError` or `PluginError`.
     """
     if config.role == "mixed":
         return None
     shape = cache.shape
     block = BlockFormat.of(shape, dtype)
     compatibility = KVCompatibility(
-        model=hashlib.sha256(identity.encode()).hexdigest(),
+        model=hashlib.sha256(identity().encode()).hexdigest(),
         dtype="int8" if shape.quantized else dtype,
         block_size=shape.block_size,
         num_layers=shape.num_layers,

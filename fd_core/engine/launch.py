@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fd_core.config import EngineConfig
 from fd_core.engine.client import EngineClient, StartProgress
+from fd_core.engine.engine_process import EngineProcess
 from fd_core.errors import ConfigError
 
 __all__ = ["open_client"]
@@ -18,11 +19,13 @@ async def open_client(
     where: str = "process",
     engines: int = 1,
     progress: StartProgress | None = None,
+    begun: EngineProcess | None = None,
 ) -> EngineClient:
     """Start engines for the checkpoint at `path` and return their client once all are ready.
 
-    `where` is `process` or `inproc`; `path` is None only for backends that need no checkpoint. Raises what loading
-    raises: `ConfigError`, `ModelError`, `PluginError`.
+    `where` is `process` or `inproc`; `path` is None only for backends that need no checkpoint. `begun` is a process for
+    the one engine, if its holder began one while it looked for the model. Raises what loading raises: `ConfigError`,
+    `ModelError`, `PluginError`.
     """
     report = progress or (lambda *_: None)
     if engines > 1:
@@ -40,5 +43,5 @@ async def open_client(
     if where == "process":
         from fd_core.engine.process import ProcessClient
 
-        return await ProcessClient.open(config, path, report)
+        return await ProcessClient.open(config, path, report, begun=begun)
     raise ConfigError(f"an engine runs in `process` or `inproc`, not in {where!r}", field="--engine")

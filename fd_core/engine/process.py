@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
-import sys
 from pathlib import Path
 from typing import Final
-
-import msgspec
 
 from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.engine.client import SingleEngineClient, StartProgress
+from fd_core.engine.engine_process import EngineProcess, Start
 from fd_core.engine.engine_socket import EngineSocket
 from fd_core.engine.messages import (
     AdaptersChanged,
@@ -30,7 +26,7 @@ from fd_core.engine.messages import (
 from fd_core.engine.restarting import GAVE_UP, start_again
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 
-__all__ = ["ProcessClient", "Start"]
+__all__ = ["ProcessClient"]
 
 _log = logging.getLogger(__name__)
 _ERRORS: dict[int, type[FdError]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
@@ -42,21 +38,16 @@ _LAST_WORDS_SECONDS: Final = 0.2
 """Messages of a dead process that arrive within so long of each other are still read."""
 
 
-class Start(msgspec.Struct, frozen=True):
-    """What an engine's process is told on its standard input."""
-
-    descriptor: int
-    """Its end of the pair of sockets, which it inherits."""
-    config: EngineConfig
-    path: str | None
-    epoch: int
-
-
 class ProcessClient(SingleEngineClient):
     """Speaks to an engine in a child process; if it dies, starts another that takes up its requests in a new epoch."""
 
     def __init__(
-        self, config: EngineConfig, path: Path | None, progress: StartProgress, place: EnginePlace | None = None
+        self,
+        config: EngineConfig,
+        path: Path | None,
+        progress: StartProgress,
+        place: EnginePlace | None = None,
+        begun: EngineProcess | None = None,
     ) -> None:
         super().__init__(config)
         self._path = path
@@ -64,7 +55,8 @@ class ProcessClient(SingleEngineClient):
         self._progress = progress
         self._epoch = 0
         self._socket: EngineSocket | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._begun = begun
+        self._process: EngineProcess | None = None
         self._ready = asyncio.Event()
         """Set while the engine of this epoch serves."""
         self._end: asyncio.Future[FdError] = asyncio.get_running_loop().create_future()
@@ -75,10 +67,18 @@ class ProcessClient(SingleEngineClient):
 
     @classmethod
     async def open(
-        cls, config: EngineConfig, path: Path | None, progress: StartProgress, place: EnginePlace | None = None
+        cls,
+        config: EngineConfig,
+        path: Path | None,
+        progress: StartProgress,
+        place: EnginePlace | None = None,
+        begun: EngineProcess | None = None,
     ) -> ProcessClient:
-        """Start the process and wait until it is ready; `place` is where it computes, everywhere if None."""
-        client = cls(config, path, progress, place)
+        """Start the process and wait until it is ready; `place` is where it computes, everywhere if None.
+
+        `begun` is a process that waits to be told what to load, in the same place; the client starts one if None.
+        """
+        client = cls(config, path, progress, place, begun)
         try:
             await client._start()
         except BaseException:
@@ -90,12 +90,12 @@ class ProcessClient(SingleEngineClient):
     @property
     def pid(self) -> int | None:
         """Process id of the engine, while there is one."""
-        return self._process.pid if self._process is not None else None
+        return self._process.process.pid if self._process is not None else None
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Let requests finish for up to `drain_seconds`, abort the rest and end the process."""
         self._closing = True
-        process = self._process
+        process = self._process.process if self._process is not None else None
         if process is not None and process.returncode is None and self.alive:
             if drain_seconds > 0:
                 self._send(Shutdown(drain=True))
@@ -123,22 +123,12 @@ class ProcessClient(SingleEngineClient):
         self._epoch += 1
         self._ready.clear()
         self._end = asyncio.get_running_loop().create_future()
-        try:
-            own, engines = socket.socketpair()
-            self._socket = EngineSocket(own, self._handle, self._failed)
-            with engines:
-                descriptor = engines.fileno()
-                self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "fd_core.engine.child_on_cores", ",".join(map(str, self._place.cores))),
-                    stdin=asyncio.subprocess.PIPE,
-                    start_new_session=True,
-                    pass_fds=(descriptor,),
-                    env=os.environ | self._place.environment,
-                )
-            self._watch = asyncio.create_task(self._watch_over(self._process, self._socket))
-            await self._tell(Start(descriptor, self._config, str(self._path) if self._path else None, self._epoch))
-        except OSError as error:
-            raise EngineDead(f"the engine's process could not be started: {error}") from error
+        self._process = self._begun or await EngineProcess.begin(self._config.backend, self._place)
+        self._begun = None
+        self._socket = EngineSocket(self._process.socket, self._handle, self._failed)
+        self._watch = asyncio.create_task(self._watch_over(self._process.process, self._socket))
+        path = str(self._path) if self._path else None
+        await self._process.start(Start(self._config, path, self._epoch))
         ready = asyncio.create_task(self._ready.wait())
         end: asyncio.Future[FdError] = self._end
         try:
@@ -147,14 +137,6 @@ class ProcessClient(SingleEngineClient):
             ready.cancel()
         if end.done():
             raise end.result()
-
-    async def _tell(self, start: Start) -> None:
-        pipe = self._process.stdin if self._process is not None else None
-        if pipe is None:
-            raise EngineDead("the engine's process has no standard input")
-        pipe.write(msgspec.json.encode(start) + b"\n")
-        await pipe.drain()
-        # The pipe stays open: its end tells the engine that this process is gone.
 
     def _handle(self, message: EngineMessage) -> None:
         match message:
@@ -229,16 +211,13 @@ class ProcessClient(SingleEngineClient):
         await self._start()
 
     async def _reap(self) -> None:
-        """End the process, the watch over it and the socket."""
+        """End the watch over the process, the socket and the process."""
         await _cancelled(self._watch)
-        if self._process is not None:
-            if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-            await self._process.wait()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        if self._process is not None:
+            await self._process.close()
 
 
 async def _wait(process: asyncio.subprocess.Process, seconds: float) -> None:

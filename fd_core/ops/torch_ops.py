@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,21 +19,24 @@ from fd_core.ops.torch_attention import TorchAttentionPlan, TorchKVCache, TorchL
 from fd_core.ops.torch_sampling import TorchSampling
 from fd_core.weights import PackedTensor, RawTensor, Weight
 
-__all__ = ["TorchLinear", "TorchOps", "route", "to_torch", "widened"]
+__all__ = ["TorchLinear", "TorchOps", "as_torch", "route", "widened"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def to_torch(weight: Weight) -> Array:
-    """Copy a weight to a tensor of the same type on the host; the copy does not pin a mapped file.
+def as_torch(weight: Weight) -> Array:
+    """Return a tensor of the same type on the host, to copy from: it may be a mapped file, which nobody may write to.
 
     A packed weight becomes float32.
     """
     if isinstance(weight, PackedTensor):
         return torch.from_numpy(weight.to_float32())
-    if weight.dtype == "BF16":
-        return torch.from_numpy(np.array(weight.data).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.array(weight.data))
+    data = np.require(weight.data, requirements="A")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        if weight.dtype == "BF16":
+            return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(data)
 
 
 def widened(array: Array) -> Array:
@@ -106,7 +110,7 @@ class TorchOps(TorchSampling, Ops):
 
     def prepare_embedding(self, weight: RawTensor) -> Array:
         """Copy to the pack's dtype."""
-        return to_torch(weight).to(self.device, self.torch_dtype)
+        return as_torch(weight).to(self.device, self.torch_dtype, copy=True)
 
     def prepare_linear(
         self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
@@ -123,7 +127,7 @@ class TorchOps(TorchSampling, Ops):
         stacked = torch.empty((rows, *parts[0].shape[1:]), dtype=self.torch_dtype, device=self.device)
         start = 0
         for part in parts:
-            stacked[start : start + part.shape[0]].copy_(to_torch(part))
+            stacked[start : start + part.shape[0]].copy_(as_torch(part))
             start += part.shape[0]
         return stacked
 

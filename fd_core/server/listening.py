@@ -8,6 +8,7 @@ import errno
 import gc
 import ipaddress
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,12 +23,15 @@ __all__ = [
     "cannot_listen",
     "hangup_reloads",
     "is_loopback",
+    "raise_descriptor_limit",
     "settle",
     "signals_stop",
     "url_of",
     "warn_if_open",
 ]
 
+_MOST_DESCRIPTORS: Final = 2**20
+"""Far more than a server uses; where a limit of billions is allowed, programs that go through all are held up by it."""
 log = logging.getLogger(__name__)
 
 ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # told apart, not bound
@@ -62,6 +66,14 @@ def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = 
         else:
             break
     return sock
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and those that it starts have as many descriptors as they are allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def cannot_listen(host: str, port: int, error: OSError, *, flag: str = "--port") -> ConfigError:

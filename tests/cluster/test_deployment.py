@@ -25,6 +25,7 @@ from fd_core.cluster.controller import ClusterNote
 from fd_core.cluster.deployment import Deployment
 from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.launching.spawn import SpawnLauncher
+from tests.process_state import lives
 
 NULL = {
     "backend": "null",
@@ -212,13 +213,6 @@ def family(pid: int) -> list[int]:
             for child in (task / "children").read_text().split():
                 found += family(int(child))
     return found
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_killed_command_leaves_no_process_behind_and_no_secret_is_in_a_command_line(command) -> None:

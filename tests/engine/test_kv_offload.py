@@ -122,7 +122,7 @@ def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkey
     def name(path: str, numerics: str, block_size: int = 16, salt: str = "") -> bytes:
         config = EngineConfig(model="x", kv_store="memory:", kv_store_secret_file=secret, block_size=block_size)
         identity = kv_offload.kv_identity(Path(path), numerics)
-        hasher = kv_offload.open_kv_storage(config, installed_plugins(), identity).hasher
+        hasher = kv_offload.open_kv_storage(config, installed_plugins(), lambda: identity).hasher
         assert hasher is not None
         return hasher.root(salt)
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -10,10 +15,13 @@ import pytest
 
 from fd_core.config import EngineConfig
 from fd_core.engine.client import EngineClient
+from fd_core.engine.engine_process import EngineProcess, begun_process
 from fd_core.engine.launch import open_client
-from fd_core.errors import BadRequest, ConfigError, PluginError
+from fd_core.engine.process import ProcessClient
+from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError, PluginError
 from fd_core.types import FinishReason
 from tests.engine.helpers import golden, random_specs
+from tests.process_state import lives
 
 SPECS = random_specs(12, seed=11)
 CONFIG = EngineConfig(
@@ -106,3 +114,88 @@ def test_errors_of_loading_reach_the_caller_with_their_class(where: str) -> None
         asyncio.run(main())
     with pytest.raises(PluginError):
         asyncio.run(main(backend="nonesuch"))
+
+
+@asynccontextmanager
+async def begun() -> AsyncIterator[EngineProcess]:
+    async with begun_process("null") as process:
+        assert process is not None
+        yield process
+
+
+def test_a_process_that_was_begun_serves_what_it_is_told_later() -> None:
+    async def main() -> None:
+        async with begun() as process:
+            await asyncio.sleep(0.1)
+            assert process.process.returncode is None
+            client = await open_client(CONFIG, None, begun=process)
+            try:
+                assert isinstance(client, ProcessClient) and client.pid == process.process.pid
+                assert await text(client, 0) == golden(SPECS)["r0"]
+            finally:
+                await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_whose_begun_process_died_is_started_in_another() -> None:
+    async def main() -> None:
+        async with begun() as process:
+            client = await open_client(CONFIG, None, begun=process)
+            try:
+                os.kill(process.process.pid, signal.SIGKILL)
+                await until(lambda: client.info.epoch == 2, 30.0)
+                assert await text(client, 0) == golden(SPECS)["r0"]
+            finally:
+                await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_ended_before_it_was_told_anything_is_an_engine_that_is_gone() -> None:
+    async def main() -> None:
+        async with begun() as process:
+            process.process.kill()
+            await process.process.wait()
+            await open_client(CONFIG, None, begun=process)
+
+    with pytest.raises(EngineDead, match="ended with exit code -9"):
+        asyncio.run(main())
+
+
+def test_a_begun_process_ends_with_the_block_that_found_no_model() -> None:
+    pids: list[int] = []
+
+    async def main() -> None:
+        async with begun() as process:
+            pids.append(process.process.pid)
+            raise ModelError("there is no such model")
+
+    with pytest.raises(ModelError):
+        asyncio.run(main())
+    assert not lives(pids[0])
+
+
+def test_a_begun_process_ends_with_its_parent() -> None:
+    code = (
+        "import asyncio, os\n"
+        "from fd_core.engine.engine_process import EngineProcess\n"
+        "async def main():\n"
+        "    print((await EngineProcess.begin('null')).process.pid, flush=True)\n"
+        "    os._exit(1)\n"
+        "asyncio.run(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    ends = time.monotonic() + 30
+    while lives(int(done.stdout)):
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def test_why_a_framework_cannot_be_imported_is_told() -> None:
+    async def main() -> None:
+        async with begun_process("nonesuch") as process:
+            await open_client(CONFIG, None, begun=process)
+
+    with pytest.raises(PluginError, match="nonesuch"):
+        asyncio.run(main())

@@ -34,6 +34,7 @@ from tests.engine.stepping import greedy
 from tests.engine.test_process import until
 from tests.engine.test_restarts import opened, read, run_test
 from tests.models.loading.tiny_gguf import LLAMA, write_gguf
+from tests.process_state import lives
 
 SPECS = random_specs(32, seed=41, max_prompt=40, max_tokens=60)
 LONG = greedy("long", range(20), 300)
@@ -195,7 +196,7 @@ def test_a_rank_that_is_lost_while_nothing_runs_is_missed_and_named(
             await until(lambda: client.alive, 30.0)
             assert client.info.epoch == 2
             assert client.rank_failures == {"1": 1}
-            assert not Path(f"/proc/{lost}").exists()
+            await until(lambda: not lives(lost))
         assert words in caplog.text
 
     with caplog.at_level(logging.ERROR):
@@ -274,7 +275,7 @@ def test_a_rank_that_stands_still_is_named_within_the_watchdogs_time(caplog: pyt
             told = await read(client, LONG, stop)
             assert told.tokens == golden([LONG])["long"]
             assert client.info.epoch == 2
-            assert not Path(f"/proc/{stopped[0]}").exists(), "the rank that stood still was left behind"
+            await until(lambda: not lives(stopped[0]))
         assert "rank 1 did not answer within 3 s" in caplog.text
 
     with caplog.at_level(logging.ERROR):
@@ -377,7 +378,7 @@ def test_a_rank_that_does_not_come_to_the_end_of_its_start_is_named(
     with pytest.raises(EngineDead, match=words) as error:
         null_engine(watchdog_seconds=1.0 if stopped else 60.0, **TWO).close()
     assert error.value.field == "rank 1"
-    assert len(pids) == 1 and not Path(f"/proc/{pids[0]}").exists(), "the rank was left behind"
+    assert len(pids) == 1 and not lives(pids[0]), "the rank was left behind"
 
 
 @pytest.mark.soak

@@ -347,7 +347,7 @@ def test_closing_while_another_engine_starts_ends_streams_and_leaves_no_process(
                 async for _ in stream:
                     pass
             child = client._process
-            assert child is not None and child.returncode is not None
+            assert child is not None and child.process.returncode is not None
 
     run_test(main)
 

@@ -18,7 +18,7 @@ from fd_core.config import ServerConfig
 from fd_core.server.doors import connections as watching
 from fd_core.server.doors.connections import Connections, WatchedProtocol, connection_limit, source_of
 from fd_core.server.doors.listener import Listener
-from fd_core.server.listening import bind_socket
+from fd_core.server.listening import bind_socket, raise_descriptor_limit
 
 from .doors import COMPLETIONS, JSON, KINDS, door, until
 
@@ -284,5 +284,5 @@ def test_the_limit_of_descriptors_is_raised(
     given: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
-    watching.raise_descriptor_limit()
+    raise_descriptor_limit()
     assert given == ([] if wanted is None else [(wanted, hard)])

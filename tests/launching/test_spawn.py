@@ -10,7 +10,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from fd_core.launching import spawn
 from fd_core.launching.contract import NODE_ADDRESS, Launcher, ProcessSpec
 from fd_core.launching.spawn import SpawnLauncher
 from fd_core.testing.launchers import LauncherSuite
+from tests.process_state import lives
 
 
 class TestSpawn(LauncherSuite):
@@ -54,7 +54,7 @@ class TestSpawn(LauncherSuite):
         (router,) = launching.start([ProcessSpec("router", words, cores=0)])
         at = self.announced_by(router)
         self.until(lambda: answers(f"{at}/ready"))
-        body = {"model": "null", "prompt": [1, 2], "max_tokens": 3}
+        body = {"model": "null", "prompt": [1, 2], "max_tokens": 3, "ignore_eos": True}
         asked = urllib.request.Request(
             f"{at}/v1/completions",
             json.dumps(body).encode(),
@@ -84,10 +84,10 @@ def test_processes_end_with_whoever_launched_them() -> None:
     assert parent.stdout is not None
     with parent.stdout as output:
         pid = int(output.readline())
-        assert Path(f"/proc/{pid}").exists()
+        assert lives(pid)
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         deadline = time.monotonic() + 30
-        while Path(f"/proc/{pid}").exists():
+        while lives(pid):
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -17,6 +17,8 @@ from typing import Any, Final
 
 import aiohttp
 
+from tests.process_state import lives
+
 __all__ = ["Cluster", "Node", "Usage", "cluster_of", "eventually"]
 
 _START_SECONDS: Final = 120.0
@@ -88,7 +90,7 @@ class Node:
         assert self.process is not None
         await asyncio.to_thread(self.process.wait, 10)
         self.killed = time.monotonic()
-        await eventually(lambda: not any(map(_lives, children)), 15, f"an engine of {self.name} outlives its server")
+        await eventually(lambda: not any(map(lives, children)), 15, f"an engine of {self.name} outlives its server")
 
     def send_all(self, number: signal.Signals) -> None:
         """Send a signal to the process and its children."""
@@ -229,13 +231,6 @@ def _free_ports(count: int) -> list[int]:
         if len(found) == count:
             return found
     raise AssertionError("there are no free ports")
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _resident(pid: int) -> int:

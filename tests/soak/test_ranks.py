@@ -19,6 +19,7 @@ from typing import Any, Final
 import aiohttp
 import pytest
 
+from tests.process_state import lives
 from tests.server.processes import Server, serving
 from tests.soak.test_http import Answer, ask, bodies
 
@@ -67,14 +68,6 @@ def children(pid: int) -> list[int]:
     return [
         int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()
     ]
-
-
-def lives(pid: int) -> bool:
-    """Whether a process has not ended; whoever adopted it may take it off the list later."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def ready(server: Server) -> bool:

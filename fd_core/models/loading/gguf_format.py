@@ -159,7 +159,25 @@ class _Cursor:
         if kind != _STRING:
             return self._scalars(kind, count, key)
         self.file.check(self.offset, 8 * count, key)
-        return [self.string(key) for _ in range(count)]
+        return self._strings(count, key)
+
+    def _strings(self, count: int, key: str) -> list[str]:
+        """Read many strings as `string` reads one: a vocabulary has a hundred thousand, so each takes few calls."""
+        buffer, end, length_at = self._buffer, self.offset, _U64.unpack_from
+        found: list[str] = []
+        try:
+            for _ in range(count):
+                begin = end + 8
+                end = begin + length_at(buffer, end)[0]
+                if end - begin > _MAX_STRING or end > self.file.size:
+                    break
+                found.append(str(buffer[begin:end], "utf-8"))
+                self.offset = end
+        except (struct.error, UnicodeDecodeError):
+            pass
+        while len(found) < count:
+            found.append(self.string(key))  # says what is wrong
+        return found
 
     def _scalars(self, kind: int, count: int, key: str) -> list[Any]:
         if kind not in _SCALARS:

@@ -23,7 +23,7 @@ from fd_core.server.listening import is_loopback
 
 __all__ = [
     *("MAX_HEAD_BYTES", "ConnectionStats", "Connections", "WatchedProtocol"),
-    *("connection_limit", "raise_descriptor_limit", "source_of"),
+    *("connection_limit", "source_of"),
 ]
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 """Most bytes of the request line and headers of a request; libraries may count each line, or up to one read more."""
 BYTES_PER_SECOND: Final = 64 * 1024
 """A body may take a second longer for each of these bytes that came, an answer for each that was taken."""
-_MOST_DESCRIPTORS: Final = 2**20
-"""Far more than a server uses; where a limit of billions is allowed, programs that go through all are held up by it."""
 _RESERVED_DESCRIPTORS: Final = 256
 """Kept for files, stores, workers and the engine; of a small limit a quarter is kept."""
 _MOST_CONNECTIONS: Final = 10_000
@@ -67,14 +65,6 @@ class ConnectionStats(msgspec.Struct):
         int, counter("accept_errors", "Failures to accept a connection, such as for want of descriptors.")
     ] = 0
     handshakes_failed: Annotated[int, counter("tls_handshakes_failed", "Connections whose TLS handshake failed.")] = 0
-
-
-def raise_descriptor_limit() -> None:
-    """Let this process and those that it starts have as many descriptors as they are allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def connection_limit(config: ListenConfig, *, descriptors: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -65,18 +66,25 @@ class CudaBackend(Backend):
         """Show each rank a device of its own."""
         return cuda_of_ranks(size)
 
+    @classmethod
+    def import_framework(cls) -> None:
+        """Import torch and the pack on it."""
+        try:
+            importlib.import_module("fd_gpu_cuda.ops")
+        except ImportError as error:
+            raise PluginError(f"the {cls.name} backend needs torch: {error}", field="--backend", hint=_HINT) from error
+
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""
         wanted = self.dtype_asked_for("float32", "bfloat16", "float16")
-        try:
-            from fd_gpu_cuda.adapters import AdapterRoom
-            from fd_gpu_cuda.compilations import Compilations, use_cache_folder
-            from fd_gpu_cuda.device import Cuda
-            from fd_gpu_cuda.operations import operations_on, wanted_providers
-            from fd_gpu_cuda.ops import CudaOps
-            from fd_gpu_cuda.providers import Providers
-        except ImportError as error:
-            raise PluginError(f"the {self.name} backend needs torch: {error}", field="--backend", hint=_HINT) from error
+        self.import_framework()
+        from fd_gpu_cuda.adapters import AdapterRoom
+        from fd_gpu_cuda.compilations import Compilations, use_cache_folder
+        from fd_gpu_cuda.device import Cuda
+        from fd_gpu_cuda.operations import operations_on, wanted_providers
+        from fd_gpu_cuda.ops import CudaOps
+        from fd_gpu_cuda.providers import Providers
+
         try:
             use_cache_folder()
             compilations = Compilations()
