@@ -88,7 +88,7 @@ def test_workers_of_every_role_register_and_serve_those_who_have_a_key(router: s
             continue
     assert states.keys() == {"mixed", "prefill", "decode"}
     assert asked(f"{router}/ready") == {"status": "ok", "reason": None}
-    prompt = {"model": "null", "prompt": "hello", "max_tokens": 4}
+    prompt = {"model": "null", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
     assert asked(f"{router}/v1/completions", prompt, "sk-of-a-test")["usage"]["completion_tokens"] == 4
     with pytest.raises(urllib.error.HTTPError, match="401"):
         asked(f"{router}/v1/completions", prompt)

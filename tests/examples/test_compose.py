@@ -168,7 +168,7 @@ def test_the_processes_serve_together_and_every_target_is_scraped(places: dict[s
         time.sleep(0.2)
         with contextlib.suppress(OSError):
             states = [each["state"] for each in json.loads(page(f"{router}/status.json"))["workers"]]
-    asked = {"model": "null", "prompt": "hello", "max_tokens": 4}
+    asked = {"model": "null", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
     said = json.loads(page(f"{router}/v1/completions", (secrets / "api-key").read_text(), asked))
     assert said["usage"]["completion_tokens"] == 4
     for target in SCRAPED:
