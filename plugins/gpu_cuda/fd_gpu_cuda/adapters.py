@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -109,21 +110,26 @@ class AdaptedOps(TorchOps):
         return self._kernels.lora is not None
 
     def prepare_lora(self, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool = False) -> Any:
-        """Bring each part to the device as it is."""
+        """Bring each part to the device as it is. Raises `MemoryError` where they do not fit."""
         if self._kernels.lora is None:
-            return super().prepare_lora(parts, outs, gated=gated)
+            with _memory_error():
+                return super().prepare_lora(parts, outs, gated=gated)
 
         def placed(matrix: np.ndarray) -> Array:
             return torch.from_numpy(np.array(matrix, np.float32, order="C")).to(self.device, self.torch_dtype)
 
-        there = [None if part is None else LowRankPart(placed(part.down), placed(part.up.T)) for part in parts]
+        with _memory_error():
+            there = [None if part is None else LowRankPart(placed(part.down), placed(part.up.T)) for part in parts]
         inputs = next(part.down.shape[1] for part in parts if part is not None)
         return DeviceLora(tuple(there), inputs, tuple(outs))
 
     def place_loras(
         self, deltas: Sequence[Any | None], inputs: int, outs: Sequence[int], before: Any | None = None
     ) -> Any | None:
-        """Write the table of a linear, even if no adapter changes it: a graph has to be right for others, too."""
+        """Write the table of a linear, even if no adapter changes it: a graph has to be right for others, too.
+
+        Raises `MemoryError` where another table is needed and does not fit.
+        """
         if self._kernels.lora is None:
             return super().place_loras(deltas, inputs, outs, before)
         table = before
@@ -154,10 +160,10 @@ class AdaptedOps(TorchOps):
     def _new_table(self, deltas: Sequence[DeviceLora | None], inputs: int, outs: tuple[int, ...]) -> LoraTable:
         if len(outs) > _MOST_PARTS:
             raise ValueError(f"a linear of {len(outs)} parts takes no adapters here; {_MOST_PARTS} are the most")
-        self.tables_made += 1
         room = self.adapter_room or AdapterRoom()
         count, rank = max(room.places, len(deltas)), max(room.rank, *_ranks(deltas), 1)
-        entries = torch.zeros((count, len(outs), 3), dtype=torch.int64, device=self.device)
+        with _memory_error():
+            entries = torch.zeros((count, len(outs), 3), dtype=torch.int64, device=self.device)
         table = LoraTable(entries, inputs, outs, -(-rank // _RANK_ALIGN) * _RANK_ALIGN)
         if self._kernels.lora is not None:
             # Of no tokens: it compiles here, where no request waits.
@@ -165,4 +171,14 @@ class AdaptedOps(TorchOps):
                 torch.empty((0, width), dtype=self.torch_dtype, device=self.device) for width in (inputs, sum(outs))
             )
             self._kernels.lora(y, x, table, entries.new_empty(0, dtype=torch.int32))
+        self.tables_made += 1
         return table
+
+
+@contextmanager
+def _memory_error() -> Iterator[None]:
+    """Raise `MemoryError`, which ends the loading of an adapter, where the device has no memory left."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError("the device has no room for its matrices") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -84,7 +84,9 @@ class Cuda:
     @property
     def shared_memory_per_block(self) -> int:
         """How many bytes of shared memory one block may have, where its kernel asks for them."""
-        count: int = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+        from triton.runtime import driver  # torch says it from release 2.7 on
+
+        count: int = driver.active.utils.get_device_properties(self.device.index)["max_shared_mem"]
         return count
 
     def pinned(self, count: int) -> Array:
@@ -122,7 +124,7 @@ class Cuda:
         try:
             self.ranks.wait_until(work.query)
         except RanksApart:
-            self._connection.abort()  # or the device would go on waiting
+            _abort(self._connection)  # or the device would go on waiting
             raise
 
     def connect(self, store: Any, parallel: Parallel, seconds: float) -> Any:
@@ -177,8 +179,11 @@ class Cuda:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 compute()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # what went wrong first matters, not that nothing was captured
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph.replay
 
@@ -196,3 +201,8 @@ class Cuda:
         """Return bytes that nobody uses: what the driver has, and what torch holds without need."""
         unused: int = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return self.free_on_driver() + unused
+
+
+def _abort(connection: Any) -> None:
+    """End the collectives of a process group, which torch 2.6 has under another name."""
+    (connection.abort if hasattr(connection, "abort") else connection._abort)()

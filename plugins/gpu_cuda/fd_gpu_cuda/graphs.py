@@ -109,7 +109,11 @@ class DeviceGraphs:
     def capture(
         self, forward: Forward, cache: KVCache, spare_block: int, *, adapted: bool = False
     ) -> dict[Shape, _Graph]:
-        """Capture a forward in every shape, for steps in which tokens have adapters or for others."""
+        """Capture a forward in every shape, for steps in which tokens have adapters or for others.
+
+        Shapes for which no memory is left have no graph; a rehearsal and several ranks, which have to do alike, end
+        with the error instead.
+        """
         if self._inputs is None:
             self._inputs = GraphInputs(self.shapes, self._limits, self._cuda.device)
         size, graphs = cache.shape.block_size, dict[Shape, _Graph]()
@@ -118,8 +122,15 @@ class DeviceGraphs:
         with self._cuda.capturing():
             for shape in chosen:
                 step = self._inputs.of(shape, spare_block, size, adapted=adapted)
-                logits = self._logits_of(forward, step, cache)
-                replay = self._cuda.capture(lambda: self._write(forward, step, cache, logits))  # noqa: B023 - at once
+                try:
+                    logits = self._logits_of(forward, step, cache)
+                    replay = self._cuda.capture(lambda: self._write(forward, step, cache, logits))  # noqa: B023 - at once
+                except torch.OutOfMemoryError as error:
+                    if self._few or self._cuda.ranks is not None:
+                        raise
+                    rows, width = shape
+                    logger.warning("decodes of %d x %d tokens and fewer are not replayed: %s", rows, width, error)
+                    break
                 graphs[shape] = _Graph(step, _vectors(step), logits, replay)
                 free.append(self._cuda.free_on_driver())
         if len(shapes) > len(chosen) > 1:
@@ -209,5 +220,5 @@ class GraphedForward:
             return
         adapted = self._tables is not None
         self._captured[cache] = self._graphs.capture(self._forward, cache, cache.spare_block, adapted=adapted)
-        shapes = ", ".join(f"{rows} x {width}" for rows, width in self._captured[cache])
+        shapes = ", ".join(f"{rows} x {width}" for rows, width in self._captured[cache]) or "no number"
         logger.info("captured decodes of %s tokens%s", shapes, " with adapters" if adapted else "")

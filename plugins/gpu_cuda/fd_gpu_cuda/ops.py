@@ -141,6 +141,10 @@ class CudaOps(SamplingOps, MixtureOps, AdaptedOps, FusedOps):
         """Queue copies to pinned memory, and an event behind them."""
         return self._cuda.download([widened(array) for array in arrays])
 
+    def wait(self) -> None:
+        """Wait for what was queued. Raises `RuntimeError` where the device cannot go on."""
+        self._cuda.wait()
+
     def to_host(self, array: Array) -> npt.NDArray[Any]:
         """Bring one array over."""
         return self.fetch([array])[0]
@@ -221,11 +225,6 @@ class CudaOps(SamplingOps, MixtureOps, AdaptedOps, FusedOps):
             found = before.following(forward, self._graphs, self.tables_made)
         else:
             found = GraphedForward(forward, self._graphs, self.tables_made)
-        if self.parallel.size > 1:
-            return found  # ranks do not come here together, and a capture adds up what all have: it waits for a decode
-        try:
+        if self.parallel.size == 1:  # ranks do not come here together, and a capture adds up what all have
             found.prepare(cache)
-        except torch.OutOfMemoryError as error:
-            logger.warning("steps with adapters are not replayed, for want of memory: %s", error)
-            return forward
         return found

@@ -3,7 +3,8 @@
 A provider is tried on the model itself before the first step, on its layers and on logits as wide as its vocabulary;
 see `trial`. What cannot be imported, made or compiled, raises, or computes other values than torch's own operations,
 gives way to the next one, with a line in the log; the last one, the composition of torch's own operations, is not
-tried. So what is wrong with a provider costs speed, never the start. Only what people ask for by name ends it.
+tried. So what is wrong with a provider costs speed, never the start. Only what people ask for by name ends it, and a
+kernel behind which the device does not answer any more.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Operation:
 
 
 Trial = Callable[[Operation, Kernels], str]
-"""Takes an operation and a table in which nothing else is a kernel; returns what is wrong with it, "" if nothing is."""
+"""Takes an operation and a table in which nothing else is a kernel; returns what is wrong with it, "" if nothing is.
+
+Raises what the kernel raises, `Untried`, or `PluginError` to end the start."""
 
 
 class Providers:
@@ -152,6 +155,8 @@ def _tried(trial: Trial, operation: Operation, table: Kernels) -> str:
     except Untried as error:
         logger.warning("%s is computed without a trial, which is not possible: %s", operation.name, _line(error))
         return ""
+    except PluginError:
+        raise
     except Exception as error:  # noqa: BLE001 - as above
         return f"it fails: {_line(error)}"
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from fd_core.errors import PluginError
 from fd_core.models.decoder import DecoderModel, Layer, Moe
 from fd_core.ops.contract import Array, KVCache, KVShape, Lora, StepInput
 from fd_core.runner.inputs import adapter_rows
@@ -79,7 +80,24 @@ class ModelTrial:
         self._random = np.random.default_rng(0)
 
     def __call__(self, operation: Operation, table: Kernels) -> str:
-        """Return what is wrong with the table's kernel, "" if nothing is. Raises whatever the kernel raises."""
+        """Return what is wrong with the table's kernel, "" if nothing is. Raises whatever the kernel raises.
+
+        Raises `PluginError` where the device does not answer any more: then nothing else can compute on it either.
+        """
+        try:
+            return self._wrong_with(operation, table)
+        except Exception as error:
+            try:
+                self._ops.wait()
+            except RuntimeError:
+                raise PluginError(
+                    f"{operation.name}: a kernel broke the device, so nothing else can use it: {error}",
+                    field=operation.flag,
+                    hint="CUDA_LAUNCH_BLOCKING=1 names the kernel; please report it",
+                ) from error
+            raise
+
+    def _wrong_with(self, operation: Operation, table: Kernels) -> str:
         ops = self._ops.alone(table)
         tolerance = _PACKED_TOLERANCE if operation.rounds else _TOLERANCE[ops.dtype]
         with torch.inference_mode():

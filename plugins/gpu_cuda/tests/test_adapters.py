@@ -89,3 +89,20 @@ def test_an_adapter_beyond_the_room_is_computed_from_new_tables(folder: Path) ->
     assert [captured for captured, _ in texts] == [4, 4, 4, 8], "rank 8 fits into 16"
     assert texts[0][1] == texts[1][1] == texts[3][1] != texts[2][1]
     assert processor.replays == 20
+
+
+def test_an_adapter_that_does_not_fit_is_a_memory_error_which_ends_its_loading_alone(folder: Path) -> None:
+    ops = make_ops()
+    model: Any = load(folder, ops)
+    runner = Runner(ops, model, LIMITS, TorchPostprocess)
+    first, second, _ = adapters_of(folder, model)
+    runner.adapters.replace([first])
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", full)
+        with pytest.raises(MemoryError):
+            runner.adapters.replace([first, second])
+    assert runner.adapters.held == [first]

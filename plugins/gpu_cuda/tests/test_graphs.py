@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,6 +138,42 @@ def test_drafted_decodes_are_replayed_and_deliver_the_same_texts(folder: Path, q
     shapes = {(len(step.context_len), step.max_query) for step in steps[1:]}
     assert {width for _, width in shapes} == {1, 1 + K}
     assert all(step.uniform for step in steps[1:])
+
+
+def test_shapes_for_which_no_memory_is_left_are_computed_without_a_graph(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(Processor):
+        """There is room for two graphs."""
+
+        def capture(self, compute: Any) -> Any:
+            if self.captured == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().capture(compute)
+
+    processor, wanted = Full(), texts_alone(folder)
+    ops = make_ops(processor)
+    runner = Runner(ops, load(folder, ops), limits(K), TorchPostprocess)
+    assert drafted_texts(runner, wanted, seed=1) == wanted
+    assert processor.captured == 2
+    assert "fewer are not replayed: CUDA out of memory" in caplog.text
+
+
+@pytest.mark.parametrize("held_by", ["a rehearsal", "ranks"])
+def test_a_rehearsal_and_ranks_end_where_no_memory_is_left(folder: Path, held_by: str) -> None:
+    class Full(Processor):
+        def capture(self, compute: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    processor = Full()
+    ops = make_ops(processor)
+    if held_by == "ranks":
+        processor.ranks = SimpleNamespace(wait_until=lambda done: None)  # type: ignore[assignment]  # all that is asked
+    with ops.rehearsing() if held_by == "a rehearsal" else nullcontext():
+        runner = Runner(ops, load(folder, ops), limits(), TorchPostprocess)
+        begin(runner)
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.execute(plan(1, [(slot, int(runner.batch.length[slot]) - 1, 1, 0) for slot in range(2)]))
 
 
 def test_where_the_padded_step_is_beyond_the_budget_it_is_computed_as_it_is(folder: Path) -> None:

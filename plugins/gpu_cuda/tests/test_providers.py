@@ -279,3 +279,17 @@ def test_attention_without_a_kernel_reads_8_bits() -> None:
             step = replace(step, block_tables=ops.from_host(tables))
         outputs.append(ops.to_host(ops.paged_attention(ops.from_host(q), layer, heads, step)))
     np.testing.assert_allclose(outputs[1], outputs[0], atol=1e-5)
+
+
+def test_a_kernel_that_breaks_the_device_ends_the_start_and_is_named(models: Models) -> None:
+    """Behind an illegal access every call fails, those of torch's own operations too."""
+
+    class Broken(Processor):
+        def wait(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    providers = table_with("gate", lambda: raising)
+    trial = ModelTrial(models("llama"), make_ops(Broken()), providers.composed, 4, "auto")
+    with pytest.raises(PluginError, match="what is tried: a kernel broke the device") as caught:
+        providers.settle(trial)
+    assert "CUDA_LAUNCH_BLOCKING=1" in caught.value.hint

@@ -383,3 +383,11 @@ class _Launches(TorchDispatchMode):
         if not func.is_view and not str(func).startswith(("aten.empty", "aten.set_", "aten.new_empty", "aten.copy_")):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 600])
+def test_parts_of_rows_begin_where_the_same_kernel_may_read_them(rows: int) -> None:
+    """At multiples of 16 bytes: Triton makes other kernels for other addresses, while requests wait."""
+    by = kernels()
+    by.reserve(rows)
+    assert all(part.start * 4 % 16 == 0 for part in by._parts(2000))

@@ -36,6 +36,8 @@ _MOST_TILES = 128
 _UNCONFIGURED_ROWS = 64
 _MOST_ROWS = 512
 """Rows that the workspace is for at most; 26 MiB then."""
+_ROW_ALIGN = 4
+"""So parts of rows of 4 bytes begin at multiples of 16 bytes, as the whole does: others would be other kernels."""
 
 
 class TritonSampling(SamplingKernels):
@@ -51,7 +53,7 @@ class TritonSampling(SamplingKernels):
 
     def reserve(self, rows: int) -> None:
         """Allocate the workspace, 51 KiB a row."""
-        rows = min(rows, _MOST_ROWS)
+        rows = min(triton.cdiv(rows, _ROW_ALIGN) * _ROW_ALIGN, _MOST_ROWS)
 
         def zeros(*shape: int, dtype: Any = torch.int32) -> Array:
             return torch.zeros(rows, *shape, dtype=dtype, device=self._device)

@@ -1,0 +1,74 @@
+"""What `Cuda` asks of torch and Triton, which stand-ins answer; only a GPU shows the rest."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fd_core.ops.parallel import RanksApart  # noqa: E402 - only where torch is installed
+
+from fd_gpu_cuda.device import Cuda  # noqa: E402
+
+
+@pytest.fixture
+def cuda() -> Cuda:
+    """A device that nobody initialises."""
+    made = object.__new__(Cuda)
+    made.device = torch.device("cuda", 0)
+    made._pool, made._captures = object(), SimpleNamespace(wait_stream=lambda other: None)
+    return made
+
+
+def test_what_fails_in_a_capture_is_what_is_raised_though_the_capture_cannot_end(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Graph:
+        ended = 0
+
+        def capture_begin(self, **_: Any) -> None:
+            pass
+
+        def capture_end(self) -> None:
+            Graph.ended += 1
+            raise RuntimeError("the capture was invalidated")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    calls = iter([None, torch.OutOfMemoryError("CUDA out of memory")])
+
+    def compute() -> None:
+        if error := next(calls):
+            raise error
+
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda.capture(compute)
+    assert Graph.ended == 1
+
+
+def test_triton_says_how_much_shared_memory_a_block_may_have(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6 does not; this is the number that Triton itself compares a kernel's wish with."""
+    runtime = pytest.importorskip("triton.runtime")
+    utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": 232448 + index})
+    monkeypatch.setattr(runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    assert cuda.shared_memory_per_block == 232448
+
+
+@pytest.mark.parametrize("name", ["abort", "_abort"])
+def test_collectives_are_aborted_under_the_name_of_each_release_of_torch(cuda: Cuda, name: str) -> None:
+    aborted = []
+
+    class Apart:
+        def wait_until(self, ready: Any) -> None:
+            raise RanksApart("rank 1 does not answer")
+
+    cuda.ranks = Apart()  # type: ignore[assignment]  # all that is asked of the group
+    cuda._connection = SimpleNamespace(**{name: lambda: aborted.append(name)})
+    with pytest.raises(RanksApart):
+        cuda.wait_for(SimpleNamespace(query=lambda: False))
+    assert aborted == [name]
