@@ -13,12 +13,16 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command line."""
     with interrupts_end_it():
+        from typer.main import get_command
+
         from fd_core.cli.app import app
-    tells_old_names()
+
+        command = get_command(app)
+        tells_old_names()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows the rest
     try:
-        app()
+        command()
     except BrokenPipeError:
         # Whoever read the output, such as `head`, has gone; there is nobody left to tell.
         sys.stderr.close()

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from fd_core.deprecations import OldNameWarning
 from fd_core.errors import FdError
 
 __all__ = [
@@ -62,7 +61,7 @@ def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def interrupts_end_it() -> Iterator[None]:
-    """Let Ctrl-C end the process at once while the block imports modules.
+    """Let Ctrl-C end the process at once while the block imports modules or assembles commands.
 
     Nothing is held by then, and an exception in the middle of a module would be wrapped or shown as a traceback.
     """
@@ -90,6 +89,8 @@ def outlive_hangups(key_file: str | None) -> None:
 
 def tells_old_names() -> None:
     """Let whoever uses a name that was replaced read it as one line; other warnings look as they do everywhere."""
+    from fd_core.deprecations import OldNameWarning
+
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:

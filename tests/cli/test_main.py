@@ -129,6 +129,31 @@ def test_ctrl_c_while_it_starts_ends_it_with_130_and_no_traceback():
     assert (process.returncode, errors) == (130, "\nfdcore: interrupted\n")
 
 
+def test_ctrl_c_while_commands_are_assembled_is_130_and_no_traceback():
+    slow = """
+import os, signal, typer.main
+from fd_core.cli.main import main
+
+def assembled(app):
+    os.kill(os.getpid(), signal.SIGINT)
+
+typer.main.get_command = assembled
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", slow], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "\nfdcore: interrupted\n")
+
+
+def test_little_is_imported_before_ctrl_c_ends_it():
+    """Until then Ctrl-C shows a traceback: only what Python itself needs may come first."""
+    seen = (
+        "import sys, fd_core.cli.main; print(sorted(name for name in sys.modules if 'typer' in name or 'data' in name))"
+    )
+    ended = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "[]\n"
+
+
 def test_ctrl_c_in_a_command_is_130(monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt
