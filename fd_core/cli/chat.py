@@ -148,18 +148,23 @@ def _remote(
 def _local(
     loop: LoopThread, stack: contextlib.ExitStack, model: str | None, given: Given, chats: bool
 ) -> tuple[ChatBackend, str]:
+    from fd_core.cli.settings import merge
+    from fd_core.engine.engine_process import begun_process
+
+    settings = merge(model, given, os.environ, default_model="smollm2")
+    where = settings.server.engine
+    begun = stack.enter_context(loop.entered(begun_process(settings.engine.backend, wanted=where == "process")))
+
     from rich.console import Console
 
     from fd_core.cli.chat_backend import EngineChatBackend, no_template
-    from fd_core.cli.settings import merge
     from fd_core.cli.startup import find_model, running_engine, startup_bars
 
-    settings = merge(model, given, os.environ, default_model="smollm2")
     with startup_bars(Console(stderr=True)) as bars:
         found = find_model(settings.engine, settings.server.chat_template, bars)
         if chats and found.template is None:
             raise no_template(found.config.model)
-        client = stack.enter_context(loop.entered(running_engine(found, settings.server.engine, bars)))
+        client = stack.enter_context(loop.entered(running_engine(found, where, bars, begun=begun)))
     return EngineChatBackend(client, found.tokenizer, found.template), found.config.model
 
 

@@ -11,6 +11,7 @@ from fd_core.cli.app import app
 from fd_core.cli.chat_backend import EngineChatBackend, SamplingOptions
 from fd_core.cli.loop_thread import LoopThread
 from fd_core.config import EngineConfig
+from fd_core.engine import engine_process
 from fd_core.errors import BadRequest, FdError, ModelError
 from tests.server.fakes import FakeClient, byte_tokenizer, chat_template, live
 
@@ -38,13 +39,14 @@ def local(monkeypatch):
         return startup.LocalModel(EngineConfig(model="fake"), "nowhere", byte_tokenizer(), chat_template())
 
     @contextlib.asynccontextmanager
-    async def running_engine(model, where, bars=None):
+    async def running_engine(model, where, bars=None, *, begun=None):
         clients.append(FakeClient("Bonjour, ça va?"))
         yield clients[-1]
         await clients[-1].close()
 
     monkeypatch.setattr(startup, "find_model", find_model)
     monkeypatch.setattr(startup, "running_engine", running_engine)
+    monkeypatch.setattr(engine_process, "begun_process", lambda *_, **__: contextlib.nullcontext())
     return clients
 
 
