@@ -16,10 +16,21 @@ from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
 
 from fd_gpu_cuda.copy_lane import CopyLane
 
-__all__ = ["Cuda", "QueuedCopies", "Replay"]
+__all__ = ["Cuda", "QueuedCopies", "Replay", "sum_in_float32"]
 
 Replay = Callable[[], None]
 """Queues a captured computation again, over the memory that it was captured with."""
+
+
+def sum_in_float32() -> None:
+    """Have cuBLAS multiply all bits and add up in float32, whatever torch or the environment would have it do.
+
+    By default it may add up parts of a product in 16 bits: they are rounded once more, and float16 overflows. Where
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is set, as in some images, it would multiply 11 of the 24 bits of a float32.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 class QueuedCopies(HostCopies):
@@ -49,6 +60,7 @@ class Cuda:
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
+        sum_in_float32()
         self._captures = torch.cuda.Stream(self.device)
         self._pool: Any = None
         """The memory of captures."""

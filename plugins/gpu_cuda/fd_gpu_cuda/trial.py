@@ -100,7 +100,8 @@ class ModelTrial:
     def _wrong_with(self, operation: Operation, table: Kernels) -> str:
         ops = self._ops.alone(table)
         tolerance = _PACKED_TOLERANCE if operation.rounds else _TOLERANCE[ops.dtype]
-        with torch.inference_mode():
+        # Not in inference mode: what is kept from here, such as workspaces, could not be written outside of it.
+        with torch.no_grad():
             for each in self._of_logits(ops) if operation.of_logits else self._of_layers(ops):
                 if why := _unlike(each, tolerance):
                     return f"{each.what}: {why}"

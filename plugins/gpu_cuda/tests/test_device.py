@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from fd_core.ops.parallel import RanksApart  # noqa: E402 - only where torch is installed
 
-from fd_gpu_cuda.device import Cuda  # noqa: E402
+from fd_gpu_cuda.device import Cuda, sum_in_float32  # noqa: E402
 
 
 @pytest.fixture
@@ -72,3 +72,20 @@ def test_collectives_are_aborted_under_the_name_of_each_release_of_torch(cuda: C
     with pytest.raises(RanksApart):
         cuda.wait_for(SimpleNamespace(query=lambda: False))
     assert aborted == [name]
+
+
+def test_products_are_added_up_in_float32_whatever_was_set_before() -> None:
+    matmul, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
+    switches = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    try:
+        torch.set_float32_matmul_precision("high")
+        for name in switches:
+            setattr(matmul, name, True)
+        sum_in_float32()
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not matmul.allow_tf32
+        assert not any(getattr(matmul, name) for name in switches)
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for name in switches:
+            setattr(matmul, name, True)  # as torch sets them

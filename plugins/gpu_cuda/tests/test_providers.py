@@ -293,3 +293,15 @@ def test_a_kernel_that_breaks_the_device_ends_the_start_and_is_named(models: Mod
     with pytest.raises(PluginError, match="what is tried: a kernel broke the device") as caught:
         providers.settle(trial)
     assert "CUDA_LAUNCH_BLOCKING=1" in caught.value.hint
+
+
+def test_what_a_kernel_keeps_from_its_trial_can_be_written_by_torch_while_serving(models: Models) -> None:
+    """Such as the workspace of a library, made at its first call."""
+    kept: list[Any] = []
+
+    def gate(gate_up: Any, activation: Any) -> Any:
+        kept.append(torch.zeros(1))
+        return PLAIN.gate(gate_up, activation)  # type: ignore[misc]  # it has one
+
+    settled(models("llama"), table_with("gate", lambda: gate))
+    assert kept[0].add_(1) == 1
