@@ -72,9 +72,14 @@ def _caches() -> Iterator[tuple[str, str]]:
     from fd_core.models.catalog import list_models
 
     folder = find_cache_dir()
+    try:
+        free = shutil.disk_usage(folder).free if folder.is_dir() else None
+    except OSError as error:
+        yield "Folder", f"{folder}: {(error.strerror or str(error)).lower()}"
+        return
     yield "Folder", str(folder)
-    if folder.is_dir():
-        yield "Free disk", f"{shutil.disk_usage(folder).free / _GIBI:,.1f} GiB"
+    if free is not None:
+        yield "Free disk", f"{free / _GIBI:,.1f} GiB"
     for model in list_models():
         if model.path is not None:
             yield model.name, f"{model.path} ({model.size / 1e6:,.0f} MB)"

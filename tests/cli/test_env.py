@@ -15,3 +15,14 @@ def test_brackets_in_a_reason_are_shown(monkeypatch: pytest.MonkeyPatch) -> None
     shown = CliRunner().invoke(app, ["env"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     assert "pip install 'x[cpu]'" in shown.stdout
+
+
+def test_a_cache_that_cannot_be_looked_into_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: object) -> object:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setenv("FD_CACHE", "/somewhere")
+    monkeypatch.setattr("fd_core.cli.env.Path.is_dir", refuse)
+    shown = CliRunner().invoke(app, ["env"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    assert "/somewhere: permission denied" in shown.stdout
