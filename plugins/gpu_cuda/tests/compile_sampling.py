@@ -18,10 +18,10 @@ RELEASE_AND_ACQUIRE = r"atom[.]global[.]gpu[.]acq_rel[.]add"
 
 def main(capability: int) -> None:
     compiler, host = Compiler(capability).install(), TorchOps()
-    # Programs of a row find out which is the last; weights are added to bins without an answer.
+    # Programs of a row find out which is the last; weights are added to bins, by new releases without an answer.
     compiler.wanted = dict.fromkeys(("find_peaks", "draw", "find_cuts", "score", "count_before"), RELEASE_AND_ACQUIRE)
-    compiler.wanted["fill_bins"] = r"red[.]global[.]gpu[.]relaxed[.]add[.]f64(.|\n)*" + RELEASE_AND_ACQUIRE
-    compiler.wanted["penalize"] = r"div[.]rn[.]f32"
+    compiler.wanted["fill_bins"] = r"(red|atom)[.]global[.]gpu[.]relaxed[.]add[.]f64(.|\n)*" + RELEASE_AND_ACQUIRE
+    compiler.wanted["penalize"] = r"div[.]rn[.](ftz[.])?f32"
     by = TritonSampling(torch.device("cpu"), MULTIPROCESSORS[capability])
     for model, vocabulary in VOCABULARIES.items() if everything() else [("Qwen3", VOCABULARIES["Qwen3"])]:
         compiler.case = model

@@ -21,13 +21,25 @@ def compiled_functions(path: Path) -> Iterator[ast.FunctionDef]:
 
 
 def too_new(function: ast.FunctionDef) -> list[str]:
-    """Return what Triton 3.2 does not compile: `and` or `or` between more than two, and chained comparisons."""
+    """Return what an old release does not compile.
+
+    Triton 3.2: `and` or `or` between more than two, and chained comparisons. 3.3: numbers that Python knows among the
+    values that are assigned at once.
+    """
     return [
         f"{function.name}, line {node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(function)
         if (isinstance(node, ast.BoolOp) and len(node.values) > 2)
         or (isinstance(node, ast.Compare) and len(node.ops) > 1)
+        or (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and any(map(is_number, node.value.elts)))
     ]
+
+
+def is_number(value: ast.expr) -> bool:
+    """Say whether Python knows the number before Triton compiles."""
+    if isinstance(value, ast.UnaryOp):
+        return is_number(value.operand)
+    return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and ast.unparse(value.func) == "float")
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)

@@ -40,7 +40,8 @@ def penalize(
     counts_row = tl.load(counts_rows_at + index).to(tl.int64)
     counts = tl.load(counts_at + counts_row * counts_stride + token, mask=inside, other=0)
     # The drafts of rows do not fall, so those of this one are between the numbers of those below and up to it.
-    first, last = 0, 0
+    first = 0
+    last = 0
     for begin in range(0, drafts, chunk):
         place = begin + tl.arange(0, chunk)
         row = tl.load(draft_rows_at + place, mask=place < drafts, other=2147483647)

@@ -126,7 +126,10 @@ def draw(
     if temperature > 0:
         logits_at += row * stride
         peak = tl.load(peaks_at + row).to(tl.float64)
-        cut, least, allowed, tie_weight = -float("inf"), temperature * 0, 0, temperature * 0
+        cut = -float("inf")
+        allowed = 0
+        least = temperature * 0
+        tie_weight = temperature * 0
         if filtered:
             cut = tl.load(cuts_at + row)
             allowed = tl.load(ties_at + row)
