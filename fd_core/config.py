@@ -382,9 +382,9 @@ def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_by
         blocks = config.kv_cache_memory // bytes_per_block
         if config.kv_cache_memory > free_bytes:
             raise ConfigError(
-                f"kv_cache_memory is {config.kv_cache_memory:,} bytes, but {free_bytes:,} are free",
+                f"kv_cache_memory is {config.kv_cache_memory:,} bytes, but {free_bytes:,} are free for KV",
                 field="--kv-cache-memory",
-                hint="give less, or leave it out to take what fits",
+                hint="give less, or leave it out to take what fits; a processor gives KV a quarter of its free memory",
             )
     else:
         blocks = min(int(free_bytes * config.gpu_memory_utilization) // bytes_per_block, useful)

@@ -57,7 +57,7 @@ def check(
     if wrong:
         raise typer.Exit(PluginError.exit_code)
     for each in checked:
-        print(plain(f"{each.distribution} {each.version}: {', '.join(each.seen.names)}"))
+        print(plain(f"{each.distribution} {each.version}: {', '.join(dict.fromkeys(each.seen.names))}"))
         for answer in each.seen.answers:
             print(f"  {plain(answer)}")
     print(f"{len(checked)} plugin{'' if len(checked) == 1 else 's'} checked, nothing is wrong")
@@ -92,8 +92,8 @@ def install(
 ) -> None:
     """Install a plugin into this environment.
 
-    NAME is one of the project's plugins or any distribution on the package index. Afterwards it shows what is
-    registered.
+    NAME is one of the project's plugins or any distribution on the package index. Afterwards it shows what the plugin
+    offers, and why a part of it cannot run here.
     """
     target = _requirement(name)
     if importlib.util.find_spec("pip") is None:
@@ -102,9 +102,26 @@ def install(
         )
     ended = subprocess.run([sys.executable, "-m", "pip", "install", "--", target], check=False)
     if ended.returncode != 0:
-        raise PluginError(f"pip could not install {target}; its own words are above")
+        raise PluginError(f"pip could not install {target}; its own words are above", hint=_which(name))
     # This process has seen the environment as it was; a fresh one shows it as it is.
-    subprocess.run([sys.executable, "-m", "fd_core.cli", "plugins", "list"], check=False)
+    check = [sys.executable, "-m", "fd_core.cli", "plugins", "check", _distribution(name)]
+    checked = subprocess.run(check, check=False)
+    if checked.returncode != 0:
+        raise typer.Exit(checked.returncode)
+
+
+def _distribution(name: str) -> str:
+    """Return the distribution that a name to install is of."""
+    from fd_core.plugins import KNOWN_PLUGINS
+
+    return KNOWN_PLUGINS.get(name, name.partition("==")[0])
+
+
+def _which(name: str) -> str | None:
+    """Return what to do where pip cannot install a name: names of the project's plugins, if it is none of them."""
+    from fd_core.plugins import KNOWN_PLUGINS
+
+    return None if name in KNOWN_PLUGINS else f"the project's own plugins are {', '.join(KNOWN_PLUGINS)}"
 
 
 def _requirement(name: str) -> str:

@@ -15,11 +15,21 @@ from starlette.exceptions import HTTPException
 from fd_core.errors import BadRequest, EngineDead, FdError
 from fd_core.server.response_schemas import ErrorAnswer, ErrorDetail
 
-__all__ = ["MESSAGES_PATH", "ApiError", "error_response", "install_handlers", "invalid", "to_api_error", "unavailable"]
+__all__ = [
+    "MESSAGES_PATH",
+    "ApiError",
+    "error_response",
+    "install_handlers",
+    "invalid",
+    "no_such_path",
+    "to_api_error",
+    "unavailable",
+]
 
 log = logging.getLogger(__name__)
 
-_STATUS_TEXT = {404: "nothing is served at this path", 405: "this path does not take this method"}
+_STATUS_TEXT = {405: "this path does not take this method"}
+_SHOWN_OF_A_PATH: Final = 128
 
 
 MESSAGES_PATH: Final = "/v1/messages"
@@ -81,6 +91,18 @@ def unavailable(message: str, code: str, retry_after: int) -> ApiError:
     return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": str(retry_after)})
 
 
+def no_such_path(path: str) -> ApiError:
+    """Return the 404 for a path at which nothing is served, with the mistake that is often made in it."""
+    message = f"nothing is served at {path[:_SHOWN_OF_A_PATH]!r}"
+    if path.startswith("/v1/v1/"):
+        message += "; /v1 stands there twice: one of them is of the client's base URL"
+    elif path.rstrip("/") == "/v1":
+        message += ", the base URL of clients; requests go to paths below it, such as /v1/chat/completions"
+    elif not path.startswith("/v1/"):
+        message += "; paths of OpenAI's API begin with /v1: add it to the client's base URL"
+    return ApiError(404, message)
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Translate any exception. What nobody expected is logged and answered with a 500 that says nothing about it.
 
@@ -108,6 +130,8 @@ def error_response(error: ApiError, path: str = "") -> Response:
 
 
 async def _handle(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404:  # from routing: no handler of a path raises it
+        error = no_such_path(request.url.path)
     return error_response(to_api_error(error), request.url.path)
 
 

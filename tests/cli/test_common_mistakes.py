@@ -62,7 +62,7 @@ def test_a_wrong_name_of_a_hub_gets_the_one_that_is_here(tmp_path: Path, monkeyp
     "settings, words",
     [
         ({"num_kv_blocks": 1000}, r"1000 KV blocks take 1,000,000 bytes, but 5,500 are free \(at most 5 fit"),
-        ({"kv_cache_memory": 9000}, r"9,000 bytes, but 5,500 are free \(give less, or leave it out"),
+        ({"kv_cache_memory": 9000}, r"9,000 bytes, but 5,500 are free for KV \(give less, or leave it out"),
         ({"kv_cache_memory": 900}, r"for KV beside the weights \(end other programs, take a smaller model"),
     ],
 )

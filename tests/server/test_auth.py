@@ -29,6 +29,13 @@ def test_without_an_accepted_key_nothing_is_served(guarded: LiveServer, path: st
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
+def test_who_sent_no_key_is_told_something_else_than_who_sent_a_wrong_one(guarded: LiveServer) -> None:
+    assert "no API key was sent" in guarded.get("/v1/models").error["message"]
+    for headers in ({"authorization": "Bearer wrong"}, {"x_api_key": "wrong"}):
+        told = guarded.get("/v1/models", **headers).error["message"]
+        assert "the API key sent is not accepted" in told and "x-api-key: KEY" in told and "wrong" not in told
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_opens(guarded: LiveServer, key: str) -> None:
     header = f"Bearer {key}".encode().decode("latin-1")

@@ -170,6 +170,25 @@ def test_charset_and_json_suffix_are_taken(server: LiveServer) -> None:
         assert server.post("/v1/completions", b'{"prompt": "a"}', content_type=kind).status == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (
+            "/chat/completions",
+            "at '/chat/completions'; paths of OpenAI's API begin with /v1: add it to the",
+        ),
+        ("/v1/v1/completions", "/v1 stands there twice"),
+        ("/v1", "the base URL of clients; requests go to paths below it"),
+        ("/v1/audio/speech", "nothing is served at '/v1/audio/speech'"),
+        ("/" + "x" * 5000, "nothing is served at '/xxx"),
+    ],
+)
+def test_a_path_that_nobody_serves_is_named_with_what_is_often_meant(server: LiveServer, path: str, words: str) -> None:
+    answer = server.post(path, {})
+    assert answer.status == 404 and words in answer.error["message"]
+    assert len(answer.error["message"]) < 300
+
+
 def test_unknown_paths_methods_and_models(server: LiveServer) -> None:
     assert (server.get("/v1/nothing").status, server.get("/v1/nothing").error["param"]) == (404, None)
     answer = server.get("/v1/completions")

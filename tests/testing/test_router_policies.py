@@ -7,6 +7,7 @@ import time
 import pytest
 from hypothesis import Phase, settings
 
+from fd_core.errors import PluginError
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.builtin import fd_register_router_policies
 from fd_core.router.policies import Candidate, RequestNum, RouterPolicy
@@ -94,6 +95,11 @@ class ServesMixedOnly(RouterPolicy):
         return next(candidate for candidate in context.candidates if candidate.worker.role == "mixed")
 
 
+class OfAnotherKind(RouterPolicy):
+    def choose(self, context):
+        return 3
+
+
 EQUAL = "test_it_chooses_a_candidate_and_equal_calls_give_equal_answers"
 ONLY = "test_the_only_candidate_is_chosen_whatever_it_carries"
 FORGETS = "test_it_forgets_workers_that_are_gone_and_requests_that_are_long_past"
@@ -131,3 +137,11 @@ def test_a_wrong_policy_is_caught_by_the_case_that_names_its_fault(wrong, case, 
     suite.policy_class = lambda: wrong
     with pytest.raises((AssertionError, IndexError, StopIteration)):
         getattr(suite, case)(*arguments)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_the_routers_own_words_name_the_policy_that_is_judged(pair):
+    suite = RouterPolicySuite()
+    suite.policy_class = lambda: OfAnotherKind
+    with pytest.raises(PluginError, match="router policy OfAnotherKind chose 3, which is not one of the candidates"):
+        getattr(suite, SERVES)(pair)

@@ -8,6 +8,7 @@ nothing that others would wait for.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -154,7 +155,13 @@ def _run(command: list[str | Path]) -> None:
     except subprocess.TimeoutExpired:
         raise BuildError(f"the C++ sources did not compile within {_COMPILE_SECONDS:.0f} s") from None
     if done.returncode != 0:
-        raise BuildError(f"the C++ sources did not compile: {_first_error(done.stdout + done.stderr)}")
+        said = done.stdout + done.stderr
+        if os.strerror(errno.ENOSPC) in said:
+            raise BuildError(
+                f"there is no room to compile them in {library_folder()} and {tempfile.gettempdir()}; "
+                "remove files there, or set FD_CACHE and TMPDIR to folders on another disk"
+            )
+        raise BuildError(f"the C++ sources did not compile: {_first_error(said)}")
 
 
 def _first_error(text: str) -> str:

@@ -29,7 +29,7 @@ from fd_core.server.doors.bodies import BodyShare
 from fd_core.server.doors.connections import source_of
 from fd_core.server.doors.hosts import HostRules
 from fd_core.server.draining import DRAINING_HEADER
-from fd_core.server.errors import ApiError, to_api_error, unavailable
+from fd_core.server.errors import ApiError, no_such_path, to_api_error, unavailable
 from fd_core.server.gate import request_id_of
 from fd_core.text.fair_thread import CLIENT
 
@@ -120,7 +120,7 @@ class RouterGate:
             return await self._list(path, to_worker(self._state, request.headers, record.request_id))
         methods = _forwarded(path)
         if not methods:
-            raise ApiError(404, "nothing is served at this path")
+            raise no_such_path(path)
         if path.startswith(_KEPT_BY_WORKERS):
             raise ApiError(404, "each worker keeps files and batches of its own; send these requests to a worker")
         if request.method not in methods:
@@ -204,7 +204,7 @@ def _methods_of(path: str) -> web.Response:
     read = path in PAGES or path == "/v1/models" or path.startswith("/v1/models/")
     methods = ("GET", "HEAD") if read else _forwarded(path)
     if not methods:
-        raise ApiError(404, "nothing is served at this path")
+        raise no_such_path(path)
     return web.Response(status=204, headers={"Allow": ", ".join(sorted((*methods, "OPTIONS")))})
 
 

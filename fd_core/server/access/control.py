@@ -93,9 +93,10 @@ class AccessControl:
         key = self.ring.find(authorization, api_key, basic=page)
         if key is None and path not in self._open:
             scheme = 'Basic realm="API key as password"' if page else "Bearer"
+            sent = "no API key was sent" if authorization is api_key is None else "the API key sent is not accepted"
             raise ApiError(
                 401,
-                "a valid API key is required: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                f"{sent}: a valid one is required, in the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": scheme},
             )

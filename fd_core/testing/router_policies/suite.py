@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fd_core.router.accounting import IDLE, WorkerLoad
 from fd_core.router.config import RouterConfig
@@ -149,7 +150,9 @@ class RouterPolicySuite:
     @pytest.mark.law("7.1")
     @pytest.mark.parametrize("pair", [False, True], ids=["mixed", "pair"])
     def test_the_router_serves_with_it_and_counts_to_zero(self, pair: bool) -> None:
-        router = Router(self.router_config(), lambda name: self.policy_class())
+        name = self.policy_class().__name__  # what the router calls it if it says what is wrong with it
+        config = replace(self.router_config(), policy=name, prefill_policy=name, decode_policy=name)
+        router = Router(config, lambda _: self.policy_class())
         draw = random.Random(1)  # noqa: S311 - not for cryptography
         roles: tuple[Role, ...] = ("prefill", "decode") if pair else ("mixed",)
         for at in range(3):

@@ -63,6 +63,13 @@ async def test_files_are_not_scattered_over_workers(path: str) -> None:
         assert worker.seen == []
 
 
+@in_loop
+async def test_a_path_without_v1_is_told_so() -> None:
+    async with FakeWorker() as worker, routed(worker) as live:
+        status, _, body = await live.post("/chat/completions", {})
+        assert status == 404 and "'/chat/completions'; paths of OpenAI's API begin with /v1" in body.decode()
+
+
 @pytest.mark.parametrize("announced", [True, False])
 @in_loop
 async def test_bodies_have_a_limit_that_holds_before_they_are_kept(announced: bool) -> None:
