@@ -78,6 +78,10 @@ def main(capability: int) -> None:
                 compiler.wanted = {"_multiply": instruction(capability, dtype, form)}
                 x = torch.empty(tokens, inputs, dtype=dtype)
                 product(x, part(out, inputs, form), x.new_empty(tokens, out))
+    compiler.case = "not packed"
+    compiler.wanted = {"_multiply": instruction(capability, torch.bfloat16, {})}
+    x = torch.empty(2048, 4096, dtype=torch.bfloat16)
+    product(x, torch.empty(4096, 4096, dtype=torch.bfloat16), torch.empty_like(x))
     for tokens in (1, 2048):
         compiler.case, compiler.wanted = f"router, {tokens} tokens", {}
         x = torch.empty(tokens, 2048, dtype=torch.bfloat16)

@@ -77,12 +77,14 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
         cut = triton.cdiv(triton.cdiv(operand.inputs, cuts), _SHORTEST_CUT) * _SHORTEST_CUT
         splits = triton.cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
     few = columns <= _FEW_TOKENS
+    # Weights of 16 bits reach the tensor cores as they are, so a thread has registers for twice the sums.
+    many = columns == _MOST_TOKENS and operand.bits != 16
     return Tile(
         outputs,
         columns,
         cut,
         splits,
-        8 if columns == _MOST_TOKENS else 4,
+        8 if many else 4,
         stages(operand, outputs, columns, device, 5 if few else 3),
     )
 
