@@ -206,6 +206,7 @@ class Engine:
             observer=observer,
             grammars=grammars,
             masks=self._device.mask_stats(),
+            compilations=self._device.compilation_stats(),
         )
 
     def holdings(self) -> SchedulerHoldings:

@@ -23,6 +23,7 @@ import zmq
 
 from fd_core.engine.frames import decode_output, encode_output
 from fd_core.errors import ConfigError, EngineDead
+from fd_core.ops.compilations import CompilationStats
 from fd_core.patience import Patience
 from fd_core.runner.launching import LaunchedStep
 from fd_core.runner.runner import Runner
@@ -78,6 +79,10 @@ class Device(abc.ABC):
         """Return what grammars cost and spared so far."""
         return MaskStats()
 
+    def compilation_stats(self) -> CompilationStats | None:
+        """Return what `Ops.compilation_stats` does."""
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Stop; plans in flight are computed and dropped."""
@@ -99,6 +104,10 @@ class RunnerDevice(Device):
     def mask_stats(self) -> MaskStats:
         """Ask the runner."""
         return self.runner.mask_stats()
+
+    def compilation_stats(self) -> CompilationStats | None:
+        """Ask the pack."""
+        return self.runner.ops.compilation_stats()
 
     def close_runner(self) -> None:
         """Close the runner."""

@@ -11,6 +11,7 @@ from fd_core.kv.events import KVEvent
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.metrics import gauge
 from fd_core.models.loading.pooling import VectorSettings
+from fd_core.ops.compilations import CompilationStats
 from fd_core.runner.observing import ObserverStats
 from fd_core.runner.slot_grammars import MaskStats
 from fd_core.scheduling.contract import SchedulerStats
@@ -119,6 +120,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     grammars: CompilerStats | None = None
     """None where structured output is switched off."""
     masks: MaskStats | None = None
+    compilations: CompilationStats | None = None
+    """None for a pack in which nothing compiles."""
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag="step"):

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.errors import ConfigError
+from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.parallel import Parallel, RankGroup, Stage
 from fd_core.ops.warm_up import WarmUpStep
 from fd_core.types import IntArray
@@ -374,6 +375,10 @@ class Ops(abc.ABC):
 
     def warmed_up(self) -> None:  # noqa: B027 - most packs have nothing to do here
         """Be told that the warm-up is over: from now on requests wait for what is computed."""
+
+    def compilation_stats(self) -> CompilationStats | None:
+        """Return which kernels were compiled so far, by this rank; None where nothing compiles. Waits for nothing."""
+        return None
 
     # Arrays -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 
 from fd_core.engine.device import Device, SocketDevice, ThreadDevice
 from fd_core.engine.frames import decode_output, encode_output
+from fd_core.engine.messages import EngineStats
 from fd_core.errors import EngineDead
+from fd_core.metrics import read_metrics
+from fd_core.ops.compilations import CompilationStats
+from fd_core.ops.contract import Ops
 from fd_core.types import LogprobRows, StepOutput, StepPlan
 from tests.engine.helpers import golden, null_engine, random_specs, run
 
@@ -151,3 +155,18 @@ def _plain(output: StepOutput) -> dict[str, object]:
     if output.logprobs is not None:
         fields["logprobs"] = {name: getattr(output.logprobs, name) for name in LogprobRows.__slots__}
     return fields
+
+
+def test_an_engine_tells_what_its_pack_compiled_and_nothing_where_nothing_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = null_engine()
+    assert engine.stats().compilations is None
+    counted = CompilationStats(start=7, serving=1, start_seconds=2.5, serving_seconds=0.5)
+    monkeypatch.setattr(Ops, "compilation_stats", lambda ops: counted)
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(engine.stats()), type=EngineStats)
+    assert told.compilations == counted
+    samples = {(spec.name, *each): value for spec, found in read_metrics(told) for each, value in found}
+    assert samples["kernel_compilations", "start"] == 7
+    assert samples["kernel_compilation_seconds", "serving"] == 0.5
+    engine.close()

@@ -11,12 +11,15 @@ from prometheus_client import Metric
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.messages import EngineStats, LeaseStats
 from fd_core.metrics import declared_metrics
+from fd_core.ops.compilations import CompilationStats
 from fd_core.runner.observing import ObserverStats
+from fd_core.runner.slot_grammars import MaskStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.kv_transferring import TransferCounters
 from fd_core.scheduling.load_or_recompute import Pace
 from fd_core.scheduling.phases import PhaseCounters
 from fd_core.server.metrics import ServerMetrics
+from fd_core.structured.compiler import CompilerStats
 from fd_core.types import AdapterInfo
 from tests.server.fakes import FakeClient, live, samples
 from tests.server.test_kv_metrics import KV
@@ -24,9 +27,9 @@ from tests.server.test_kv_metrics import KV
 PROMISED = {
     "fdcore": ("info", ["architecture", "backend", "device", "dtype", "model", "version"]),
     "fdcore_accept_errors": ("counter", []),
+    "fdcore_active_requests": ("gauge", []),
     "fdcore_adapter_generated_tokens": ("counter", ["adapter"]),
     "fdcore_adapter_generations": ("counter", ["adapter"]),
-    "fdcore_active_requests": ("gauge", []),
     "fdcore_bodies_refused": ("counter", []),
     "fdcore_body_memory_bytes": ("gauge", []),
     "fdcore_budget_limit_tokens": ("counter", []),
@@ -45,10 +48,22 @@ PROMISED = {
     "fdcore_engine_epoch": ("gauge", []),
     "fdcore_engine_finished": ("counter", ["reason"]),
     "fdcore_engine_up": ("gauge", []),
+    "fdcore_forced_accepted_tokens": ("counter", []),
+    "fdcore_forced_drafted_tokens": ("counter", []),
     "fdcore_generated_tokens": ("counter", []),
     "fdcore_generations": ("counter", ["outcome"]),
+    "fdcore_grammar_cache_hits": ("counter", []),
+    "fdcore_grammar_compile_seconds": ("counter", []),
+    "fdcore_grammar_mask_seconds": ("counter", []),
+    "fdcore_grammar_mask_wait_seconds": ("counter", []),
+    "fdcore_grammar_masks": ("counter", []),
+    "fdcore_grammars_cached": ("gauge", []),
+    "fdcore_grammars_compiled": ("counter", []),
+    "fdcore_grammars_refused": ("counter", []),
     "fdcore_http_answers": ("counter", ["path", "status"]),
     "fdcore_inter_token_seconds": ("histogram", []),
+    "fdcore_kernel_compilation_seconds": ("counter", ["phase"]),
+    "fdcore_kernel_compilations": ("counter", ["phase"]),
     "fdcore_key_refusals": ("counter", ["key", "limit"]),
     "fdcore_kv_blocks": ("gauge", []),
     "fdcore_kv_blocks_cached": ("gauge", []),
@@ -90,11 +105,11 @@ PROMISED = {
     "fdcore_kv_store_written_blocks": ("counter", []),
     "fdcore_kv_transfer_dropped_frames": ("counter", []),
     "fdcore_kv_usage_ratio": ("gauge", []),
-    "fdcore_preemptions": ("counter", []),
     "fdcore_max_tokens": ("histogram", []),
     "fdcore_observer_dropped_steps": ("counter", []),
     "fdcore_observer_failures": ("counter", []),
     "fdcore_observer_steps": ("counter", []),
+    "fdcore_preemptions": ("counter", []),
     "fdcore_prefill_seconds": ("histogram", []),
     "fdcore_prefills_elsewhere": ("counter", ["outcome"]),
     "fdcore_prefix_hits_tokens": ("counter", []),
@@ -102,10 +117,10 @@ PROMISED = {
     "fdcore_prompt_length_tokens": ("histogram", []),
     "fdcore_prompt_tokens": ("counter", []),
     "fdcore_queue_seconds": ("histogram", []),
+    "fdcore_rank_failures": ("counter", ["rank"]),
     "fdcore_recomputed_tokens": ("counter", []),
     "fdcore_request_seconds": ("counter", ["phase"]),
     "fdcore_requests_loading": ("gauge", []),
-    "fdcore_rank_failures": ("counter", ["rank"]),
     "fdcore_requests_requeued": ("counter", []),
     "fdcore_requests_running": ("gauge", []),
     "fdcore_requests_waiting": ("gauge", []),
@@ -159,6 +174,9 @@ def families(leases: LeaseStats, vllm_model: str | None = None) -> list[Metric]:
         kv=KV,
         leases=leases,
         observer=ObserverStats(),
+        grammars=CompilerStats(),
+        masks=MaskStats(),
+        compilations=CompilationStats(),
         scheduler=SchedulerStats(
             pace=Pace(),
             drafts=client._statistics().scheduler.drafts,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fd_core.cache_dir import find_cache_dir
+from fd_core.ops.compilations import CompilationStats
 
 __all__ = ["Compilations", "use_cache_folder"]
 
@@ -39,9 +40,8 @@ class Compilations:
     read: int = 0
     """Found in the cache folder."""
     seconds: float = 0.0
-    while_serving: int = 0
-    """Those that requests waited for."""
-    serving: bool = False
+    at_start: CompilationStats | None = None
+    """What was made before requests were served; None until then."""
 
     def watch(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """Count from now on, beside whoever watches already."""
@@ -61,9 +61,21 @@ class Compilations:
         for (place, name), hook in zip(_hooks(), ours, strict=False):
             setattr(place, name, _both(getattr(place, name), hook))
 
+    def stats(self) -> CompilationStats:
+        """Return what was made so far."""
+        made, start = self.compiled + self.read, self.at_start
+        if start is None:
+            return CompilationStats(start=made, start_seconds=self.seconds)
+        return CompilationStats(
+            start=start.start,
+            serving=made - start.start,
+            start_seconds=start.start_seconds,
+            serving_seconds=self.seconds - start.start_seconds,
+        )
+
     def begin_serving(self) -> None:
         """Say what the start took; from now on requests wait for what compiles."""
-        self.serving = True
+        self.at_start = self.stats()
         logger.info(
             "compiled %d kernels and found %d in %s, which took %.1f s",
             self.compiled,
@@ -78,14 +90,13 @@ class Compilations:
             self.read += 1
         else:
             self.compiled += 1
-        if self.serving:
-            self.while_serving += 1
+        if self.at_start is not None:
             logger.warning(
                 "the kernel %s was made while requests were served, which held them up for %.2f s (%d so far); "
                 "the warm-up should have made it",
                 kernel,
                 seconds,
-                self.while_serving,
+                self.stats().serving,
             )
 
 

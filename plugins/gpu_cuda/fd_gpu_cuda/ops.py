@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import torch
 from fd_core.config import Limits
+from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.contract import (
     Array,
     Forward,
@@ -76,6 +77,10 @@ class CudaOps(SamplingOps, MixtureOps, AdaptedOps, FusedOps):
         """Say what was compiled; from now on compiling is worth a warning."""
         if self.compilations is not None:
             self.compilations.begin_serving()
+
+    def compilation_stats(self) -> CompilationStats | None:
+        """Tell what was compiled by Triton."""
+        return None if self.compilations is None else self.compilations.stats()
 
     def use(self, kernels: Kernels) -> None:
         """Compute with other kernels from now on; called before `configure`."""

@@ -25,9 +25,13 @@ def main() -> None:
     _plain.warmup(torch.float32, 7, tile=16, grid=(1,))
     _plain.warmup(torch.float32, 9, tile=16, grid=(1,))
     counted.begin_serving()
-    at_start = [counted.compiled, counted.read, counted.while_serving]
+    at_start = [counted.compiled, counted.read, counted.stats().serving]
+    before = counted.stats()
     _plain.warmup(torch.float32, 7, tile=32, grid=(1,))
-    print(json.dumps([str(folder), at_start, [counted.compiled, counted.read, counted.while_serving], lines]))
+    stats = counted.stats()
+    assert (before.start, stats.start, before.start_seconds) == (1, 1, stats.start_seconds)
+    assert stats.serving_seconds == counted.seconds - stats.start_seconds > 0
+    print(json.dumps([str(folder), at_start, [counted.compiled, counted.read, stats.serving], lines]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,26 @@
+"""What a pack that compiles kernels when they are first called tells of them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from fd_core.metrics import counter
+
+__all__ = ["CompilationStats"]
+
+_KERNELS = (
+    "Kernels that were compiled, or read from a folder of compiled ones; what is made while serving holds up steps."
+)
+_SECONDS = "Time that making kernels took."
+_START, _SERVING = {"phase": "start"}, {"phase": "serving"}
+
+
+class CompilationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Kernels that a pack made so far, before `Ops.warmed_up` and since; counters only grow within an epoch."""
+
+    start: Annotated[int, counter("kernel_compilations", _KERNELS, labels=_START)] = 0
+    serving: Annotated[int, counter("kernel_compilations", _KERNELS, labels=_SERVING)] = 0
+    start_seconds: Annotated[float, counter("kernel_compilation_seconds", _SECONDS, labels=_START)] = 0.0
+    serving_seconds: Annotated[float, counter("kernel_compilation_seconds", _SECONDS, labels=_SERVING)] = 0.0
