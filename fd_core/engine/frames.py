@@ -1,4 +1,4 @@
-"""Outputs as frames, for devices that send them; both ends are in one process."""
+"""Arrays in frames, and outputs as frames for devices that send them; both ends run the same version on one machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fd_core.errors import EngineDead
 from fd_core.types import StepOutput
 
-__all__ = ["decode_output", "encode_output"]
+__all__ = ["decode_array", "decode_output", "encode_array", "encode_output"]
 
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
@@ -19,19 +19,20 @@ class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     field: str | None
 
 
-def _encode_array(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], str, bytes]:
-    """Return shape, type character and values in C order."""
+def encode_array(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], str, bytes]:
+    """Be msgspec's `enc_hook` for messages with arrays: return shape, type character and values in C order."""
     return array.shape, array.dtype.char, array.tobytes()
 
 
-def _decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.NDArray[Any]:
+def decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.NDArray[Any]:
+    """Be msgspec's `dec_hook`: return the array of which `encode_array` made `packed`."""
     shape, dtype, values = packed
     return np.frombuffer(values, dtype).reshape(shape)
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _DECODER: msgspec.msgpack.Decoder[StepOutput | _Failure] = msgspec.msgpack.Decoder(
-    StepOutput | _Failure, dec_hook=_decode_array
+    StepOutput | _Failure, dec_hook=decode_array
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,6 @@ class LLM:
                 if index is None:
                     continue
                 if delta.error is not None:
-                    self._engine.abort_all()
                     raise BadRequest(f"prompt {index}: {delta.error}", field="prompts")
                 result = results[index]
                 result.token_ids += delta.token_ids
@@ -130,22 +129,17 @@ class LLM:
                 if on_delta is not None:
                     on_delta(index, delta)
 
-        for request_id, item, parameters, digest in zip(index_of, items, given, digests, strict=True):
-            ids = self.tokenizer.encode(item) if isinstance(item, str) else item
-            spec = RequestSpec(
+        requests = (
+            RequestSpec(
                 request_id=request_id,
-                prompt=tuple(ids),
+                prompt=self._tokens(item),
                 params=parameters,
                 eos_token_ids=self.info.eos_token_ids,
                 adapter=digest,
             )
-            take(self._engine.submit(spec))
-        try:
-            while self._engine.has_work:
-                take(self._engine.step())
-        except BaseException:
-            self._engine.abort_all()
-            raise
+            for request_id, item, parameters, digest in zip(index_of, items, given, digests, strict=True)
+        )
+        self._run(requests, take)
         for result in results:
             result.text = self.tokenizer.decode(result.token_ids)
         return results
@@ -190,22 +184,30 @@ class LLM:
         def take(deltas: list[Delta]) -> None:
             for delta in deltas:
                 if delta.error is not None:
-                    self._engine.abort_all()
                     raise BadRequest(f"prompt {delta.request_id.rpartition('-')[2]}: {delta.error}", field="prompts")
                 if delta.pooled is not None:
                     found[delta.request_id] = delta.pooled
 
-        for index, item in enumerate(items):
-            ids = self.tokenizer.encode(item) if isinstance(item, str) else item
-            request = pooling_request(f"{prefix}-{index}", tuple(ids), pooling, adapter=digests[index])
-            take(self._engine.submit(request))
+        requests = (
+            pooling_request(f"{prefix}-{index}", self._tokens(item), pooling, adapter=digest)
+            for index, (item, digest) in enumerate(zip(items, digests, strict=True))
+        )
+        self._run(requests, take)
+        return [found[f"{prefix}-{index}"] for index in range(len(items))]
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def _run(self, requests: Iterable[RequestSpec], take: Callable[[list[Delta]], None]) -> None:
+        """Compute requests until all have ended. What ends it early, such as Ctrl-C, ends them: none is left behind."""
         try:
+            for request in requests:
+                take(self._engine.submit(request))
             while self._engine.has_work:
                 take(self._engine.step())
         except BaseException:
             self._engine.abort_all()
             raise
-        return [found[f"{prefix}-{index}"] for index in range(len(items))]
 
     def close(self) -> None:
         """Stop the engine's threads."""

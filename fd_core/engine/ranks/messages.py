@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import EngineConfig, Limits
+from fd_core.engine.frames import decode_array, encode_array
 from fd_core.engine.messages import Fault
 from fd_core.ops.parallel import RankMeeting
 from fd_core.types import IntArray, StepOutput, StepPlan
@@ -141,17 +142,8 @@ class BlockCopy(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-def _encode_array(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], str, bytes]:
-    return array.shape, array.dtype.char, array.tobytes()
-
-
-def _decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.NDArray[Any]:
-    shape, dtype, values = packed
-    return np.frombuffer(values, dtype).reshape(shape)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_DECODER: msgspec.msgpack.Decoder[RankOrder] = msgspec.msgpack.Decoder(RankOrder, dec_hook=_decode_array)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_array)
+_DECODER: msgspec.msgpack.Decoder[RankOrder] = msgspec.msgpack.Decoder(RankOrder, dec_hook=decode_array)
 
 
 def encode_order(order: RankOrder) -> bytes:
