@@ -1,6 +1,7 @@
 """The documents prove themselves against the code."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,13 @@ COMMANDS = dict(commands(get_command(app)))
 
 
 def folders():
-    """Folders with files of their own, below the visible top level and `.ci`."""
-    for top in (".ci", "benchmarks", "deploy", "docs", "examples", "fd_core", "plugins"):
-        for folder in [ROOT / top, *(ROOT / top).rglob("*/")]:
-            name = folder.relative_to(ROOT).as_posix()
-            hidden = any(part.startswith((".", "__pycache__")) for part in Path(name).parts[1:])
-            if not hidden and folder.is_dir() and any(child.is_file() for child in folder.iterdir()):
-                yield f"{name}/"
+    """Folders with files of their own that git does not ignore, below the visible top level and `.ci`."""
+    tops = (".ci", "benchmarks", "deploy", "docs", "examples", "fd_core", "plugins")
+    command = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *tops)
+    named = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for folder in sorted({Path(name).parent for name in named if (ROOT / name).is_file()}):
+        if not any(part.startswith(".") for part in folder.parts[1:]):
+            yield f"{folder.as_posix()}/"
     yield "tests/"
 
 

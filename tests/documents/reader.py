@@ -16,16 +16,26 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.documents.blocks import ROOT, Block
+from tests.documents.lent_servers import LentServers
 from tests.plugin_sites import installed
 from tests.server.processes import process
+from tests.server.redis_server import redis_server
 
 __all__ = ["Reader", "commands"]
 
 _ADDRESS = re.compile(r"(?P<before>(?:127\.0\.0\.1|localhost|0\.0\.0\.0):|--(?:admin-)?port[ =])(?P<port>\d+)\b")
 _SERVER_SECONDS = 120
 _COMMAND_SECONDS = 280
+_REDIS = 6379
+SHARED = re.compile(
+    r"fdcore serve smollm2(?: --port \d+)?"
+    r"|fdcore route --worker http://127\.0\.0\.1:8001 --worker http://127\.0\.0\.1:8002"
+    r" --policy cache_aware --tokenizer smollm2"
+)
+"""Servers that one page after the other may have: they keep nothing in a folder and no page changes what they do."""
 _SERVERS = (["fdcore", "serve"], ["fdcore", "route"], ["fdcore", "cluster", "serve"])
 
 
@@ -38,6 +48,7 @@ class _Running:
     log: Path
     ends: AbstractContextManager[subprocess.Popen[bytes]]
     process: subprocess.Popen[bytes]
+    lent: bool
 
 
 def commands(text: str) -> list[str]:
@@ -77,12 +88,21 @@ class Reader:
 
     Ports of the page become ports that are free. A server that is told to listen where another one of the page listens
     takes its place: the page says "stop it" before. Close it, and every server ends with Ctrl-C, in order and without a
-    traceback.
+    traceback. What `instead` knows is written otherwise, in commands and in scripts. Servers of `lent` were started
+    before, for pages that start them with the same words. A page that names a Redis at its usual port finds one there.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, str], instead: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, str],
+        instead: Mapping[str, str] | None = None,
+        lent: LentServers | None = None,
+    ) -> None:
         self.folder = folder
         self._instead = dict(instead or {})
+        self._lent = lent
+        self._redis: Any = None
         self._site = folder / "bin"
         self._site.mkdir()
         for name, module in (("fdcore", " -m fd_core.cli"), ("pytest", " -m pytest"), ("python", "")):
@@ -100,6 +120,8 @@ class Reader:
             for running in self._servers.values():
                 stack.push(running.ends.__exit__)
         self._servers.clear()
+        if self._redis is not None:
+            self._redis.close()
 
     def follow(self, block: Block) -> str:
         """Do what a block says; return what was printed. Raises AssertionError with it if something fails."""
@@ -119,8 +141,7 @@ class Reader:
 
     def run(self, command: str) -> str:
         """Run one command of a shell and return what it printed; a server goes on in a terminal of its own."""
-        for written, shorter in self._instead.items():
-            command = re.sub(written, shorter, command)
+        command = self._shorter(command)
         parts = command.split(" && ")
         if len(parts) > 1 and any(_own(part) for part in parts):
             return "".join(self.run(part) for part in parts)
@@ -147,7 +168,12 @@ class Reader:
 
     def _python(self, block: Block) -> str:
         self._wait(block.text)
-        return self._run([sys.executable, "-c", self._here(block.text)], str(block))
+        return self._run([sys.executable, "-c", self._here(self._shorter(block.text))], str(block))
+
+    def _shorter(self, text: str) -> str:
+        for written, shorter in self._instead.items():
+            text = re.sub(written, shorter, text)
+        return text
 
     def _run(self, command: list[str], said: str) -> str:
         ended = subprocess.run(
@@ -174,7 +200,29 @@ class Reader:
 
     def _start(self, command: str, port: int) -> None:
         if port in self._servers:
-            self._servers.pop(port).ends.__exit__(None, None, None)
+            ended = self._servers.pop(port)
+            ended.ends.__exit__(None, None, None)
+            if ended.lent:
+                del self._ports[port]  # it still runs there
+        if f"redis://127.0.0.1:{_REDIS}" in command and self._redis is None:
+            self._redis = redis_server(port=self._port(_REDIS))
+        if self._lent is not None and SHARED.fullmatch(command.strip()) and port not in self._ports:
+            self._borrow(self._lent, command, port)
+        else:
+            self._start_own(command, port)
+        _until(self._servers[port], "/health", (200, 503))
+
+    def _borrow(self, lent: LentServers, command: str, port: int) -> None:
+        words = shlex.split(self._here(command), comments=True)[1:]
+        if "--port" in words:
+            at = words.index("--port")
+            del words[at : at + 2]
+        ends = lent.lend(words)
+        server = ends.__enter__()
+        self._ports[port] = server.port
+        self._servers[port] = _Running(command, server.port, server.log, ends, server.process, lent=True)
+
+    def _start_own(self, command: str, port: int) -> None:
         words = shlex.split(self._here(command), comments=True)
         if words[1] != "cluster" and _flag(words, "--port") is None:
             words += ["--port", str(self._port(port))]
@@ -183,9 +231,7 @@ class Reader:
         self._started += 1
         log = self.folder / f"terminal-{self._started}.log"
         ends = process(log, str(self._site / words[0]), *words[1:], cwd=self.folder, env=self._environment())
-        running = _Running(command, self._port(port), log, ends, ends.__enter__())
-        self._servers[port] = running
-        _until(running, "/health", (200, 503))
+        self._servers[port] = _Running(command, self._port(port), log, ends, ends.__enter__(), lent=False)
 
     def _wait(self, text: str) -> None:
         """Wait until all servers are ready, as a reader does who sees them start; begin with the one that is meant."""

@@ -13,6 +13,7 @@ import pytest
 from fd_core.errors import ModelError
 from fd_core.models.catalog import resolve_model
 from tests.documents.blocks import DOCUMENTS, ROOT, Block, blocks_of, name_of
+from tests.documents.lent_servers import LentServers
 from tests.documents.reader import Reader
 from tests.models.test_smollm2 import network_is_there
 
@@ -20,14 +21,21 @@ DONE = ("sh", "bash", "console", "python")
 """Languages of blocks that a reader does something with; test_blocks.py reads the others."""
 REAL = ("docs/serve/kv-cache-dtype.md",)
 """Pages whose model computes in every run, as their settings need it."""
+STORES = "docs/serve/kv-stores.md"
+"""The page whose blocks a test of its own does, store by store."""
 LATER = ("docs/scale/parallelism.md", "plugins/metax/README.md", "plugins/xpu/README.md")
 """Pages whose settings a model without numbers does not have: only `nox -s guides` follows them."""
 SHORTER: Mapping[str, str] = {
     "-m venv venv": "-m venv --without-pip venv",
     r"(fdcore conformance --scheduler \w+)$": r"\1 --quick -k signals",
     r"requests=200": "requests=20",
+    r'LLM\("smollm2"\)': 'LLM("smollm2", backend="null")',
+    r"^pytest\b": "pytest tests/test_policy.py",
 }
-"""What the default run does instead of a command that takes long; `nox -s guides` does what the page says."""
+"""What the default run does instead of what takes long; `nox -s guides` does what the page says, and
+tests/examples/test_vendor_plugin.py runs all tests of that project."""
+
+NULL: Mapping[str, str] = {"FD_BACKEND": "null"}
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,10 +69,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def lent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LentServers]:
+    """Servers with the model of `null`, for the pages that start them with the same words."""
+    servers = LentServers(tmp_path_factory.mktemp("lent"), NULL)
+    yield servers
+    servers.close()
+
+
 @pytest.fixture
-def null(folder: Path) -> Iterator[Reader]:
+def null(folder: Path, lent: LentServers) -> Iterator[Reader]:
     """A reader whose model says nothing of sense, at once."""
-    yield from reads(Reader(folder, {"FD_BACKEND": "null"}, SHORTER))
+    yield from reads(Reader(folder, NULL, SHORTER, lent))
 
 
 @pytest.fixture
@@ -73,13 +89,14 @@ def real(folder: Path) -> Iterator[Reader]:
     yield from reads(Reader(folder, {}))
 
 
-def what_is_cached(document: Path, reader: Reader) -> tuple[list[str], str]:
-    """Follow the page up to the script that tells what was cached, then ask again behind a restart."""
+def what_is_cached(document: Path, reader: Reader, store: str) -> tuple[list[str], str]:
+    """Start a server with the store, ask by the script that tells what was cached, and ask again behind a restart."""
     blocks = todo(document)
-    number = next(number for number, each in enumerate(blocks) if "cached_tokens" in each.text)
-    said = [reader.follow(block) for block in blocks[: number + 1]]
+    start = next(each for each in blocks if f"--kv-store {store}" in each.text)
+    script = next(each for each in blocks if "cached_tokens" in each.text)
+    said = [reader.follow(each) for each in (start, script)]
     reader.restart(8000)
-    return said, reader.follow(blocks[number])
+    return said, reader.follow(script)
 
 
 def reads(reader: Reader) -> Iterator[Reader]:
@@ -99,7 +116,9 @@ def follow(reader: Reader, document: Path) -> None:
             assert said.strip(), f"{block} prints nothing"
 
 
-@pytest.mark.parametrize("document", [each for each in PAGES if name_of(each) not in (*REAL, *LATER)], ids=name_of)
+@pytest.mark.parametrize(
+    "document", [each for each in PAGES if name_of(each) not in (*REAL, *LATER, STORES)], ids=name_of
+)
 def test_every_command_and_script_of_a_page_works(document: Path, null: Reader) -> None:
     follow(null, document)
 
@@ -112,17 +131,18 @@ def test_every_command_and_script_of_a_page_works_with_the_model_that_it_names(d
     follow(real, document)
 
 
-def test_a_prompt_comes_back_from_the_store_behind_a_restart(null: Reader) -> None:
-    said, again = what_is_cached(ROOT / "docs" / "serve" / "kv-stores.md", null)
+@pytest.mark.parametrize("store", ["disk", "redis"])
+def test_a_prompt_comes_back_from_the_store_behind_a_restart(store: str, null: Reader) -> None:
+    said, again = what_is_cached(ROOT / STORES, null, store)
     (prompt, nothing), (same, cached) = (list(map(int, each.split())) for each in (said[-1], again))
     assert (same, nothing) == (prompt, 0)
     assert prompt - 64 < cached < prompt
 
 
 @pytest.mark.guide
-@pytest.mark.parametrize("page", ["docs/quick-start.md", "docs/serve/kv-stores.md"])
+@pytest.mark.parametrize("page", ["docs/quick-start.md", STORES])
 def test_the_figures_of_a_page_about_the_store_are_those_that_its_script_prints(page: str, real: Reader) -> None:
-    said, again = what_is_cached(ROOT / page, real)
+    said, again = what_is_cached(ROOT / page, real, "disk")
     for figures in (said[-1], again):
         assert f"`{figures.strip()}`" in (ROOT / page).read_text()
     assert said[-1] != again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
 import shutil
@@ -24,9 +23,9 @@ from fd_core.cli.router_settings import merge_route
 from fd_core.cli.settings import merge
 from tests.examples.conftest import EXAMPLES
 from tests.server.processes import free_port, running
+from tests.server.redis_server import redis_server
 
 FOLDER = EXAMPLES / "compose"
-ROOT = EXAMPLES.parent
 COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = ("router", "worker-1", "worker-2")
@@ -116,16 +115,6 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
     assert (FOLDER / mounted[provider["options"]["path"]] / "fd_core.json").is_file()
 
 
-def redis_server(*options: str) -> Any:
-    """Start the server that the tests of the store have."""
-    path = ROOT / "plugins" / "storage_redis" / "tests" / "servers.py"
-    found = importlib.util.spec_from_file_location("servers_of_redis", path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module.Server(*options[1:], password=options[0])
-
-
 @pytest.fixture(scope="module")
 def places(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Run router, workers and Redis without containers; yield where each service listens."""
@@ -134,7 +123,7 @@ def places(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     found = {f"{name}:8000": f"127.0.0.1:{free_port()}" for name in OURS}
     found["router:8081"] = f"127.0.0.1:{free_port()}"
     with contextlib.ExitStack() as stack:
-        redis = redis_server(password, "--requirepass", password)
+        redis = redis_server("--requirepass", password, password=password)
         stack.callback(redis.close)
         found["redis:6379"] = f"127.0.0.1:{redis.port}"
         for name in OURS:
