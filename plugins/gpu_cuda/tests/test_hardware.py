@@ -14,10 +14,11 @@ torch = pytest.importorskip("torch")
 
 from fd_core.config import EngineConfig  # noqa: E402 - only where torch is installed
 from fd_core.engine.builder import load_engine  # noqa: E402
+from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
-from fd_core.testing.arrays import activations, packed_weight  # noqa: E402
+from fd_core.testing.arrays import activations, on_device, packed_weight, sample_input  # noqa: E402
 from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
 from fd_core.testing.texts import greedy, run  # noqa: E402
 from fd_core.weights import WEIGHT_FORMATS  # noqa: E402
@@ -56,6 +57,28 @@ def test_packed_weights_on_the_device_are_near_what_they_stand_for(kind: str) ->
     for rows in (1, 16, 300):
         found = ops.to_host(ops.linear(activations(ops, x[:rows]), prepared))
         assert np.sqrt(np.square(found - expected[:rows]).mean()) < 0.04 * expected.std()
+
+
+@pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
+def test_a_row_times_packed_weights_has_the_same_bits_alone_and_beside_others(kind: str) -> None:
+    """Launch after launch: programs that share a row meet in memory, and the last one adds up."""
+    ops = CudaBackend(EngineConfig(model="x", dtype="bfloat16")).make_ops()
+    prepared = ops.prepare_linear([packed_weight(kind, 1500, 4096)])
+    x = activations(ops, np.random.default_rng(1).standard_normal((300, 4096), "f4"))
+    alone = ops.to_host(ops.linear(x[:1], prepared))
+    for rows in (*[1] * 50, 16, 40, 300):
+        np.testing.assert_array_equal(ops.to_host(ops.linear(x[:rows], prepared))[:1], alone, err_msg=f"{rows} rows")
+
+
+def test_filtered_tokens_are_the_oracles_launch_after_launch() -> None:
+    """A barrier that is missing between the threads of a program shows as another token, or as a hang, now and then."""
+    ops = CudaBackend(EngineConfig(model="x", dtype="float32")).make_ops()
+    logits = 3 * np.random.default_rng(3).standard_normal((64, 5003), "f4")
+    given = sample_input(64, temperature=0.9, top_k=50, top_p=0.8)
+    expected, _ = NumpyOps().sample(logits, given)
+    there, rows = ops.from_host(logits), on_device(ops, given)
+    for _ in range(50):
+        np.testing.assert_array_equal(ops.to_host(ops.sample(there, rows)[0]), expected)
 
 
 def test_nothing_but_the_fetch_synchronises(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("torch")
 
 FOLDER = Path(__file__).parent
-ONLY_THERE = "not synchronises and not two_ranks"
-"""What looks at the device's own switches, or needs two of them."""
+ONLY_THERE = "not synchronises and not two_ranks and not same_bits"
+"""What looks at the device's own switches, needs two of them, or holds for the kernels alone."""
 
 
 def test_the_tests_for_hardware_pass_with_the_processor_in_its_place(tmp_path: Path) -> None:
