@@ -35,11 +35,11 @@ LLAMA_3_8B = Case(32, 8, 128)
 QWEN3_30B = Case(32, 4, 128, kv="int8")
 GEMMA_2_9B = Case(16, 8, 256, window=4096, softcap=50.0)
 GEMMA_3_4B = Case(8, 4, 256, window=1024)
-PHI_2 = Case(32, 32, 80, torch.float16)
+MASKED = Case(32, 8, 96, torch.float16, kv="int8")
 EXACT = Case(32, 8, 128, torch.float32)
 SAMPLE = {
     80: ((LLAMA_3_8B, "whole prompt"), (SMOLLM2_135M, "divided"), (EXACT, "whole prompt"), (QWEN3_30B, "prompt")),
-    89: ((GEMMA_2_9B, "divided prompt"), (PHI_2, "whole prompt"), (QWEN3_30B, "whole")),
+    89: ((GEMMA_2_9B, "divided prompt"), (MASKED, "whole prompt"), (QWEN3_30B, "whole")),
     90: (
         (LLAMA_3_8B, "divided whole prompt"),
         (QWEN3_30B, "divided"),

@@ -102,7 +102,9 @@ def test_every_kind_of_step(batch: str, options: dict[str, Any]) -> None:
     Batch(BATCHES[batch], **options).check(attention())
 
 
-@pytest.mark.parametrize("heads", [(3, 3, 80), (16, 2, 64), (6, 1, 96), (4, 4, 24), (2, 1, 256), (40, 1, 16)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(3, 3, 80), (16, 2, 64), (6, 1, 96), (4, 2, 192), (4, 4, 24), (2, 1, 256), (40, 1, 16)], ids=str
+)
 def test_every_geometry(heads: tuple[int, int, int]) -> None:
     batch = Batch([(1, 290), (4, 37), (21, 60)], heads, block_size=32)
     batch.check(attention())
@@ -115,6 +117,11 @@ def test_every_geometry(heads: tuple[int, int, int]) -> None:
 def test_every_type_of_elements(dtype: Any, kv: str) -> None:
     """Beside the oracle, which computes in float32."""
     Batch([(1, 290), (4, 37), (21, 70)], (4, 2, 64), dtype, kv, window=200).check(attention())
+
+
+@pytest.mark.usefixtures("dots_in_order")
+def test_heads_that_share_a_masked_tile_of_8_bits() -> None:
+    Batch([(1, 290), (9, 37)], (8, 2, 96), torch.float16, "int8").check(attention())
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 1100}], ids=str)

@@ -74,6 +74,11 @@ class HeadSizes(NamedTuple):
         return max(_LINES, power_of_2(self.width))
 
     @property
+    def masked(self) -> bool:
+        """Whether a tile has elements beyond the head: what loads it holds a mask in registers."""
+        return self.padded != self.width
+
+    @property
     def exact(self) -> bool:
         """Whether products are of float32, for which there are no tensor cores."""
         return self.q_bytes == 4
@@ -90,23 +95,30 @@ def power_of_2(number: int) -> int:
 
 
 def decode_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
-    """Cut a row of few tokens; `shared_memory` is what a program can have."""
-    queries = max(1, min(MOST_DRAFTED, _DECODE_LINES // sizes.shared))
+    """Cut a row of few tokens; `shared_memory` is what a program can have.
+
+    Heads that are masked take fewer keys or lines, or more warps: what fits into registers was found by compiling.
+    """
+    most = _LINES if sizes.masked and sizes.exact else _DECODE_LINES
+    queries = max(1, min(MOST_DRAFTED, most // sizes.shared))
     lines = max(_LINES, power_of_2(queries * sizes.shared))
     # Numbers of 8 bits become numbers of the queries' type before they are multiplied.
     keys = min(max(_TILE_BYTES // (sizes.padded * max(sizes.kv_bytes, sizes.q_bytes)), _LINES), _MOST_KEYS)
+    warps = 8 if sizes.exact else 4
     if sizes.exact:
-        keys = _LINES
-    return Tile(queries, lines, keys, 8 if sizes.exact else 4, _stages(sizes, lines, keys, shared_memory))
+        keys = 32 if sizes.masked and not sizes.widened else _LINES
+    elif sizes.masked and lines > _LINES:
+        keys, warps = (min(keys, 32), 8) if sizes.widened else (keys // 2, 4)
+    return Tile(queries, lines, keys, warps, _stages(sizes, lines, keys, shared_memory))
 
 
 def prefill_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
     """Cut a row of many tokens.
 
     These are the largest tiles that stay in registers: narrow heads without a window, whose keys need no widening, take
-    more lines than others.
+    more lines than others, and heads that are masked and widened fewer keys.
     """
-    lines, keys = _PREFILL_LINES // 2, 64 if sizes.padded <= 128 else 32
+    lines, keys = _PREFILL_LINES // 2, 32 if sizes.padded > 128 or (sizes.masked and sizes.widened) else 64
     if sizes.exact:
         lines, keys = 32, 16
     elif sizes.padded <= 128 and not sizes.windowed and not sizes.widened:
@@ -118,8 +130,11 @@ def prefill_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
 def _stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int) -> int:
     """Return 4 if as many fit, else 1: fewer than 4 take no less, because blocks are looked up two stages ahead.
 
-    What is multiplied while the next tiles come needs a place of its own on Hopper, and so do the queries.
+    What is multiplied while the next tiles come needs a place of its own on Hopper, and so do the queries. Masked loads
+    of float32 are not ahead of anything: what waits for its mask would not stay in registers.
     """
+    if sizes.exact and sizes.masked:
+        return 1
     pair, queries = 2 * keys * sizes.padded * sizes.kv_bytes, lines * sizes.padded * sizes.q_bytes
     needed = 3 * pair + queries if shared_memory >= _HOPPER_BYTES else max(2 * pair, queries)
     return _STAGES if needed + _RESERVED_BYTES <= shared_memory else 1
