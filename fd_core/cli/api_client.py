@@ -18,6 +18,8 @@ __all__ = ["ApiClient", "Chunk", "ServerAnswer", "base_url"]
 
 _LONGEST_LINE = 1 << 20
 _STOP_LINE = b"[DONE]"
+_LIST_SECONDS = 30.0
+"""A server that says by then which models it serves is one; an answer may take as long as it takes."""
 
 
 class ServerAnswer(FdError):
@@ -74,7 +76,8 @@ class ApiClient:
     async def models(self) -> list[str]:
         """Return the names of the models served."""
         try:
-            async with self._session.get(f"{self.url}/v1/models") as response:
+            wait = aiohttp.ClientTimeout(total=_LIST_SECONDS)
+            async with self._session.get(f"{self.url}/v1/models", timeout=wait) as response:
                 body = await response.read()
                 if response.status != 200:
                     raise _refused(response.status, body, self.url)

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 
 import pytest
 from typer.testing import CliRunner
@@ -86,6 +87,14 @@ def test_chat_with_a_server():
         refused = runner.invoke(app, ["chat", "--url", server.url], input="hi\n")
     assert refused.exit_code == 1
     assert "401" in refused.stderr
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr("fd_core.cli.api_client._LIST_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        result = runner.invoke(app, ["chat", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}"], input="hi\n")
+    assert result.exit_code == 1
+    assert "cannot talk to the server: no answer in time (is it running?)" in result.stderr
 
 
 def test_complete_with_a_server_and_its_refusals():
