@@ -14,6 +14,7 @@ from fd_core.ops.contract import Array, Lora
 from fd_core.ops.torch_ops import TorchOps
 from fd_core.weights import LowRank
 
+from fd_gpu_cuda.device import out_of_memory
 from fd_gpu_cuda.kernel_table import Kernels
 
 __all__ = ["AdaptedOps", "AdapterRoom", "DeviceLora", "LoraTable"]
@@ -180,5 +181,7 @@ def _memory_error() -> Iterator[None]:
     """Raise `MemoryError`, which ends the loading of an adapter, where the device has no memory left."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         raise MemoryError("the device has no room for its matrices") from error

@@ -128,15 +128,16 @@ class CudaBackend(Backend):
 
     def rehearse(self, steps: AbstractContextManager[None]) -> None:
         """Measure on the device."""
-        from torch import OutOfMemoryError
-
+        from fd_gpu_cuda.device import out_of_memory
         from fd_gpu_cuda.ops import CudaOps
 
         if self._cuda is None or not isinstance(self._ops, CudaOps):
             return
         try:
             self._kept = measured(self._cuda, self._ops, steps)
-        except OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             raise ConfigError(
                 f"the largest step does not fit beside the weights: {error}",
                 field="--max-num-batched-tokens",

@@ -16,10 +16,19 @@ from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
 
 from fd_gpu_cuda.copy_lane import CopyLane
 
-__all__ = ["Cuda", "QueuedCopies", "Replay", "sum_in_float32"]
+__all__ = ["Cuda", "QueuedCopies", "Replay", "out_of_memory", "sum_in_float32"]
 
 Replay = Callable[[], None]
 """Queues a captured computation again, over the memory that it was captured with."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Say whether an error means that the device has no memory left.
+
+    torch has an error of its own for what it allocates. What the driver needs for graphs, and Triton for kernels, fails
+    with words alone.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def sum_in_float32() -> None:

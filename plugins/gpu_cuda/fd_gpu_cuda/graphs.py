@@ -11,7 +11,7 @@ import torch
 from fd_core.config import Limits
 from fd_core.ops.contract import Array, Forward, KVCache, StepInput
 
-from fd_gpu_cuda.device import Cuda, Replay
+from fd_gpu_cuda.device import Cuda, Replay, out_of_memory
 from fd_gpu_cuda.sizes import GraphShapes
 
 __all__ = ["DeviceGraphs", "GraphInputs", "GraphedForward"]
@@ -125,8 +125,8 @@ class DeviceGraphs:
                 try:
                     logits = self._logits_of(forward, step, cache)
                     replay = self._cuda.capture(lambda: self._write(forward, step, cache, logits))  # noqa: B023 - at once
-                except torch.OutOfMemoryError as error:
-                    if self._few or self._cuda.ranks is not None:
+                except RuntimeError as error:
+                    if not out_of_memory(error) or self._few or self._cuda.ranks is not None:
                         raise
                     rows, width = shape
                     logger.warning("decodes of %d x %d tokens and fewer are not replayed: %s", rows, width, error)

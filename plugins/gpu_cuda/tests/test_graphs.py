@@ -140,15 +140,16 @@ def test_drafted_decodes_are_replayed_and_deliver_the_same_texts(folder: Path, q
     assert all(step.uniform for step in steps[1:])
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError], ids=["torch's", "the driver's"])
 def test_shapes_for_which_no_memory_is_left_are_computed_without_a_graph(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture, error: type[RuntimeError]
 ) -> None:
     class Full(Processor):
         """There is room for two graphs."""
 
         def capture(self, compute: Any) -> Any:
             if self.captured == 2:
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise error("CUDA error: out of memory")
             return super().capture(compute)
 
     processor, wanted = Full(), texts_alone(folder)
@@ -156,7 +157,19 @@ def test_shapes_for_which_no_memory_is_left_are_computed_without_a_graph(
     runner = Runner(ops, load(folder, ops), limits(K), TorchPostprocess)
     assert drafted_texts(runner, wanted, seed=1) == wanted
     assert processor.captured == 2
-    assert "fewer are not replayed: CUDA out of memory" in caplog.text
+    assert "fewer are not replayed: CUDA error: out of memory" in caplog.text
+
+
+def test_a_capture_that_fails_for_another_reason_ends_the_step(folder: Path) -> None:
+    class Failing(Processor):
+        def capture(self, compute: Any) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    ops = make_ops(Failing())
+    runner = Runner(ops, load(folder, ops), limits(), TorchPostprocess)
+    begin(runner)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        runner.execute(plan(1, [(0, int(runner.batch.length[0]) - 1, 1, 0)]))
 
 
 @pytest.mark.parametrize("held_by", ["a rehearsal", "ranks"])
