@@ -89,19 +89,21 @@ class HealthChecks:
     async def _check(self, worker: RouterWorker) -> None:
         ok, reached, begun = False, False, time.monotonic()
         instance, role, port, leaving = None, None, None, False
-        offers = False
+        offers, why = False, ""
         before = _state(self._router.member(worker))
         try:
             async with self._state.session.get(
                 worker.url + self._router.config.health_check_endpoint, timeout=self._timeout, allow_redirects=False
             ) as answer:
                 reached, ok = True, answer.status == 200
+                why = f": it answers {answer.status}"
                 instance = answer.headers.get("X-Instance", "")[:128] or None
                 leaving = DRAINING_HEADER in answer.headers
                 offers = ok and OFFER_HEADER in answer.headers
                 role = _role(answer.headers.get(ROLE_HEADER))
                 port = _port(answer.headers.get(KV_PORT_HEADER, ""))
         except (*TROUBLE, ValueError) as error:
+            why = f": {str(error) or type(error).__name__}"
             if is_own_lack(error):
                 if not self._lacks:
                     log.warning("no connection for health checks can be made (%s): the workers stay as they are", error)
@@ -121,7 +123,8 @@ class HealthChecks:
         if offers:
             self._on_offer(after)
         if state is not before or after != worker:
-            log.info("worker %s is %s%s", after.url, state.value, "" if after == worker else ", as a new process")
+            told = "" if after == worker else ", as a new process"
+            log.info("worker %s is %s%s%s", after.url, state.value, told, "" if ok else why)
         self._complain(after, "" if member is None else member.unfit)
         if reached:
             # A worker that answers at all, even that it is not healthy, may still go on with the requests that it has.

@@ -60,7 +60,9 @@ class BatchService:
             try:
                 _ = self.store
             except ApiError as error:
-                log.warning("files and batches are not served: %s", error.message)
+                log.warning(
+                    "no files and batches here, everything else is served: %s (%s)", error.message, self._folder
+                )
 
     def begin(self, batch: StoredBatch, owner: str) -> None:
         """Take a new batch of an owner's."""

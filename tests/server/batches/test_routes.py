@@ -211,12 +211,15 @@ def test_a_batch_goes_on_when_the_server_comes_back(tmp_path: Path) -> None:
         assert len(asked) == 60 - len(before)
 
 
-def test_a_folder_has_one_server(server: LiveServer, tmp_path: Path) -> None:
+def test_a_folder_has_one_server(server: LiveServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert server.get("/v1/files").status == 200
     with live(batch_api=True, batch_store=str(tmp_path / "store")) as other:
         answer = other.get("/v1/files")
         assert (answer.status, answer.error["code"]) == (503, "batch_store_in_use")
         assert other.post(END, {"prompt": "a"}).status == 200
+    (told,) = (record.getMessage() for record in caplog.records if "no files and batches here" in record.getMessage())
+    assert "everything else is served" in told and "give each its --batch-store" in told
+    assert told.endswith(f"({tmp_path / 'store'})")
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing_else(tmp_path: Path) -> None:
