@@ -50,8 +50,9 @@ def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = 
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
-        raise ConfigError(f"the host {host!r} cannot be resolved: {error.strerror}", field=host_flag) from error
+    except (OSError, UnicodeError) as error:  # no name of a host may be longer than 63 letters between dots
+        reason = error.strerror if isinstance(error, OSError) else "it is not the name of a host"
+        raise ConfigError(f"the host {host!r:.300} cannot be resolved: {reason}", field=host_flag) from error
     # A reusable address can be bound twice until somebody listens, so it is the second choice, needed only while
     # connections of an earlier server linger.
     for reuse in (0, 1):
@@ -62,7 +63,7 @@ def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = 
         except OSError as error:
             sock.close()
             if reuse or error.errno != errno.EADDRINUSE:
-                raise cannot_listen(host, port, error, flag=flag) from error
+                raise cannot_listen(host, port, error, flag=flag, host_flag=host_flag) from error
         else:
             break
     return sock
@@ -76,13 +77,17 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def cannot_listen(host: str, port: int, error: OSError, *, flag: str = "--port") -> ConfigError:
+def cannot_listen(
+    host: str, port: int, error: OSError, *, flag: str = "--port", host_flag: str = "--host"
+) -> ConfigError:
     """Return the error of a port that cannot be had, with who has it where the system tells."""
     reason, hint = (error.strerror or str(error)).lower(), f"choose another with {flag}"
     if error.errno == errno.EADDRINUSE:
         holder = port_holder(port)
         reason += f" by {holder}" if holder else ""
         hint = f"stop what uses it, {hint}, or take a free one with {flag} 0"
+    elif error.errno == errno.EADDRNOTAVAIL:
+        flag, hint = host_flag, f"give an address of this machine, or {host_flag} 0.0.0.0 for all of them"
     elif error.errno == errno.EACCES:
         hint = f"ports below 1024 are for root; {hint}"
     return ConfigError(f"cannot listen on {host} port {port}: {reason}", field=flag, hint=hint)

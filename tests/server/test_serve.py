@@ -32,7 +32,14 @@ def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "port", "field"), [("no.such.host.invalid", 0, "--host"), ("127.0.0.1", 65536, "--port")]
+    ("host", "port", "field"),
+    [
+        ("no.such.host.invalid", 0, "--host"),
+        ("a" * 80, 0, "--host"),
+        ("a..b", 0, "--host"),
+        ("192.0.2.1", 0, "--host"),  # an address of documents, which no machine has
+        ("127.0.0.1", 65536, "--port"),
+    ],
 )
 def test_hosts_and_ports_that_do_not_exist(host: str, port: int, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
