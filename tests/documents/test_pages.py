@@ -23,8 +23,12 @@ REAL = ("docs/serve/kv-cache-dtype.md",)
 """Pages whose model computes in every run, as their settings need it."""
 STORES = "docs/serve/kv-stores.md"
 """The page whose blocks a test of its own does, store by store."""
-LATER = ("docs/scale/parallelism.md", "plugins/metax/README.md", "plugins/xpu/README.md")
-"""Pages whose settings a model without numbers does not have: only `nox -s guides` follows them."""
+LATER = (
+    *("docs/scale/parallelism.md", "plugins/metax/README.md", "plugins/xpu/README.md"),
+    "examples/vendor-plugin/README.md",
+)
+"""Pages that only `nox -s guides` follows: a model without numbers does not have their settings, or, of the last one,
+examples/README.md says the same commands."""
 SHORTER: Mapping[str, str] = {
     "-m venv venv": "-m venv --without-pip venv",
     r"(fdcore conformance --scheduler \w+)$": r"\1 --quick -k signals",
