@@ -124,10 +124,13 @@ def test_heads_that_share_a_masked_tile_of_8_bits() -> None:
     Batch([(1, 290), (9, 37)], (8, 2, 96), torch.float16, "int8").check(attention())
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 1100}], ids=str)
-def test_a_context_of_thousands_has_the_same_bits_on_every_device(options: dict[str, Any]) -> None:
-    """Over small and large chunks: by one program, by two, and by one for each chunk."""
-    batch = Batch([(1, 9301), (1, 700)], (4, 1, 16), **options)
+@pytest.mark.parametrize(("width", "options"), [(24, {}), (16, {"window": 1100})], ids=str)
+def test_a_context_of_thousands_has_the_same_bits_on_every_device(width: int, options: dict[str, Any]) -> None:
+    """Over small and large chunks: by one program, by two, and by one for each chunk.
+
+    A tile of a head that is masked has twice the keys of another in float32, and so the interpreter half the work.
+    """
+    batch = Batch([(1, 9301), (1, 700)], (4, 1, width), **options)
     whole = batch.check(attention(LONE))
     for device in (L4, H100):
         assert torch.equal(batch.check(attention(device)), whole)

@@ -64,20 +64,18 @@ NGRAM = {"speculative": {"method": "ngram", "num_speculative_tokens": 3}}
 ITSELF = {"speculative": {"method": "draft_model", "num_speculative_tokens": 3}}
 """The model drafts for itself."""
 HELD: dict[str, Any] = {"lora_modules": ["a={folder}/adapter0", "b={folder}/adapter1"], "max_lora_rank": 20}
-"""Adapters that are there from the start."""
+"""Adapters that are there from the start, for some of the requests."""
 LOADED: dict[str, Any] = {"lora_folder": "{folder}", "max_loras": 3}
 """Adapters that come and go."""
 SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("gemma3", {"dtype": "float32", **NGRAM}),
     ("qwen3-moe", {"max_num_seqs": 37, "max_num_batched_tokens": 300, "block_size": 16}),
-    ("llama", {"quantization": "int4", "max_num_seqs": 3, "max_num_batched_tokens": 48}),
+    ("llama", {"quantization": "int4", "max_num_seqs": 3, "max_num_batched_tokens": 48, **LOADED}),
     ("llama", {"quantization": "int8", "dtype": "float32", **NGRAM}),
-    ("llama", {"kv_cache_dtype": "int8"}),
+    ("llama", {"kv_cache_dtype": "int8", **HELD}),
     ("llama", ITSELF),
     ("llama", {"attention_backend": "torch"}),
-    ("llama", HELD),
-    ("qwen3-yarn", {"quantization": "int8", "max_num_seqs": 37, "max_num_batched_tokens": 300, **LOADED}),
 ]
 """Checkpoints and settings. Beside texts, in which log-probabilities of prompts are wanted too, each makes vectors."""
 
