@@ -112,6 +112,12 @@ class WriteBehind:
         stored = self._store.call(
             "put", min(self._put_seconds, left), lambda store, timeout: self._checked_put(store, values, timeout)
         )
+        if stored == 0:
+            size = sum(memoryview(part).nbytes for part in values[0][1])
+            self._tally.log_once(
+                f"a block of KV takes {size:,} bytes, more than the KV store may hold in all, so nothing is "
+                "kept there; make room on its disk or raise its limit"
+            )
         return stored or 0
 
     def _checked_put(self, store: KVStore, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:

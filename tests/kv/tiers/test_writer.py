@@ -72,6 +72,17 @@ def test_the_very_array_is_written(writer, store) -> None:
     assert seen[0].obj is array
 
 
+def test_a_store_without_room_for_a_block_is_told_once(writer, store, counters, caplog) -> None:
+    store.put = lambda values, timeout: 0
+    for key in KEYS[:4]:
+        writer.offer(key, content(key))
+    while writer.loop.run_one():
+        pass
+    (told,) = caplog.messages
+    assert "more than the KV store may hold in all, so nothing is kept there" in told
+    assert counters.read(TierStats).dropped_blocks == 4
+
+
 def test_a_full_queue_refuses_and_a_queued_key_is_not_queued_again(writer) -> None:
     assert [writer.offer(key, content(key)) for key in KEYS[:5]] == [True] * 4 + [False]
     assert writer.offer(KEYS[0], content(KEYS[0]))
