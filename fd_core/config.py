@@ -368,14 +368,14 @@ def resolve_limits(
 
 def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_bytes: int) -> int:
     """Return how many KV blocks to allocate; never more than all slots could fill."""
-    useful = config.max_num_seqs * -(-max_len // config.block_size)
+    useful, free_bytes = config.max_num_seqs * -(-max_len // config.block_size), max(0, free_bytes)
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks * bytes_per_block > free_bytes:
             raise ConfigError(
                 f"{config.num_kv_blocks} KV blocks take {config.num_kv_blocks * bytes_per_block:,} bytes, "
                 f"but {free_bytes:,} are free",
                 field="--num-kv-blocks",
-                hint=f"at most {free_bytes // bytes_per_block:,} fit; leave it out to take what does",
+                hint=f"at most {free_bytes // bytes_per_block:,} fit; leave it out to take what fits",
             )
         return config.num_kv_blocks
     if config.kv_cache_memory is not None:
@@ -386,12 +386,18 @@ def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_by
                 field="--kv-cache-memory",
                 hint="give less, or leave it out to take what fits; a processor gives KV a quarter of its free memory",
             )
+        if blocks < 1:
+            raise ConfigError(
+                f"kv_cache_memory is {config.kv_cache_memory:,} bytes, and one KV block takes {bytes_per_block:,}",
+                field="--kv-cache-memory",
+                hint="give more, or leave it out to take what fits",
+            )
     else:
         blocks = min(int(free_bytes * config.gpu_memory_utilization) // bytes_per_block, useful)
     if blocks < 1:
         raise ConfigError(
             f"not one KV block of {bytes_per_block:,} bytes fits into the memory given, of which the machine has "
-            f"{max(0, free_bytes):,} bytes for KV beside the weights",
+            f"{free_bytes:,} bytes for KV beside the weights",
             field="--kv-cache-memory",
             hint="end other programs, take a smaller model or --quantization int8, or give a smaller --block-size",
         )

@@ -63,17 +63,23 @@ def test_a_wrong_name_of_a_hub_gets_the_one_that_is_here(tmp_path: Path, monkeyp
     [
         ({"num_kv_blocks": 1000}, r"1000 KV blocks take 1,000,000 bytes, but 5,500 are free \(at most 5 fit"),
         ({"kv_cache_memory": 9000}, r"9,000 bytes, but 5,500 are free for KV \(give less, or leave it out"),
-        ({"kv_cache_memory": 900}, r"for KV beside the weights \(end other programs, take a smaller model"),
+        ({"kv_cache_memory": 900}, r"is 900 bytes, and one KV block takes 1,000 \(give more"),
+        ({"free_bytes": 900}, r"for KV beside the weights \(end other programs, take a smaller model"),
+        ({"free_bytes": -5, "num_kv_blocks": 10}, r"but 0 are free \(at most 0 fit"),
+        ({"free_bytes": -5, "kv_cache_memory": 9000}, "but 0 are free for KV"),
+        ({"free_bytes": -5}, "has 0 bytes for KV beside"),
     ],
 )
 def test_too_little_memory_is_told_with_what_fits(settings: dict[str, int], words: str) -> None:
+    settings = {"free_bytes": 5500} | settings
+    free_bytes = settings.pop("free_bytes")
     with pytest.raises(ConfigError, match=words) as refused:
         resolve_limits(
             EngineConfig(model="x", **settings),
             model_max_len=32,
             vocab_size=10,
             bytes_per_block=1000,
-            free_bytes=5500,
+            free_bytes=free_bytes,
             default_pipeline_depth=1,
             default_batched_tokens=64,
         )
