@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
+from typing import Final
 
 from fd_core.cli.report import interrupts_end_it, tells_old_names
 
 __all__ = ["main"]
+
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
@@ -22,8 +27,18 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows the rest
     try:
-        command()
+        try:
+            command()
+        finally:
+            if sys.stdout is not None:  # closed by whoever started it
+                sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read the output, such as `head`, has gone; there is nobody left to tell.
         sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        print(f"fdcore: the output cannot be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is not tried again at the end
         sys.exit(1)

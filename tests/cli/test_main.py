@@ -3,6 +3,7 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -167,6 +168,16 @@ def test_a_reader_that_leaves_gets_no_traceback():
         f"{sys.executable} -m fd_core.cli serve --help | true", shell=True, capture_output=True, text=True, check=False
     )
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("words", [["models", "list"], ["--version"]])
+def test_an_output_on_a_full_disk_is_one_line(words):
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "fd_core.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "fdcore: the output cannot be written: No space left on device\n"
 
 
 def test_an_error_is_one_printable_line():
