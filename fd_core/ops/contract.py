@@ -460,11 +460,12 @@ class Ops(abc.ABC):
     def place_loras(
         self, deltas: Sequence[Any | None], inputs: int, outs: Sequence[int], before: Any | None = None
     ) -> Any | None:
-        """Return what `Lora.deltas` is for one linear; None for nothing to add. Called whenever adapters come or go.
+        """Return what `Lora.deltas` is for one linear; None for nothing to add.
 
-        `deltas` has what `prepare_lora` returned for the places 1 and up, None where an adapter leaves the linear
-        alone. The linear takes `inputs` values, and its parts have `outs` columns. `before` is what was returned for it
-        the last time, which a pack that replays steps writes into: what was captured goes on being right.
+        Called whenever adapters come or go, and before the first where some may come: then `deltas` is empty. It has
+        what `prepare_lora` returned for the places 1 and up, None where an adapter leaves the linear alone. The linear
+        takes `inputs` values, and its parts have `outs` columns. `before` is what was returned for it the last time,
+        which a pack that replays steps writes into: what was captured goes on being right.
         """
         return deltas if any(delta is not None for delta in deltas) else None
 
