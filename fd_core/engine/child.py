@@ -101,7 +101,8 @@ def main() -> int:
         return error.exit_code
     except MemoryError:
         _log.error("the engine has no memory left")  # a traceback would need more
-        send(Fault("the engine's process has no memory left"))
+        hint = "give it more memory, lower --max-num-batched-tokens, or take a smaller model or weights of fewer bits"
+        send(Fault("the engine's process has no memory left", hint=hint))
         return 1
     except Exception as error:  # noqa: BLE001 - last frame of the process: tell the client, then end
         _log.exception("the engine failed")

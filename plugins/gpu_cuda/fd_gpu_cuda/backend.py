@@ -45,15 +45,15 @@ class CudaBackend(Backend):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Available where torch is built for CUDA and the driver has a device; imports neither torch nor Triton."""
+        """Available where the driver has a device and torch is built for CUDA; imports neither torch nor Triton."""
+        count, problem = device_problem()
+        if problem:  # first, because nobody installs gigabytes for a device that is not there
+            return Availability(False, problem)
         if absent := missing("torch", "triton"):
             return Availability(False, f"{' and '.join(absent)} not installed; {_HINT}")
         version, cuda = cuda_of_torch()
         if cuda is None:
             return Availability(False, f"torch {version} is built without CUDA; {_HINT}")
-        count, problem = device_problem()
-        if problem:
-            return Availability(False, problem)
         return Availability(True, f"torch {version} for CUDA {cuda}; the driver has {count} device(s); {flash_infer()}")
 
     @classmethod

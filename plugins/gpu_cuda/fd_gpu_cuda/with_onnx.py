@@ -65,11 +65,11 @@ class CudaOnnxBackend(OnnxBackend):
     @classmethod
     def probe(cls) -> Availability:
         """Available where a session of ONNX Runtime gets CUDA."""
-        if absent := missing("onnx", "onnxruntime"):
-            return Availability(False, f"{' and '.join(absent)} not installed; {_HINT}")
         _, problem = device_problem()
         if problem:
             return Availability(False, problem)
+        if absent := missing("onnx", "onnxruntime"):
+            return Availability(False, f"{' and '.join(absent)} not installed; {_HINT}")
         version, problem = provider_problem()
         return Availability(False, problem) if problem else Availability(True, f"ONNX Runtime {version} on CUDA")
 

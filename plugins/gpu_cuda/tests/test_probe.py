@@ -104,7 +104,8 @@ def test_looking_imports_no_framework() -> None:
 
 def test_a_missing_framework_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(with_paddle, "device_problem", lambda: (1, ""))
+    for module in (backend, with_paddle, with_onnx):
+        monkeypatch.setattr(module, "device_problem", lambda: (1, ""))
     for cls, name in zip(BACKENDS, ("torch and triton", "Paddle", "onnx and onnxruntime"), strict=True):
         found = cls.probe()
         assert not found.available
@@ -131,6 +132,7 @@ def test_torch_s_own_file_says_which_cuda_it_is_for(
 def test_a_torch_without_cuda_is_told_apart_from_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "missing", lambda *names: [])
     monkeypatch.setattr(backend, "cuda_of_torch", lambda: ("2.13.0+cpu", None))
+    monkeypatch.setattr(backend, "device_problem", lambda: (2, ""))
     assert "torch 2.13.0+cpu is built without CUDA" in CudaBackend.probe().reason
     monkeypatch.setattr(backend, "cuda_of_torch", lambda: ("2.9.1+cu128", "12.8"))
     monkeypatch.setattr(backend, "device_problem", lambda: (0, "no NVIDIA driver is installed"))
