@@ -27,6 +27,11 @@ def everything() -> bool:
     return os.environ.get("FD_GPU_ALL", "") not in ("", "0")
 
 
+def capabilities() -> tuple[int, ...]:
+    """Return the compute capabilities for which kernels are compiled: of a sample that of an H100."""
+    return (80, 89, 90) if everything() else (90,)
+
+
 class Compiler(FakeDriver):
     """Compiles every launch once, and says what is wrong with the machine code."""
 

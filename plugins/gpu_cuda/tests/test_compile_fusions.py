@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from compiling import compiled
+from compiling import capabilities, compiled
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize("capability", capabilities())
 def test_fusions_compile_for_each_device(capability: int, tmp_path: Path) -> None:
     compiled("compile_fusions.py", tmp_path, str(capability))

@@ -9,15 +9,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from compiling import compiled, everything
+from compiling import capabilities, compiled
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize("capability", capabilities())
 def test_products_take_the_tensor_cores_of_each_device_and_spill_nothing(capability: int, tmp_path: Path) -> None:
     compiled("compile_products.py", tmp_path, str(capability))
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90] if everything() else [80, 90])
+@pytest.mark.parametrize("capability", capabilities())
 def test_mixtures_of_experts_do_so_too(capability: int, tmp_path: Path) -> None:
     compiled("compile_experts.py", tmp_path, str(capability))
 

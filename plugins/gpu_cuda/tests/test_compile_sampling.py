@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from compiling import compiled
+from compiling import capabilities, compiled
 from test_compilations import answer
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize("capability", capabilities())
 def test_sampling_compiles_for_each_device_and_spills_nothing(capability: int, tmp_path: Path) -> None:
     compiled("compile_sampling.py", tmp_path, str(capability))
 
