@@ -58,7 +58,8 @@ class EngineProcess:
             try:
                 with engines:
                     process = await asyncio.create_subprocess_exec(
-                        *(sys.executable, "-m", "fd_core.engine.child_on_cores", ",".join(map(str, where.cores))),
+                        # -P: no module of the folder in which somebody happens to start it.
+                        *(sys.executable, "-P", "-m", "fd_core.engine.child_on_cores", ",".join(map(str, where.cores))),
                         stdin=asyncio.subprocess.PIPE,
                         start_new_session=True,
                         pass_fds=(engines.fileno(),),

@@ -1,4 +1,4 @@
-"""Runs a launched process: `python -m fd_core.launching.child CORES -m MODULE ARGUMENTS...`.
+"""Runs a launched process: `python -P -m fd_core.launching.child CORES -m MODULE ARGUMENTS...`.
 
 It ends when standard input closes, for then nobody watches over it any more. CORES are numbers of processors, such as
 `0,1`; empty means all. Libraries count the processors as soon as they are imported, so nothing is imported before.

@@ -32,7 +32,8 @@ class OwnedProcess:
         self.node = node
         self.address = address
         variables = {**os.environ, **spec.environment, **spec.secrets, **environment}
-        command = ("-m", "fd_core.launching.child", ",".join(map(str, cores)), *spec.command)
+        # -P: no module of the folder in which somebody happens to start it.
+        command = ("-P", "-m", "fd_core.launching.child", ",".join(map(str, cores)), *spec.command)
         self._channel, theirs = socket.socketpair()
         """Its end tells the process that this one is gone; the process announces itself on it."""
         self._channel.setblocking(False)

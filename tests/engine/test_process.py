@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from fd_core.config import EngineConfig
@@ -190,6 +192,25 @@ def test_a_begun_process_ends_with_its_parent() -> None:
     while lives(int(done.stdout)):
         assert time.monotonic() < ends
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_module_of_the_current_folder_is_imported(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("numpy", "msgspec", "fd_core"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran')\n")
+    monkeypatch.chdir(tmp_path)
+
+    async def main() -> None:
+        config = msgspec.structs.replace(CONFIG, tensor_parallel_size=ranks)
+        client = await open_client(config, None, where="process")
+        try:
+            assert await text(client, 0) == golden(SPECS)["r0"]
+        finally:
+            await client.close()
+
+    asyncio.run(main())
 
 
 def test_why_a_framework_cannot_be_imported_is_told() -> None:
