@@ -121,8 +121,8 @@ def manners(prompts: Sequence[Prompt], count: int, seed: int) -> list[Manner]:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """A stream that ended with an error event: which code, when its first byte came, and when it ended."""
+class Failed:
+    """A request that ended with an error: which code, when it began (a stream: when its first byte came), and ended."""
 
     code: str | None
     began: float
@@ -135,7 +135,9 @@ class Report:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     """`whole`, `left`, `broken`, `refused STATUS CODE` and how each client behaved."""
-    broken: list[Broken] = field(default_factory=list)
+    broken: list[Failed] = field(default_factory=list)
+    """Streams that ended with an error event."""
+    refused: list[Failed] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     """What must never be."""
     longest: float = 0.0
@@ -214,7 +216,7 @@ class Crowd:
             report.longest = max(report.longest, time.monotonic() - began)
 
     async def _ask(self, session: aiohttp.ClientSession, manner: Manner) -> str:
-        prompt = self._prompts[manner.prompt]
+        prompt, began = self._prompts[manner.prompt], time.monotonic()
         asking = session.post(
             prompt.path,
             data=msgspec.json.encode({**prompt.body, "stream": manner.stream, "cache_salt": manner.salt}),
@@ -223,18 +225,20 @@ class Crowd:
         if manner.leaves == "before":
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.12 * manner.when**2), asking as response:
-                    return await self._read(response, manner)
+                    return await self._read(response, manner, began)
             return "left before"
         async with asking as response:
             try:
-                return await self._read(response, manner)
+                return await self._read(response, manner, began)
             except _Left:
                 response.close()
                 return f"left {manner.leaves}"
 
-    async def _read(self, response: aiohttp.ClientResponse, manner: Manner) -> str:
+    async def _read(self, response: aiohttp.ClientResponse, manner: Manner, began: float) -> str:
         if response.status != 200:
-            return _refused(response.status, await response.read())
+            code = _refusal_of(await response.read()).code
+            self.report.refused.append(Failed(code, began, time.monotonic()))
+            return f"refused {response.status} {code}"
         whole = self._whole[manner.prompt]
         if not manner.stream:
             return _complete(_in_one_piece(await response.read()), whole)
@@ -270,7 +274,7 @@ class Crowd:
         if failed is None:
             raise _Wrong("a stream ended without [DONE] and without an error")
         _check_beginning(answers, whole)
-        self.report.broken.append(Broken(failed.code, began, time.monotonic()))
+        self.report.broken.append(Failed(failed.code, began, time.monotonic()))
         return f"broken {failed.code}"
 
 
@@ -323,10 +327,6 @@ def _check_beginning(answers: list[Answer], whole: list[Answer]) -> None:
     for answer, right in zip(answers, whole, strict=True):
         if not answer.begins(right):
             raise _Wrong(f"no beginning of the text: {answer!r:.300} of {right!r:.300}")
-
-
-def _refused(status: int, content: bytes) -> str:
-    return f"refused {status} {_refusal_of(content).code}"
 
 
 def _refusal_of(content: bytes) -> _Refusal:

@@ -14,7 +14,7 @@ from typing import Final
 
 from tests.server.processes import serving
 from tests.soak.cluster import Cluster, Usage, cluster_of
-from tests.soak.crowd import Answer, Crowd, Manner, Prompt, Report, ask_alone, manners
+from tests.soak.crowd import Answer, Crowd, Failed, Manner, Prompt, Report, ask_alone, manners
 from tests.soak.troubles import KINDS, SHORT, UNREACHABLE_SECONDS, Executed, Kind, plan, work_off
 from tests.soak.watching import Watch, at_rest, usages
 
@@ -240,18 +240,25 @@ def _check(run: Run, scale: Scale) -> None:
     assert not report.violations and not watch.violations, (report.violations[:5], watch.violations)
     assert report.requests >= scale.requests
     assert report.count("left") > 0.2 * report.requests
-    assert not report.count("refused"), "somebody could have taken it"
+    for refused in report.refused:
+        assert refused.code == "failed_twice", f"somebody could have taken it: {refused}"
+        gone = [*done.hits, *done.drained]
+        assert _under(refused, done.hits), f"no worker was lost under it: {refused}, {done.hits}"
+        assert _under(refused, gone) >= 2, f"fewer than two workers went away under it: {refused}, {gone}"
     for broken in report.broken:
         assert broken.code == "worker_lost", broken
-        assert any(broken.began <= dead + _NOTICES_SECONDS and broken.ended >= before for before, dead in done.hits), (
-            f"a stream broke off that no lost worker had begun: {broken}, {done.hits}"
-        )
+        assert _under(broken, done.hits), f"a stream broke off that no lost worker had begun: {broken}, {done.hits}"
     # What came to a worker between the look at it and its end is not counted there.
     assert len(report.broken) <= run.streams_broken <= done.requests_hit + 8 * len(done.hits)
     assert not (grown := _grown(run.before, run.after)), grown
     half = watch.resident_bytes[len(watch.resident_bytes) // 2]
     assert run.after["router"].resident_bytes < half + _SPARE_BYTES
     _check_work(watch.counted(), watch.cluster)
+
+
+def _under(failed: Failed, gone: Sequence[tuple[float, float]]) -> int:
+    """Return how many workers went away while this request was under way."""
+    return sum(failed.began <= dead + _NOTICES_SECONDS and failed.ended >= before for before, dead in gone)
 
 
 def _check_work(counted: Counter[str], cluster: Cluster) -> None:

@@ -43,6 +43,8 @@ class Executed:
 
     hits: list[tuple[float, float]] = field(default_factory=list)
     """When workers were killed or began to hang: from just before until they were surely gone."""
+    drained: list[tuple[float, float]] = field(default_factory=list)
+    """When workers drained: from just before until they were gone."""
     happened: list[str] = field(default_factory=list)
     requests_hit: int = 0
     """Requests that the router counted on those workers right before."""
@@ -112,7 +114,9 @@ async def _kill_engine(cluster: Cluster, worker: Node, seconds: float, done: Exe
 
 
 async def _drain(cluster: Cluster, worker: Node, seconds: float, done: Executed) -> None:
+    before = time.monotonic()
     await worker.leave()
+    done.drained.append((before, time.monotonic()))
     await asyncio.sleep(seconds)
     worker.start()
 
