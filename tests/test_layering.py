@@ -1,6 +1,7 @@
 """Who may import whom. A rule that has to change here is a change of the design."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +157,12 @@ MAY_USE = {
 SERIALIZERS = {"dill", "joblib", "marshal", "pickle", "shelve", "cloudpickle"}
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax of a source."""
+    return ast.parse(path.read_text())
+
+
 def sources(*places: str) -> Iterator[Path]:
     for place in places:
         path = ROOT / place
@@ -164,7 +171,7 @@ def sources(*places: str) -> Iterator[Path]:
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
     """Yield every module that a file imports, at whatever depth, with the line."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -232,7 +239,7 @@ def test_reading_checkpoints_knows_nothing_of_models() -> None:
 def test_the_pure_core_has_no_clock_no_randomness_and_no_io() -> None:
     assert breaches(*PURE, forbidden=IMPURE_MODULES) == []
     for path in sources(*PURE):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in IMPURE_CALLS, f"{path}:{node.lineno}"
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -253,7 +260,7 @@ def test_only_signals_knows_the_negative_ids() -> None:
     """-9 is written nowhere but in its one home."""
     wrong = []
     for path in sources("."):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             minus = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
             if minus and isinstance(node.operand, ast.Constant) and node.operand.value == 9:
                 wrong.append(str(path.relative_to(ROOT)))

@@ -59,8 +59,8 @@ def test_reading_ten_thousand_keys_again_stops_no_stream(tmp_path: Path) -> None
         await reading
         return longest
 
-    # The shortest of a few tries, for the machine has other work as well.
-    assert min(asyncio.run(longest_pause()) for _ in range(3)) < 0.1
+    # One try of a few is enough, for the machine has other work as well.
+    assert any(asyncio.run(longest_pause()) < 0.1 for _ in range(3))
     assert len(access.ring) == 10_000
 
 

@@ -191,5 +191,5 @@ def test_a_short_conversation_with_a_slow_template_does_not_hold_the_loop(where:
         assert len(pauses) > 5
         return max(pauses)
 
-    # The shortest of a few tries, for the machine has other work as well.
-    assert min(asyncio.run(longest_pause()) for _ in range(3)) < 0.25
+    # One try of a few is enough, for the machine has other work as well.
+    assert any(asyncio.run(longest_pause()) < 0.25 for _ in range(3))

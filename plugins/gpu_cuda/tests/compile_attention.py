@@ -8,7 +8,8 @@ from itertools import product
 from typing import Any
 
 import torch
-from compiling import MULTIPROCESSORS, SHARED_MEMORY, Compiler, everything
+from compiling import MULTIPROCESSORS, SHARED_MEMORY, Compiler
+from extent import everything
 from fd_core.ops.contract import Heads, KVShape, Rope, StepInput
 from processor import Processor
 

@@ -9,7 +9,8 @@ import sys
 
 import torch
 from compile_products import FORMS, instruction, part
-from compiling import MULTIPROCESSORS, SHARED_MEMORY, Compiler, everything
+from compiling import MULTIPROCESSORS, SHARED_MEMORY, Compiler
+from extent import everything
 from fd_core.ops.contract import Experts
 
 from fd_gpu_cuda.experts import StackedExperts

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from compiling import Compiler, everything
+from compiling import Compiler
+from extent import everything
 from fd_core.ops.contract import Activation, Heads, Norm, Rope
 from fd_core.testing.arrays import step_input
 

@@ -6,7 +6,8 @@ import sys
 from dataclasses import replace
 
 import torch
-from compiling import Compiler, everything
+from compiling import Compiler
+from extent import everything
 from processor import PLAIN, Processor
 
 from fd_gpu_cuda.adapters import AdapterRoom

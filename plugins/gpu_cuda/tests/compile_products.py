@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 import torch
-from compiling import MULTIPROCESSORS, SHARED_MEMORY, Compiler, everything
+from compiling import MULTIPROCESSORS, SHARED_MEMORY, Compiler
+from extent import everything
 
 from fd_gpu_cuda.kernels.products import ProductDevice, weight_product
 from fd_gpu_cuda.packed import PackedPart

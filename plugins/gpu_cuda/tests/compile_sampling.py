@@ -6,7 +6,8 @@ import sys
 
 import numpy as np
 import torch
-from compiling import MULTIPROCESSORS, Compiler, everything
+from compiling import MULTIPROCESSORS, Compiler
+from extent import everything
 from fd_core.ops.torch_ops import TorchOps
 from fd_core.testing.arrays import on_device, penalty_input, sample_input
 

@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from extent import everything
 from fake_driver import FakeDriver, options_of
 from triton.compiler import ASTSource
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that a block may have, by compute capability."""
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132}
-
-
-def everything() -> bool:
-    """Whether all cases are compiled, not only a sample of them."""
-    return os.environ.get("FD_GPU_ALL", "") not in ("", "0")
 
 
 def capabilities() -> tuple[int, ...]:
