@@ -58,12 +58,20 @@ def read_labels(answers: Path) -> dict[str, dict[str, str]]:
     return found
 
 
+def kept(target: Path) -> list[str]:
+    """Return digests of the texts that are labelled; a last line that was cut off, as on a full disk, is removed."""
+    lines = target.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        target.write_text("".join(lines := lines[:-1]))
+    return [digest(json.loads(line)["text"]) for line in lines]
+
+
 def label(texts: list[str], target: Path, *flags: str) -> int:
     """Append a line to `target` for each text that has none there, and return how many are still without.
 
     `flags` are those of `fdcore run-batch`. A run that was interrupted goes on where it stopped.
     """
-    done = {digest(json.loads(line)["text"]) for line in target.open()} if target.exists() else set()
+    done = set(kept(target)) if target.exists() else set()
     missing = {digest(text): text for text in texts if digest(text) not in done}
     if not missing:
         return 0

@@ -17,6 +17,8 @@ from fd_core.errors import ConfigError, FdError
 __all__ = ["ApiClient", "Chunk", "ServerAnswer", "base_url"]
 
 _LONGEST_LINE = 1 << 20
+_LONGEST_LIST = 16 << 20
+"""Bytes of the list of models; what is longer is not read."""
 _STOP_LINE = b"[DONE]"
 _LIST_SECONDS = 30.0
 """A server that says by then which models it serves is one; an answer may take as long as it takes."""
@@ -78,7 +80,7 @@ class ApiClient:
         try:
             wait = aiohttp.ClientTimeout(total=_LIST_SECONDS)
             async with self._session.get(f"{self.url}/v1/models", timeout=wait) as response:
-                body = await response.read()
+                body = await _read(response.content, _LONGEST_LIST)
                 if response.status != 200:
                     raise _refused(response.status, body, self.url)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -95,7 +97,7 @@ class ApiClient:
         try:
             async with self._session.post(f"{self.url}{path}", data=body, headers=headers) as response:
                 if response.status != 200:
-                    raise _refused(response.status, await response.read(), self.url)
+                    raise _refused(response.status, await _read(response.content, _LONGEST_LINE), self.url)
                 async for line in response.content:
                     at = time.perf_counter()
                     name, _, value = line.strip().partition(b":")
@@ -113,6 +115,14 @@ class ApiClient:
     def _unreachable(self, error: Exception) -> ServerAnswer:
         reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else str(error) or type(error).__name__
         return ServerAnswer(f"cannot talk to the server: {reason}", field=self.url, hint="is it running?")
+
+
+async def _read(content: aiohttp.StreamReader, limit: int) -> bytes:
+    """Return a body, or the beginning of one that is longer than `limit` bytes."""
+    parts = bytearray()
+    while len(parts) < limit and (part := await content.read(limit - len(parts))):
+        parts += part
+    return bytes(parts)
 
 
 def _chunk(data: bytes, at: float, url: str) -> Chunk:

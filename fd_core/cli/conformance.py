@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from fd_core.cli.report import reports_errors
 
 __all__ = ["conformance", "require_writable"]
+
+_TELLS_SECONDS: Final = 15.0
+"""Between two lines of progress where there is no terminal."""
 
 
 @reports_errors
@@ -83,11 +87,17 @@ def conformance(
     flag = kit.option.replace("--fd-", "--")
     named = targets if backends else [word for name in targets for word in (flag, name)]
     words = ["fdcore", "conformance", *named, *(("-k", expression) if expression else ()), *(("--quick",) * quick)]
-    console = Console()
+    console, told = Console(), time.monotonic()
     with console.status("starting") as status:
 
         def progress(target: str, done: int, failed: int) -> None:
-            status.update(f"{target}: {done} tests{f', {failed} failed' if failed else ''}")
+            nonlocal told
+            state = f"{target}: {done} tests{f', {failed} failed' if failed else ''}"
+            status.update(state)
+            # A file or another program sees no status line, but wants to know as well whether it goes on.
+            if not console.is_terminal and time.monotonic() > told + _TELLS_SECONDS:
+                told = time.monotonic()
+                print(state, file=sys.stderr, flush=True)
 
         report = run_suite(targets, expression, shlex.join(words), progress, quick=quick, kit=kit)
     print_report(report, console)

@@ -38,7 +38,8 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
 
     with bind_socket("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "fd_core.cli", "serve", *flags, "--port", str(port), "--host", "127.0.0.1"]
+    fdcore = [sys.executable, "-P", "-m", "fd_core.cli"]
+    command = [*fdcore, "serve", *flags, "--port", str(port), "--host", "127.0.0.1"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FD_API_KEY")}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     try:

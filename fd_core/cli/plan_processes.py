@@ -110,7 +110,7 @@ class PlanProcesses:
 
 def _started() -> subprocess.Popen[bytes]:
     # In a group of its own, since Ctrl-C is for the parent to decide about.
-    command = [sys.executable, "-m", "fd_core.cli.plan_processes"]
+    command = [sys.executable, "-P", "-m", "fd_core.cli.plan_processes"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
 

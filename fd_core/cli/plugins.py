@@ -104,7 +104,7 @@ def install(
     if ended.returncode != 0:
         raise PluginError(f"pip could not install {target}; its own words are above", hint=_which(name))
     # This process has seen the environment as it was; a fresh one shows it as it is.
-    check = [sys.executable, "-m", "fd_core.cli", "plugins", "check", _distribution(name)]
+    check = [sys.executable, "-P", "-m", "fd_core.cli", "plugins", "check", _distribution(name)]
     checked = subprocess.run(check, check=False)
     if checked.returncode != 0:
         raise typer.Exit(checked.returncode)

@@ -50,7 +50,7 @@ def summary(
         *([("Role", _role(info))] if info.role != "mixed" else []),
         ("max_num_seqs", f"{info.max_num_seqs:,}" + (" in all" if server.data_parallel_size > 1 else "")),
         ("max_num_batched_tokens", f"{info.max_num_batched_tokens:,}"),
-        ("max_model_len", f"{info.max_model_len:,}"),
+        ("max_model_len", _context(info, max(1, server.data_parallel_size))),
         ("Tool calls", tools),
         ("Reasoning", reasoning),
         ("Clients", clients(server.host, server.api_keys, server.api_key_file)),
@@ -74,6 +74,14 @@ def _engines(info: EngineInfo, count: int) -> str:
         f"{count}, each on its share of the machine with {info.max_num_seqs // count:,} slots; requests are placed by "
         "cached prefix and load"
     )
+
+
+def _context(info: EngineInfo, engines: int) -> str:
+    """Return the longest context, and what keeps it below what the model was made for if the KV cache does."""
+    held = info.num_kv_blocks // engines * info.block_size
+    if info.max_model_len == held < info.model_max_len:
+        return f"{held:,}: all that the KV cache holds; the model was made for {info.model_max_len:,}"
+    return f"{info.max_model_len:,}"
 
 
 def _adapters(info: EngineInfo) -> str:

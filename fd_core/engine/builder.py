@@ -309,6 +309,7 @@ class _EngineBuilder:
             generates=model.generates,
             eos_token_ids=model.eos_token_ids,
             max_model_len=limits.max_model_len,
+            model_max_len=model.max_positions,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=limits.block_size,

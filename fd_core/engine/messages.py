@@ -61,6 +61,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    model_max_len: int = 0
+    """Tokens of context that the model was made for; 0 if that is not known."""
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int

@@ -5,9 +5,12 @@ import signal
 import socket
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from fd_core.cli import startup
+from fd_core.cli.api_client import ApiClient, ServerAnswer
 from fd_core.cli.app import app
 from fd_core.cli.chat_backend import EngineChatBackend, SamplingOptions
 from fd_core.cli.loop_thread import LoopThread
@@ -95,6 +98,28 @@ def test_a_server_that_says_nothing_is_not_waited_for_without_end(monkeypatch):
         result = runner.invoke(app, ["chat", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}"], input="hi\n")
     assert result.exit_code == 1
     assert "cannot talk to the server: no answer in time (is it running?)" in result.stderr
+
+
+async def _endless(request):
+    response = web.StreamResponse(status=500)
+    await response.prepare(request)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await response.write(b"x" * 65536)
+    return response
+
+
+def test_a_refusal_without_end_is_read_to_a_limit():
+    async def ask():
+        endless = web.Application()
+        endless.router.add_route("*", "/{tail:.*}", _endless)
+        async with TestServer(endless) as server, ApiClient(str(server.make_url(""))) as client:
+            with pytest.raises(ServerAnswer, match="answered 500: xxx"):
+                await asyncio.wait_for(client.models(), 20)
+            with pytest.raises(ServerAnswer, match="answered 500: xxx"):
+                await asyncio.wait_for(anext(client.stream("/v1/completions", {})), 20)
+
+    asyncio.run(ask())
 
 
 def test_complete_with_a_server_and_its_refusals():

@@ -39,6 +39,14 @@ def test_the_type_of_the_kv_is_told(info: EngineInfo) -> None:
     assert said(msgspec.structs.replace(info, kv_dtype="int8"))["KV cache"].endswith("MB of int8)")
 
 
+def test_a_context_that_the_kv_cache_shortens_says_so(info: EngineInfo) -> None:
+    assert said(info)["max_model_len"] == f"{info.max_model_len:,}"
+    short = msgspec.structs.replace(info, num_kv_blocks=64, block_size=16, max_model_len=1024, model_max_len=8192)
+    assert said(short)["max_model_len"] == "1,024: all that the KV cache holds; the model was made for 8,192"
+    asked = msgspec.structs.replace(short, max_model_len=512)
+    assert said(asked)["max_model_len"] == "512"
+
+
 def test_loaded_adapters_are_named(info: EngineInfo) -> None:
     assert "LoRA adapters" not in said(info)
     served = msgspec.structs.replace(

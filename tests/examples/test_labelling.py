@@ -63,6 +63,17 @@ def test_only_texts_without_labels_are_asked_for(labelling: ModuleType, runs: li
     assert [each["text"] for each in lines(target)] == ["a", "b", "c"]
 
 
+def test_a_last_line_that_was_cut_off_is_asked_for_again(
+    labelling: ModuleType, runs: list[list[str]], tmp_path: Path
+) -> None:
+    target = tmp_path / "labels.jsonl"
+    assert labelling.label(["a", "b"], target, *ENGINE) == 0
+    target.write_text(target.read_text()[:-5])
+    assert labelling.label(["a", "b"], target, *ENGINE) == 0
+    assert runs[1] == [labelling.digest("b")]
+    assert [each["text"] for each in lines(target)] == ["a", "b"]
+
+
 def test_answers_that_were_not_read_yet_are_read_and_not_asked_again(
     labelling: ModuleType, runs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
