@@ -10,7 +10,9 @@ import sys
 import msgspec
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from fd_core.cli.app import app
 from fd_core.errors import ConfigError
 from fd_core.testing.report.model import Card, ConformanceReport, Result, read_report
 from fd_core.testing.report.page import html_of, markdown_of
@@ -144,8 +146,17 @@ def test_quick_leaves_out_scale_and_says_so():
 def test_what_cannot_be_run_is_said_in_one_line(backend, words):
     ended = conformance(backend)
     assert ended.returncode == 4
-    assert words in " ".join(ended.stdout.split())
+    told = " ".join(ended.stdout.split())
+    assert told.startswith(f"{backend} WAS NOT TESTED: ")
+    assert words in told
     assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_a_file_gets_a_line_of_progress_now_and_then(monkeypatch):
+    monkeypatch.setattr("fd_core.cli.conformance._TELLS_SECONDS", 0.0)
+    ended = CliRunner().invoke(app, ["conformance", "null", "--quick", "-k", "test_signals"])
+    assert ended.exit_code == 0
+    assert re.search(r"null: \d+ tests", ended.stderr)
 
 
 def test_an_instruction_set_has_to_be_in_the_environment_of_the_process(tmp_path, monkeypatch):

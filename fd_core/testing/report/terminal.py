@@ -22,14 +22,21 @@ _RULES: Final[tuple[tuple[CaseOutcome, str, str], ...]] = (
 
 def print_report(report: ConformanceReport, console: Console) -> None:
     """Print the table of sections, then the tests that failed, then the tests left out with their reasons."""
-    table = Table("", title="Conformance", title_justify="left")
-    for card in report.cards:
-        table.add_column(_heading(card), overflow="fold")
-    for section in report.sections():
-        table.add_row(section, *(_cell(card.counts(section)) for card in report.cards))
-    console.print(table)
+    tested = [card for card in report.cards if card.results]
+    if tested:
+        table = Table("", title="Conformance", title_justify="left")
+        for card in tested:
+            table.add_column(_heading(card), overflow="fold")
+        for section in report.sections():
+            table.add_row(section, *(_cell(card.counts(section)) for card in tested))
+        console.print(table)
     for card in report.cards:
         _print_card(card, console)
+
+
+def _reason(card: Card) -> str:
+    """Return why there are no results, without the name of the card."""
+    return (card.error or "").removeprefix(f"{card.target}: ")
 
 
 def _heading(card: Card) -> Text:
@@ -50,6 +57,9 @@ def _cell(counts: Counter[CaseOutcome]) -> Text:
 
 
 def _print_card(card: Card, console: Console) -> None:
+    if card.error is not None and not card.results:
+        console.print(Text(f"\n{card.target} ").append("WAS NOT TESTED", "bold red").append(f": {_reason(card)}"))
+        return
     counts: Counter[CaseOutcome] = Counter(result.outcome for result in card.results)
     verdict = Text("passes" if card.passed else "DOES NOT PASS", "bold green" if card.passed else "bold red")
     line = Text(f"\n{card.target} ").append(verdict)
