@@ -10,13 +10,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import queue
-import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Final
 
 import zmq
@@ -46,6 +43,8 @@ _LOOKS: Final = 4
 """Times that an output is waited for, one after the other: a pause of the whole process ends one of them only."""
 
 
+_CLOSE_SECONDS: Final = 30.0
+"""That a device has for what was launched before an engine's end."""
 _PAUSE_SECONDS: Final = 5e-5
 """Between two looks whether a launched step was computed. The one behind it is on the device already."""
 
@@ -183,10 +182,11 @@ class LaunchingDevice(RunnerDevice):
         change(self.runner)
 
     def close(self) -> None:
-        """Wait for what was launched."""
+        """Wait for what was launched, unless the device stands still."""
         self._kept.clear()
-        for launched in self._launched:
-            launched.copies.wait()
+        with contextlib.suppress(DeviceStalled):
+            for launched in self._launched:
+                self._await(launched, _CLOSE_SECONDS)
 
     def _launch(self) -> None:
         while self._kept and self._end is None:
@@ -273,15 +273,14 @@ class ThreadDevice(_Threaded):
 
 
 class SocketDevice(_Threaded):
-    """Sends outputs as frames over ZeroMQ, on a Unix socket in a private folder."""
+    """Sends outputs as frames over ZeroMQ, within the process."""
 
     def __init__(self, runner: Runner) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="fdcore-outputs-"))
         self._context = zmq.Context(1)
         self._receiver: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
-        self._receiver.bind(f"ipc://{self._folder}/outputs")
+        self._receiver.bind("inproc://outputs")
         self._sender: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
-        self._sender.connect(f"ipc://{self._folder}/outputs")
+        self._sender.connect("inproc://outputs")
         super().__init__(runner)
 
     def collect(self, timeout: float) -> StepOutput:
@@ -297,7 +296,6 @@ class SocketDevice(_Threaded):
         self._sender.close(linger=0)
         self._receiver.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _answer(self, output: StepOutput | EngineDead) -> None:
         self._sender.send(encode_output(output))

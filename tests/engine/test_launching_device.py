@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import fd_core.engine.device
 from fd_core.backends.null import NullBackend
 from fd_core.config import SpeculativeConfig
 from fd_core.engine.device import DeviceStalled, LaunchingDevice, ThreadDevice, make_device
@@ -145,3 +146,13 @@ def test_what_is_launched_at_the_end_is_waited_for() -> None:
         device.submit(plan)
     device.close()
     assert pack.computed == pack.queued
+
+
+@pytest.mark.law("1.8")
+def test_the_end_does_not_wait_for_a_device_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fd_core.engine.device, "_CLOSE_SECONDS", 0.05)
+    runner, pack = queued_runner()
+    device = LaunchingDevice(runner)
+    device.submit(plans(1)[0])
+    pack.compute = lambda end: None  # type: ignore[method-assign]
+    device.close()

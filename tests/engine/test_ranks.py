@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -41,6 +42,19 @@ LONG = greedy("long", range(20), 300)
 pytestmark = pytest.mark.slow
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize("settings", [{**TWO}, {"output_transport": "zmq"}], ids=str)
+def test_an_engine_that_serves_has_no_files_that_its_end_would_leave(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = null_engine(**settings)
+    try:
+        assert list(tmp_path.iterdir()) == []
+        assert run(engine, SPECS[:4]).tokens == golden(SPECS[:4])
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("k", [0, 3])

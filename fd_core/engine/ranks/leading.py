@@ -70,6 +70,7 @@ _ON_PROCESSORS: Final = ("cpu", "reference", "null")
 """Backends whose ranks Ray may place."""
 _WATCH_SECONDS: Final = 1.0
 _LOOK_MS: Final = 50
+_CONNECT_MS: Final = 1000
 """How often whoever waits for a rank looks whether it still runs."""
 _LAST_WORDS_SECONDS: Final = 1.0
 """For which the reason of a rank that ended is waited for."""
@@ -158,7 +159,11 @@ class RankProcesses:
 
     def loaded(self) -> list[RankLoaded]:
         """Wait until the other ranks have their weights. Raises what loading raised on one of them."""
-        return [self._hear_loading(rank, RankLoaded) for rank in self._ranks]
+        told = [self._hear_loading(rank, RankLoaded) for rank in self._ranks]
+        if all(socket.poll(_CONNECT_MS, zmq.POLLOUT) for socket in self._copies):
+            # Nobody connects any more, and an engine that is killed leaves no files behind.
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return told
 
     def allocate(self, limits: Limits) -> None:
         """Have the other ranks allocate what the limits say. Raises what that raised on one of them."""
