@@ -1,4 +1,5 @@
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -6,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import fd_core
+from fd_core.cli import foreign_flags
 from fd_core.cli.app import app
 from fd_core.cli.report import describe
 from fd_core.errors import ModelError
@@ -85,6 +88,8 @@ def test_version():
             2,
             "fdcore: --uvicorn-log-level: it is not a flag of fdcore: --log",
         ),
+        (["serve", "--model", "smollm2"], 2, "fdcore: --model: it is not a flag of fdcore: the model has no flag"),
+        (["serve", "smollm2", "-c=4096"], 2, "fdcore: -c: it is not a flag of fdcore: --max-model-len is"),
         (["no-such-command"], 2, "no-such-command"),
         (["serve"], 2, "fdcore: MODEL: no model was named"),
         (["serve", "smollm2", "--port", "x"], 2, "fdcore: --port: 'x' is not a whole number"),
@@ -199,3 +204,12 @@ def test_env_and_plugins_list_say_what_there_is():
 def test_models_list_needs_no_network(tmp_path):
     listed = run("models", "list", env={**os.environ, "FD_CACHE": str(tmp_path), "COLUMNS": "200"}).stdout
     assert "smollm2" in listed
+
+
+def test_flags_of_other_servers_are_none_here_and_what_is_named_in_their_place_is():
+    commands = typer.main.get_command(app).commands
+    here = {name: {word for each in commands[name].params for word in each.opts} for name in ("serve", "route")}
+    off = {word for each in commands["serve"].params for word in each.secondary_opts}
+    for flag, reason in foreign_flags.REASONS.items():
+        assert flag not in here["serve"] | here["route"]
+        assert set(re.findall(r"--[a-z-]+", reason)) <= here["serve"] | here["route"] | off
