@@ -48,10 +48,10 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
         long_text = _TEXT[: max_model_len // 2]  # no tokenizer makes more tokens than characters of it
         tokens = max(2, min(_TOKENS, max_model_len // 4))
         server.take(long_text, tokens)  # not timed: what is imported and compiled at the first request
-        short, long, talking = (
-            [server.take(f"{number} {text}", count) for number in range(_REPEATS)]
-            for text, count in (("A fox.", 1), (long_text, 1), ("A fox.", tokens))
-        )
+        # In turns, so that what else the server does meanwhile weighs on all three alike.
+        kinds = (("A fox.", 1), (long_text, 1), ("A fox.", tokens))
+        taken = [[server.take(f"{number} {text}", count) for text, count in kinds] for number in range(_REPEATS)]
+        short, long, talking = zip(*taken, strict=True)
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
         raise FdError(f"a server that was started for it did not answer: {error}") from error
     finally:

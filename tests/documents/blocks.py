@@ -20,7 +20,7 @@ DOCUMENTS = tuple(
     )
 )
 
-REASONS = ("needs a GPU", "needs the network", "needs hours", "needs another machine", "is run by ")
+REASONS = ("needs a GPU", "needs the network", "takes too long", "needs another machine", "is run by ")
 """What may stand behind `not run:`; the last one ends with the path of a test."""
 
 _BLOCK = re.compile(

@@ -23,7 +23,7 @@ from tests.documents.test_pages import DONE
 MOST: Mapping[str, int] = {
     "needs a GPU": 2,
     "needs the network": 10,
-    "needs hours": 3,
+    "takes too long": 3,
     "needs another machine": 6,
 }
 """Blocks that nothing runs here, by reason: fewer is better, and more takes a change of this table."""
