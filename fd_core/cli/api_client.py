@@ -13,12 +13,13 @@ import aiohttp
 import msgspec
 
 from fd_core.errors import ConfigError, FdError
+from fd_core.router.gateway.relaying import read_up_to
 
 __all__ = ["ApiClient", "Chunk", "ServerAnswer", "base_url"]
 
 _LONGEST_LINE = 1 << 20
 _LONGEST_LIST = 16 << 20
-"""Bytes of the list of models; what is longer is not read."""
+"""Bytes of the list of models; what lies behind is not read."""
 _STOP_LINE = b"[DONE]"
 _LIST_SECONDS = 30.0
 """A server that says by then which models it serves is one; an answer may take as long as it takes."""
@@ -80,7 +81,7 @@ class ApiClient:
         try:
             wait = aiohttp.ClientTimeout(total=_LIST_SECONDS)
             async with self._session.get(f"{self.url}/v1/models", timeout=wait) as response:
-                body = await _read(response.content, _LONGEST_LIST)
+                body = await read_up_to(response.content, _LONGEST_LIST)
                 if response.status != 200:
                     raise _refused(response.status, body, self.url)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -97,7 +98,7 @@ class ApiClient:
         try:
             async with self._session.post(f"{self.url}{path}", data=body, headers=headers) as response:
                 if response.status != 200:
-                    raise _refused(response.status, await _read(response.content, _LONGEST_LINE), self.url)
+                    raise _refused(response.status, await read_up_to(response.content, _LONGEST_LINE), self.url)
                 async for line in response.content:
                     at = time.perf_counter()
                     name, _, value = line.strip().partition(b":")
@@ -115,14 +116,6 @@ class ApiClient:
     def _unreachable(self, error: Exception) -> ServerAnswer:
         reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else str(error) or type(error).__name__
         return ServerAnswer(f"cannot talk to the server: {reason}", field=self.url, hint="is it running?")
-
-
-async def _read(content: aiohttp.StreamReader, limit: int) -> bytes:
-    """Return a body, or the beginning of one that is longer than `limit` bytes."""
-    parts = bytearray()
-    while len(parts) < limit and (part := await content.read(limit - len(parts))):
-        parts += part
-    return bytes(parts)
 
 
 def _chunk(data: bytes, at: float, url: str) -> Chunk:
