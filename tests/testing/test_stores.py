@@ -47,6 +47,27 @@ BROKEN = {
         "        for k in a[0]: k in self._values and self._values.move_to_end(k, last=False)\n"
         "        return found"
     ),
+    "returns every fiftieth value as it was read before": (
+        "def get(self, keys, limit, timeout):\n"
+        "        seen = self.__dict__.setdefault('seen', {})\n"
+        "        self.reads = getattr(self, 'reads', 0) + len(keys)\n"
+        "        found = super().get(keys, limit, timeout)\n"
+        "        if self.reads % 50 == 0: return [seen.get(k, v) for k, v in zip(keys, found)]\n"
+        "        seen.update(zip(keys, found))\n"
+        "        return found"
+    ),
+    "never forgets what it read": (
+        "def get(self, keys, limit, timeout):\n"
+        "        seen = self.__dict__.setdefault('seen', {})\n"
+        "        found = super().get(keys, limit, timeout)\n"
+        "        seen.update({k: v for k, v in zip(keys, found) if v is not None and k not in seen})\n"
+        "        return [seen.get(k) for k in keys]"
+    ),
+    "counts a prefix of what was there": (
+        "def longest_prefix(self, keys, limit, timeout):\n"
+        "        self.had = getattr(self, 'had', set()) | {k for k in keys if k in self._values}\n"
+        "        return next((n for n, k in enumerate(keys) if k not in self.had), len(keys))"
+    ),
     "reads back what it never wrote": (
         "def put(self, values, timeout):\n"
         "        self.written = getattr(self, 'written', {}) | {k: b''.join(p) for k, p in values}\n"

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,14 @@ __all__ = ["ConnectorSuite"]
 
 WINDOW = 4
 PIECES = range(3, 40)
+
+# The same examples in every run: a wrong connector fails always or never.
+_DRAWS: dict[str, Any] = {
+    "derandomize": True,
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "database": None,
+}
 
 _FAR = pytest.StashKey[FarSide]()
 _WARM = pytest.StashKey[set[str]]()
@@ -132,7 +141,7 @@ class ConnectorSuite:
 
     @pytest.mark.law("6.2")
     def test_values_arrive_as_they_were_sent_in_any_order(self, open_both: OpenBoth) -> None:
-        @settings(max_examples=self.examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=self.examples, **_DRAWS)
         @given(
             sizes=st.lists(st.one_of(st.sampled_from([0, 1, 5000]), st.integers(0, 5000)), min_size=1, max_size=20),
             chance=st.randoms(use_true_random=False),
@@ -242,7 +251,7 @@ class ConnectorSuite:
         there = {index: put(outbox, index, value) for index, value in values.items()}
         truth = there[3]
 
-        @settings(max_examples=2 * self.examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=2 * self.examples, **_DRAWS)
         @given(
             index=st.one_of(st.sampled_from(PIECES[: WINDOW + 1]), st.integers(-(2**63), 2**63 - 1)),
             reference=garbage(truth.reference),
@@ -268,7 +277,7 @@ class ConnectorSuite:
         there = put(outbox, 3, value_of(3, 1000))
         assert len(inbox.address) <= MAX_ADDRESS_BYTES
 
-        @settings(max_examples=2 * self.examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=2 * self.examples, **_DRAWS)
         @given(address=garbage(inbox.address), same=st.booleans())
         def run(address: bytes, same: bool) -> None:
             try:

@@ -137,6 +137,7 @@ def run_beside_a_dict(
         settings=settings(
             max_examples=examples,
             stateful_step_count=30,
+            derandomize=True,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             print_blob=True,

@@ -174,6 +174,33 @@ class StoreSuite:
         assert back_door.read(A) == value_of(A)
 
     @pytest.mark.law("5.2")
+    @pytest.mark.parametrize("change", ["put", "put by another store", "written", "deleted", "deleted in its place"])
+    def test_every_change_is_visible_to_the_next_read(
+        self, store: KVStore, make_store: MakeStore, back_door: BackDoor, change: str
+    ) -> None:
+        """Change each of many values right after it was read: no read may return what was there before."""
+        if change == "put by another store":
+            self.sharing.require()
+        writer = make_store() if change == "put by another store" else store
+        for number in range(1, 101):
+            key, before, after = key_of(number), value_of(key_of(number)), value_of(key_of(number + 1), 2000)
+            store.put([(key, [before])], TIMEOUT)
+            assert as_bytes(store.get([key], LIMIT, TIMEOUT)) == [before], number
+            assert store.longest_prefix([key], LIMIT, TIMEOUT) == 1
+            match change:
+                case "written":
+                    back_door.write(key, after)
+                case "deleted":
+                    assert store.delete([key], TIMEOUT) == 1
+                case "deleted in its place":
+                    back_door.delete(key)
+                case _:
+                    assert writer.put([(key, [after])], TIMEOUT) == 1
+            expected = None if change.startswith("deleted") else after
+            assert as_bytes(store.get([key], LIMIT, TIMEOUT)) == [expected], number
+            assert store.longest_prefix([key], LIMIT, TIMEOUT) == (0 if expected is None else 1), number
+
+    @pytest.mark.law("5.2")
     def test_deleting_counts_what_there_was(self, store: KVStore, back_door: BackDoor) -> None:
         store.put([(key, [value_of(key)]) for key in (A, B, C)], TIMEOUT)
         assert store.delete([A, C, A, key_of(9)], TIMEOUT) == 2
