@@ -1,6 +1,7 @@
 """Checks of fd_core. `nox` alone runs lint, types and tests, each in an environment of its own."""
 
 import os
+import random
 from pathlib import Path
 
 import nox
@@ -15,6 +16,12 @@ os.environ.setdefault("PIP_NO_COMPILE", "no")
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
 """Options of pytest: a worker for each core; the tests of one file share a worker, and so what they set up. Files begin
 in the order in which they were collected: tests/conftest.py puts the slow ones first."""
+
+
+def fresh_seed() -> int:
+    """Return a seed for a long run; nox prints the command with it, which repeats the run."""
+    return random.SystemRandom().randrange(2**32)
+
 
 CHECKED = ("fd_core", "tests", "benchmarks", "plugins", "examples", "noxfile.py")
 PLUGINS = tuple(sorted(str(found.parent) for found in Path("plugins").glob("*/pyproject.toml")))
@@ -82,8 +89,12 @@ def tests(session: nox.Session) -> None:
     # torch comes first and by itself, so that no other package chooses its build.
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
-    session.run("pytest", *SIDE_BY_SIDE, *session.posargs)
-    if not session.posargs:
+    if session.posargs:
+        session.run("pytest", *SIDE_BY_SIDE, *session.posargs)
+    else:
+        session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak and not guide and not timing")
+        # A verdict that depends on elapsed time needs a machine with nothing else to do.
+        session.run("pytest", "-m", "timing and not soak and not guide")
         # What a plugin computes with a framework, its kernels included, needs more than its own session has.
         session.install("-e", "plugins/gpu_cuda[kernels]")
         with session.chdir("plugins/gpu_cuda"):
@@ -265,8 +276,10 @@ def soak(session: nox.Session) -> None:
     """The real model under memory pressure, drafts and aborts, for minutes; FD_SOAK_SEED chooses another run."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
-    folders = ("tests/soak", "tests/faults", "tests/cluster", "tests/engine")
-    session.run("pytest", *folders, "-m", "soak", "--timeout=900", *session.posargs)
+    folders = ("tests/soak", "tests/faults", "tests/cluster", "tests/engine", "tests/server")
+    session.run(
+        "pytest", *folders, "-m", "soak", "--timeout=900", f"--hypothesis-seed={fresh_seed()}", *session.posargs
+    )
 
 
 @nox.session

@@ -1,14 +1,46 @@
 """Settings for every test."""
 
+import os
+import random
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes says how busy the machine is, nothing about the property.
-settings.register_profile("fd_core", deadline=None, suppress_health_check=(HealthCheck.too_slow,))
-settings.load_profile("fd_core")
+_QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": (HealthCheck.too_slow,)}
+settings.register_profile("fixed", **_QUIET, derandomize=True)
+settings.register_profile("drawn", **_QUIET)
+SEED = int(os.environ.get("FD_TEST_SEED", "0"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the same examples in every run; `--hypothesis-seed=N` draws others, which N reproduces."""
+    settings.load_profile("fixed" if config.getoption("hypothesis_seed") is None else "drawn")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Name the seeds of the run."""
+    drawn = config.getoption("hypothesis_seed")
+    examples = "fixed" if drawn is None else f"drawn with --hypothesis-seed={drawn}"
+    return f"seeds: hypothesis examples {examples}; FD_TEST_SEED={SEED}"
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    """Seed the shared generators, so that a test draws the same numbers alone and after others."""
+    random.seed(SEED)
+    np.random.seed(SEED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that hold slow tests: workers side by side then end at about the same time."""
+    """Begin with the files that hold slow tests: workers side by side then end at about the same time.
+
+    A failed test of elapsed time is repeated once; the summary reports it.
+    """
+    for item in items:
+        if item.get_closest_marker("timing"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

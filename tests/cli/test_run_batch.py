@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
@@ -77,6 +78,7 @@ def test_answers_to_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "'other'" in result.output
 
 
+@pytest.mark.timing
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_answers(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("\n".join(line(number, max_tokens=60, ignore_eos=True) for number in range(150)))
     command = [sys.executable, "-m", "fd_core.cli", "run-batch", "-i", "in", "-o", "out", *ENGINE]

@@ -300,6 +300,7 @@ def test_a_prefill_worker_that_goes_away_in_the_middle(how: signal.Signals, outc
 @pytest.mark.parametrize(
     "how, silence, within", [(signal.SIGKILL, 4.0, 4.0), (signal.SIGSTOP, 0.5, 6.0)], ids=["killed", "stopped"]
 )
+@pytest.mark.timing
 def test_a_decode_worker_that_goes_away_in_the_middle(how: signal.Signals, silence: float, within: float) -> None:
     cache = ScriptedCache(200)
     sender = make_sender(cache)

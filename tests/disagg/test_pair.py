@@ -254,6 +254,7 @@ def test_a_slow_import_slows_nobody_else_down_and_loses_nothing() -> None:
         assert {fetched.outcome for fetched in pair.answers(numbers)} == {"transferred"}
 
 
+@pytest.mark.timing
 def test_posting_waits_for_nothing() -> None:
     with Pair() as pair:
         copy = HeldCopy(pair.decode_cache)
@@ -475,6 +476,7 @@ def test_closing_the_decode_side_answers_everything_and_tells_the_other() -> Non
         pair.receiver.close()
 
 
+@pytest.mark.timing
 def test_closing_does_not_wait_for_a_copy_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
     with Pair() as pair:
         copy = HeldCopy(pair.decode_cache)
@@ -506,6 +508,7 @@ def test_a_thread_that_is_stuck_in_a_connector_keeps_no_fetch_for_ever() -> None
         gate.set()
 
 
+@pytest.mark.timing
 def test_a_thread_that_is_stuck_holds_a_fetch_up_for_little_longer_than_the_silence() -> None:
     gate = threading.Event()
 

@@ -58,6 +58,7 @@ def test_a_turn_of_the_loop_that_can_compute_waits_for_nothing_outside(monkeypat
 
 @pytest.mark.parametrize("stalled", ["longest_prefix", "get", "put"])
 @pytest.mark.law("5.1")
+@pytest.mark.timing
 def test_a_stalled_store_does_not_hold_a_plan(stalled: str, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store takes as long as it may, 0.6 s and more; no turn of the loop takes a part of that."""
     released = threading.Event()

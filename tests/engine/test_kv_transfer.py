@@ -178,6 +178,7 @@ def test_another_secret_gets_no_answer_and_the_prompt_is_computed_here(secret: s
         assert two.texts.tokens == golden(LONG[:1])
 
 
+@pytest.mark.timing
 def test_nobody_at_the_address_is_found_out_at_once(secret: str) -> None:
     with pair(secret, decode={"lease_seconds": 60.0}) as two:
         two.prefill.close()

@@ -108,6 +108,7 @@ def test_more_silent_connections_than_descriptors_keep_nobody_out(kind: str, tmp
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.timing
 def test_unfinished_bodies_hold_no_more_than_their_budget(kind: str, tmp_path: Path) -> None:
     body = b'{"prompt": "' + b"a" * (15 * MEGABYTE)
     with either(kind, tmp_path) as running, ExitStack() as stack:

@@ -17,6 +17,8 @@ from tests.hostile.bodies import BODIES, CHAT, COMPLETIONS, MB, MESSAGE
 from tests.hostile.event_loop import LONGEST_STALL, Beats, least, post, stall
 from tests.server.fakes import FakeClient, LiveServer, live
 
+pytestmark = pytest.mark.timing
+
 TEXT = find_text("bytes", offline=True)
 
 

@@ -33,6 +33,7 @@ MANY = {f"p{index}": {} for index in range(3000)}
         ),
     ],
 )
+@pytest.mark.timing
 def test_what_takes_seconds_to_compile_is_refused_in_milliseconds(make: Callable[[], Any], place: str) -> None:
     began = time.thread_time()
     with pytest.raises(BadRequest, match="at most") as raised:

@@ -31,6 +31,7 @@ def many_keys(folder: Path, count: int) -> str:
     return key_file(folder, *({"name": f"key-{number}", **limits} for number in range(count)))
 
 
+@pytest.mark.timing
 def test_ten_thousand_keys_cost_a_request_no_more_than_one(tmp_path: Path) -> None:
     few, many = AccessControl(("key-0",)), AccessControl(file=many_keys(tmp_path, 10_000))
 
@@ -46,6 +47,7 @@ def test_ten_thousand_keys_cost_a_request_no_more_than_one(tmp_path: Path) -> No
         assert best < 0.0005
 
 
+@pytest.mark.timing
 def test_reading_ten_thousand_keys_again_stops_no_stream(tmp_path: Path) -> None:
     access = AccessControl(file=many_keys(tmp_path, 10_000))
 

@@ -157,6 +157,7 @@ def test_a_template_that_exceeds_its_budget_at_once_is_refused_when_the_model_is
     ChatTemplate.of(byte_tokenizer(), "{{ raise_exception('other turns, please') }}")
 
 
+@pytest.mark.timing
 def test_a_large_source_is_refused_before_it_is_compiled() -> None:
     with pytest.raises(ModelError, match="characters, the limit is"):
         ChatTemplate("{{ a }}" * 40_000).render([{"role": "user", "content": "hello"}])
@@ -168,6 +169,7 @@ def test_a_large_source_is_refused_before_it_is_compiled() -> None:
 
 
 @pytest.mark.parametrize("where", ["of the model", "of the request"])
+@pytest.mark.timing
 def test_a_short_conversation_with_a_slow_template_does_not_hold_the_loop(where: str) -> None:
     """The loop ticks while the template spends its whole budget."""
     slow = often("i ~ j", "")

@@ -79,6 +79,7 @@ def test_both_ports_are_closed(queue) -> None:
     assert offload.closed and transfer.closed
 
 
+@pytest.mark.timing
 def test_waiting_ends_with_a_completion_or_the_time(queue) -> None:
     joined = JoinedEffectPort(queue, Noting(queue), None)
     threading.Timer(0.05, queue.put, [Sent(1)]).start()

@@ -193,6 +193,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.timing
 def test_the_end_of_a_process_is_noticed_at_once_over_gloo() -> None:
     group, place = opened_group(2, 60.0, "gloo")
     command = [sys.executable, "-c", KILLED, msgspec.json.encode(place).decode()]

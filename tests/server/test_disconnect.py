@@ -79,6 +79,7 @@ def test_leaving_while_nothing_can_be_written_aborts(server: LiveServer) -> None
     assert len(client.aborts) == len(set(client.aborts))
 
 
+@pytest.mark.timing
 def test_many_streams_with_random_departures_leave_nothing_behind() -> None:
     """64 streams; about half leave in the middle. Every gauge is back where it was."""
     chance = random.Random(7)

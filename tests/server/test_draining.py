@@ -7,6 +7,8 @@ import http.client
 import json
 import time
 
+import pytest
+
 from fd_core.server.draining import DRAINING_HEADER, Drain
 from tests.server.fakes import LiveServer, live
 from tests.server.test_abort import Background, waiting
@@ -22,6 +24,7 @@ def left(server: LiveServer) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.timing
 def test_who_leaves_says_so_and_serves_for_the_delay() -> None:
     with live(drain_delay=0.5, drain_seconds=10.0) as server:
         before = server.post(PATH, BODY)

@@ -96,6 +96,7 @@ SCHEMAS: dict[str, Any] = {
 
 @EACH
 @pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.timing
 def test_schemas_that_mean_harm_end_with_a_clear_answer(servers: dict[str, LiveServer], name: str, schema: str) -> None:
     for more in ({"tool_choice": "required"}, {"tool_choice": "auto", "strict": True}):
         strict = more.pop("strict", None)
@@ -107,6 +108,7 @@ def test_schemas_that_mean_harm_end_with_a_clear_answer(servers: dict[str, LiveS
 
 
 @EACH
+@pytest.mark.timing
 def test_others_are_answered_while_a_thousand_tools_are_compiled(servers: dict[str, LiveServer], name: str) -> None:
     tools = [tool(f"t{index}", CITY) for index in range(1000)]
     body = json.dumps({"messages": HI, "max_tokens": 1, "tools": tools, "tool_choice": "required"}).encode()

@@ -83,6 +83,7 @@ def test_several_engines_are_told_apart() -> None:
         live.join()
 
 
+@pytest.mark.timing
 def test_it_waits_for_news(live: LiveServer) -> None:
     page = ask(live)
     threading.Timer(0.2, lambda: tell(live, Removed((b"b",)))).start()
@@ -120,6 +121,7 @@ def test_without_the_flag_or_a_secret_there_is_nothing(settings: dict[str, Any])
         live.join()
 
 
+@pytest.mark.timing
 def test_a_server_that_ends_lets_nobody_wait(caplog: pytest.LogCaptureFixture) -> None:
     live = server()
     answers: list[Answer] = []

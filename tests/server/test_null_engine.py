@@ -116,6 +116,7 @@ def test_departures_leave_every_gauge_where_it_was(null: LiveServer) -> None:
     rests(null, 3)
 
 
+@pytest.mark.timing
 def test_a_departure_frees_its_blocks_within_a_second(null: LiveServer) -> None:
     request = {**body(2), "prompt": "y" * 90, "max_tokens": 300, "ignore_eos": True, "stream": True}
     asyncio.run(leave(null.port, request, 400))

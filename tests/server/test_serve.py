@@ -95,6 +95,7 @@ def test_drain_lets_running_requests_finish_and_refuses_others() -> None:
         server.join()
 
 
+@pytest.mark.timing
 def test_what_outlasts_the_drain_is_aborted_and_told() -> None:
     with live(drain_seconds=0.1) as server:
         server.client.held = True
@@ -109,6 +110,7 @@ def test_what_outlasts_the_drain_is_aborted_and_told() -> None:
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.timing
 def test_signals_drain_and_a_second_one_does_not_wait(signals: int, loop: Callable[[], Any]) -> None:
     """Runs on the main thread, where signals arrive; a thread sends them once the server serves."""
     drain = 20.0 if signals == 2 else 0.2

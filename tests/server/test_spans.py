@@ -184,6 +184,7 @@ async def test_a_trace_goes_through_router_decode_and_prefill_worker(memory: Mem
 
 
 @SDK
+@pytest.mark.timing
 def test_a_dead_collector_is_told_once_and_holds_nobody_up(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,7 @@ def test_any_json_object(null: LiveServer) -> None:
         ({"structured_outputs": {"json": {"anyOf": [{}, {"type": "strng"}]}}}, ".json.anyOf[1]", "Invalid type"),
     ],
 )
+@pytest.mark.timing
 def test_a_form_that_cannot_be_is_a_400_that_names_the_place(
     null: LiveServer, fields: dict[str, Any], param: str, words: str
 ) -> None:
@@ -183,6 +184,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", HOSTILE, ids=lambda fields: str(fields)[:60])
+@pytest.mark.timing
 def test_hostile_forms_end_with_a_clear_error_or_clean_and_leave_nothing(
     null: LiveServer, fields: dict[str, Any]
 ) -> None:

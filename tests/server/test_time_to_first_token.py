@@ -47,6 +47,7 @@ def slow_template(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.timing
 def test_reading_the_prompt_counts(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, slow: Any, stream: bool
 ) -> None:

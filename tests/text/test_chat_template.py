@@ -201,6 +201,7 @@ GROWING = [
 
 
 @pytest.mark.parametrize("source", ENDLESS)
+@pytest.mark.timing
 def test_a_template_that_does_not_end_is_stopped(source: str) -> None:
     began = time.perf_counter()
     with pytest.raises((ModelError, BadRequest)):

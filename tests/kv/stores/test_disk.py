@@ -272,6 +272,7 @@ def test_a_failed_write_leaves_nothing_behind_and_no_wrong_count(tmp_path, monke
     assert store.put([(OTHER, [bytes(1000)])], 5) == 1
 
 
+@pytest.mark.timing
 def test_an_engine_that_stands_still_with_the_lock_delays_others_no_longer_than_their_deadline(tmp_path):
     store = store_in(tmp_path / "kv")
     store.put([(KEY, [b"value"])], 5)

@@ -59,6 +59,7 @@ def test_a_block_goes_to_the_store_and_comes_back() -> None:
 
 
 @pytest.mark.law("5.5")
+@pytest.mark.timing
 def test_a_stalled_store_costs_the_first_request_its_deadline_and_the_others_nothing() -> None:
     """What SIGSTOP does to a server: every call takes as long as it may."""
     rig = running(host_blocks=0, load_seconds=2.0)
@@ -85,6 +86,7 @@ def test_a_stalled_store_costs_the_first_request_its_deadline_and_the_others_not
     rig.offload.close(0.0)
 
 
+@pytest.mark.timing
 def test_a_store_that_hangs_for_ever_is_found_out_and_left_behind() -> None:
     release = threading.Event()
     rig = running(host_blocks=4)
@@ -119,6 +121,7 @@ def test_closing_flushes_what_was_saved() -> None:
     assert len(rig.store.values) == 30 and rig.offload.stats().dropped_blocks == 0
 
 
+@pytest.mark.timing
 def test_closing_does_not_wait_for_a_slow_copy_longer_than_told() -> None:
     rig = running(host_blocks=30)
     rig.cache.readable = set(range(30))

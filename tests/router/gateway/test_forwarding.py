@@ -217,6 +217,7 @@ async def test_requests_that_wait_for_a_hanging_worker_go_elsewhere() -> None:
 
 
 @in_loop
+@pytest.mark.timing
 async def test_an_answer_that_stands_still_ends_when_its_worker_is_not_reached() -> None:
     async with FakeWorker() as worker, routed(worker, unreachable_seconds=0.5) as live:
         worker.pause = 0.01

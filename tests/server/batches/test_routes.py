@@ -182,6 +182,7 @@ def test_a_batch_is_cancelled_with_the_answers_that_it_has(server: LiveServer) -
     assert server.call(lambda: server.client.active_requests) == 0
 
 
+@pytest.mark.timing
 def test_a_batch_leaves_slots_for_others(server: LiveServer) -> None:
     server.client.held = True
     begin(server, upload(server, lines(50)))
@@ -256,6 +257,7 @@ def test_what_a_server_left_half_done_is_cleared_away(tmp_path: Path) -> None:
         assert not half.exists() and not (tmp_path / "abc.upload").exists()
 
 
+@pytest.mark.timing
 def test_keys_guard_files_and_batches_run_without(tmp_path: Path) -> None:
     with live(batch_api=True, batch_store=str(tmp_path), api_keys=("k",)) as server:
         assert server.get("/v1/files").status == 401

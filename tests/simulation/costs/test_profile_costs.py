@@ -97,6 +97,7 @@ def test_blocks_travel_at_the_bandwidth_of_their_link() -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 512])
+@pytest.mark.timing
 def test_asking_takes_little_time(chunk: int) -> None:
     # A simulated step asks once; 5 us were measured for 64 rows, the limit leaves room for slow and shared machines.
     costs, plan = costs_of(H100), plan_of(*[Row(1000)] * 63, Row(0, tokens=max(chunk, 1)))

@@ -235,6 +235,7 @@ def test_latencies_of_a_run_are_sorted_and_those_of_its_figures() -> None:
         assert (len(values), values[-1]) == (figures[name].count, figures[name].max)
 
 
+@pytest.mark.timing
 def test_many_outcomes_take_a_moment() -> None:
     run = queued(2000)
     many = msgspec.structs.replace(run, outcomes=run.outcomes * 25, waits=run.waits * 25)

@@ -70,6 +70,7 @@ def test_a_marker_of_one_character_is_found_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
+@pytest.mark.timing
 def test_a_long_answer_costs_what_it_is_long(name: str) -> None:
     """A hundred times the text must not take anything like ten thousand times as long."""
     opening = next(each.text for each in RECORDED.values() if each.tools == name and each.means.calls)
