@@ -68,10 +68,6 @@ def load_model(
             hint=f"use at most {spec.max_positions}",
         )
     num_parameters = check_tensors(spec, checkpoint)
-    ends = (
-        *checkpoint.eos_token_ids,
-        *ModelConfig(checkpoint.config, origin=str(checkpoint.path)).indices("eos_token_id"),
-    )
     decoder, weights = build_decoder(spec, checkpoint, ops, max_positions, progress, quantization)
     return DecoderModel(
         ops,
@@ -80,7 +76,7 @@ def load_model(
         architecture=spec.architecture,
         vocab_size=spec.embedding.shape[0],
         max_positions=max_positions,
-        eos_token_ids=tuple(dict.fromkeys(ends)),
+        eos_token_ids=checkpoint.eos_token_ids,
         num_parameters=num_parameters,
         weights=weights,
         state_size=spec.embedding.shape[1],

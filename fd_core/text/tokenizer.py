@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import tokenizers
 
 from fd_core.errors import BadRequest, ModelError
-from fd_core.models.loading.checkpoint import Checkpoint, GgmlTokenizerSource, JsonTokenizerSource
+from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.json_file import parse_json_object
+from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, JsonTokenizerSource, token_text
 from fd_core.text.token_bytes import Decoding, decoding_of
 
 __all__ = ["Tokenizer", "load_tokenizer"]
@@ -21,6 +23,8 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HOLES = 8
 _FEW_IDS = 1 << 17
 """Ids may have holes; tables take space for each id up to the highest."""
@@ -38,6 +42,9 @@ class Tokenizer:
     bos_id: int | None = None
     eos_id: int | None = None
     chat_template: str | None = None
+    """The default template."""
+    named_templates: Mapping[str, str] = field(default_factory=dict)
+    """Templates for other purposes by name, such as `tool_use`."""
 
     @cached_property
     def vocab_size(self) -> int:
@@ -178,6 +185,8 @@ def _from_json(source: JsonTokenizerSource) -> Tokenizer:
         if not isinstance(error, Exception) and not _panicked(error):
             raise
         raise ModelError(f"{source.origin} is not a usable tokenizer: {str(error)[:300]}", field="tokenizer") from error
+    if added := list(_missing_tokens(backend, source.settings)):
+        backend.add_tokens(added)
     highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
     if highest > _HOLES * backend.get_vocab_size() + _FEW_IDS:
         raise ModelError(
@@ -193,15 +202,56 @@ def _from_json(source: JsonTokenizerSource) -> Tokenizer:
         bos_id=_named_id(backend, source.settings.get("bos_token")),
         eos_id=_named_id(backend, source.settings.get("eos_token")),
         chat_template=source.chat_template,
+        named_templates=source.named_templates,
     )
+
+
+def _missing_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
+    """Yield the tokens that settings add to tokenizer.json, in the order in which `transformers` adds them.
+
+    `added_tokens_decoder` also changes how tokens of the file are matched; other tokens are added only if the file
+    lacks them.
+    """
+    there = backend.get_added_tokens_decoder().values()
+    known, texts = {repr(token) for token in there}, {token.content for token in there}
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
+    order = {name: index for index, name in enumerate(_NAMED)}
+    named = sorted((name for name in settings if name.endswith("_token")), key=lambda name: order.get(name, len(order)))
+    specials = [settings[name] for name in named] + (list(extra.values()) if isinstance(extra, dict) else [])
+    special_texts = {token_text(each) for each in specials}
+    decoder = settings.get("added_tokens_decoder")
+    listed = decoder.items() if isinstance(decoder, dict) else ()
+    for _, given in sorted(
+        ((int(index), token) for index, token in listed if str(index).isdecimal()), key=itemgetter(0)
+    ):
+        token = _added_token(given, special=token_text(given) in special_texts)
+        if token is not None and repr(_added_token(given)) not in known:
+            texts.add(token.content)
+            yield token
+    others = [(each, isinstance(each, str)) for each in (extra if isinstance(extra, list) else ())]
+    for given, special in (*((each, True) for each in specials), *others):
+        token = _added_token(given, special)
+        if token is not None and token.content not in texts:
+            texts.add(token.content)
+            yield token
+
+
+def _added_token(given: Any, special: bool = False) -> tokenizers.AddedToken | None:
+    """Return a token that settings give as a text or as an object; it is special if either says so."""
+    text = token_text(given)
+    if not text:
+        return None
+    flags = (
+        {name: given[name] for name in _FLAGS if isinstance(given.get(name), bool)} if isinstance(given, dict) else {}
+    )
+    normalized = {} if "normalized" in flags else {"normalized": not flags.get("special", isinstance(given, str))}
+    return tokenizers.AddedToken(text, **flags | normalized | {"special": special or flags.get("special", False)})
 
 
 def _named_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
     """Look up a token that tokenizer_config.json gives as a string or as an object with `content`."""
-    content = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(content, str):
-        return None
-    found: int | None = backend.token_to_id(content)
+    text = token_text(token)
+    found: int | None = None if text is None else backend.token_to_id(text)
     return found
 
 
@@ -217,4 +267,5 @@ def _from_ggml(source: GgmlTokenizerSource) -> Tokenizer:
         bos_id=bos if isinstance(bos, int) and 0 <= bos < size else None,
         eos_id=eos if isinstance(eos, int) and 0 <= eos < size else None,
         chat_template=source.chat_template,
+        named_templates=source.named_templates,
     )

@@ -9,8 +9,6 @@ Laws that every format keeps:
 
 from __future__ import annotations
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +23,20 @@ import numpy.typing as npt
 from fd_core.errors import ModelError
 from fd_core.models.loading.digest import digest_of
 from fd_core.models.loading.mapped_file import StoredTensor
+from fd_core.models.loading.tokenizer_source import (
+    GgmlTokenizerSource,
+    JsonTokenizerSource,
+    TokenizerSource,
+    end_tokens,
+)
 from fd_core.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
 
 __all__ = [
-    *("Checkpoint", "GgmlTokenizerSource", "JsonTokenizerSource", "TensorView", "TokenizerSource"),
+    "Checkpoint",
+    "GgmlTokenizerSource",
+    "JsonTokenizerSource",
+    "TensorView",
+    "TokenizerSource",
     "open_checkpoint",
 ]
 
@@ -37,39 +45,6 @@ PICKLE_HINT = (
     "pickled weights can run code when they are opened; take a safetensors or GGUF version of the model, or "
     "convert it where you trust the file: load it with transformers and call save_pretrained()"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class JsonTokenizerSource:
-    """A tokenizer as the `tokenizers` library writes it: the bytes of tokenizer.json and its settings."""
-
-    origin: Path
-    content: bytes
-    settings: Mapping[str, Any]
-    """The content of tokenizer_config.json, or an empty mapping."""
-    chat_template: str | None
-
-    @property
-    def digest(self) -> str:
-        """Hex SHA-256 that identifies what token ids stand for."""
-        return hashlib.sha256(self.content).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class GgmlTokenizerSource:
-    """A tokenizer as GGUF metadata: the `tokenizer.ggml.*` keys without that prefix."""
-
-    origin: Path
-    metadata: Mapping[str, Any]
-    chat_template: str | None
-
-    @property
-    def digest(self) -> str:
-        """Hex SHA-256 that identifies what token ids stand for."""
-        return hashlib.sha256(json.dumps(self.metadata, sort_keys=True, default=list).encode()).hexdigest()
-
-
-TokenizerSource = JsonTokenizerSource | GgmlTokenizerSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +121,24 @@ class Checkpoint(ABC):
     def tokenizer(self) -> TokenizerSource:
         """What `fd_core.text.load_tokenizer` builds the tokenizer from; `ModelError` if there is none."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a generation, beside those that `config` names."""
+        """Tokens that end a generation, whichever file names them; ids without an embedding row are left out."""
+        try:
+            tokenizer = self.tokenizer
+        except ModelError:  # some are used without one
+            tokenizer = None
+        rows = self.config.get("vocab_size")
+        named = {
+            str(self.path / "generation_config.json"): self._generation_config.get("eos_token_id"),
+            str(self.path): self.config.get("eos_token_id"),
+        }
+        return end_tokens(named, tokenizer, rows if isinstance(rows, int) else None)
+
+    @property
+    def _generation_config(self) -> Mapping[str, Any]:
+        """Defaults of generations that the checkpoint brings."""
+        return {}
 
     @property
     def total_bytes(self) -> int:

@@ -15,7 +15,7 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import Checkpoint, GgmlTokenizerSource, TokenizerSource
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_blocks import PACKED_TYPES, unpack_blocks
-from fd_core.models.loading.gguf_config import config_from, token_id
+from fd_core.models.loading.gguf_config import config_from
 from fd_core.models.loading.gguf_format import read_gguf
 from fd_core.models.loading.gguf_names import views_of
 from fd_core.models.loading.mapped_file import StoredTensor
@@ -29,10 +29,8 @@ _EXPANDED_TYPES: Final = frozenset(
 """Types that are read, and have no packed form."""
 SUPPORTED_TYPES: Final = (*RAW_TYPES, *PACKED_TYPES, *sorted(_EXPANDED_TYPES))
 
-# Control tokens that end a turn; files do not always say so in their metadata.
-_TURN_ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
-_CONTROL = 3
 _TOKENIZER = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
 
 
 class GgufCheckpoint(Checkpoint):
@@ -62,21 +60,12 @@ class GgufCheckpoint(Checkpoint):
         }
         if not metadata:
             raise ModelError(f"{self.path} carries no tokenizer", field="model")
-        return GgmlTokenizerSource(self.path, metadata, self._metadata.text("tokenizer.chat_template", "") or None)
-
-    @cached_property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The end-of-sequence ids that the metadata names, and control tokens that end a turn."""
-        named = [token_id(self._metadata, f"{_TOKENIZER}{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        tokens = self._metadata.strings(f"{_TOKENIZER}tokens")
-        types = self._metadata.indices(f"{_TOKENIZER}token_type")
-        turn_ends = [
-            index
-            for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
-            if kind == _CONTROL and token in _TURN_ENDS
-        ]
-        ends = [each for each in named if each is not None] + turn_ends
-        return tuple(dict.fromkeys(ends))
+        named = {
+            key.removeprefix(f"{_TEMPLATE}."): self._metadata.text(key, "")
+            for key in self._metadata.values
+            if key.startswith(f"{_TEMPLATE}.")
+        }
+        return GgmlTokenizerSource(self.path, metadata, self._metadata.text(_TEMPLATE, "") or None, named)
 
     def _decoded(self, tensor: StoredTensor) -> Weight:
         rows = math.prod(tensor.shape[:-1])

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import (
-    Checkpoint,
-    JsonTokenizerSource,
-    TokenizerSource,
-)
-from fd_core.models.loading.config import ModelConfig
-from fd_core.models.loading.json_file import read_json_object, read_limited
+from fd_core.models.loading.checkpoint import Checkpoint, TokenizerSource
+from fd_core.models.loading.json_file import read_json_object
 from fd_core.models.loading.mapped_file import StoredTensor
 from fd_core.models.loading.quantized_safetensors import quantized_views
 from fd_core.models.loading.safetensors_format import read_safetensors
+from fd_core.models.loading.tokenizer_source import read_tokenizer_folder
 from fd_core.weights import RAW_TYPES, Weight
 
 __all__ = ["SafetensorsCheckpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_TEMPLATE_LIMIT = 1 << 20
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -40,20 +36,13 @@ class SafetensorsCheckpoint(Checkpoint):
 
     @cached_property
     def tokenizer(self) -> TokenizerSource:
-        """The content of tokenizer.json and tokenizer_config.json, and the chat template."""
-        path, settings_path = self.path / "tokenizer.json", self.path / "tokenizer_config.json"
-        if not path.is_file():
-            hint = "save it with transformers' save_pretrained() of a fast tokenizer"
-            raise ModelError(f"{self.path} has no tokenizer.json", field="tokenizer", hint=hint)
-        settings = read_json_object(settings_path) if settings_path.is_file() else {}
-        return JsonTokenizerSource(path, read_limited(path), settings, _chat_template(self.path, settings))
+        """The tokenizer's files, and the chat templates."""
+        return read_tokenizer_folder(self.path)
 
     @cached_property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that generation_config.json names."""
+    def _generation_config(self) -> Mapping[str, Any]:
         path = self.path / "generation_config.json"
-        values = read_json_object(path) if path.is_file() else {}
-        return ModelConfig(values, origin=str(path)).indices("eos_token_id")
+        return read_json_object(path) if path.is_file() else {}
 
     def _decoded(self, tensor: StoredTensor) -> Weight:
         raise ModelError(
@@ -104,23 +93,3 @@ def _open_shard(index: Path, name: str) -> dict[str, StoredTensor]:
     if not path.is_file():
         raise ModelError(f"{index} names the shard {name}, which is not there", field="model", hint="download it again")
     return read_safetensors(path)
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Return the template of chat_template.jinja, chat_template.json or the settings, the first that exists."""
-    jinja = folder / "chat_template.jinja"
-    if jinja.is_file():
-        try:
-            return read_limited(jinja, _TEMPLATE_LIMIT).decode()
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{jinja} is not UTF-8", field="chat_template") from error
-    separate = folder / "chat_template.json"
-    source = read_json_object(separate) if separate.is_file() else settings
-    template = source.get("chat_template")
-    if isinstance(template, list):
-        # several named templates; the plain conversation is called "default"
-        named = {str(each.get("name")): each.get("template") for each in template if isinstance(each, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ModelError(f"{folder}: chat_template must be a string", field="chat_template")
-    return template
