@@ -129,8 +129,11 @@ def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, ar
     """
     from fd_core.plugins import REASONING_PARSER, TOOL_PARSER, installed_plugins
 
-    source = None if template is None else template.source
-    fits = parsers_for(source, template is not None and template.knows_tools, architecture)
+    fits = parsers_for(None, knows_tools=False)
+    if template is not None:
+        with_tools = template.for_tools
+        calls = parsers_for(with_tools.source, with_tools.knows_tools, architecture)
+        fits = calls._replace(reasoning=parsers_for(template.source or with_tools.source, True, architecture).reasoning)
     loaded: list[Any] = []
     said = []
     for kind, asked, fitting in ((TOOL_PARSER, tools, fits.tools), (REASONING_PARSER, reasoning, fits.reasoning)):

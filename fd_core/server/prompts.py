@@ -75,7 +75,8 @@ async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> t
             "continue_final_message",
         )
     template = body.chat_template or None
-    if template is not None and not state.config.trust_request_chat_template:
+    own = template is not None and state.prompt_reader.own_template(template) is not None
+    if template is not None and not own and not state.config.trust_request_chat_template:
         raise invalid(
             "chat_template is not supported: templates from requests are run only where the server was started with "
             "--trust-request-chat-template",

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from fd_core.server.structured_fields import StructuredFields
-from fd_core.server.tool_fields import MAX_TOOLS, ToolChoice, Tools
+from fd_core.server.tool_fields import ToolChoice, Tools
 from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
 
 __all__ = [
@@ -149,7 +149,8 @@ class Message(msgspec.Struct, kw_only=True):
     role: Annotated[str, Meta(extra_json_schema={"enum": ["system", "developer", "user", "assistant", "tool"]})]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    """Calls of an earlier answer, with arguments as the model wrote them."""
     tool_call_id: str | None = None
     """Of a tool's message: the call that it answers."""
     reasoning_content: str | None = None
@@ -178,7 +179,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     disable_chat_template: bool | None = None
     """The prompt is the plain text of the only message."""
     chat_template: ChatTemplateSource | None = None
-    """Replaces the model's template, where the server was started with --trust-request-chat-template."""
+    """One of the model's templates by name; a source to use instead only where the server was started with
+    --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Documents | None = None
     """What the answer may draw on, for templates that have a place for it."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
@@ -19,6 +19,7 @@ import jinja2.meta
 from jinja2.exceptions import SecurityError
 
 from fd_core.errors import BadRequest, ModelError
+from fd_core.models.loading.tokenizer_source import DEFAULT_TEMPLATE
 from fd_core.text.sandbox import Sandbox
 from fd_core.text.template_budget import TooMuch, joined, metered, the_budget
 from fd_core.text.tool_prompt import with_tools
@@ -38,6 +39,8 @@ _END = "\U000f4a7bend of the final message\U000f4a7b"
 """Stands behind a message that is to be continued; characters for private use, which no text should hold."""
 _MAX_CONTAINERS: Final = 32_768
 """Each of them is made while nothing else runs in this process."""
+_MAX_DIGITS: Final = 100
+_TOOL_TEMPLATE: Final = "tool_use"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _MISUSE = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
@@ -55,9 +58,12 @@ class ChatTemplate:
     """
 
     source: str
+    """The default template; empty for a model that has named ones only."""
     bos_token: str | None = None
     eos_token: str | None = None
     now: Callable[[], datetime] = datetime.now
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Templates for other purposes by name; `tool_use` replaces the default one where tools are given."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self | None:
@@ -66,13 +72,15 @@ class ChatTemplate:
         Raises `ModelError` with the line if it does not compile, or if already a short conversation goes beyond the
         limits.
         """
+        named = tokenizer.named_templates if source is None else {}
         source = tokenizer.chat_template if source is None else source
-        if source is None:
+        if source is None and not named:
             return None
-        template = cls(source, tokenizer.bos_token, tokenizer.eos_token)
-        for turns in (_TRIAL[:1], _TRIAL):
-            with contextlib.suppress(BadRequest):  # it may want other turns
-                template.render(turns)
+        template = cls(source or "", tokenizer.bos_token, tokenizer.eos_token, named=named)
+        for each in (template, template.for_tools):
+            for turns in (_TRIAL[:1], _TRIAL):
+                with contextlib.suppress(BadRequest):  # it may want other turns
+                    each.render(turns)
         return template
 
     def render(
@@ -91,18 +99,32 @@ class ChatTemplate:
         `template_kwargs` are variables of the template's own, such as `enable_thinking`. With `continue_final_message`
         the prompt ends with the content of the last message. `documents` are for templates that have a place for them;
         a template that knows no tools gets them as texts, see `fd_core.text.tool_prompt`.
+
+        Arguments of calls are what a model wrote: those that are no JSON are shown as text, and where the template
+        cannot show them, as an object that holds them.
         Raises `BadRequest`, naming the field, for messages that are malformed or that the template refuses, and
         `ModelError` for a template that does not compile or goes beyond the limits.
         """
+        chosen = self.for_tools if tools else self
+        if chosen is not self:
+            return chosen.render(
+                messages,
+                tools,
+                add_generation_prompt,
+                template_kwargs,
+                continue_final_message=continue_final_message,
+                documents=documents,
+            )
+        if not self.source and self.named:
+            raise BadRequest(
+                "the model has several chat templates and no default; name one of them in chat_template: "
+                f"{', '.join(sorted(self.named))}",
+                field="chat_template",
+            )
         turns = flatten_messages(messages)
-        if not self.knows_tools:
-            turns = with_tools(turns, tools, calls="tool_calls" not in self.source)
-        if continue_final_message:
-            turns[-1]["content"] += _END
         if documents and "documents" not in self.source:
             raise BadRequest("the chat template has no place for documents", field="documents")
         ours = {
-            "messages": turns,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
             "bos_token": self.bos_token or "",
@@ -111,24 +133,59 @@ class ChatTemplate:
             "strftime_now": self._strftime_now,
         } | ({"documents": list(documents)} if documents else {})
         own = dict(template_kwargs or {})
-        taken = own.keys() & {*ours, "self"}
+        taken = own.keys() & {*ours, "messages", "self"}
         if taken:
             raise BadRequest(
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))}", field="chat_template_kwargs"
             )
+        failures: list[BadRequest | ModelError] = []
+        for reading in _readings_of_calls(turns):
+            try:
+                return self._render(reading, own | ours, continue_final_message)
+            except (BadRequest, ModelError) as error:
+                failures.append(error)
+        raise failures[0]
+
+    def _render(self, turns: list[dict[str, Any]], variables: Mapping[str, Any], goes_on: bool) -> str:
         compiled = self._compiled
         try:
+            if not self.knows_tools:
+                turns = with_tools(turns, variables["tools"], calls="tool_calls" not in self.source)
+            if goes_on:
+                turns[-1]["content"] += _END
             with metered():
-                text = joined(compiled.generate(own | ours))
-            return _up_to_end(text) if continue_final_message else text
+                text = joined(compiled.generate({**variables, "messages": turns}))
+            return _up_to_end(text) if goes_on else text
         except _Refused as error:
             raise BadRequest(f"the chat template refused the messages: {error}", field="messages") from error
         except (SecurityError, TooMuch, RecursionError, MemoryError) as error:
             raise ModelError(f"the chat template was stopped: {_shown(error)}", field="chat_template") from error
+        except BadRequest:
+            raise
         except _MISUSE as error:
             raise BadRequest(
                 f"the chat template cannot render these messages: {_shown(error)}", field="messages"
             ) from error
+
+    @cached_property
+    def for_tools(self) -> ChatTemplate:
+        """The template of conversations with tools: the one named `tool_use`, or this one."""
+        return self.of_name(_TOOL_TEMPLATE) or self
+
+    def of_name(self, name: str) -> ChatTemplate | None:
+        """Return one of the model's templates; None if it has none of that name."""
+        source = self.source if name == DEFAULT_TEMPLATE else self.named.get(name)
+        if name not in self._others and source:
+            self._others[name] = replace(self, source=source, named={})
+        return self._others.get(name)
+
+    @cached_property
+    def _others(self) -> dict[str, ChatTemplate]:
+        return {}
+
+    def mentions(self, variable: str) -> bool:
+        """Return True if one of the model's templates reads a variable."""
+        return any(variable in source for source in (self.source, *self.named.values()))
 
     @cached_property
     def knows_tools(self) -> bool:
@@ -179,10 +236,10 @@ def _up_to_end(text: str) -> str:
 
 
 def flatten_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages as templates expect them: `content` is text, arguments of tool calls are objects.
+    """Return the messages as templates expect them: `content` is text, arguments of tool calls are parsed JSON.
 
-    Text parts are joined by a newline; a missing or null content becomes the empty string. Raises `BadRequest`
-    naming the field for anything else.
+    Text parts are joined by a newline; a missing or null content becomes the empty string; arguments that are no JSON
+    stay text. Raises `BadRequest` naming the field for anything else.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise BadRequest("messages must be a list with at least one message", field="messages")
@@ -190,12 +247,7 @@ def flatten_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     budget = _MAX_CONTAINERS
     for index, message in enumerate(messages):
         budget -= _containers(message)
-        if budget < 0:
-            raise BadRequest(
-                f"messages: the arguments of tool calls hold more than {_MAX_CONTAINERS:,} objects and lists",
-                field="messages",
-            )
-        flat.append(_flattened(message, f"messages[{index}]"))
+        flat.append(_flattened(message, f"messages[{index}]", parse=budget >= 0))
     return flat
 
 
@@ -207,7 +259,7 @@ def _containers(message: Any) -> int:
     return sum(text.count("{") + text.count("[") for text in texts if isinstance(text, str))
 
 
-def _flattened(message: Message, field: str) -> dict[str, Any]:
+def _flattened(message: Message, field: str, parse: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise BadRequest(f"{field} must be an object", field=field)
     role = message.get("role")
@@ -215,8 +267,9 @@ def _flattened(message: Message, field: str) -> dict[str, Any]:
         raise BadRequest(f"{field}.role must be a string such as 'user'", field=f"{field}.role")
     flat = {**message, "content": _text(message.get("content"), f"{field}.content")}
     calls = message.get("tool_calls")
+    flat.pop("tool_calls", None)
     if calls:
-        flat["tool_calls"] = _tool_calls(calls, f"{field}.tool_calls")
+        flat["tool_calls"] = _tool_calls(calls, f"{field}.tool_calls", parse)
     return flat
 
 
@@ -244,7 +297,7 @@ def _part(part: Any, field: str) -> str:
     return text
 
 
-def _tool_calls(calls: Any, field: str) -> list[Any]:
+def _tool_calls(calls: Any, field: str, parse: bool) -> list[Any]:
     """Parse the arguments, which OpenAI's clients send as JSON text and templates expect as an object."""
     if not isinstance(calls, list | tuple):
         raise BadRequest(f"{field} must be a list", field=field)
@@ -254,14 +307,57 @@ def _tool_calls(calls: Any, field: str) -> list[Any]:
         if not isinstance(function, Mapping):
             raise BadRequest(f"{field}[{index}].function must be an object", field=f"{field}[{index}].function")
         arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            arguments = _arguments(arguments, f"{field}[{index}].function.arguments")
+        if parse and isinstance(arguments, str):
+            arguments = _arguments(arguments)
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
 
 
-def _arguments(text: str, field: str) -> Any:
+def _arguments(text: str) -> Any:
+    """Return what JSON text stands for; the text itself if it is no JSON, or if a template could not write it."""
     try:
-        return json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"{field} is not valid JSON", field=field) from error
+        value = json.loads(text.strip() or "{}", parse_int=_short_integer)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    return value
+
+
+def _short_integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError("an integer is longer than a template may write")
+    return int(digits)
+
+
+def _readings_of_calls(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield copies of the turns with the arguments of calls as they are, as objects, and as texts.
+
+    A model may have written half an object or another value, and some templates take objects only, others texts only.
+    """
+    arguments = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
+    yield [dict(turn) for turn in turns]
+    if not all(isinstance(each, dict) for each in arguments):
+        yield [_with_arguments(turn, _as_object) for turn in turns]
+    if not all(isinstance(each, str) for each in arguments):
+        yield [_with_arguments(turn, _as_text) for turn in turns]
+
+
+def _with_arguments(turn: dict[str, Any], read: Callable[[Any], Any]) -> dict[str, Any]:
+    if "tool_calls" not in turn:
+        return dict(turn)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": read(call["function"]["arguments"])}}
+        for call in turn["tool_calls"]
+    ]
+    return {**turn, "tool_calls": calls}
+
+
+def _as_object(arguments: Any) -> dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    return {} if arguments in (None, "") else {"arguments": arguments}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -93,7 +93,7 @@ class PromptReader:
     @property
     def template_source(self) -> str | None:
         """What renders conversations, in Jinja; None where nothing does."""
-        return None if self._template is None else self._template.source
+        return None if self._template is None else self._template.source or None
 
     async def run(self, size: int, read: Callable[[], T], *, at_once: bool = True) -> T:
         """Return `read()` of a prompt of `size` characters: at once, or from a thread where it would block for long.
@@ -107,15 +107,19 @@ class PromptReader:
         worker = self._worker if size <= _LONG_CHARS else self._long_worker
         return await worker.run(read)
 
+    def own_template(self, name: str) -> ChatTemplate | None:
+        """Return one of the model's templates by its name; None if there is none of that name."""
+        return None if self._template is None else self._template.of_name(name)
+
     @property
     def switches_reasoning(self) -> bool:
         """Whether the chat template can switch reasoning on and off."""
-        return self._template is not None and "enable_thinking" in self._template.source
+        return self._template is not None and self._template.mentions("enable_thinking")
 
     @property
     def takes_effort(self) -> bool:
         """Whether the chat template can be told how much to reason."""
-        return self._template is not None and "reasoning_effort" in self._template.source
+        return self._template is not None and self._template.mentions("reasoning_effort")
 
     def close(self) -> None:
         """End the threads."""
@@ -157,7 +161,8 @@ class PromptReader:
         add_special: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[int, ...]:
-        """Return the ids of a conversation, rendered by the model's template, or by `template` if it is given.
+        """Return the ids of a conversation, rendered by the model's template, or by `template`, a source or the name of
+        one of the model's templates.
 
         Control tokens come from the template; `add_special` adds what the model wants around a text as well.
         `continue_final_message`, `documents` and `tools` are those of `ChatTemplate.render`. Raises `BadRequest` for
@@ -205,7 +210,9 @@ class PromptReader:
             )
 
     def _template_of(self, source: str) -> ChatTemplate:
-        """Return a template that came with a request, compiled once for those that repeat it."""
+        """Return the template that a request names, or brings, compiled once for those that repeat it."""
+        if (own := self.own_template(source)) is not None:
+            return own
         found = self._given_templates.pop(source, None)
         if found is None:
             found = ChatTemplate(source, self._tokenizer.bos_token, self._tokenizer.eos_token)

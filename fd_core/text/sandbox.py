@@ -98,7 +98,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters |= {name: _ordering(theirs[name]) for name in _ORDERING_FILTERS}
         self.filters |= {name: _lazy(theirs[name]) for name in _LAZY_FILTERS}
         self.filters |= {name: _walking(theirs[name]) for name in ("float", "int")}
-        self.filters |= {"indent": _indent, "items": _items, "join": _join, "list": _list, "replace": _replace}
+        self.filters |= {
+            "fromjson": _fromjson,
+            "indent": _indent,
+            "items": _items,
+            "join": _join,
+            "list": _list,
+            "replace": _replace,
+        }
         self.filters |= {"reverse": _reverse, "round": _rounding(theirs["round"]), "tojson": _tojson}
         self.filters |= {_CONCAT: _join, _COUNTED: _counted, _MADE: _made, _OPERAND: _operand, _SPEND: _spend}
         tests: dict[str, Any] = self.tests
@@ -387,6 +394,22 @@ def _tojson(
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     # Each piece passes a generator for each level of the value.
     return joined(the_budget().counted(encoder.iterencode(value), 3))
+
+
+@pass_context
+def _fromjson(context: Context, value: Any) -> Any:
+    """Parse JSON text; what is no text was parsed before."""
+    if not isinstance(value, str):
+        return value
+    budget = the_budget()
+    if budget.weigh(value) > _MAX_SLOW_CHARS:
+        raise TooMuch(f"a filter gets a text of more than {_MAX_SLOW_CHARS} characters")
+    check_items(value.count("{") + value.count("["))
+    budget.make(16 * len(value))
+    parsed = json.loads(value)
+    if "\\u" in value:
+        json.dumps(parsed, ensure_ascii=False).encode()  # a lone surrogate cannot be tokenized
+    return budget.made(parsed)
 
 
 @pass_context

@@ -170,7 +170,7 @@ def test_what_is_wrong_with_tools_is_named(server: LiveServer, changes: dict[str
 def test_arguments_of_a_call_in_the_conversation_never_break_the_server(server: LiveServer, arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "x", "arguments": arguments}}
     turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "é\u2028"}]
-    assert server.post(PATH, ASK | {"messages": turns}).status in (200, 400)
+    assert server.post(PATH, ASK | {"messages": turns}).status == 200
 
 
 def test_thousands_of_tools_end_with_a_clear_answer(server: LiveServer) -> None:

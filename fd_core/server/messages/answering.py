@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from typing import Any, Final
 
@@ -102,10 +101,10 @@ def _shown(block: AnswerBlock, *, whole: bool) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; none where they are half an object or something else."""
+    """Return the arguments of a call; none where they are half an object, or nothing that JSON can carry."""
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = msgspec.json.decode(arguments)
+    except (msgspec.MsgspecError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -96,7 +96,9 @@ def _messages(turn: Turn, place: str) -> list[Message]:
 
 def _call(block: InputBlock, where: str) -> dict[str, object]:
     name = _required(block.name, f"{where}.name")
-    function = {"name": name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+    given = {} if block.input is None else block.input
+    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    function = {"name": name, "arguments": arguments}
     return {"id": _required(block.id, f"{where}.id"), "type": "function", "function": function}
 
 

@@ -45,7 +45,8 @@ class InputBlock(msgspec.Struct, kw_only=True):
     signature: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None
+    """Arguments of a call, as the model wrote them; an object unless the call was cut off."""
     tool_use_id: str | None = None
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None

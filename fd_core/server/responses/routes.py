@@ -69,9 +69,9 @@ def _said(answer: ResponseAnswer) -> Message:
     said = Message(role="assistant", content="")
     for item in answer.output:
         if item["type"] == "message":
-            said.content = "".join(part["text"] for part in item["content"])
+            said.content = f"{said.content}" + "".join(part["text"] for part in item["content"])
         elif item["type"] == "reasoning":
-            said.reasoning_content = "".join(part["text"] for part in item["content"])
+            said.reasoning_content = (said.reasoning_content or "") + "".join(part["text"] for part in item["content"])
         else:
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}

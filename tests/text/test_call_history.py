@@ -1,0 +1,92 @@
+"""Whatever a model wrote as the arguments of a call, the conversation goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fd_core.errors import BadRequest
+from fd_core.text.chat_template import ChatTemplate, flatten_messages
+
+_EACH = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls %}<{{ c.function.name }}:"
+_END = ">{% endfor %}{% endfor %}{{ tools }}"
+TEMPLATES = {
+    "json": "{{ c.function.arguments | tojson }}",
+    "text or json": (
+        "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+        "{{ c.function.arguments | tojson }}{% endif %}"
+    ),
+    "items": "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}",
+    "method": "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
+    "concatenation": "{{ 'with ' + c.function.arguments }}",
+    "fromjson": "{% for k, v in (c.function.arguments | fromjson).items() %}{{ k }}={{ v }};{% endfor %}",
+    "mapping or refused": "{% if c.function.arguments is not mapping %}{{ raise_exception('no object') }}{% endif %}",
+}
+SOURCES = {name: _EACH + part + _END for name, part in TEMPLATES.items()}
+SOURCES["without tools"] = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+ARGUMENTS = [
+    '{"a": 1}',
+    '{"a": tr',
+    '{"a": "\\ud83d"}',
+    '{"a": ' + "[" * 990 + "]" * 990 + "}",
+    "[" * 100_000,
+    '{"a": ' + "9" * 4000 + "}",
+    '{"a": ' + "9" * 5000 + "}",
+    *("", "  ", "null", "[1]", "3", '"text"', "NaN", "{}{}", None, [1], {"a": 1}, 7, True),
+]
+
+
+def history(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "found"},
+        {"role": "user", "content": "and now?"},
+    ]
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=list(SOURCES))
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda each: str(each)[:20])
+def test_a_conversation_goes_on_whatever_was_called(source: str, arguments: Any) -> None:
+    text = ChatTemplate(source).render(history(arguments))
+    assert "look" in text and "found" in text and "and now?" in text
+    text.encode()
+
+
+@given(text=st.text(alphabet='{}[]":,\\ud83dnul1ae .', max_size=30), source=st.sampled_from(list(SOURCES.values())))
+def test_any_text_may_stand_as_arguments(text: str, source: str) -> None:
+    ChatTemplate(source).render(history(text)).encode()
+
+
+def test_half_an_object_is_shown_as_it_was_written() -> None:
+    text = ChatTemplate(SOURCES["text or json"]).render(history('{"city": "Par'))
+    assert '<look:{"city": "Par>' in text
+    assert 'arguments={"city": "Par;' in ChatTemplate(SOURCES["items"]).render(history('{"city": "Par'))
+
+
+def test_templates_that_take_texts_get_texts() -> None:
+    text = ChatTemplate(SOURCES["concatenation"]).render(history('{"city":"Paris"}'))
+    assert '<look:with {"city": "Paris"}>' in text
+
+
+@pytest.mark.parametrize("calls", [[], None])
+def test_no_calls_are_no_field(calls: Any) -> None:
+    [turn] = flatten_messages([{"role": "assistant", "content": "x", "tool_calls": calls}])
+    assert "tool_calls" not in turn
+
+
+def test_what_the_template_refuses_is_told_as_of_the_first_try() -> None:
+    refusing = SOURCES["items"] + "{% if messages[0].role == 'user' %}{{ raise_exception('no user') }}{% endif %}"
+    with pytest.raises(BadRequest, match="can only get item pairs"):
+        ChatTemplate(refusing).render(history("[1]"))
+
+
+def test_more_values_than_are_parsed_stay_text() -> None:
+    arguments = json.dumps({"a": [[]] * 40_000})
+    turns = flatten_messages(history(arguments))
+    assert turns[1]["tool_calls"][0]["function"]["arguments"] == arguments
