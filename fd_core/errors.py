@@ -53,7 +53,7 @@ class PluginError(FdError):
     exit_code = 4
 
 
-class BadRequest(FdError):
+class BadRequest(FdError, ValueError):
     """A request is malformed or out of range; answered with HTTP 400 in OpenAI's shape."""
 
 

@@ -1,20 +1,48 @@
-"""Whether sampling parameters can be used: the ranges of their fields, and the model's vocabulary."""
+"""Checks of requests: the ranges of sampling parameters, and token ids against the model's embedding rows."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Collection
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from fd_core.errors import BadRequest
-from fd_core.types import SamplingParams
+from fd_core.types import RequestSpec, SamplingParams
 
-__all__ = ["check_sampling", "check_structure", "check_tokens"]
+__all__ = ["check_ids", "check_request_ids", "check_sampling", "check_structure", "check_tokens"]
 
+_HIGHEST_ID: Final = 2**31 - 1
 _PATH: Final = re.compile(r" - at `\$\.(?P<path>[^`]*)`")
+
+
+def check_ids(ids: Collection[Any], rows: int, field: str, text_of: Callable[[int], str] = lambda token_id: "") -> None:
+    """Raise `BadRequest` for the first of `ids` that is no integer from 0 to `rows` - 1.
+
+    Kernels index the model's embedding, which has `rows` rows, by these ids. A tokenizer may have more tokens than
+    that; `text_of` returns the text of a token for the error.
+    """
+    if not ids or ({*map(type, ids)} == {int} and min(ids) >= 0 and max(ids) < rows):
+        return
+    wrong = next(each for each in ids if type(each) is not int or not 0 <= each < rows)
+    text = text_of(wrong) if type(wrong) is int and rows <= wrong <= _HIGHEST_ID else ""
+    shown = f"{str(wrong)[:40]} ({text[:80]!r})" if text else str(wrong)[:40]
+    raise BadRequest(
+        f"{field}: token ids are 0 to {rows - 1}; it holds the token id {shown}, but the vocabulary has {rows} rows",
+        field=field,
+    )
+
+
+def check_request_ids(spec: RequestSpec, rows: int) -> None:
+    """Raise `BadRequest` for a request with a token id that the model has no row for, wherever it stands."""
+    check_ids(spec.prompt, rows, "prompt")
+    check_ids(spec.delivered, rows, "delivered")
+    if spec.pooling is not None:
+        check_ids(spec.pooling.token_ids, rows, "pooling")
+    check_tokens(spec.params, rows)
 
 
 def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> None:
@@ -49,8 +77,8 @@ def check_tokens(params: SamplingParams, vocab_size: int | None = None) -> None:
         ("reasoning.end", () if params.reasoning is None else params.reasoning.end),
         ("bad_words_token_ids", tuple(chain.from_iterable(bans))),
     ):
-        if vocab_size is not None and ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise BadRequest(f"{field}: token ids are 0 to {vocab_size - 1}", field=field)
+        if vocab_size is not None:
+            check_ids(ids, vocab_size, field)
     allowed = params.allowed_token_ids
     if allowed is not None and not {*allowed} - {ban[0] for ban in bans if len(ban) == 1}:
         raise BadRequest("allowed_token_ids: every token of it is banned, or it is empty", field="allowed_token_ids")

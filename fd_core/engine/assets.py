@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -12,7 +14,7 @@ from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
 from fd_core.models.catalog import resolve_model
 from fd_core.models.fetching.progress import ProgressSink
-from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
 from fd_core.plugins import (
     DRAFTER,
     OBSERVER,
@@ -28,6 +30,9 @@ from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Assets", "find_assets"]
+
+_log = logging.getLogger(__name__)
+_SHOWN_TOKENS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +72,28 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
         config = msgspec.structs.replace(config, speculative=_with_draft_model(config.speculative, progress))
     checkpoint = open_checkpoint(found.path)
     try:
-        return Assets(found.name, found.path, load_tokenizer(checkpoint), config)
+        tokenizer = load_tokenizer(checkpoint)
+        _report_missing_rows(tokenizer, checkpoint)
+        return Assets(found.name, found.path, tokenizer, config)
     finally:
         checkpoint.close()
+
+
+def _report_missing_rows(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
+    """Log a warning that names tokens for which the embedding has no row: prompts that hold one are refused."""
+    rows = checkpoint.config.get("vocab_size")
+    if not isinstance(rows, int) or not (missing := tokenizer.tokens_from(rows)):
+        return
+    listed = ", ".join(f"{text[:40]!r} = {token_id}" for token_id, text in list(missing.items())[:_SHOWN_TOKENS])
+    _log.warning(
+        "%s: the tokenizer has %d tokens for which the model has no embedding row (it has %d): %s%s. Prompts that hold "
+        "one are refused; resize the model's embedding or remove the tokens",
+        checkpoint.path,
+        len(missing),
+        rows,
+        listed,
+        ", ..." if len(missing) > _SHOWN_TOKENS else "",
+    )
 
 
 def _with_draft_model(speculative: SpeculativeConfig, progress: ProgressSink | None) -> SpeculativeConfig:

@@ -13,7 +13,7 @@ import msgspec
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.adapters import EngineAdapters
 from fd_core.engine.device import Device, RunnerDevice
-from fd_core.engine.kv_transfer import prefill_request, prefill_request_id, refusal
+from fd_core.engine.kv_transfer import prefill_request, prefill_request_id
 from fd_core.engine.messages import EngineInfo, EngineStats, LeaseStats
 from fd_core.engine.prefill_pace import PrefillPace
 from fd_core.errors import BadRequest
@@ -23,6 +23,7 @@ from fd_core.kv.port import EffectPort
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.runner.observing import ObserverThread
 from fd_core.runner.runner import Runner
+from fd_core.sampling_checks import check_request_ids
 from fd_core.scheduling.contract import Scheduler, SchedulerHoldings
 from fd_core.structured.compiler import CompilerStats
 from fd_core.tracing.writer import TraceWriter
@@ -275,7 +276,7 @@ class Engine:
         return deltas
 
     def _begin_job(self, job: PrefillJob) -> None:
-        reason = "the prefill worker is shutting down" if self._stopping else refusal(job, self.info.vocab_size)
+        reason = "the prefill worker is shutting down" if self._stopping else None
         if reason is None:
             try:
                 self._add(prefill_request(job))
@@ -288,6 +289,7 @@ class Engine:
         return round(1e9 * self._clock())
 
     def _add(self, spec: RequestSpec) -> None:
+        check_request_ids(spec, self.info.vocab_size)
         self._adapters.require(spec.adapter)
         self._perform(self._scheduler.add(spec))
         self._adapters.began(spec)

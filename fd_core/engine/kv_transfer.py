@@ -24,7 +24,7 @@ from fd_core.kv.stores.location import parse_location
 from fd_core.plugins import CONNECTOR, STORE, Plugins
 from fd_core.types import PrefillJob, RequestSpec, SamplingParams
 
-__all__ = ["open_kv_transfer", "prefill_request", "prefill_request_id", "refusal", "require_role"]
+__all__ = ["open_kv_transfer", "prefill_request", "prefill_request_id", "require_role"]
 
 _ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """The KV of the prompt is what counts; the token that its last position yields is dropped."""
@@ -47,13 +47,6 @@ def prefill_request(job: PrefillJob) -> RequestSpec:
         prefill_job=job,
         adapter=job.adapter,
     )
-
-
-def refusal(job: PrefillJob, vocab_size: int) -> str | None:
-    """Say for people why a prefill job cannot be computed here; None if it can."""
-    if int(job.token_ids.max()) >= vocab_size:
-        return "the prompt has tokens that the model does not know"
-    return None
 
 
 def require_role(config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from fd_core.engine.core import Engine
 from fd_core.engine.messages import EngineInfo, EngineStats
 from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
 from fd_core.errors import BadRequest
-from fd_core.sampling_checks import check_sampling
+from fd_core.sampling_checks import check_ids, check_sampling
 from fd_core.types import Delta, FinishReason, Pooling, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["LLM", "Completion"]
@@ -196,7 +197,16 @@ class LLM:
         return [found[f"{prefix}-{index}"] for index in range(len(items))]
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        """Return the ids of a prompt. Raises `BadRequest` for ids that the model has no embedding row for."""
+        if isinstance(prompt, str):
+            ids = tuple(self.tokenizer.encode(prompt))
+        else:
+            try:
+                ids = tuple(each if isinstance(each, bool) else operator.index(each) for each in prompt)
+            except TypeError as error:
+                raise BadRequest("prompts: a prompt is text or a list of integers", field="prompts") from error
+        check_ids(ids, self.info.vocab_size, "prompts", self.tokenizer.token_text)
+        return ids
 
     def _run(self, requests: Iterable[RequestSpec], take: Callable[[list[Delta]], None]) -> None:
         """Compute requests until all have ended. What ends it early, such as Ctrl-C, ends them: none is left behind."""

@@ -42,7 +42,7 @@ def build_job(
             raise invalid(f"{name}: {top} likely tokens are asked for; this server tells {most} at most", name)
     n = choices_per_prompt(body, len(prompts), state.config.max_n)
     bad_words = bad_word_ids(body, state.client.info, state.tokenizer)
-    params = sampling_params(body, state.client.info, prompts, logprobs, bad_words)
+    params = sampling_params(body, state.client.info, prompts, logprobs, bad_words, state.tokenizer)
     record = request.state.record
     if asked_tokens(body)[0] is None and record.tokens_per_minute is not None:
         params = _within(params, prompts, n, record.tokens_per_minute)

@@ -89,7 +89,7 @@ class PooledTexts:
         ids: list[int] = []
         for token in judge:
             found: int | None = self._state.tokenizer.backend.token_to_id(token)
-            if found is None:
+            if found is None or found >= self._state.client.info.vocab_size:
                 raise ApiError(500, f"the model's tokenizer has no token {token!r}", kind="server_error")
             ids.append(found)
         size = sum(len(query) + len(document) + len(instruction) for query, document in pairs)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from itertools import chain
 from typing import Final
 
 from fd_core.engine.messages import EngineInfo
-from fd_core.sampling_checks import check_tokens
+from fd_core.sampling_checks import check_ids, check_tokens
 from fd_core.server.errors import invalid
 from fd_core.server.request_schemas import (
     MAX_LOGIT_BIAS,
@@ -78,6 +79,7 @@ def sampling_params(
     prompts: list[tuple[int, ...]],
     logprobs: int | None,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    tokenizer: Tokenizer | None = None,
 ) -> list[SamplingParams]:
     """Return what each prompt is sampled with; the seed is that of its first choice.
 
@@ -86,7 +88,13 @@ def sampling_params(
     """
     max_tokens, field = asked_tokens(request)
     stop_ids = tuple(request.stop_token_ids or ())
-    _require_in_vocabulary(max(stop_ids, default=0), "stop_token_ids", info)
+    text_of = (lambda _: "") if tokenizer is None else tokenizer.token_text
+    for field, ids in (
+        ("stop_token_ids", stop_ids),
+        ("logit_bias", request.logit_bias or ()),
+        ("allowed_token_ids", request.allowed_token_ids or ()),
+    ):
+        check_ids(ids, info.vocab_size, field, text_of)
     bias = _logit_bias(request, info)
     allowed_ids = _allowed_ids(request, info, stop_ids)
     temperature = 1.0 if request.temperature is None else request.temperature
@@ -183,9 +191,6 @@ def _logit_bias(request: GenerationRequest, info: EngineInfo) -> dict[int, float
         return None
     if len(bias) > MAX_LOGIT_BIAS:
         raise invalid(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
-    if min(bias) < 0:
-        raise invalid(f"logit_bias names the token id {min(bias)}; ids are not negative", "logit_bias")
-    _require_in_vocabulary(max(bias), "logit_bias", info)
     return {token_id: value for token_id, value in bias.items() if value} or None
 
 
@@ -199,9 +204,9 @@ def bad_word_ids(request: GenerationRequest, info: EngineInfo, tokenizer: Tokeni
         for word in request.bad_words or ()
         for space in ("", " ")
     ]
-    _require_in_vocabulary(max(map(max, filter(None, spelled)), default=0), "bad_words", info)
+    check_ids({*chain.from_iterable(spelled)}, info.vocab_size, "bad_words", tokenizer.token_text)
     given = [(each,) if isinstance(each, int) else tuple(each) for each in request.bad_words_token_ids or ()]
-    _require_in_vocabulary(max(map(max, given), default=0), "bad_words_token_ids", info)
+    check_ids({*chain.from_iterable(given)}, info.vocab_size, "bad_words_token_ids", tokenizer.token_text)
     return tuple(dict.fromkeys(ids for ids in (*spelled, *given) if ids))
 
 
@@ -209,17 +214,9 @@ def _allowed_ids(request: GenerationRequest, info: EngineInfo, stop_ids: tuple[i
     if not request.allowed_token_ids:
         return None
     allowed = set(request.allowed_token_ids)
-    _require_in_vocabulary(max(allowed), "allowed_token_ids", info)
     if _min_tokens(request) and allowed <= {*stop_ids, *info.eos_token_ids}:
         raise invalid(
             "allowed_token_ids has only tokens that end the text, but others are asked for before its end",
             "allowed_token_ids",
         )
     return tuple(sorted(allowed))
-
-
-def _require_in_vocabulary(largest: int, field: str, info: EngineInfo) -> None:
-    if largest >= info.vocab_size:
-        raise invalid(
-            f"{field} names the token id {largest}, but the vocabulary has {info.vocab_size} ids, from 0 on", field
-        )

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from fd_core.sampling_checks import check_ids
 from fd_core.server.body import BodyFormat
 from fd_core.server.disconnect import unless_gone
 from fd_core.server.encoding import encoded_list
@@ -57,9 +58,7 @@ async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body, headers = await _DETOKENIZE.read(request, state.config.max_body_bytes)
     state.model_name(body.model)
-    size = state.client.info.vocab_size
-    if max(body.tokens, default=0) >= size:
-        raise invalid(f"tokens holds the id {max(body.tokens)}, but the vocabulary has {size} ids, from 0 on", "tokens")
+    check_ids(body.tokens, state.client.info.vocab_size, "tokens", state.tokenizer.token_text)
     ids, skipping = body.tokens, bool(body.skip_special_tokens)
     text = await state.prompt_reader.run(len(ids), lambda: state.tokenizer.decode(ids, skip_special=skipping))
     return Response(msgspec.json.encode(DetokenizeAnswer(text)), headers=headers, media_type="application/json")

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from fd_core.sampling_checks import check_ids
 from fd_core.server.errors import invalid
 from fd_core.server.generation import Job
 from fd_core.server.state import ServerState
@@ -100,7 +101,9 @@ def _reasoning(
         )
     if not parser.begins_reasoning(tail, state.prompt_reader.switches_reasoning):
         return None
-    return Reasoning(end=tuple(state.tokenizer.encode(parser.end, add_special=False)), max_tokens=budget)
+    end = tuple(state.tokenizer.encode(parser.end, add_special=False))
+    check_ids(end, state.client.info.vocab_size, "the end of reasoning", state.tokenizer.token_text)
+    return Reasoning(end=end, max_tokens=budget)
 
 
 def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int, field: str) -> CallAsked:

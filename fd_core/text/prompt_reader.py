@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from fd_core.errors import BadRequest, FdError, ModelError
+from fd_core.sampling_checks import check_ids
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.fair_thread import FairThread
 from fd_core.text.tokenizer import Tokenizer
@@ -65,7 +66,7 @@ class PromptReader:
         vocab_size: int = _MAX_TOKEN_ID + 1,
         max_chars: int | None = None,
     ) -> None:
-        """Ids that clients give have to be below `vocab_size`; longer texts than `max_chars` are not encoded."""
+        """Ids of prompts, given or of texts, have to be below `vocab_size`, and texts at most `max_chars` long."""
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = vocab_size
@@ -199,7 +200,10 @@ class PromptReader:
     def _encode(self, text: str, add_special: bool, field: str, *, counted: bool = False) -> list[int]:
         if not counted or len(text) > _COUNTED_CHARS:
             self._require_short(len(text), field)
-        return self._tokenizer.encode(text, add_special=add_special)
+        ids = self._tokenizer.encode(text, add_special=add_special)
+        if not counted:
+            check_ids(ids, self._vocab_size, field, self._tokenizer.token_text)
+        return ids
 
     def _require_short(self, chars: int, field: str) -> None:
         if self._max_chars is not None and chars > self._max_chars:
@@ -222,12 +226,7 @@ class PromptReader:
         return found
 
     def _checked_ids(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
-        for wrong in (min(ids), max(ids)):
-            if not 0 <= wrong < self._vocab_size:
-                raise BadRequest(
-                    f"{field} holds the token id {wrong}, but the vocabulary has {self._vocab_size} ids, from 0 on",
-                    field=field,
-                )
+        check_ids(ids, self._vocab_size, field, self._tokenizer.token_text)
         return tuple(ids)
 
 

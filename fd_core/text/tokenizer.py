@@ -51,6 +51,10 @@ class Tokenizer:
         """One more than the largest id that has text."""
         return len(self._tokens)
 
+    def tokens_from(self, first_id: int) -> dict[int, str]:
+        """Return the tokens whose ids are at least `first_id`."""
+        return {index: text for index, text in enumerate(self._tokens[first_id:], first_id) if text}
+
     @cached_property
     def longest_token(self) -> int:
         """Characters, at most, that one token stands for."""
