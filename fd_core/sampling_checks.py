@@ -31,7 +31,8 @@ def check_ids(ids: Collection[Any], rows: int, field: str, text_of: Callable[[in
     text = text_of(wrong) if type(wrong) is int and rows <= wrong <= _HIGHEST_ID else ""
     shown = f"{str(wrong)[:40]} ({text[:80]!r})" if text else str(wrong)[:40]
     raise BadRequest(
-        f"{field}: token ids are 0 to {rows - 1}; it holds the token id {shown}, but the vocabulary has {rows} rows",
+        f"{field}: token ids are 0 to {rows - 1}; it holds the token id {shown}, but the vocabulary has {rows} ids "
+        "(embedding rows)",
         field=field,
     )
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["files_beside", "quantize"]
 
+_TEMPLATES: Final = "additional_chat_templates"
 _COPIED: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "generation_config.json", "chat_template.jinja", "chat_template.json"),
@@ -62,13 +63,18 @@ def files_beside(checkpoint: Checkpoint) -> dict[str, bytes]:
     from fd_core.text.tokenizer import load_tokenizer
 
     if checkpoint.path.is_dir():
-        return {name: read_limited(path) for name in _COPIED if (path := checkpoint.path / name).is_file()}
+        templates = [f"{_TEMPLATES}/{path.name}" for path in sorted((checkpoint.path / _TEMPLATES).glob("*.jinja"))]
+        return {
+            name: read_limited(path) for name in (*_COPIED, *templates) if (path := checkpoint.path / name).is_file()
+        }
     tokenizer = load_tokenizer(checkpoint)
+    default = {} if tokenizer.chat_template is None else {"default": tokenizer.chat_template}
+    templates = [{"name": name, "template": text} for name, text in {**default, **tokenizer.named_templates}.items()]
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokenizer.bos_token,
         "eos_token": tokenizer.eos_token,
-        "chat_template": tokenizer.chat_template,
+        "chat_template": templates if tokenizer.named_templates else tokenizer.chat_template,
     }
     return {
         "tokenizer.json": tokenizer.backend.to_str().encode(),

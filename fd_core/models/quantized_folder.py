@@ -47,6 +47,7 @@ def write_quantized(
         raise ConfigError(f"cannot write to {folder.parent}: {error.strerror}", field="--output") from error
     try:
         for name, content in {**others, "config.json": _config(checkpoint, spec, form)}.items():
+            (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)
         with (partial / "model.safetensors").open("xb") as file:
             _write_weights(checkpoint, spec, form, file, progress)

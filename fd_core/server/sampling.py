@@ -89,12 +89,12 @@ def sampling_params(
     max_tokens, field = asked_tokens(request)
     stop_ids = tuple(request.stop_token_ids or ())
     text_of = (lambda _: "") if tokenizer is None else tokenizer.token_text
-    for field, ids in (
+    for name, ids in (
         ("stop_token_ids", stop_ids),
         ("logit_bias", request.logit_bias or ()),
         ("allowed_token_ids", request.allowed_token_ids or ()),
     ):
-        check_ids(ids, info.vocab_size, field, text_of)
+        check_ids(ids, info.vocab_size, name, text_of)
     bias = _logit_bias(request, info)
     allowed_ids = _allowed_ids(request, info, stop_ids)
     temperature = 1.0 if request.temperature is None else request.temperature

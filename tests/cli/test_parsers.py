@@ -38,3 +38,10 @@ def test_a_name_that_nobody_offers_is_refused_with_those_there_are() -> None:
     with pytest.raises(PluginError, match="no tool parser called 'best'") as caught:
         choose_parsers("best", "auto", QWEN, "")
     assert caught.value.field == "--tool-call-parser" and "hermes" in caught.value.hint
+
+
+def test_the_template_for_tools_chooses_the_parser_of_calls() -> None:
+    named = {"tool_use": "{{ tools }}Environment: ipython"}
+    chosen = choose_parsers("auto", "auto", ChatTemplate("{{ messages }}<think></think>", named=named), "")
+    assert (chosen.parsers.tools, chosen.parsers.reasoning) == (LlamaJsonTools, QwenReasoning)
+    assert choose_parsers("auto", "auto", ChatTemplate("", named=named), "").parsers.tools is LlamaJsonTools

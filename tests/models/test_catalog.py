@@ -15,7 +15,7 @@ import pytest
 from fd_core.errors import ModelError
 from fd_core.models import catalog
 from fd_core.models.catalog import KNOWN, list_models, resolve_model
-from fd_core.models.fetching import packaged
+from fd_core.models.fetching import hub, packaged
 from fd_core.models.fetching.packaged import PackagedModel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
@@ -329,3 +329,19 @@ def test_nothing_heavy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("added_tokens.json", True),
+        ("chat_template.jinja", True),
+        ("additional_chat_templates/tool_use.jinja", True),
+        ("additional_chat_templates/deeper/rag.jinja", False),
+        ("additional_chat_templates/code.py", False),
+        ("onnx/model.safetensors", False),
+        ("consolidated.safetensors", False),
+    ],
+)
+def test_files_that_are_fetched_from_the_hub(file: str, wanted: bool) -> None:
+    assert hub._is_wanted(file) is wanted

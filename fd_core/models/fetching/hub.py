@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import threading
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,9 +16,9 @@ from fd_core.models.loading.json_file import read_json_object
 
 __all__ = ["cached", "fetch", "find"]
 
-# Top-level safetensors, configuration and tokenizer: never pickles, never code.
+# Top-level safetensors, configuration and tokenizer, and named chat templates: never pickles, never code.
 _ALLOWED = ("*.safetensors", "*.json", "*.jinja")
-_IGNORED = ("*/*", "consolidated*.safetensors")
+_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def find(name: str, revision: str | None, cache: Path | None) -> Path | None:
@@ -42,7 +43,8 @@ def fetch(name: str, revision: str | None, cache: Path | None, progress: Progres
     # The base class of transport errors differs between versions of the library: requests' or httpx's.
     transport: tuple[Any, ...] = HfHubHTTPError.__bases__
     try:
-        total = _total_bytes(name, huggingface_hub.HfApi().model_info(name, revision=revision, files_metadata=True))
+        wanted = _wanted_files(name, huggingface_hub.HfApi().model_info(name, revision=revision, files_metadata=True))
+        total = sum(wanted.values())
         home = cache or Path(constants.HF_HUB_CACHE)
         require_room(home, total, f"fetching {name}", "HF_HOME")
         progress.start(f"download {name}", total)
@@ -58,8 +60,7 @@ def fetch(name: str, revision: str | None, cache: Path | None, progress: Progres
                 name,
                 revision=revision,
                 cache_dir=cache,
-                allow_patterns=list(_ALLOWED),
-                ignore_patterns=list(_IGNORED),
+                allow_patterns=[glob.escape(file) for file in wanted],
                 tqdm_class=_silent_bars(),
             )
         finally:
@@ -93,7 +94,8 @@ def cached(cache: Path | None) -> list[tuple[str, int, Path]]:
     return sorted(found)
 
 
-def _total_bytes(name: str, info: Any) -> int:
+def _wanted_files(name: str, info: Any) -> dict[str, int]:
+    """Return the files to download and their sizes in bytes."""
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
     wanted = {file: size for file, size in sizes.items() if _is_wanted(file)}
     if not any(file.endswith(".safetensors") for file in wanted):
@@ -103,11 +105,13 @@ def _total_bytes(name: str, info: Any) -> int:
             field="model",
             hint="download a .gguf file yourself and name it, or choose a repository with safetensors",
         )
-    return sum(wanted.values())
+    return wanted
 
 
 def _is_wanted(file: str) -> bool:
-    return any(fnmatch(file, each) for each in _ALLOWED) and not any(fnmatch(file, each) for each in _IGNORED)
+    if "/" in file:
+        return fnmatch(file, _TEMPLATES) and file.count("/") == 1
+    return any(fnmatch(file, each) for each in _ALLOWED) and not fnmatch(file, "consolidated*.safetensors")
 
 
 def _is_whole(folder: Path) -> bool:

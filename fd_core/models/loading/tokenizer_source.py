@@ -69,7 +69,7 @@ class JsonTokenizerSource:
 
     def find(self, texts: Collection[str]) -> dict[str, KnownToken]:
         """Return the tokens among `texts` that the vocabulary has."""
-        listed = _json_or_none(self.content, _AddedTokens)
+        listed = _json_or_none(self.content, _TokenizerAddedTokens)
         found = {each.content: KnownToken(each.id, each.special) for each in (listed.added_tokens if listed else ())}
         decoder = self.settings.get("added_tokens_decoder")
         for key, token in decoder.items() if isinstance(decoder, dict) else ():
@@ -77,7 +77,7 @@ class JsonTokenizerSource:
             if text is not None and str(key).isdecimal():
                 found.setdefault(text, KnownToken(int(key), isinstance(token, dict) and token.get("special") is True))
         if not found.keys() >= set(texts):
-            vocabulary = _json_or_none(self.content, _Vocabulary)
+            vocabulary = _json_or_none(self.content, _TokenizerFile)
             ids = {} if vocabulary is None else vocabulary.model.ids()
             for text in texts:
                 if text in ids:
@@ -119,17 +119,17 @@ class GgmlTokenizerSource:
 TokenizerSource = JsonTokenizerSource | GgmlTokenizerSource
 
 
-class _AddedToken(msgspec.Struct):
+class _TokenizerAddedToken(msgspec.Struct):
     id: int
     content: str
     special: bool = False
 
 
-class _AddedTokens(msgspec.Struct):
-    added_tokens: list[_AddedToken] = []
+class _TokenizerAddedTokens(msgspec.Struct):
+    added_tokens: list[_TokenizerAddedToken] = []
 
 
-class _Model(msgspec.Struct):
+class _TokenizerModel(msgspec.Struct):
     vocab: dict[str, int] | list[Any] = {}
 
     def ids(self) -> Mapping[str, int]:
@@ -139,8 +139,8 @@ class _Model(msgspec.Struct):
         return {each[0]: index for index, each in enumerate(self.vocab) if isinstance(each, list) and each}
 
 
-class _Vocabulary(msgspec.Struct):
-    model: _Model = msgspec.field(default_factory=_Model)
+class _TokenizerFile(msgspec.Struct):
+    model: _TokenizerModel = msgspec.field(default_factory=_TokenizerModel)
 
 
 def end_tokens(named: Mapping[str, Any], tokenizer: TokenizerSource | None, rows: int | None) -> tuple[int, ...]:

@@ -310,3 +310,12 @@ def test_other_files_are_not_taken_for_gguf(tmp_path: Path, content: bytes, says
     path.write_bytes(content)
     with pytest.raises(ModelError, match=says):
         open_checkpoint(path)
+
+
+def test_named_chat_templates_are_read(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "named.gguf", "llama")
+    writer.add_chat_template([{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}])
+    extra = {key: each.value for key, each in writer.kv_data[0].items() if key.startswith("tokenizer.")}
+    tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}
+    source = open_checkpoint(write_gguf(tmp_path / "m.gguf", extra=extra | tokens)).tokenizer
+    assert (source.chat_template, dict(source.named_templates)) == ("D", {"tool_use": "T"})
