@@ -63,10 +63,8 @@ def files_beside(checkpoint: Checkpoint) -> dict[str, bytes]:
     from fd_core.text.tokenizer import load_tokenizer
 
     if checkpoint.path.is_dir():
-        templates = [f"{_TEMPLATES}/{path.name}" for path in sorted((checkpoint.path / _TEMPLATES).glob("*.jinja"))]
-        return {
-            name: read_limited(path) for name in (*_COPIED, *templates) if (path := checkpoint.path / name).is_file()
-        }
+        others = [f"{_TEMPLATES}/{path.name}" for path in sorted((checkpoint.path / _TEMPLATES).glob("*.jinja"))]
+        return {name: read_limited(path) for name in (*_COPIED, *others) if (path := checkpoint.path / name).is_file()}
     tokenizer = load_tokenizer(checkpoint)
     default = {} if tokenizer.chat_template is None else {"default": tokenizer.chat_template}
     templates = [{"name": name, "template": text} for name, text in {**default, **tokenizer.named_templates}.items()]
