@@ -247,7 +247,8 @@ class ChoiceStream:
         """Return the chunk with what its text means."""
         events = parser.push(chunk.text)
         if chunk.finish_reason is not None:
-            events = [*events, *parser.flush()]
+            ended = chunk.finish_reason == FinishReason.STOP and not isinstance(chunk.stop_reason, str)
+            events = [*events, *(parser.finish() if ended else parser.flush())]
         reading = self._reading
         for event in events:
             if isinstance(event, CallEnded):

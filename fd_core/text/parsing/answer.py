@@ -58,9 +58,14 @@ class AnswerParser(OutputParser):
         return events if self._second is None else self._read(events, self._second)
 
     def flush(self) -> Sequence[Event]:
-        """Return what was held back."""
+        """Return what was held back; the text was cut off."""
         events = () if self._first is None else self._first.flush()
         return events if self._second is None else [*self._read(events, self._second), *self._second.flush()]
+
+    def finish(self) -> Sequence[Event]:
+        """Return what was held back; the model ended the text."""
+        events = () if self._first is None else self._first.finish()
+        return events if self._second is None else [*self._read(events, self._second), *self._second.finish()]
 
     @staticmethod
     def _read(events: Iterable[Event], tools: ToolParser) -> list[Event]:

@@ -79,7 +79,14 @@ class OutputParser(abc.ABC):
 
     @abc.abstractmethod
     def flush(self) -> Sequence[Event]:
-        """Return what was held back; the text has ended and nothing is pushed any more."""
+        """Return what was held back; the text was cut off and nothing is pushed any more.
+
+        The beginning of a marker is left out.
+        """
+
+    def finish(self) -> Sequence[Event]:
+        """Return what was held back, as `flush` does, where the model ended the text: what began no marker is text."""
+        return self.flush()
 
 
 class ToolParser(OutputParser):

@@ -16,6 +16,7 @@ _CALL: Final = "<｜tool▁call▁begin｜>"
 _CALL_END: Final = "<｜tool▁call▁end｜>"
 _SEP: Final = "<｜tool▁sep｜>"
 _FENCE: Final = "```"
+_FENCES: Final = (f"{_FENCE}json", _FENCE)
 
 
 class DeepSeekTools(JsonCallReader):
@@ -31,32 +32,26 @@ class DeepSeekTools(JsonCallReader):
 
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""
-        while marker := (yield from self.content_until(_CALLS, _CALL, _CALL_END, _CALLS_END)):
-            if marker == _CALL:
-                yield from self._call()
+        while (yield from self.content_until(_CALL)):
+            yield from self._call()
 
     def _call(self) -> Steps[None]:
-        name, marker = yield from self.text_until(_SEP, _CALL_END, _CALLS_END)
-        if marker != _SEP:
-            self.say_content(name if marker else "")
+        self.mark(self.space_before)
+        name, marker = yield from self.text_until(*self.markers)
+        if marker == _SEP:  # V3 writes the type of the tool first, V3.1 has its arguments here
+            behind, marker = yield from self.text_until("\n", "{", _FENCE, *self.markers)
+            name = behind if behind.strip() else name
+        self.skip(-len(marker))
+        if not name.strip() or not marker:
+            self.say_read()
             return
-        fenced = (yield from self.peek()) != "{"
-        if fenced:  # V3 writes the type of the tool first
-            name, marker = yield from self.text_until("\n")
-        if not marker:
-            return
+        self.forget()
         self.begin_call(name.strip())
-        if fenced and (yield from self.until("\n", "{", say=self.drop)) == "{":
-            self.skip(-1)
-        yield from self.space()
+        yield from self._between(*_FENCES)
         if (yield from self.json_value()):
             self.end_call()
-        elif (yield from self.rest_of_call(_FENCE + _CALL_END, _CALL_END)):
-            return
-        yield from self.space()
-        yield from self.literal(_FENCE)
-        yield from self.space()
-        yield from self.literal(_CALL_END)
+        yield from self.rest_of_call()
+        yield from self._between(*_FENCES)
 
 
 class DeepSeekV31Tools(DeepSeekTools):

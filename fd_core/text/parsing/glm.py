@@ -32,31 +32,33 @@ class GlmTools(TaggedCallReader):
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""
         while (yield from self.content_until(_BEGIN)):
-            opened = self.space_before + _BEGIN + (yield from self.space())
-            name, marker = yield from self.text_until("\n", _KEY[0], _END)
-            if _NAME.fullmatch(name.strip()) and marker:
-                self.begin_call(name.strip())
-                yield from self._arguments_of(name.strip(), marker)
-            elif marker:
-                self.say_content(opened + name + marker)
-
-    def _arguments_of(self, name: str, marker: str) -> Steps[None]:
-        said = "{"
-        while True:
-            if marker not in (_KEY[0], _END):
-                marker = yield from self.until(_KEY[0], _END, say=self.drop)
-            if marker == _END:
-                self.say_arguments("}" if said == ", " else "{}")
-                self.end_call()
-            if marker != _KEY[0]:
-                return
-            key, closed = yield from self.text_until(_KEY[1])
-            if not closed:
-                return
+            self.mark(self.space_before)
             yield from self.space()
-            marker = ""
-            if not (yield from self.literal(_VALUE[0])):
+            name = yield from self.match(_NAME)
+            space = yield from self.space()
+            marker = yield from self.literal(*self.markers)
+            self.skip(-len(marker))
+            if name and (marker or "\n" in space):
+                self.forget()
+                self.begin_call(name)
+                yield from self._arguments_of(name)
+            else:
+                self.say_read()
+
+    def _arguments_of(self, name: str) -> Steps[None]:
+        said = "{"
+        while (marker := (yield from self.until(_KEY[0], _BEGIN, _END, say=self.drop))) == _KEY[0]:
+            key, closed = yield from self.text_until(*self.markers)
+            if closed in (_BEGIN, _END):
+                self.skip(-len(closed))
+                continue
+            yield from self.space()
+            if closed != _VALUE[0] and not (yield from self.literal(_VALUE[0])):
                 continue
             if not (yield from self.argument(name, key, said)):
                 return
             said = ", "
+        if marker:
+            self.say_arguments("}" if said == ", " else "{}")
+            self.end_call()
+            self.skip(-len(marker))

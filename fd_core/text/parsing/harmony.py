@@ -14,6 +14,7 @@ __all__ = ["HarmonyReasoning", "HarmonyTools"]
 
 _START: Final = "<|start|>"
 _CHANNEL: Final = "<|channel|>"
+_CONSTRAIN: Final = "<|constrain|>"
 _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _TO: Final = " to="
@@ -25,7 +26,7 @@ _FIND_RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 class HarmonyTools(JsonCallReader):
     """`analysis` is reasoning, `final` and `commentary` are content, what goes to a function is a call."""
 
-    markers = (_START, _CHANNEL, "<|constrain|>", _MESSAGE, *_ENDS)
+    markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
     sample = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
         "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
@@ -49,17 +50,19 @@ class HarmonyTools(JsonCallReader):
     def run(self) -> Steps[None]:
         """Read messages; text that begins without a header is content."""
         self.mark()
-        if (yield from self.literal(_CHANNEL, _START, _MESSAGE, _TO)):
+        first = yield from self.literal(_CHANNEL, _START, _MESSAGE, _TO)
+        if first != _START:
             self.go_back()
-        else:
-            self.forget()
-            if (yield from self.content_until(_CHANNEL, _START)) == _CHANNEL:
-                self.skip(-len(_CHANNEL))
-        while (yield from self.peek()):
+        self.forget()
+        if first:
+            yield from self._message()
+        while marker := (yield from self.content_until(_CHANNEL, _START)):
+            self.skip(-len(marker) if marker == _CHANNEL else 0)
             yield from self._message()
 
     def _message(self) -> Steps[None]:
-        header, marker = yield from self.text_until(_MESSAGE, *_ENDS)
+        header, marker = yield from self.text_until(_MESSAGE, _START, *_ENDS)
+        self.skip(-len(marker) if marker == _START else 0)
         if marker != _MESSAGE:
             return
         channel = (_FIND_CHANNEL.findall(header) or [""])[-1]
@@ -72,8 +75,9 @@ class HarmonyTools(JsonCallReader):
         yield from self._body(self.say_reasoning if silent else self.say_content)
 
     def _body(self, say: Callable[[str], None]) -> Steps[None]:
-        if (yield from self.until(*_ENDS, _START, _CHANNEL, say=say)) == _CHANNEL:
-            self.skip(-len(_CHANNEL))
+        while (marker := (yield from self.until(*self.markers, say=say))) in (_CONSTRAIN, _MESSAGE):
+            pass
+        self.skip(-len(marker))
 
     def _call(self, name: str) -> Steps[None]:
         self.begin_call(name)
@@ -81,8 +85,7 @@ class HarmonyTools(JsonCallReader):
         if (yield from self.json_value()):
             self.end_call()
             yield from self._body(self.drop)
-        else:
-            yield from self.rest_of_call(*_ENDS, _START)
+        yield from self.rest_of_call()
 
 
 class HarmonyReasoning(HarmonyTools, ReasoningParser):

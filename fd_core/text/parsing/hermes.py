@@ -31,28 +31,9 @@ class HermesTools(JsonCallReader):
         """Read content and calls in turn."""
         while marker := (yield from self.content_until(_BEGIN, *self.around)):
             if marker == _BEGIN:
-                yield from self._calls_between()
+                yield from self.json_calls()
             else:
                 yield from self.space()
-
-    def _calls_between(self) -> Steps[None]:
-        opened = self.space_before + _BEGIN + (yield from self.space())
-        if listed := (yield from self.literal("[")):
-            opened += listed + (yield from self.space())
-        while True:
-            if not (yield from self.json_call()):
-                self.say_content(opened)
-                return
-            if (yield from self.rest_of_call(_END)):
-                return
-            opened = yield from self.space()
-            if not listed or not (yield from self.literal(",")):
-                break
-            opened += "," + (yield from self.space())
-        if listed:
-            yield from self.literal("]")
-            yield from self.space()
-        yield from self.literal(_END)
 
 
 class ErnieTools(HermesTools):

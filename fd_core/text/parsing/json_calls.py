@@ -16,12 +16,19 @@ from fd_core.text.parsing.reader import Steps, TextReader
 __all__ = ["JsonCallReader"]
 
 _ARGUMENTS: Final = ("arguments", "parameters")
-_KEYS: Final = ("name", *_ARGUMENTS, "type", "id")
-_SCALAR: Final = re.compile(r"[A-Za-z0-9+.-]")
+_WRAPPER: Final = "function"
+"""Key of a name, or of the object that is the call."""
+_KEYS: Final = ("name", _WRAPPER, *_ARGUMENTS, "type", "id")
+_BETWEEN: Final = (",", ";", "[", "]", "}", "```json", "```python", "```")
+"""Stands around calls that follow one another."""
+_SCALAR: Final = re.compile(r"[A-Za-z0-9+.-]+")
 _INSIDE: Final = re.compile(r'[^"{}\[\]<`]+')
 """What neither begins nor ends anything in JSON. `<` and a backtick stand outside of strings in no JSON: a marker of
 the format begins there, and the JSON has broken off."""
 _IN_STRING: Final = re.compile(r'[^"\\]+')
+_FENCE: Final = "```"
+_OPENING: Final = ("{", "[")
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class _Value(NamedTuple):
@@ -37,20 +44,35 @@ class JsonCallReader(TextReader, ToolParser):
         ToolParser.__init__(self, tools)
         TextReader.__init__(self)
 
+    def json_calls(self, *, known: bool = False) -> Steps[None]:
+        """Read calls that follow one another, with whatever a model writes around them, such as a list or a block of code.
+
+        What is no call is content, see `json_call`.
+        """
+        called = False
+        while True:
+            self.mark("" if called else self.space_before)
+            yield from self._between(*_BETWEEN)
+            if called:
+                self.mark()
+            opened = (yield from self.peek()) == "{"
+            if not (yield from self.json_call(known=known)):
+                self.say_read(cut=opened or not known)
+                return
+            called = True
+            yield from self.rest_of_call()
+
     def json_call(self, *, known: bool = False) -> Steps[bool]:
-        """Read one object; return whether it is a call. If not, nothing was read and nothing said.
+        """Read one object; return whether it is a call. If not, what was read is kept for `say_read`.
 
         The call begins when its name is known; with `known`, for formats without a marker, when it is the name of a
         tool and arguments are there; then its first key has to be one of a call. It ends with its arguments. If they
-        break off it stays open, see `rest_of_call`. Without `known`, a call that the end of the text cuts off before
-        its name is known is read as one and says nothing.
+        break off it stays open, see `rest_of_call`.
         """
-        self.mark()
         name: str | None = None
         early: str | None = None
-        begun, first = False, True
+        begun, first, wrapped = False, True, False
         if not (yield from self.literal("{")):
-            self.forget()
             return False
         while True:
             yield from self.space()
@@ -58,9 +80,12 @@ class JsonCallReader(TextReader, ToolParser):
             if key is None or (known and first and key not in _KEYS):
                 break
             first = False
-            if key == "name" and name is None:
-                name = _string((yield from self._value(self.drop)).text)
-                if name is None or (known and name not in self.tools):
+            if key == _WRAPPER and not wrapped and (yield from self.literal("{")):
+                wrapped = True
+                continue
+            if key in ("name", _WRAPPER) and name is None:
+                name = yield from self._word()
+                if not name or (known and name not in self.tools):
                     break
             elif key in _ARGUMENTS and early is None:
                 if name is not None and not begun:
@@ -79,24 +104,28 @@ class JsonCallReader(TextReader, ToolParser):
                     self.say_arguments(_unquoted(early))
                     self.end_call()
             yield from self.space()
+            if wrapped and (yield from self.literal("}")):
+                wrapped = False
+                yield from self.space()
             if not (yield from self.literal(",")):
                 if (yield from self.literal("}")) and self.call_open:
                     self.end_call()
                 break
-        if begun or (self.at_end and not known):
-            self.forget()
-            return True
-        self.go_back()
-        return False
+        return begun
 
-    def rest_of_call(self, *ends: str) -> Steps[str]:
-        """Where a call broke off, take what follows for its arguments, up to one of `ends`, which is returned."""
+    def _between(self, *words: str) -> Steps[None]:
+        """Read white space and `words`, up to a marker or other text."""
+        while (yield from self.space()) or (word := (yield from self.literal(*words, *self.markers))) in words:
+            pass
+        self.skip(-len(word))
+
+    def rest_of_call(self) -> Steps[None]:
+        """Where a call broke off, take what follows for its arguments, up to the next marker or the end of a block."""
         if not self.call_open:
-            return ""
-        end = yield from self.until(*ends, say=self.say_arguments, space=True)
-        if end:
+            return
+        if end := (yield from self.until(_FENCE, *self.markers, say=self.say_arguments, space=True)):
             self.end_call()
-        return end
+            self.skip(-len(end))
 
     def _begin(self, name: str) -> bool:
         self.forget()
@@ -108,14 +137,28 @@ class JsonCallReader(TextReader, ToolParser):
         return (yield from self._value(self.say_arguments, unquote=True)).whole
 
     def _key(self) -> Steps[str | None]:
-        if (yield from self.peek()) != '"':
-            return None
-        key = yield from self._value(self.drop)
-        yield from self.space()
-        if not key.whole or not (yield from self.literal(":")):
+        key = yield from self._word()
+        if key is None:
             return None
         yield from self.space()
-        return _string(key.text)
+        if not (yield from self.literal(":")):
+            return None
+        yield from self.space()
+        return key
+
+    def _word(self) -> Steps[str | None]:
+        """Return the string that comes next, None if there is none or a marker stands in it."""
+        if not (yield from self.literal('"')):
+            return None
+        read: list[str] = []
+        while True:
+            end = yield from self.until('"', "\\", *self.markers, say=read.append)
+            if end == '"':
+                return _string(f'"{"".join(read)}"')
+            if end != "\\":
+                self.skip(-len(end))
+                return None
+            read += (end, (yield from self.take()))
 
     def _value(self, say: Callable[[str], None], unquote: bool = False) -> Steps[_Value]:
         """Read one value, saying it as it comes; with `unquote`, an object within a string is said as the object."""
@@ -126,12 +169,15 @@ class JsonCallReader(TextReader, ToolParser):
             say(text)
 
         first = yield from self.peek()
-        if first == '"' or first not in ("{", "["):
-            text = yield from (self._read_string(read.append) if first == '"' else self.match(_SCALAR))
-            whole = bool(text) and bool((yield from self.peek())) if first != '"' else bool(text)
-            value = "".join(read) if first == '"' else text
-            say(_unquoted(value) if unquote else value)
-            return _Value(value, whole)
+        if first not in _OPENING:
+            if first == '"':
+                whole = bool((yield from self._read_string(read.append)))
+            else:
+                read.append((yield from self.match(_SCALAR)))
+                whole = bool(read[0]) and bool((yield from self.peek()))
+            text = "".join(read)
+            say(_unquoted(text) if unquote else text)
+            return _Value(text, whole)
         depth = 0
         while True:
             yield from self._run(_INSIDE, tell)
@@ -144,7 +190,7 @@ class JsonCallReader(TextReader, ToolParser):
                 continue
             self.skip(1)
             tell(character)
-            depth += 1 if character in "{[" else -1
+            depth += 1 if character in _OPENING else -1
             if depth == 0:
                 return _Value("".join(read), True)
 
@@ -167,12 +213,12 @@ class JsonCallReader(TextReader, ToolParser):
 
 
 def _string(text: str) -> str | None:
-    """Return the value of a JSON string, None if it is none."""
+    """Return the value of a JSON string, None if it is none. Halves of characters stay as they are written."""
     try:
-        value = json.loads(text, strict=False)
+        value = str(json.loads(text, strict=False))
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", value)
 
 
 def _unquoted(text: str) -> str:

@@ -26,19 +26,7 @@ class LlamaJsonTools(JsonCallReader):
 
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""
-        while marker := (yield from self.content_until(_TAG, "{")):
-            before = self.space_before
-            if marker == "{":
-                self.skip(-1)
-            else:
-                before += yield from self.space()
-            begun = False
-            while (yield from self.json_call(known=True)):
-                begun = True
-                yield from self.rest_of_call(_TAG)
-                yield from self.space()
-                if not (yield from self.literal(";", ",")):
-                    break
-                yield from self.space()
-            if not begun:
-                self.say_content(before + (yield from self.literal("{")))
+        while marker := (yield from self.content_until(_TAG, "{", "[", "```")):
+            if marker != _TAG:
+                self.skip(-len(marker))
+            yield from self.json_calls(known=marker != _TAG)

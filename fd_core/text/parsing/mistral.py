@@ -14,7 +14,7 @@ __all__ = ["MistralTools"]
 _CALLS: Final = "[TOOL_CALLS]"
 _ARGS: Final = "[ARGS]"
 _ID: Final = "[CALL_ID]"
-_NAME: Final = re.compile(r"[\w.-]")
+_NAME: Final = re.compile(r"[\w.-]+")
 
 
 class MistralTools(JsonCallReader):
@@ -31,42 +31,25 @@ class MistralTools(JsonCallReader):
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""
         while (yield from self.content_until(_CALLS)):
-            again = _CALLS
-            while again:
-                space = self.space_before + (yield from self.space())
-                listed = yield from self.literal("[")
-                again = yield from self._list(space + listed) if listed else self._named(space)
+            self.mark()
+            yield from self.space()
+            first = yield from self.peek()
+            self.go_back()
+            yield from self.json_calls() if first and first in "[{`" else self._named()
 
-    def _list(self, opened: str) -> Steps[str]:
-        """Read a list of calls; return the marker if another one follows at once."""
-        while True:
-            opened += yield from self.space()
-            if not (yield from self.json_call()):
-                self.say_content(opened)
-                return ""
-            if end := (yield from self.rest_of_call(_CALLS)):
-                return end
-            opened = yield from self.space()
-            if not (yield from self.literal(",")):
-                yield from self.literal("]")
-                return ""
-            opened += ","
-
-    def _named(self, space: str) -> Steps[str]:
-        """Read a name and its arguments; return the marker if another one follows at once."""
-        self.mark()
+    def _named(self) -> Steps[None]:
+        """Read a name and its arguments."""
+        self.mark(self.space_before)
+        yield from self.space()
         name = yield from self.match(_NAME)
+        yield from self.space()
         between = yield from self.literal(_ID, _ARGS, "{")
         if between == _ID:
             yield from self.match(_NAME)
             between = yield from self.literal(_ARGS)
         if not name or not between:
-            if self.at_end:
-                self.forget()
-            else:
-                self.go_back()
-                self.say_content(space)
-            return ""
+            self.say_read()
+            return
         if between == "{":
             self.skip(-1)
         self.forget()
@@ -74,4 +57,4 @@ class MistralTools(JsonCallReader):
         yield from self.space()
         if (yield from self.json_value()):
             self.end_call()
-        return (yield from self.rest_of_call(_CALLS))
+        yield from self.rest_of_call()

@@ -13,9 +13,10 @@ __all__ = ["PythonicTools"]
 
 _START: Final = "<|python_start|>"
 _STOP: Final = "<|python_end|>"
-_NAME: Final = re.compile(r"[\w.-]")
-_KEY: Final = re.compile(r"\w")
-_WORD: Final = re.compile(r"[\w.+-]")
+_FENCES: Final = ("```python", "```")
+_NAME: Final = re.compile(r"[\w.-]+")
+_KEY: Final = re.compile(r"\w+")
+_WORD: Final = re.compile(r"[\w.+-]+")
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WHOLE: Final = re.compile(r"[+-]?[0-9][0-9A-Fa-fxXobOB_]{0,64}")
 _WORDS: Final = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -37,38 +38,56 @@ class PythonicTools(TextReader, ToolParser):
 
     def __init__(self, tools: ToolSchemas) -> None:
         ToolParser.__init__(self, tools)
+        self._half_a_call = True
         TextReader.__init__(self)
 
     def run(self) -> Steps[None]:
         """Read calls, if the answer begins with them, then content."""
-        self.mark()
-        yield from self.space()
-        yield from self.literal(_START)
-        yield from self.space()
-        if (yield from self.literal("[")):
-            while (yield from self._call()):
+        yield from self._lists(explicit=False)
+        while (yield from self.content_until(_START)):
+            yield from self._lists(explicit=True)
+
+    def _lists(self, *, explicit: bool) -> Steps[None]:
+        """Read lists of calls that follow one another; behind a marker a call may have any name."""
+        self.mark(self.space_before if explicit else "")
+        called, around = False, ""
+        while True:
+            while (yield from self.space()) or (around := (yield from self.literal(_START, *_FENCES))):
+                explicit = explicit or around == _START
+                if called and around:
+                    self.mark()
+            opened = yield from self.literal("[")
+            while opened and (yield from self._call(explicit)):
+                called = True
                 self.mark()
                 yield from self.space()
-                if not (yield from self.literal(",")):
-                    yield from self.literal("]")
-                    self.forget()
+                comma = yield from self.literal(",")
+                yield from self.space()
+                if (yield from self.literal("]", _STOP)):
+                    self.mark()
                     break
-        self.go_back()
-        while (yield from self.content_until(_START, _STOP)):
-            pass
+                if not comma:
+                    break
+            else:
+                break
+        if called and not opened:
+            self.go_back()
+        else:
+            self.say_read(cut=explicit or self._half_a_call)
 
-    def _call(self) -> Steps[bool]:
+    def _call(self, explicit: bool) -> Steps[bool]:
         """Read one call; false, with the place where it should be still kept, if there is none."""
         yield from self.space()
         name = yield from self.match(_NAME)
-        if name not in self.tools or not (yield from self.literal("(")):
+        self._half_a_call = any(tool.startswith(name) for tool in self.tools)
+        if not name or not (explicit or name in self.tools) or not (yield from self.literal("(")):
             return False
         self.forget()
         self.begin_call(name)
         said = "{"
         while True:
             yield from self.space()
-            if (yield from self.literal(")")):
+            if (yield from self.literal(")", "]")):
                 self.say_arguments("}" if said == ", " else "{}")
                 self.end_call()
                 return True
@@ -84,8 +103,9 @@ class PythonicTools(TextReader, ToolParser):
             yield from self.space()
             yield from self.literal(",")
         # It broke off: what follows is taken for its arguments.
-        if (yield from self.until(")]", say=self.say_arguments)):
+        if end := (yield from self.until(")]", *self.markers, say=self.say_arguments)):
             self.end_call()
+            self.skip(-len(end) if end in self.markers else 0)
         return False
 
     def _value(self, depth: int) -> Steps[bool]:

@@ -34,38 +34,28 @@ class QwenCoderTools(TaggedCallReader):
 
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""
-        while marker := (yield from self.content_until(_BEGIN, _CALL)):
-            opened = self.space_before + marker
-            if marker == _BEGIN:
-                space = yield from self.space()
-                marker = yield from self.literal(_CALL)
-                opened += space + marker
-            if not marker:
-                self.say_content("" if self.at_end else opened)
-                continue
-            name, closed = yield from self.text_until(">", _CALL_END, _END)
-            if closed == ">" and _NAME.fullmatch(name):
+        while (yield from self.content_until(_CALL)):
+            self.mark(self.space_before)
+            name = yield from self.match(_NAME)
+            if name and (yield from self.literal(">")):
+                self.forget()
                 self.begin_call(name)
                 yield from self._arguments_of(name)
-            elif closed:
-                self.say_content(opened + name + closed)
+            else:
+                self.say_read()
 
     def _arguments_of(self, name: str) -> Steps[None]:
         said = "{"
-        while True:
-            marker = yield from self.until(_KEY, _CALL_END, _END, say=self.drop)
-            if marker in (_CALL_END, _END):
-                self.say_arguments("}" if said == ", " else "{}")
-                self.end_call()
-                if marker == _CALL_END:
-                    yield from self.space()
-                    yield from self.literal(_END)
-            if marker != _KEY:
-                return
-            key, closed = yield from self.text_until(">")
-            if not closed:
-                return
+        while (marker := (yield from self.until(_KEY, _CALL_END, _END, _BEGIN, _CALL, say=self.drop))) == _KEY:
+            key, closed = yield from self.text_until(">", *self.markers)
+            if closed != ">":
+                self.skip(-len(closed))
+                continue
             yield from self.literal("\n")
             if not (yield from self.argument(name, key, said)):
                 return
             said = ", "
+        if marker:
+            self.say_arguments("}" if said == ", " else "{}")
+            self.end_call()
+            self.skip(-len(marker))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cache
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
@@ -14,6 +14,10 @@ __all__ = ["SPACE", "Steps", "TextReader"]
 
 SPACE: Final = " \t\r\n"
 """White space that formats put beside their markers."""
+
+_SPACES: Final = re.compile(f"[{SPACE}]+")
+_SURE: Final = 3
+"""Characters of a marker behind a call that are taken for half of one."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -27,14 +31,19 @@ class TextReader(abc.ABC):
     A place that may have to be read again is kept by `mark` until `go_back` or `forget`.
     """
 
+    markers: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._kept: int | None = None
-        self._ended = False
+        self._kept_before: list[str] = []
+        self._ended = self._cut_off = False
         self._events: list[Event] = []
         self._calls = 0
         self._open = self._arguments = self._after_call = False
+        self._space_behind = ""
+        """White space behind a marker, which is content if content follows."""
         self.space_before = ""
         """White space that `until` took for part of the last marker."""
         self._steps = self.run()
@@ -45,15 +54,20 @@ class TextReader(abc.ABC):
 
     def push(self, text: str) -> Sequence[Event]:
         """Take more text and return what it adds."""
-        done = self._at if self._kept is None else self._kept
-        self._text = self._text[done:] + text
-        self._at -= done
         if self._kept is not None:
+            self._kept_before.append(self._text[self._kept : self._at])
             self._kept = 0
+        self._text = self._text[self._at :] + text
+        self._at = 0
         return self._advance()
 
     def flush(self) -> Sequence[Event]:
-        """Return what was held back."""
+        """Return what was held back, without the beginning of a marker that the end cut off."""
+        self._ended = self._cut_off = True
+        return self._advance()
+
+    def finish(self) -> Sequence[Event]:
+        """Return what was held back; the model ended the text, so that the beginning of a marker is text."""
         self._ended = True
         return self._advance()
 
@@ -116,18 +130,34 @@ class TextReader(abc.ABC):
         self._at = len(self._text)
         return rest
 
-    def mark(self) -> None:
-        """Keep this place."""
-        self._kept = self._at
+    def mark(self, before: str = "") -> None:
+        """Keep this place; `before` is text before it that `say_read` says as well."""
+        self._kept, self._kept_before = self._at, [before]
 
     def forget(self) -> None:
         """Keep no place any more."""
-        self._kept = None
+        self._kept, self._kept_before = None, []
 
     def go_back(self) -> None:
         """Return to the place that was kept."""
         if self._kept is not None:
-            self._at, self._kept = self._kept, None
+            before = "".join(self._kept_before)
+            self._text = before + self._text[self._kept :] if before else self._text
+            self._at = 0 if before else self._kept
+            self.forget()
+
+    def say_read(self, *, cut: bool = True) -> None:
+        """Say what was read since the place that was kept, without markers: it turned out to be content.
+
+        With `cut`, text that the end cut off is not said: it would have become markup.
+        """
+        if self._kept is not None and not (cut and self.at_end and self._cut_off):
+            read = "".join(self._kept_before) + self._text[self._kept : self._at]
+            if read.strip(SPACE):
+                self.say_content(_patterns(self.markers)[0].sub("", read) if self.markers else read)
+            else:
+                self._space_behind = read
+        self.forget()
 
     def peek(self) -> Steps[str]:
         """Return the next character without reading it, empty at the end."""
@@ -157,11 +187,7 @@ class TextReader(abc.ABC):
 
     def space(self) -> Steps[str]:
         """Return white space, up to the first other character."""
-        read = ""
-        while (character := (yield from self.peek())) and character in SPACE:
-            read += character
-            self._at += 1
-        return read
+        return (yield from self.match(_SPACES))
 
     def literal(self, *words: str) -> Steps[str]:
         """Return the longest of `words` that comes next, and read it; empty, and nothing read, if none does."""
@@ -171,49 +197,63 @@ class TextReader(abc.ABC):
             open_ones = [word for word in words if len(word) > len(ahead) and word.startswith(ahead)]
             if self._ended or not open_ones:
                 found = max((word for word in words if ahead.startswith(word)), key=len, default="")
-                self._at += len(found)
+                self._at += len(ahead) if ahead and open_ones and self._cut_off else len(found)
                 return found
             yield
 
     def match(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Return the characters that `pattern`, a class of single characters, matches."""
-        read = ""
-        while (character := (yield from self.peek())) and pattern.match(character):
-            read += character
-            self._at += 1
-        return read
+        """Return the longest run of characters that `pattern`, which repeats a class of them, matches."""
+        read: list[str] = []
+        while (yield from self.peek()) and (found := self.here(pattern)):
+            read.append(found)
+        return "".join(read)
 
-    def until(self, *markers: str, say: Callable[[str], None], space: bool = False) -> Steps[str]:
+    def until(self, *markers: str, say: Callable[[str], None], space: bool = False, before: str = "") -> Steps[str]:
         """Say text until one of `markers` comes; return the marker, which is read, or nothing at the end.
 
         Of markers that begin at one place the longest is found. With `space`, white space before a marker belongs
-        to it.
+        to it; `before` is white space that was read already. A marker that the end cut off is not said.
         """
         pattern, beginning, longest = _patterns(markers)
+        spaces = [before]
         while True:
             found = pattern.search(self._text, self._at)
-            begun = None if self._ended else beginning.search(self._text, max(self._at, len(self._text) - longest))
-            if begun is not None and found is not None and begun.start() <= found.start():
-                found = None  # what has begun at the end of the text may become a longer marker
-            first = found or begun
+            begun = beginning.search(self._text, max(self._at, len(self._text) - longest))
+            if begun is not None and found is not None and (self._ended or begun.start() > found.start()):
+                begun = None
+            first = begun or found  # what has begun at the end of the text may become a longer marker
             begin = first.start() if first else len(self._text)
-            held = self._at + len(self._text[self._at : begin].rstrip(SPACE)) if space else begin
-            if held > self._at:
-                say(self._text[self._at : held])
-                self._at = held
-            if found is not None:
-                self.space_before = self._text[held:begin]
+            text, self._at = self._text[self._at : begin], begin
+            words = text.rstrip(SPACE) if space else text
+            if words:
+                say("".join(spaces) + words)
+                spaces = []
+            spaces.append(text[len(words) :])
+            if found is not None and begun is None:
+                self.space_before = "".join(spaces)
                 self._at = found.end()
                 return found[0]
             if self._ended:
-                say(self._text[self._at :])
+                cut = begun is not None and (self._cut_off or self._after_call)
+                rest = "" if cut else "".join(spaces) + self.rest()
                 self._at = len(self._text)
+                if rest:
+                    say(rest)
                 return ""
             yield
 
-    def content_until(self, *markers: str) -> Steps[str]:
-        """Say content until one of `markers` comes, see `until`; white space alone behind a call is no content."""
-        return (yield from self.until(*markers, say=self._say_outside, space=True))
+    def content_until(self, *begins: str) -> Steps[str]:
+        """Say content until one of `begins` comes, see `until`.
+
+        Other markers of the format are left out. So is, behind a call, what is left of its end: white space alone,
+        closing brackets and half a marker.
+        """
+        before, self._space_behind = self._space_behind, ""
+        while True:
+            marker = yield from self.until(*begins, *self.markers, say=self._say_outside, space=True, before=before)
+            if not marker or marker in begins:
+                return marker
+            before = "" if self._after_call else self.space_before
 
     def text_until(self, *markers: str) -> Steps[tuple[str, str]]:
         """Return the text up to one of `markers`, and the marker; that is empty if the text ends before."""
@@ -222,13 +262,30 @@ class TextReader(abc.ABC):
         return "".join(read), marker
 
     def _say_outside(self, text: str) -> None:
-        if not (self._after_call and not text.strip(SPACE)):
-            self.say_content(text)
+        if self._after_call:
+            text = _remains(self.markers).sub("", text, count=1)
+            if not text.strip(SPACE):
+                return
+        self.say_content(text)
 
 
 @cache
 def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], int]:
     """Return what finds a marker, what finds the beginning of one at the end of a text, and the longest's length."""
-    beginnings = {marker[:size] for marker in markers for size in range(1, len(marker))}
-    either, begun = ("|".join(map(re.escape, sorted(each, key=len, reverse=True))) for each in (markers, beginnings))
+    either, begun = _either(markers), _either(_beginnings(markers))
     return re.compile(either), re.compile(rf"(?:{begun or '(?!)'})\Z"), max(map(len, markers))
+
+
+@cache
+def _remains(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what finds the remains of a call's end at the beginning of a text: brackets and half markers."""
+    half = _either([each for each in _beginnings(markers) if len(each) >= _SURE])
+    return re.compile(rf"\A(?:[{SPACE}]*(?:[)\]}}]|{half or '(?!)'}))+")
+
+
+def _beginnings(markers: Iterable[str]) -> set[str]:
+    return {marker[:size] for marker in markers for size in range(1, len(marker))}
+
+
+def _either(texts: Iterable[str]) -> str:
+    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))

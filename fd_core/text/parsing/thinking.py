@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from fd_core.text.parsing.contract import ReasoningParser
 from fd_core.text.parsing.events import Content, Event
 from fd_core.text.parsing.reader import Steps, TextReader
 
 __all__ = ["DeepSeekR1Reasoning", "ErnieReasoning", "MistralReasoning", "QwenReasoning"]
+
+
+_OPENINGS: Final = ("{", "[", '"', "<", "`")
+"""Where JSON, a call or a block of code may begin in content. From there on markers may stand in strings and are kept."""
 
 
 class _Between(TextReader, ReasoningParser):
@@ -19,6 +23,8 @@ class _Between(TextReader, ReasoningParser):
     end: ClassVar[str] = "</think>"
     markers: ClassVar[tuple[str, ...]] = ("<think>", "</think>")
     sample = "<think>\nHm.\n</think>\n\nI look."
+    around: ClassVar[tuple[str, ...]] = ()
+    """Markers around content."""
     unasked: ClassVar[bool] = False
     """Whether an answer begins with reasoning although no marker says so."""
 
@@ -46,24 +52,31 @@ class _Between(TextReader, ReasoningParser):
 
     def run(self) -> Steps[None]:
         """Read reasoning, if there is any, then content."""
-        self.mark()
-        yield from self.space()
-        opened = yield from self.literal(self.begin)
-        if opened or self._inside:
+        inside = self._inside
+        while True:
+            self.mark()
+            yield from self.space()
+            begun = not self.at_end  # otherwise the white space is all there is
+            if not (yield from self.literal(self.begin)) and not inside:
+                break
+            inside = False
             self.forget()
             yield from self.space()
             yield from self.until(self.end, say=self.say_reasoning, space=True)
+            while (yield from self.space()) or (yield from self.literal(self.end)):
+                pass
+        self.say_read(cut=begun)
+        while (marker := (yield from self.content_until(*_OPENINGS, *self.around))) in self.around:
             yield from self.space()
-        else:
-            self.go_back()
-        yield from self.read_content()
-
-    def read_content(self) -> Steps[None]:
-        """Read what follows the reasoning."""
+        if not marker:
+            return
+        self.skip(-1)
+        self.say_content(self.space_before)
+        if self.around:
+            while (yield from self.until(*self.around, say=self.say_content, space=True)):
+                yield from self.space()
         self._passing = True
         self.say_content(self.rest())
-        return
-        yield
 
 
 class QwenReasoning(_Between):
@@ -89,10 +102,6 @@ class ErnieReasoning(_Between):
     """ERNIE-4.5: reasoning ends with `</think>`, and the answer stands between `<response>` and `</response>`."""
 
     unasked = True
-    markers = ("<think>", "</think>", "<response>", "</response>")
+    around = ("<response>", "</response>")
+    markers = ("<think>", "</think>", *around)
     sample = "Hm.\n</think>\n\n\n<response>\nI look.\n</response>\n"
-
-    def read_content(self) -> Steps[None]:
-        """Read content without the markers around it."""
-        while (yield from self.until("<response>", "</response>", say=self.say_content, space=True)):
-            yield from self.space()

@@ -93,7 +93,7 @@ LOOK = ("weather", ROME)
 NOW = ("now", "{}")
 
 RECORDED = {
-    "plain": Recorded(None, "hermes", "Just a text, 3 < 4 <tool", Said("Just a text, 3 < 4 <tool", "", [])),
+    "plain": Recorded(None, "hermes", "Just a text, 3 < 4 <tool", Said("Just a text, 3 < 4", "", [])),
     "hermes": Recorded(
         None,
         "hermes",
@@ -116,7 +116,7 @@ RECORDED = {
         None,
         "hermes",
         "A <tool_call>not JSON</tool_call> or so",
-        Said("A <tool_call>not JSON</tool_call> or so", "", []),
+        Said("A not JSON or so", "", []),
     ),
     "hermes, a brace is missing": Recorded(
         None,
@@ -143,7 +143,7 @@ RECORDED = {
     "qwen3, closed by the prompt": Recorded(
         "qwen3", None, " Yes.", Said(" Yes.", "", []), "assistant\n<think>\n\n</think>\n\n"
     ),
-    "qwen3, cut": Recorded("qwen3", None, "<think>\nHm </thin", Said("", "Hm </thin", [])),
+    "qwen3, cut": Recorded("qwen3", None, "<think>\nHm </thin", Said("", "Hm", [])),
     "deepseek_r1": Recorded("deepseek_r1", None, "Hm.\n</think>\n\nYes", Said("Yes", "Hm.", [])),
     "mistral reasoning": Recorded("mistral", "mistral", "[THINK]Hm.[/THINK]Yes", Said("Yes", "Hm.", [])),
     "ernie45": Recorded(
@@ -289,7 +289,7 @@ RECORDED = {
         None,
         "qwen3_coder",
         "A <tool_call>not one</tool_call>, <function=a b>",
-        Said("A <tool_call>not one</tool_call>, <function=a b>", "", []),
+        Said("A not one, a b>", "", []),
     ),
     "gpt_oss": Recorded(
         "gpt_oss",
@@ -304,6 +304,57 @@ RECORDED = {
         None,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
         Said("Yes.", "Hm.", []),
+    ),
+    **{
+        f"hermes, {name}": Recorded(None, "hermes", text, Said("", "", [("now", "{}")] * count))
+        for name, count, text in (
+            ("half a closer", 1, '<tool_call>{"name": "now", "arguments": {}}</tool'),
+            ("a doubled closer", 1, '<tool_call>{"name": "now", "arguments": {}}</tool_call></tool_call>\n</tool_call>'),
+            ("a brace too many", 1, '<tool_call>{"name": "now", "arguments": {}}}\n</tool_call>\n'),
+            ("a brace too many behind the closer", 1, '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n}'),
+            ("the outer brace is missing", 1, '<tool_call>{"name": "now", "arguments": {}</tool_call>'),
+            ("no closer", 2, '<tool_call>{"name": "now"}\n<tool_call>{"name": "now"}'),
+            ("two openers", 1, '<tool_call>\n<tool_call>{"name": "now"}</tool_call>'),
+            ("half a closer within", 2, '<tool_call>{"name": "now"}</tool\n<tool_call>{"name": "now"}</tool_call>'),
+            ("two lines", 2, '<tool_call>\n{"name": "now"}\n{"name": "now"}\n</tool_call>'),
+            ("two with a comma", 2, '<tool_call>{"name": "now"}, {"name": "now"}</tool_call>'),
+            ("wrapped", 1, '<tool_call>{"type": "function", "function": {"name": "now", "arguments": {}}}</tool_call>'),
+            ("wrapped twice", 2, '<tool_call>[{"function": {"name": "now"}}, {"function": {"name": "now"}}]</tool_call>'),
+            ("function for name", 1, '<tool_call>{"function": "now", "parameters": {}}</tool_call>'),
+            ("a block of code", 1, '<tool_call>\n```json\n{"name": "now"}\n```\n</tool_call>'),
+            ("cut in a list", 1, '<tool_call>[{"name": "now"}, {"na'),
+        )
+    },
+    "llama3_json, a list in a block of code": Recorded(
+        None,
+        "llama3_json",
+        'I look.\n```json\n[{"name": "now", "parameters": {}}, {"name": "now", "parameters": {}}]\n```\nok',
+        Said("I look.ok", "", [NOW, NOW]),
+    ),
+    "llama3_json, an unknown tool": Recorded(
+        None, "llama3_json", '<|python_tag|>{"name": "rain", "parameters": {}}', Said("", "", [("rain", "{}")])
+    ),
+    "llama3_json, other code": Recorded(
+        None, "llama3_json", "So:\n```c\nx = [1, {2}];\n```\n", Said("So:\n```c\nx = [1, {2}];\n```\n", "", [])
+    ),
+    "pythonic, two lists in a block of code": Recorded(
+        None, "pythonic", "```python\n[now(), ]\n[now()]\n```", Said("", "", [NOW, NOW])
+    ),
+    "pythonic behind text": Recorded(
+        None, "pythonic", "Hm. <|python_start|>[rain(a=1]<|python_end|> ok", Said("Hm. ok", "", [("rain", '{"a": 1}')])
+    ),
+    "mistral, one object": Recorded(
+        None, "mistral", '[TOOL_CALLS] {"name": "now"}}[TOOL_CALLS][{"name": "now"}', Said("", "", [NOW, NOW])
+    ),
+    "qwen3, thinking twice": Recorded(
+        "qwen3", "hermes", "<think>\n\n</think>\n\n<think>Hm.</think></think>Yes </think>.", Said("Yes .", "Hm.", [])
+    ),
+    "gpt_oss, doubled markers": Recorded(
+        "gpt_oss",
+        "gpt_oss",
+        "<|channel|>analysis<|message|><|message|>Hm.<|end|><|end|><|start|><|start|>assistant<|channel|>final<|message|>"
+        "Yes<|constrain|>.<|return|><|return|> and",
+        Said("Yes. and", "Hm.", []),
     ),
     "gpt_oss without headers": Recorded("gpt_oss", None, "Yes, to=me.", Said("Yes, to=me.", "", [])),
 }

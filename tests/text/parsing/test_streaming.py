@@ -36,7 +36,7 @@ def test_reasoning_goes_out_as_it_comes_and_content_behind_it_is_not_touched() -
     assert list(reading.push("Hm <")) == [Thought("Hm")]
     assert list(reading.push("/think")) == []
     assert list(reading.push(">\n\nYes")) == [Content("Yes")]
-    assert list(reading.push(" <think> \n")) == [Content(" <think> \n")]
+    assert list(reading.push(' {"a": "<think>"} \n')) == [Content(' {"a": "<think>"} \n')]
 
 
 class Dashes(TextReader):
