@@ -39,6 +39,7 @@ class DeepSeekTools(JsonCallReader):
         self.mark(self.space_before)
         name, marker = yield from self.text_until(*self.markers)
         if marker == _SEP:  # V3 writes the type of the tool first, V3.1 has its arguments here
+            yield from self.skip_all(_SEP)
             behind, marker = yield from self.text_until("\n", "{", _FENCE, *self.markers)
             name = behind if behind.strip() else name
         self.skip(-len(marker))
@@ -47,11 +48,11 @@ class DeepSeekTools(JsonCallReader):
             return
         self.forget()
         self.begin_call(name.strip())
-        yield from self._between(*_FENCES)
+        yield from self.skip_all(*_FENCES)
         if (yield from self.json_value()):
             self.end_call()
         yield from self.rest_of_call()
-        yield from self._between(*_FENCES)
+        yield from self.skip_all(*_FENCES)
 
 
 class DeepSeekV31Tools(DeepSeekTools):

@@ -48,11 +48,12 @@ class GlmTools(TaggedCallReader):
     def _arguments_of(self, name: str) -> Steps[None]:
         said = "{"
         while (marker := (yield from self.until(_KEY[0], _BEGIN, _END, say=self.drop))) == _KEY[0]:
+            yield from self.skip_all(_KEY[0])
             key, closed = yield from self.text_until(*self.markers)
             if closed in (_BEGIN, _END):
                 self.skip(-len(closed))
                 continue
-            yield from self.space()
+            yield from self.skip_all(_KEY[1])
             if closed != _VALUE[0] and not (yield from self.literal(_VALUE[0])):
                 continue
             if not (yield from self.argument(name, key, said)):

@@ -81,7 +81,7 @@ class HarmonyTools(JsonCallReader):
 
     def _call(self, name: str) -> Steps[None]:
         self.begin_call(name)
-        yield from self.space()
+        yield from self.skip_all(_MESSAGE)
         if (yield from self.json_value()):
             self.end_call()
             yield from self._body(self.drop)

@@ -52,7 +52,7 @@ class JsonCallReader(TextReader, ToolParser):
         called = False
         while True:
             self.mark("" if called else self.space_before)
-            yield from self._between(*_BETWEEN)
+            yield from self.skip_all(*_BETWEEN)
             if called:
                 self.mark()
             opened = (yield from self.peek()) == "{"
@@ -112,12 +112,6 @@ class JsonCallReader(TextReader, ToolParser):
                     self.end_call()
                 break
         return begun
-
-    def _between(self, *words: str) -> Steps[None]:
-        """Read white space and `words`, up to a marker or other text."""
-        while (yield from self.space()) or (word := (yield from self.literal(*words, *self.markers))) in words:
-            pass
-        self.skip(-len(word))
 
     def rest_of_call(self) -> Steps[None]:
         """Where a call broke off, take what follows for its arguments, up to the next marker or the end of a block."""

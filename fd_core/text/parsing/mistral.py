@@ -54,7 +54,7 @@ class MistralTools(JsonCallReader):
             self.skip(-1)
         self.forget()
         self.begin_call(name)
-        yield from self.space()
+        yield from self.skip_all(_ARGS)
         if (yield from self.json_value()):
             self.end_call()
         yield from self.rest_of_call()

@@ -189,6 +189,12 @@ class TextReader(abc.ABC):
         """Return white space, up to the first other character."""
         return (yield from self.match(_SPACES))
 
+    def skip_all(self, *words: str) -> Steps[None]:
+        """Read white space and `words`, up to another marker or other text."""
+        while (yield from self.space()) or (word := (yield from self.literal(*words, *self.markers))) in words:
+            pass
+        self.skip(-len(word))
+
     def literal(self, *words: str) -> Steps[str]:
         """Return the longest of `words` that comes next, and read it; empty, and nothing read, if none does."""
         longest = max(map(len, words))
