@@ -86,5 +86,7 @@ RULES: Final[Mapping[str, str]] = {
     "8.3": "A parser loses and repeats no character. What belongs to the format is no text, each call begins once, and "
     "what a grammar makes the model write is read as that call.",
     "8.4": "A text may end anywhere and hold anything: what was said stays, and a call that was cut off has no end.",
+    "8.5": "Markup, whole or cut off, is never content, and calls that were complete before a fault stay.",
+    "8.6": "The time that a parser takes is linear in the text.",
 }
 """Rule by number. `1`, `2`, `4`, `6` and `8` without a second number are the sentence that heads the section."""

@@ -1,4 +1,4 @@
-"""Faults of the parsers of tool calls and reasoning: laws 8.1 to 8.4."""
+"""Faults of the parsers of tool calls and reasoning: laws 8.1 to 8.6."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ READER = "text/parsing/reader.py"
 JSON = "text/parsing/json_calls.py"
 THINKING = "text/parsing/thinking.py"
 ANSWER = "text/parsing/answer.py"
-HERMES = "text/parsing/hermes.py"
 TAGGED = "text/parsing/tagged.py"
 PYTHONIC = "text/parsing/pythonic.py"
 
 _SAME = "8.1: what is said of the pieces is what is said of the whole"
 _PROMPT = "8.2: text is held back only where it may be the beginning of a marker"
 _ALL = "8.3: no character is lost or repeated, and each call begins once"
+_MARKUP = "8.5: markup, whole or cut off, is never content"
+_TIME = "8.6: time is linear in the text"
 _ENDS = "8.4: a text may end anywhere and hold anything"
 
 MUTANTS = (
     mutant(
         "a-marker-that-begins-in-a-piece-is-text",
         _SAME,
-        (READER, "begun = None if self._ended else beginning.search(", "begun = None and beginning.search("),
+        (READER, "begun = beginning.search(", "begun = None and beginning.search("),
     ),
     mutant(
         "a-short-marker-does-not-wait-for-a-longer-one",
         _SAME,
-        (READER, "begun.start() <= found.start()", "begun.start() < found.start()"),
+        (READER, "begun.start() > found.start()", "begun.start() >= found.start()"),
     ),
     mutant(
         "a-marker-within-another-is-taken-at-once",
         _SAME,
-        (READER, "begun.start() <= found.start()", "begun.start() == found.start()"),
+        (READER, "begun.start() > found.start()", "begun.start() != found.start()"),
     ),
     mutant(
         "a-literal-is-compared-with-what-is-here",
@@ -43,14 +44,14 @@ MUTANTS = (
         _SAME,
         (
             READER,
-            "held = self._at + len(self._text[self._at : begin].rstrip(SPACE)) if space else begin",
-            "held = self._at + len(self._text[self._at : begin].rstrip(SPACE)) if space and found else begin",
+            "words = text.rstrip(SPACE) if space else text",
+            "words = text.rstrip(SPACE) if space and found else text",
         ),
     ),
     mutant(
         "a-place-that-is-kept-is-dropped-with-the-piece",
         _SAME,
-        (READER, "done = self._at if self._kept is None else self._kept", "done = self._at"),
+        (READER, "            self._kept_before.append(self._text[self._kept : self._at])\n", ""),
     ),
     mutant(
         "everything-behind-an-angle-bracket-waits",
@@ -82,7 +83,7 @@ MUTANTS = (
     mutant(
         "what-was-held-back-is-lost-at-the-end",
         _ALL,
-        (READER, "                say(self._text[self._at :])\n", ""),
+        (READER, "                if rest:\n                    say(rest)\n", ""),
     ),
     mutant(
         "every-call-has-the-number-zero",
@@ -102,12 +103,12 @@ MUTANTS = (
     mutant(
         "what-turned-out-to-be-no-call-is-lost",
         _ALL,
-        (HERMES, "                self.say_content(opened)\n", ""),
+        (JSON, "                self.say_read(cut=opened or not known)\n", ""),
     ),
     mutant(
         "white-space-alone-behind-a-call-is-content",
         _ALL,
-        (READER, "if not (self._after_call and not text.strip(SPACE)):", "if True:"),
+        (READER, "            if not text.strip(SPACE):\n                return\n", ""),
     ),
     mutant(
         "content-behind-reasoning-passes-by-the-tools",
@@ -127,7 +128,11 @@ MUTANTS = (
     mutant(
         "the-end-of-the-text-ends-a-call",
         _ENDS,
-        (JSON, "        if end:\n            self.end_call()\n", "        self.end_call()\n"),
+        (
+            JSON,
+            "            self.end_call()\n            self.skip(-len(end))\n",
+            "            self.skip(-len(end))\n        self.end_call()\n",
+        ),
     ),
     mutant(
         "half-a-word-is-said-as-a-value",
@@ -142,6 +147,34 @@ MUTANTS = (
     mutant(
         "a-call-that-never-begins-is-ended",
         _ENDS,
-        (JSON, '        if not self.call_open:\n            return ""\n', ""),
+        (JSON, "        if not self.call_open:\n            return\n", ""),
+    ),
+    mutant(
+        "half-a-marker-at-the-end-is-content",
+        _MARKUP,
+        (READER, "cut = begun is not None and (self._cut_off or self._after_call)", "cut = False"),
+    ),
+    mutant(
+        "a-marker-without-a-call-is-content",
+        _MARKUP,
+        (
+            READER,
+            "marker = yield from self.until(*begins, *self.markers, say",
+            "marker = yield from self.until(*begins, say",
+        ),
+    ),
+    mutant(
+        "half-a-closer-behind-a-call-is-content",
+        _MARKUP,
+        (READER, 'text = _remains(self.markers).sub("", text, count=1)', "pass"),
+    ),
+    mutant(
+        "a-piece-is-put-behind-all-that-came",
+        _TIME,
+        (
+            READER,
+            "        self._text = self._text[self._at :] + text\n        self._at = 0\n",
+            "        self._text += text\n",
+        ),
     ),
 )

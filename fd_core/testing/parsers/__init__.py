@@ -19,7 +19,9 @@ from fd_core.testing.parsers.suite import (
     test_characters,
     test_cuts,
     test_ends,
+    test_markup,
     test_reasoning,
+    test_time,
     test_waiting,
 )
 from fd_core.testing.parsers.target import ParserTarget, find_parser
@@ -30,4 +32,4 @@ __all__ = ["REASONING_PARSER", "TOOL_PARSER", "ParserTarget", "find_parser", "ki
 def kit_cases(kind: Kind[Any]) -> list[KitCase]:
     """Return all cases for parsers of a kind, section by section."""
     own = test_calls if kind is TOOL_PARSER else test_reasoning
-    return list(cases_of((test_cuts, test_waiting, test_characters, test_ends, own)))
+    return list(cases_of((test_cuts, test_waiting, test_characters, test_ends, test_markup, test_time, own)))

@@ -1,11 +1,13 @@
 """What a parser is. A parser reads the text of one answer as it comes and says what it means.
 
-Laws, 8.1 to 8.4 of docs/understand/law.md, which `fdcore conformance --tool-parser NAME` or `--reasoning-parser NAME`
+Laws, 8.1 to 8.6 of docs/understand/law.md, which `fdcore conformance --tool-parser NAME` or `--reasoning-parser NAME`
 proves:
 1. Whatever the cuts, the events of a stream, joined, are those of the whole text.
 2. Text is held back only where it may be the beginning of a marker, or white space before one.
 3. No character is lost or repeated. What belongs to the format is no text: markers, and white space beside them.
 4. A text may end anywhere. What was said stays; a call that was cut off gets no `CallEnded`.
+5. Markup, whole or cut off, is never content.
+6. Time is linear in the text.
 """
 
 from __future__ import annotations

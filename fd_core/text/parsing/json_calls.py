@@ -45,7 +45,7 @@ class JsonCallReader(TextReader, ToolParser):
         TextReader.__init__(self)
 
     def json_calls(self, *, known: bool = False) -> Steps[None]:
-        """Read calls that follow one another, with whatever a model writes around them, such as a list or a block of code.
+        """Read calls that follow one another, with a list or a block of code around them.
 
         What is no call is content, see `json_call`.
         """

@@ -13,7 +13,7 @@ __all__ = ["DeepSeekR1Reasoning", "ErnieReasoning", "MistralReasoning", "QwenRea
 
 
 _OPENINGS: Final = ("{", "[", '"', "<", "`")
-"""Where JSON, a call or a block of code may begin in content. From there on markers may stand in strings and are kept."""
+"""JSON, a call or a block of code may begin with these. From there on markers may stand in strings and are kept."""
 
 
 class _Between(TextReader, ReasoningParser):

@@ -114,9 +114,9 @@ class WaitsForTheEndOfReasoning(QwenReasoning):
     def say_reasoning(self, text):
         self.held += text
 
-    def read_content(self):
+    def say_read(self, *, cut=True):
         super().say_reasoning(self.held)
-        return super().read_content()
+        super().say_read(cut=cut)
 
 
 @breaks("8.2", "waiting:test_a_call_begins_before_its_arguments_are_there")
@@ -163,13 +163,19 @@ class SaysAsciiOnly(HermesTools):
         super().say_arguments(text.encode("ascii", "ignore").decode())
 
 
-@breaks("8.3", "characters:test_half_a_marker_is_text")
+@breaks("8.3", "characters:test_half_a_marker_before_other_text_is_text")
+class LosesHalfAMarker(HermesTools):
+    def say_content(self, text):
+        super().say_content(text.replace("<tool_", ""))
+
+
+@breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[spaces]")
 class LosesWhatWasHeldBack(HermesTools):
     def flush(self):
         return ()
 
 
-@breaks("8.3", "characters:test_half_a_marker_is_text")
+@breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[spaces]")
 class SaysTwiceWhatWasHeldBack(HermesTools):
     def flush(self):
         return [*super().flush()] * 2
@@ -240,9 +246,9 @@ class KeepsTheMarkersOfReasoning(QwenReasoning):
         super().say_reasoning(text)
         self.said = True
 
-    def read_content(self):
+    def say_read(self, *, cut=True):
         self.say_content(self.end)
-        return super().read_content()
+        super().say_read(cut=cut)
 
 
 @breaks("8.3", "characters:test_two_answers_at_a_time_do_not_meet")
@@ -319,9 +325,35 @@ class LosesTheLastOfTheReasoning(QwenReasoning):
         self.held = text[-1:]
         super().say_reasoning(text[:-1])
 
-    def read_content(self):
+    def say_read(self, *, cut=True):
         super().say_reasoning("" if self.at_end else self.held)
-        return super().read_content()
+        super().say_read(cut=cut)
+
+
+# Markup and time ----------------------------------------------------------------------------------------------
+
+
+@breaks("8.5", "markup:test_no_markup_is_content_wherever_the_text_ends")
+class SaysHalfAMarker(HermesTools):
+    def flush(self):
+        return super().finish()
+
+
+@breaks("8.5", "markup:test_markers_doubled_or_left_out_are_no_content")
+class KnowsOnlyTheBeginOfACall(HermesTools):
+    def content_until(self, *begins):
+        return self.until(*begins, say=self._say_outside, space=True)
+
+
+@breaks("8.6", "time:test_time_is_linear_in_the_text")
+class ReadsAllTheTextAgain(HermesTools):
+    seen = ""
+
+    def push(self, text):
+        self.seen += text
+        for _ in range(20):
+            sum(map(ord, self.seen))
+        return super().push(text)
 
 
 # Calls --------------------------------------------------------------------------------------------------------

@@ -309,7 +309,11 @@ RECORDED = {
         f"hermes, {name}": Recorded(None, "hermes", text, Said("", "", [("now", "{}")] * count))
         for name, count, text in (
             ("half a closer", 1, '<tool_call>{"name": "now", "arguments": {}}</tool'),
-            ("a doubled closer", 1, '<tool_call>{"name": "now", "arguments": {}}</tool_call></tool_call>\n</tool_call>'),
+            (
+                "a doubled closer",
+                1,
+                '<tool_call>{"name": "now", "arguments": {}}</tool_call></tool_call>\n</tool_call>',
+            ),
             ("a brace too many", 1, '<tool_call>{"name": "now", "arguments": {}}}\n</tool_call>\n'),
             ("a brace too many behind the closer", 1, '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n}'),
             ("the outer brace is missing", 1, '<tool_call>{"name": "now", "arguments": {}</tool_call>'),
@@ -319,7 +323,11 @@ RECORDED = {
             ("two lines", 2, '<tool_call>\n{"name": "now"}\n{"name": "now"}\n</tool_call>'),
             ("two with a comma", 2, '<tool_call>{"name": "now"}, {"name": "now"}</tool_call>'),
             ("wrapped", 1, '<tool_call>{"type": "function", "function": {"name": "now", "arguments": {}}}</tool_call>'),
-            ("wrapped twice", 2, '<tool_call>[{"function": {"name": "now"}}, {"function": {"name": "now"}}]</tool_call>'),
+            (
+                "wrapped twice",
+                2,
+                '<tool_call>[{"function": {"name": "now"}}, {"function": {"name": "now"}}]</tool_call>',
+            ),
             ("function for name", 1, '<tool_call>{"function": "now", "parameters": {}}</tool_call>'),
             ("a block of code", 1, '<tool_call>\n```json\n{"name": "now"}\n```\n</tool_call>'),
             ("cut in a list", 1, '<tool_call>[{"name": "now"}, {"na'),

@@ -1,0 +1,41 @@
+"""Markup: it is never content, wherever the text ends and whatever the model wrote twice or left out."""
+
+from __future__ import annotations
+
+from os.path import commonprefix
+
+import pytest
+
+from fd_core.testing.parsers.target import ParserTarget, meaning_of
+from fd_core.testing.schedulers.breaches import require
+
+
+@pytest.mark.law("8.5")
+def test_no_markup_is_content_wherever_the_text_ends(target: ParserTarget) -> None:
+    """The first character of a marker may be text."""
+    for answer in target.answers():
+        whole = meaning_of(target.read(answer.text, tools=answer.tools)).content
+        for end in range(len(answer.text)):
+            content = meaning_of(target.read(answer.text[:end], tools=answer.tools)).content
+            markup = content[len(commonprefix([content, whole])) :].strip()
+            require(len(markup) <= 1, "8.5", f"content of {answer.text[:end]!r} ends with {markup!r}")
+
+
+@pytest.mark.law("8.5")
+def test_markers_doubled_or_left_out_are_no_content(target: ParserTarget) -> None:
+    """Calls that were complete before stay."""
+    for answer in target.answers():
+        places = [(at, m) for m in target.markers for at in range(len(answer.text)) if answer.text.startswith(m, at)]
+        for at, marker in places:
+            before, after = answer.text[:at], answer.text[at + len(marker) :]
+            kept = meaning_of(target.read(before, tools=answer.tools))
+            for text in (f"{before}{marker}{marker}{after}", f"{before}{marker}\n{marker}{after}", before + after):
+                events = target.read(text, tools=answer.tools)
+                require(
+                    target.read(*text, tools=answer.tools) == events, "8.1", f"pieces of {text!r} say something else"
+                )
+                found = meaning_of(events)
+                there = [each for each in target.markers if each in found.content]
+                require(not there, "8.5", f"content of {text!r} is {found.content!r}")
+                same = found.calls[: kept.ended] == kept.calls[: kept.ended]
+                require(same, "8.5", f"calls of {text!r} are {found.calls}; complete before the fault: {kept.calls}")
