@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,6 +101,27 @@ def test_a_call_that_max_tokens_cuts_off_ends_cleanly(server: LiveServer) -> Non
     choice = message(server, max_tokens=cut)
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "R'}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_marker_at_max_tokens_is_no_content(server: LiveServer, stream: bool) -> None:
+    for half in (
+        "<tool_c",
+        "<tool_call>",
+        '<tool_call>\n{"na',
+        '<tool_call>{"name": "now"}</tool',
+        '<tool_call>{"name": "now"}}\n</',
+    ):
+        server.client.reply = lambda _, half=half: half.encode() + b"-" * 99
+        ask = ASK | {"tool_choice": "required", "max_tokens": len(half), "stream": stream}
+        answer = server.post(PATH, ask)
+        assert answer.status == 200, answer.body
+        assert not re.search(rb'"content": ?"[^"]', answer.body), half
+
+
+def test_half_a_marker_that_ends_the_answer_is_text(server: LiveServer) -> None:
+    server.client.reply = lambda _: b"It is <"
+    assert message(server)["message"]["content"] == "It is <"
 
 
 def test_parallel_calls_can_be_kept_to_one(server: LiveServer) -> None:
