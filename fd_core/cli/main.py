@@ -5,18 +5,32 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from typing import Final
 
 from fd_core.cli.report import interrupts_end_it, tells_old_names
+from fd_core.errors import ConfigError
 
 __all__ = ["main"]
 
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+"""Stands for a byte that cannot be decoded."""
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _undecodable() -> str | None:
+    """Return which argument or variable holds bytes that are not UTF-8; its value may be a secret."""
+    given = {f"argument {place}": word for place, word in enumerate(sys.argv[1:], 1)}
+    given |= {name: value for name, value in os.environ.items() if name.startswith("FD_")}
+    return next((name for name, text in given.items() if _SURROGATE.search(text)), None)
 
 
 def main() -> None:
     """Run the command line."""
+    if (undecodable := _undecodable()) is not None:
+        print(f"fdcore: {undecodable} is not UTF-8; rename the file or folder, or name a link to it", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
     with interrupts_end_it():
         from typer.main import get_command
 

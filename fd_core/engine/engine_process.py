@@ -15,7 +15,7 @@ import msgspec
 
 from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
-from fd_core.errors import EngineDead
+from fd_core.errors import ConfigError, EngineDead
 
 __all__ = ["EngineProcess", "Prepare", "Start", "begun_process"]
 
@@ -89,7 +89,10 @@ class EngineProcess:
     async def _tell(self, line: Prepare | Start) -> None:
         # The pipe stays open: its end tells the engine that this process is gone.
         pipe = cast("asyncio.StreamWriter", self.process.stdin)
-        pipe.write(msgspec.json.encode(line) + b"\n")
+        try:
+            pipe.write(msgspec.json.encode(line) + b"\n")
+        except UnicodeEncodeError:
+            raise ConfigError("a path or name in the settings is not UTF-8", hint="rename it, or use a link") from None
         await pipe.drain()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from fd_core.cli import startup
 from fd_core.cli.api_client import ServerAnswer
 from fd_core.cli.app import app
 from fd_core.config import EngineConfig, resolve_limits
+from fd_core.engine.engine_process import EngineProcess, Start
 from fd_core.errors import ConfigError, FdError, ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.server import port_holder
@@ -183,3 +185,30 @@ def test_a_full_disk_is_told_before_anything_is_fetched(tmp_path: Path, monkeypa
     with pytest.raises(ModelError, match=r"needs 197 MB in .*, whose disk has 1 MB left \(.* set FD_CACHE") as refused:
         resolve_model("smollm2", cache_dir=tmp_path)
     assert (refused.value.field, refused.value.exit_code) == ("FD_CACHE", 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "word"),
+    [
+        (["serve", "/tmp/model-\udcff"], "", "argument 2 is not UTF-8"),
+        (["serve", "null", "--backend", "null", "--served-model-name", "a\udcff"], "", "argument 6 is not UTF-8"),
+        (["route", "--worker", "http://\udcff:80"], "", "argument 3 is not UTF-8"),
+        (["serve", "--backend", "null"], "a\udcff", "FD_MODEL is not UTF-8"),
+    ],
+)
+def test_bytes_that_are_not_utf_8_are_one_line(arguments: list[str], variable: str, word: str) -> None:
+    ended = fdcore(*arguments, FD_MODEL=variable)
+    assert_told(ended, 2, word)
+    assert "\udcff" not in ended.stderr
+
+
+def test_a_setting_that_is_not_utf_8_does_not_reach_an_engine() -> None:
+    async def start() -> None:
+        process = await EngineProcess.begin("null")
+        try:
+            await process.start(Start(EngineConfig(model="a\udcff"), None, 1))
+        finally:
+            await process.close()
+
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        asyncio.run(start())
