@@ -11,12 +11,13 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fd_core.server.doors.connections import MAX_HEAD_BYTES, Connections, WatchedProtocol
-from fd_core.server.errors import ApiError
 
 __all__ = ["BoundedHttp"]
 
 _UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
 """Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
+_SLICE: Final = 4096
+"""Bytes that are parsed at a time while a head is not complete."""
 _EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
 """Warnings of the library that any client can cause, as often as it likes."""
 
@@ -40,27 +41,24 @@ class BoundedHttp(WatchedProtocol, HttpToolsProtocol):
         self._head_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and count what arrived while the head is not complete."""
+        """Parse, and count what arrived while the head is not complete, in slices so that one read is no exception."""
         if b"pgrade:" in data and self._waits_for != "body":
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"x-upgrade:", head) + end + rest
-        super().data_received(data)
-        if not self._in_head or self.transport.is_closing():
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._end(b"431 Request Header Fields Too Large", self.head_too_large())
+        begin = 0
+        while begin < len(data) and not self.transport.is_closing():
+            part = data[begin : begin + _SLICE] if self._in_head else data[begin:]
+            begin += len(part)
+            super().data_received(part)
+            if not self._in_head:
+                continue
+            self._head_bytes += len(part)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.end(self.head_too_large())
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the shape of every other error."""
-        self._end(b"400 Bad Request", self.not_http())
-
-    def _end(self, status: bytes, error: ApiError) -> None:
-        """Answer without the application, and close."""
-        body = error.body()
-        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\n" % status
-        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        self.transport.close()
+        self.end(self.not_http())
 
     def on_message_begin(self) -> None:
         """Begin to count."""

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
@@ -37,7 +38,8 @@ class GatewayHttp:
     ) -> None:
         """Begins to listen; raises `OSError` if somebody else does."""
         loop = asyncio.get_running_loop()
-        self._server = web.Server(handler, request_factory=_make_request, handler_cancellation=True)
+        bounded = partial(_bounded, handler)
+        self._server = web.Server(bounded, request_factory=_make_request, handler_cancellation=True)
 
         def protocol() -> _WatchedHandler:
             return _WatchedHandler(
@@ -68,6 +70,17 @@ class _WatchedHandler(WatchedProtocol, web.RequestHandler):
     def __init__(self, *arguments: Any, watch: Connections, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.watch = watch
+        self._head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Count what arrived while a head is not complete: the library bounds each line only."""
+        if self._waits_for != "body" and not self._messages:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._messages:
+            self._head_bytes = 0
+        elif self._head_bytes > MAX_HEAD_BYTES and not self._transport.is_closing():
+            self.end(self.head_too_large())
 
     async def finish_response(self, *arguments: Any, **options: Any) -> Any:
         try:
@@ -85,6 +98,19 @@ class _WatchedHandler(WatchedProtocol, web.RequestHandler):
         answer = error_response(error, request.path)
         answer.force_close()
         return answer
+
+
+async def _bounded(
+    handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], request: web.BaseRequest
+) -> web.StreamResponse:
+    """Answer a request whose head is not larger than the heads that arrive in pieces may be."""
+    head = len(request.raw_path) + sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
+    if head <= MAX_HEAD_BYTES:
+        return await handler(request)
+    protocol = cast("_WatchedHandler", request.protocol)
+    answer = error_response(protocol.head_too_large(), request.path)
+    answer.force_close()
+    return answer
 
 
 class _Request(web.BaseRequest):

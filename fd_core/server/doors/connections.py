@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import resource
 from collections import Counter
+from http import HTTPStatus
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -290,6 +291,14 @@ class WatchedProtocol(asyncio.Protocol):
     def head_too_large(self) -> ApiError:
         """Return the answer to a head that is larger than `MAX_HEAD_BYTES`."""
         return ApiError(431, f"the request line and headers are larger than the {MAX_HEAD_BYTES:,} bytes allowed")
+
+    def end(self, error: ApiError) -> None:
+        """Answer with an error, without the application, and close."""
+        body = error.body()
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+        head += f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._transport.write(head.encode() + body)
+        self._transport.close()
 
     def expire(self, reason: Reason) -> None:
         """Close the connection, whatever is still to be sent; whoever works on its request is told that it is lost."""
