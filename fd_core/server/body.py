@@ -13,6 +13,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from fd_core.server.doors.bodies import BodyShare
+from fd_core.server.doors.headers import refuse_encoding
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.json_shape import decodable, is_small
 from fd_core.server.known_fields import KnownFields, UnknownField
@@ -121,7 +122,11 @@ def _require_json(request: Request) -> None:
 
 
 async def receive(request: Request, share: BodyShare) -> AsyncIterator[bytes]:
-    """Yield the body of a request as it arrives; `ApiError` where its share does not reach, or if it breaks off."""
+    """Yield the body of a request as it arrives.
+
+    Raises `ApiError`: 415 if it is compressed, and where its share does not reach or if it breaks off.
+    """
+    refuse_encoding(request.headers.getlist("content-encoding"))
     try:
         async for part in request.stream():
             share.received(len(part))

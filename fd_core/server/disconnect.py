@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 from fastapi import Request
 from starlette.types import Receive
 
+from fd_core.server.doors.headers import length_of
 from fd_core.server.errors import ApiError
 
 __all__ = ["UntilDisconnect", "unless_gone"]
@@ -25,8 +26,8 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
     Raises `ApiError` (499), which nobody sees, if the client left.
     """
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) <= _LONG_BYTES:
+    length = length_of(request.headers.get("content-length"))
+    if length is not None and length <= _LONG_BYTES:
         return await work
     async with UntilDisconnect(request.receive):
         return await work

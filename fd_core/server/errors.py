@@ -94,7 +94,9 @@ def unavailable(message: str, code: str, retry_after: int) -> ApiError:
 def no_such_path(path: str) -> ApiError:
     """Return the 404 for a path at which nothing is served, with the mistake that is often made in it."""
     message = f"nothing is served at {path[:_SHOWN_OF_A_PATH]!r}"
-    if path.startswith("/v1/v1/"):
+    if "//" in path:
+        message += "; a part of the path is empty: leave out the slash at the end of the client's base URL"
+    elif path.startswith("/v1/v1/"):
         message += "; /v1 stands there twice: one of them is of the client's base URL"
     elif path.rstrip("/") == "/v1":
         message += ", the base URL of clients; requests go to paths below it, such as /v1/chat/completions"

@@ -24,7 +24,7 @@ _ERRORS: Final = {
     403: "The request comes from a page of another origin, see --allowed-origins",
     404: "There is no such model",
     413: "The body is too large",
-    415: "The body is not JSON",
+    415: "The body is not JSON, or it is compressed",
     421: "The host that the request names is not this server's, see --allowed-hosts",
     429: "The key has used up what it may ask for; `Retry-After` says when it may ask again",
     500: "The server or the engine failed",

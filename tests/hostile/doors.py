@@ -102,8 +102,11 @@ class Hostile:
 class Door:
     """What listens: a server over an engine, or a router before a worker."""
 
-    def __init__(self, kind: str, port: int, inner: Any, prefix: str, admin: str = "") -> None:
+    def __init__(
+        self, kind: str, port: int, inner: Any, prefix: str, loop: asyncio.AbstractEventLoop, admin: str = ""
+    ) -> None:
         self.kind = kind
+        self.loop = loop
         self.port = port
         self.inner = inner
         """The engine's client of a server, the worker of a router."""
@@ -161,18 +164,19 @@ def door(kind: str, **settings: Any) -> Iterator[Door]:
     """Run a server or a router until the block ends."""
     if kind == "server":
         with live(FakeClient, **settings) as server:
-            yield Door(kind, server.port, server.client, "fdcore_")
+            yield Door(kind, server.port, server.client, "fdcore_", server.call(asyncio.get_running_loop))
         return
-    with _router(**settings) as (port, worker, admin):
-        yield Door(kind, port, worker, "fdcore_router_", admin)
+    with _router(**settings) as (port, worker, loop, admin):
+        yield Door(kind, port, worker, "fdcore_router_", loop, admin)
 
 
 @contextmanager
-def _router(**settings: Any) -> Iterator[tuple[int, FakeWorker, str]]:
+def _router(**settings: Any) -> Iterator[tuple[int, FakeWorker, asyncio.AbstractEventLoop, str]]:
     @asynccontextmanager
-    async def opened() -> AsyncIterator[tuple[int, FakeWorker, str]]:
+    async def opened() -> AsyncIterator[tuple[int, FakeWorker, asyncio.AbstractEventLoop, str]]:
         async with FakeWorker(usual="json") as worker, routed(worker, **settings) as gateway:
-            yield int(gateway.url.rpartition(":")[2]), worker, gateway.admin
+            port = int(gateway.url.rpartition(":")[2])
+            yield port, worker, asyncio.get_running_loop(), gateway.admin
 
     with on_a_thread(opened()) as found:
         yield found

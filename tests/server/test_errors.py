@@ -178,6 +178,8 @@ def test_charset_and_json_suffix_are_taken(server: LiveServer) -> None:
             "at '/chat/completions'; paths of OpenAI's API begin with /v1: add it to the",
         ),
         ("/v1/v1/completions", "/v1 stands there twice"),
+        ("//v1/chat/completions", "leave out the slash at the end of the client's base URL"),
+        ("/v1//chat/completions", "leave out the slash at the end of the client's base URL"),
         ("/v1", "the base URL of clients; requests go to paths below it"),
         ("/v1/audio/speech", "nothing is served at '/v1/audio/speech'"),
         ("/" + "x" * 5000, "nothing is served at '/xxx"),

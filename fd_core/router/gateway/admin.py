@@ -77,7 +77,7 @@ class Admin:
         try:
             with self._bodies.share(request.headers.get("Content-Length"), _MAX_BODY_BYTES) as share:
                 member = _decoder.decode(await read_body(request, share))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
         if member.role != "mixed" and not self._pairs:
             raise ApiError(

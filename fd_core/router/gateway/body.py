@@ -5,13 +5,15 @@ from __future__ import annotations
 from aiohttp import web
 
 from fd_core.server.doors.bodies import BodyShare
+from fd_core.server.doors.headers import refuse_encoding
 from fd_core.server.errors import ApiError
 
 __all__ = ["read_body"]
 
 
 async def read_body(request: web.BaseRequest, share: BodyShare) -> bytes:
-    """Return the body. Raises `ApiError` where its share does not reach, and 400 if it breaks off."""
+    """Return the body. Raises `ApiError`: 415 if it is compressed, 400 if it breaks off, and beyond its share."""
+    refuse_encoding(request.headers.getall("Content-Encoding", []))
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0

@@ -20,6 +20,7 @@ from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredFile, cannot_keep
 from fd_core.server.body import BodyFormat, receive
 from fd_core.server.doors.bodies import BodyBudget
+from fd_core.server.doors.headers import length_of
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.openapi import endpoint
 from fd_core.server.state import state_of
@@ -81,8 +82,8 @@ async def upload(request: Request) -> Response:
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         raise ApiError(415, "the file must be sent as multipart/form-data", code="unsupported_media_type")
-    announced = request.headers.get("content-length", "0")
-    store.require_room(max(0, int(announced) - _FORM_BYTES) if announced.isdecimal() else 0)
+    announced = length_of(request.headers.get("content-length")) or 0
+    store.require_room(max(0, announced - _FORM_BYTES))
     path = store.folder / f"{secrets.token_hex(12)}.upload"
     try:
         with path.open("xb") as file:
@@ -204,9 +205,9 @@ def _keep(store: BatchStore, path: Any, boundary: bytes, owner: str) -> StoredFi
 
 def _page(found: Sequence[Any], limit: str | None, after: str | None) -> tuple[list[Any], bool]:
     """Return up to `limit` objects behind the one with the id `after`, the newest first, and whether there are more."""
-    if limit is not None and not (limit.isdecimal() and 1 <= int(limit) <= 10_000):
-        raise invalid(f"limit is {limit[:20]!r}; give 1 to 10000", "limit", "invalid_value")
-    most = min(int(limit or _MOST_LISTED), 10_000)
+    most = _MOST_LISTED if limit is None else length_of(limit) or 0
+    if not 1 <= most <= 10_000:
+        raise invalid(f"limit is {str(limit)[:20]!r}; give 1 to 10000", "limit", "invalid_value")
     ordered = list(reversed(found))
     if after is not None:
         ids = [each.id for each in ordered]

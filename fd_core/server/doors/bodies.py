@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import msgspec
 
 from fd_core.metrics import counter, gauge
+from fd_core.server.doors.headers import length_of
 from fd_core.server.errors import ApiError, unavailable
 
 __all__ = ["BodyBudget", "BodyShare", "BodyStats"]
@@ -36,8 +37,9 @@ class BodyBudget:
         Raises `ApiError`: 413 for more than `largest` bytes, 503 where the budget is used up.
         """
         share = BodyShare(self, largest)
-        if announced is not None and announced.isdecimal():
-            share.reserve(int(announced))
+        length = length_of(announced)
+        if length is not None:
+            share.reserve(length)
         return share
 
 

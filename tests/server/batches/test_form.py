@@ -44,3 +44,34 @@ def test_a_form_that_is_cut_off_is_refused(cut: int) -> None:
 )
 def test_the_content_type_names_the_boundary(kind: str, boundary: bytes | None) -> None:
     assert boundary_of(kind) == boundary
+
+
+@pytest.mark.parametrize("boundary", ["", '""', "a" * 71, "\xff", '"a "', '"a\x01"'])
+def test_a_boundary_that_no_form_may_have_is_refused(boundary: str) -> None:
+    with pytest.raises(ApiError, match="1 to 70") as caught:
+        boundary_of(f"multipart/form-data; boundary={boundary}")
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("disposition", "filename"),
+    [
+        (b"filename=a.jsonl", "a.jsonl"),
+        (b'filename="a\\"b; c"', 'a"b; c'),
+        ('filename="ä"'.encode(), "ä"),
+        (b'filename="\xff"', "\ufffd"),
+        (b"filename=x; filename*=UTF-8''%C3%A4%ff", "ä\ufffd"),
+        (b"filename*=utf-7''a", None),
+        (b"x=y", None),
+    ],
+)
+def test_names_of_files_are_utf_8_and_nothing_else(disposition: bytes, filename: str | None) -> None:
+    body = b'--b\r\ncontent-disposition: form-data; name="file"; %b\r\n\r\nx\r\n--b--' % disposition
+    assert read_form(body, b"b")["file"].filename == filename
+
+
+@pytest.mark.parametrize("offset", range(-6, 2))
+def test_a_boundary_is_found_where_slices_meet(offset: int) -> None:
+    content = b"x" * ((1 << 20) + offset)
+    body = body_of({"a": content, "b": b"y"})
+    assert [body[each.begin : each.end] for each in read_form(body, b"b").values()] == [content, b"y"]

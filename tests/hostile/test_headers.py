@@ -1,0 +1,153 @@
+"""Heads of requests at the most that is allowed: refused beyond it however they arrive, and read in no time below."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import fd_core
+from fd_core.server.doors.connections import MAX_HEAD_BYTES
+from fd_core.server.doors.headers import length_of, parameters
+from tests.hostile.doors import COMPLETIONS, KINDS, Door, door
+from tests.hostile.event_loop import TRIES, Beats
+from tests.hostile.limits import LONG
+
+both = pytest.mark.parametrize("kind", KINDS)
+ROOM = MAX_HEAD_BYTES - 1024
+_PARSED = ("content-type", "origin")
+"""Headers that are taken apart, so every value is tried with them in the default run, too."""
+
+
+def header_names() -> list[str]:
+    """Every header that the sources of servers and routers name, and those that libraries read."""
+    found = {"connection", "cookie", "expect", "forwarded", "keep-alive", "te", "traceparent", "x-forwarded-for"}
+    for folder in ("server", "router", "disagg", "tracing"):
+        for path in Path(fd_core.__file__).parent.joinpath(folder).rglob("*.py"):
+            found |= {
+                name.lower()
+                for name in re.findall(r'"((?:[A-Z][\w]*-)+[A-Z]\w*|[a-z]+(?:-[a-z]+)+)"', path.read_text())
+            }
+    return sorted(found | {"accept", "authorization", "host", "origin"} - {"content-length", "transfer-encoding"})
+
+
+VALUES = {
+    "letters": "a" * ROOM,
+    "parameters": "multipart/form-data" + ";a=b" * (ROOM // 4 - 10),
+    "open quotes": "multipart/form-data" + ';a="\\' * (ROOM // 6),
+    "numbered parameters": "multipart/form-data" + "".join(f"; a*{index}*=''b" for index in range(ROOM // 15)),
+    "encoded words": "=?utf-7?q?a?= " * (ROOM // 15),
+    "commas": "," * ROOM,
+    "spaces": "a" + " " * (ROOM - 2) + "b",
+    "colons": "http://a" + ":" * (ROOM - 10),
+    "digits": "9" * ROOM,
+}
+
+
+def test_the_list_holds_the_headers_that_are_read() -> None:
+    assert {"content-type", "x-request-id", "access-control-request-headers", "x-session-id"} <= set(header_names())
+
+
+def reference() -> float:
+    """Return how long this machine takes for work that a usual one does in about 12 ms."""
+    begun = time.process_time()
+    sum(range(1_000_000))
+    return time.process_time() - begun
+
+
+def pause_of(opened: Door, head: bytes) -> float:
+    """Return the longest pause of the loop while one head is answered, in seconds."""
+    beats = Beats(opened.loop)
+    opened.loop.call_soon_threadsafe(beats.begin)
+    with opened.connect() as connection:
+        assert connection.send(head).answer()[0] in (200, 400, 401, 403, 404, 415, 421, 431)
+    beats.running = False
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.003), opened.loop).result(10)
+    return beats.longest
+
+
+def assert_short(opened: Door, what: str, head: bytes) -> None:
+    """Fail if the loop stands still for longer than four times the reference in each of several tries."""
+    ratios = []
+    for _ in range(TRIES):
+        ratios.append(pause_of(opened, head) / reference())
+        if ratios[-1] < 4:
+            return
+    pytest.fail(f"{what}: {ratios}")
+
+
+@both
+def test_no_header_at_its_most_stops_the_loop(kind: str, tmp_path: Path) -> None:
+    settings = {"batch_api": True, "batch_store": str(tmp_path)} if kind == "server" else {}
+    with door(kind, **settings) as opened:
+        for index, name in enumerate(header_names()):
+            shapes = list(VALUES) if LONG or name in _PARSED else [list(VALUES)[index % len(VALUES)]]
+            for what in shapes:
+                value = VALUES[what]
+                host = "" if name == "host" else "Host: localhost\r\n"
+                path = "/v1/files" if kind == "server" and name.startswith("content") else COMPLETIONS
+                end = "Content-Length: 2\r\nConnection: close\r\n\r\n{}"
+                head = f"POST {path} HTTP/1.1\r\n{host}{name}: {value}\r\n{end}"
+                assert_short(opened, f"{name}: {what}", head.encode())
+
+
+@both
+@pytest.mark.parametrize("line", ["a:\r\n", "X-Request-Id: a\r\n", "content-type: a\r\n"])
+def test_many_headers_do_not_stop_the_loop(kind: str, line: str) -> None:
+    with door(kind) as opened:
+        lines = line * (ROOM // len(line))
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{lines}Content-Length: 2\r\n\r\n{{}}"
+        assert_short(opened, line, head.encode())
+
+
+@both
+@pytest.mark.parametrize("values", [1, 4], ids=["in one header", "in four headers"])
+def test_a_large_head_is_refused_however_it_arrives(kind: str, values: int) -> None:
+    long = "".join(f"X-Long: {'x' * (90_000 // values)}\r\n" for _ in range(values))
+    head = f"GET /health HTTP/1.1\r\nHost: localhost\r\n{long}\r\n"
+    with door(kind) as opened:
+        for pieces in (1, 2, 9):
+            with opened.connect() as connection:
+                with suppress(OSError):  # it need not be read to its end
+                    for begin in range(0, len(head), -(-len(head) // pieces)):
+                        connection.send(head[begin : begin + -(-len(head) // pieces)])
+                        time.sleep(0.02 if pieces > 1 else 0)
+                assert connection.answer()[0] == 431, pieces
+
+
+@both
+def test_a_large_body_with_the_next_head_is_no_large_head(kind: str) -> None:
+    body = b'{"prompt": "a", "x": "' + b"b" * 150_000 + b'"}'
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    request = head % (COMPLETIONS.encode(), len(body)) + body
+    with door(kind) as opened, opened.connect() as connection:
+        connection.send(request + b"GET /health HTTP/1.1\r\nHost: ")
+        assert connection.answer()[0] == 200
+        connection.send(b"localhost\r\n\r\n")
+        assert connection.answer()[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "found"),
+    [
+        ("Text/Plain", "text/plain", {}),
+        ('a/b; Name="x;\\"y"; other = z;bare', "a/b", {"name": 'x;"y'}),
+        ("a;b=1;b=2", "a", {"b": "1"}),
+        (';a="open', "", {"a": ""}),
+        ("", "", {}),
+    ],
+)
+def test_parameters(value: str, kind: str, found: dict[str, str]) -> None:
+    assert parameters(value) == (kind, found)
+
+
+@pytest.mark.parametrize(
+    ("value", "length"),
+    [("12", 12), ("0" * 9000 + "7", 7), ("9" * 9000, 10**18), (None, None), ("", None), ("-1", None), ("\u0663", None)],
+)
+def test_lengths_are_read_within_bounds(value: str | None, length: int | None) -> None:
+    assert length_of(value) == length
