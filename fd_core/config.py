@@ -128,6 +128,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """How a step's output travels from the runner: `memory`, or `zmq` (FastDeploy's FD_USE_GET_SAVE_OUTPUT_V1=1)."""
     watchdog_seconds: Annotated[float, Range(0, _DAY, above=True)] = 60.0
     """A step not answered within this time is an engine fault."""
+    restart_attempts: Annotated[int, Range(0, 1_000_000)] = 5
+    """Failed starts in a row after which an engine that died is given up; 0 tries again for good."""
     save_preempted_kv: bool = True
     """Whether the KV of preempted requests is kept outside the device, so that they come back without recomputing."""
     host_kv_memory: Annotated[int, ByteSize(0)] = 512 * 2**20

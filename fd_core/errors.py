@@ -62,3 +62,5 @@ class EngineDead(FdError):
 
     `field` is `rank N` where one of several ranks is at fault.
     """
+
+    exit_code = 5

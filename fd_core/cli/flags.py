@@ -180,6 +180,12 @@ ENGINE_FLAGS: Final = (
     ),
     Flag("watchdog_seconds", "Time after which an unanswered step counts as an engine failure, in seconds.", "SECONDS"),
     Flag(
+        "restart_attempts",
+        "Failed starts in a row after which an engine that died is given up and the server ends with exit code 5; "
+        "0 keeps trying, with pauses of up to 60 s.",
+        "N",
+    ),
+    Flag(
         "save_preempted_kv",
         "Keep the KV of preempted requests in host memory, so that they resume without recomputing; "
         "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST sets it too.",

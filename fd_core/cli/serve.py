@@ -7,12 +7,13 @@ import contextlib
 import importlib
 import logging
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from fd_core.cli.flags import CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
 from fd_core.cli.report import interrupts_end_it, outlive_hangups, reports_errors
+from fd_core.errors import EngineDead
 
 if TYPE_CHECKING:
     import socket
@@ -20,9 +21,15 @@ if TYPE_CHECKING:
 
     from fd_core.cli.settings import Settings
     from fd_core.config import EngineConfig
+    from fd_core.engine.client import EngineClient
     from fd_core.server.spans import RequestSpans
 
 __all__ = ["loop_factory", "opened_spans", "serve"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS: Final = 0.5
+"""Pause between two looks at whether an engine is gone for good."""
 
 
 @reports_errors
@@ -125,6 +132,9 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
             settle()
             announce(url)
 
+        stop = asyncio.Event()
+        watching = asyncio.create_task(_stop_when_gone(client, stop))
+        closing.callback(watching.cancel)
         await serve_http(
             settings.server,
             client,
@@ -135,7 +145,18 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
             spans=spans,
             sock=listener,
             on_ready=ready,
+            stop=stop,
         )
+        if any(engine.gone for engine in client.engines):
+            raise EngineDead(f"the server ended because {client.missing}")
+
+
+async def _stop_when_gone(client: EngineClient, stop: asyncio.Event) -> None:
+    """Set `stop` once no engine will be started in place of one that died: whoever runs the server starts it anew."""
+    while not any(engine.gone for engine in client.engines):
+        await asyncio.sleep(_LOOK_SECONDS)
+    log.error("an engine is gone for good: the server ends, and what runs on other engines may go on until then")
+    stop.set()
 
 
 def _ticket_key(engine: EngineConfig) -> bytes | None:

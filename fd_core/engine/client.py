@@ -6,7 +6,7 @@ import abc
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -23,6 +23,7 @@ from fd_core.engine.messages import (
     Submit,
 )
 from fd_core.engine.request_ledger import RequestLedger
+from fd_core.engine.restarting import start_again
 from fd_core.errors import BadRequest, EngineDead
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.event_log import KVEventLog
@@ -201,6 +202,10 @@ class SingleEngineClient(abc.ABC):
         """Requests given to a new epoch because the one before died with them; only grows."""
         self.rank_failures = {str(rank): 0 for rank in range(1, config.num_ranks)}
         """Deaths of the engine by the number of the rank at fault, which are those beside the engine's own process."""
+        self.start_failures = 0
+        """Starts of an engine that failed after one died; only grows."""
+        self.gone = False
+        """Whether the engine died and none will be started in its place."""
         self._interrupted = False
         """Whether the engine is gone and another one will resume its requests."""
         self._death = "the engine is not running"
@@ -348,8 +353,21 @@ class SingleEngineClient(abc.ABC):
         for end in self._ledger.died(reason):
             self._streams.pop(end.request_id).push(end)
 
+    async def _start_again(self, start: Callable[[], Awaitable[None]]) -> str | None:
+        """Start an engine in place of the one that died; return the reason if none will be started."""
+
+        def failed() -> None:
+            self.start_failures += 1
+
+        return await start_again(start, self._config.restart_attempts, failed, self._went_down)
+
+    def _gave_up(self, reason: str) -> None:
+        """No engine will be started any more."""
+        self._went_down(reason)
+        self.gone = True
+
     def _went_down(self, reason: str) -> None:
-        """The engine is gone for good, and every request with it."""
+        """The engine is gone for now or for good, and every request with it."""
         self.alive = self._interrupted = False
         self._death = reason
         self._forget_changes(reason)

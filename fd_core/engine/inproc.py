@@ -17,7 +17,6 @@ from fd_core.engine.client import SingleEngineClient, StartProgress
 from fd_core.engine.core import Engine
 from fd_core.engine.device import DeviceStalled
 from fd_core.engine.messages import AdaptersChanged, ClientMessage, EngineMessage, Shutdown, StepEvents
-from fd_core.engine.restarting import GAVE_UP, start_again
 from fd_core.engine.service import serve_engine, tells_admissions
 from fd_core.errors import EngineDead
 
@@ -145,13 +144,14 @@ class InprocClient(SingleEngineClient):
             self._begin(self._restart())
 
     def _give_up(self, failure: str) -> None:
-        self._went_down(f"{failure}; a thread cannot be replaced, so restart the server")
+        self._gave_up(f"{failure}; a thread cannot be replaced, so restart the server")
 
     async def _restart(self) -> None:
-        if await start_again(self._start_another):
+        gave_up = await self._start_again(self._start_another)
+        if gave_up is None:
             _log.warning("engine restarted as epoch %d", self._epoch)
         else:
-            self._went_down(GAVE_UP)
+            self._gave_up(gave_up)
 
     async def _start_another(self) -> None:
         gc.collect()  # frees the model and the KV cache of the engine that failed

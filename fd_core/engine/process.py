@@ -23,7 +23,6 @@ from fd_core.engine.messages import (
     Shutdown,
     StepEvents,
 )
-from fd_core.engine.restarting import GAVE_UP, start_again
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 
 __all__ = ["ProcessClient"]
@@ -190,6 +189,7 @@ class ProcessClient(SingleEngineClient):
 
     async def _keep(self) -> None:
         """Wait for the end of the engine and start another, which takes up its requests."""
+        gave_up: str | None = None
         try:
             while True:
                 reason = await self._end
@@ -197,18 +197,22 @@ class ProcessClient(SingleEngineClient):
                     return
                 _log.error("%s of epoch %d is gone: %s", self._place.name, self._epoch, reason)
                 self._went_away(f"the engine failed: {reason}", reason.field)
-                if not await start_again(self._start_another):
+                gave_up = await self._start_again(self._start_another)
+                if gave_up is not None:
                     return
                 _log.warning("%s restarted as epoch %d", self._place.name, self._epoch)
         finally:
             # Whatever ended this task: no request may wait for an engine that nobody starts.
             if not self._closing:
-                self._went_down(GAVE_UP)
+                self._gave_up(gave_up or "the engine is no longer watched; restart the server")
 
     async def _start_another(self) -> None:
         await self._reap()
         self._progress = lambda *_: None
-        await self._start()
+        try:
+            await self._start()
+        except OSError as error:  # for want of descriptors, processes or memory, which may come back
+            raise EngineDead(f"its process cannot be started: {(error.strerror or str(error)).lower()}") from error
 
     async def _reap(self) -> None:
         """End the watch over the process, the socket and the process."""

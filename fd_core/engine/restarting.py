@@ -8,25 +8,42 @@ from collections.abc import Awaitable, Callable
 
 from fd_core.errors import FdError
 
-__all__ = ["GAVE_UP", "start_again"]
+__all__ = ["pause_after", "start_again"]
 
 _log = logging.getLogger(__name__)
-_MAX_RESTARTS = 5
-"""Engines that die this often in a row without ever becoming ready are not started again."""
-_RESTART_SECONDS = 1.0
+_PATIENCE = 5
+"""Failed starts in a row that requests wait for; those that come, or still wait, after them are refused."""
+_FIRST_SECONDS = 1.0
 """Pause after the first failed start; it doubles with each."""
-GAVE_UP = f"the engine failed {_MAX_RESTARTS} times to start again; restart the server"
+_LONGEST_SECONDS = 60.0
 
 
-async def start_again(start: Callable[[], Awaitable[None]]) -> bool:
-    """Call `start` until it succeeds; return False once it raised `FdError` as often as is tried."""
-    for attempt in range(_MAX_RESTARTS):
+def pause_after(failures: int) -> float:
+    """Return the seconds between a failed start and the next one; `failures` are those in a row."""
+    return min(_FIRST_SECONDS * 2.0 ** min(failures - 1, 30), _LONGEST_SECONDS)
+
+
+async def start_again(
+    start: Callable[[], Awaitable[None]], attempts: int, failed: Callable[[], None], refuse: Callable[[str], None]
+) -> str | None:
+    """Call `start` until it succeeds; return the reason once it raised `FdError` `attempts` times, never if that is 0.
+
+    `failed` is called after each failure, and `refuse` with a reason when requests need no longer wait.
+    """
+    failures = 0
+    while True:
         try:
             await start()
         except FdError as error:
-            _log.error("the engine did not start again: %s", error)
-            if attempt + 1 < _MAX_RESTARTS:
-                await asyncio.sleep(_RESTART_SECONDS * 2**attempt)
+            failures += 1
+            failed()
+            if failures == attempts:
+                _log.error("the engine did not start again: %s", error)
+                return f"the engine failed {failures} times to start again; restart the server"
+            pause = pause_after(failures)
+            _log.error("the engine did not start again; the next attempt is in %g s: %s", pause, error)
+            if failures == _PATIENCE:
+                refuse(f"the engine failed {failures} times to start again; the server keeps trying")
+            await asyncio.sleep(pause)
         else:
-            return True
-    return False
+            return None

@@ -70,6 +70,9 @@ class EngineStarts(msgspec.Struct, frozen=True):
     up: Annotated[int, gauge("engine_up", "1 while the engine answers, 0 otherwise.")]
     epoch: Annotated[int, gauge("engine_epoch", "Number of starts of the engine.")]
     requeued: Annotated[int, counter("requests_requeued", "Requests given to a restarted engine.")]
+    start_failures: Annotated[
+        int, counter("engine_start_failures", "Starts of an engine that failed after one had died.")
+    ]
     rank_failures: Annotated[
         dict[str, int], counter("rank_failures", "Failures of the engine by one of its ranks.", label="rank")
     ]
@@ -279,7 +282,9 @@ def _one_two_five(largest: int) -> tuple[float, ...]:
 
 
 def _starts(engine: SingleEngineClient) -> EngineStarts:
-    return EngineStarts(int(engine.alive), engine.info.epoch, engine.requests_requeued, engine.rank_failures)
+    return EngineStarts(
+        int(engine.alive), engine.info.epoch, engine.requests_requeued, engine.start_failures, engine.rank_failures
+    )
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

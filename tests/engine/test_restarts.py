@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
+import resource
 import signal
+import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +31,8 @@ from tests.engine.faults import Faults
 from tests.engine.helpers import Texts, golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy
 from tests.engine.test_process import until
+from tests.server.processes import free_port
+from tests.server.processes import process as started_process
 
 pytestmark = pytest.mark.slow
 
@@ -254,17 +260,17 @@ def test_who_enters_in_the_same_step_as_a_request_that_kills_engines_is_not_give
 
 def test_requests_end_when_no_engine_can_be_started(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     faults.arm("load")
-    monkeypatch.setattr(restarting, "_RESTART_SECONDS", 0.01)
-    monkeypatch.setattr(restarting, "_MAX_RESTARTS", 2)
+    monkeypatch.setattr(restarting, "_FIRST_SECONDS", 0.01)
 
     async def main() -> None:
-        async with opened() as client:
+        async with opened(restart_attempts=2) as client:
             stream = client.submit(LONG)
             signal_to(client, signal.SIGKILL)
             with pytest.raises(EngineDead, match="to start again; restart the server"):
                 async for _ in stream:
                     pass
             assert not client.alive
+            assert client.gone and not client.healthy and client.start_failures == 2
             for use in (client.abort_all, lambda: client.submit(SPECS[0])):
                 with pytest.raises(EngineDead, match="restart the server"):
                     use()
@@ -272,8 +278,57 @@ def test_requests_end_when_no_engine_can_be_started(faults: Faults, monkeypatch:
     run_test(main)
 
 
+def test_an_engine_comes_back_after_more_failures_than_requests_wait_for(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.arm("load")
+    monkeypatch.setattr(restarting, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(restarting, "_PATIENCE", 1)
+
+    async def main() -> None:
+        async with opened(restart_attempts=0) as client:
+            stream = client.submit(LONG)
+            signal_to(client, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="the server keeps trying"):
+                async for _ in stream:
+                    pass
+            with pytest.raises(EngineDead, match="the server keeps trying"):
+                client.submit(LONG)
+            assert not client.healthy and not client.gone
+            faults.arm()
+            async with asyncio.timeout(60):
+                while not client.alive:
+                    await asyncio.sleep(0.01)
+            assert client.start_failures >= 1
+            assert (await read(client, LONG)).tokens == golden([LONG])["long"]
+
+    run_test(main)
+
+
+def test_a_process_that_cannot_be_started_is_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarting, "_FIRST_SECONDS", 0.01)
+
+    async def main() -> None:
+        async with opened(backend="null", restart_attempts=3) as client:
+            stream = client.submit(LONG)
+            monkeypatch.setattr(process.EngineProcess, "begin", no_room)
+            signal_to(client, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="failed 3 times"):
+                async for _ in stream:
+                    pass
+
+    async def no_room(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    run_test(main)
+
+
+def test_pauses_between_starts_double_up_to_a_minute() -> None:
+    assert [restarting.pause_after(failures) for failures in (1, 2, 3, 6, 7, 10**6)] == [1, 2, 4, 32, 60, 60]
+
+
 def test_an_engine_that_is_stuck_in_its_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarting, "_RESTART_SECONDS", 0.01)
+    monkeypatch.setattr(restarting, "_FIRST_SECONDS", 0.01)
 
     async def main() -> None:
         async with opened(backend="null") as client:
@@ -379,3 +434,20 @@ def test_a_thread_that_stalls_ends_its_requests_and_says_why_it_stays_dead(fault
             assert not client.alive
 
     run_test(main)
+
+
+def test_a_server_ends_with_exit_code_5_once_its_engine_is_gone(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_port()
+    words = ("serve", "null", "--backend", "null", "--num-threads", "1", "--restart-attempts", "1")
+    with started_process(log, sys.executable, "-m", "fd_core.cli", *words, "--port", str(port)) as server:
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+        deadline = time.monotonic() + 60
+        while "Ctrl-C" not in log.read_text():
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        descriptors = len(list(Path(f"/proc/{server.pid}/fd").iterdir()))
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))  # no process can be started
+        for child in children.read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        assert server.wait(60) == 5, log.read_text()
+        assert log.read_text().splitlines()[-1] == "fdcore: the server ended because the engine is not running"

@@ -47,6 +47,7 @@ PROMISED = {
     "fdcore_end_to_end_seconds": ("histogram", []),
     "fdcore_engine_epoch": ("gauge", []),
     "fdcore_engine_finished": ("counter", ["reason"]),
+    "fdcore_engine_start_failures": ("counter", []),
     "fdcore_engine_up": ("gauge", []),
     "fdcore_forced_accepted_tokens": ("counter", []),
     "fdcore_forced_drafted_tokens": ("counter", []),
