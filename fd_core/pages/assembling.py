@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Final
 
-__all__ = ["PAGE_POLICY", "assemble"]
+__all__ = ["assemble", "page_headers"]
 
-PAGE_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-"""Content-Security-Policy of a page that a server sends: everything is in the page, and it asks only its own server."""
-
+_INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 _MARK: Final = re.compile(r"/\* (style|script) \*/|\{(\w+)\}")
 
 
@@ -25,7 +25,8 @@ def assemble(
     """Return `page.html` of a package with styles and scripts in it.
 
     `shared` names files of this folder, `own` files of the package; both are put in their order where the template says
-    `/* style */` or `/* script */`, by their suffix. `values` are put where the template says `{name}`.
+    `/* style */` or `/* script */`, by their suffix. `values` are put where the template says `{name}`, and the policy
+    of the page where it first says `{policy}`.
     """
     parts: dict[str, list[str]] = {"style": [], "script": []}
     for folder, names in ((__package__, shared), (package, own)):
@@ -40,4 +41,23 @@ def assemble(
         return given.get(mark[2], mark[0])
 
     # One pass: what a value says may look like a mark.
-    return _MARK.sub(filled, files(package).joinpath("page.html").read_text("utf-8"))
+    page = _MARK.sub(filled, files(package).joinpath("page.html").read_text("utf-8"))
+    return page.replace("{policy}", _policy(page), 1)
+
+
+def page_headers(page: str) -> dict[str, str]:
+    """Return headers of a page that a server sends: it asks only its own server, and no other page may embed it."""
+    return {
+        "Content-Security-Policy": f"{_policy(page)}; connect-src 'self'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+
+
+def _policy(page: str) -> str:
+    """Return the Content-Security-Policy with which only the styles and scripts in the page, as they are, apply."""
+    rules = {"default-src": ["'none'"], "base-uri": ["'none'"], "form-action": ["'none'"]}
+    for kind, text in _INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        rules.setdefault(f"{kind}-src", []).append(f"'sha256-{digest}'")
+    return "; ".join(" ".join((name, *sources)) for name, sources in rules.items())

@@ -16,7 +16,10 @@ const colour = name => getComputedStyle(document.documentElement).getPropertyVal
 function element(tag, text, attributes = {}) {
   const made = document.createElement(tag);
   if (text !== undefined && text !== null) made.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "style") made.style.cssText = value; // the page's policy allows no style attributes
+    else made.setAttribute(name, value);
+  }
   return made;
 }
 

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
-from fd_core.pages.assembling import PAGE_POLICY, assemble
+from fd_core.pages.assembling import assemble, page_headers
 from fd_core.server import kv_events
 from fd_core.server.openapi import endpoint
 from fd_core.server.response_schemas import HealthAnswer, LoadAnswer, ModelInfoAnswer, VersionAnswer
@@ -86,7 +86,7 @@ async def metrics(request: Request) -> Response:
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     """Return a page that shows what the server does now, and a playground."""
-    return Response(_page(), headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
+    return Response(_page(), headers=page_headers(_page()), media_type="text/html")
 
 
 @router.get("/status.json", include_in_schema=False)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
+from pathlib import Path
 
 import pytest
 
-from fd_core.pages.assembling import PAGE_POLICY, assemble
+import fd_core
+from fd_core.pages.assembling import assemble, page_headers
 
 PAGES = {
     "fd_core.server.live_page": ("page.css", "live.js", "playground.js"),
@@ -34,7 +38,31 @@ def test_a_value_that_looks_like_a_mark_stays_text():
     assert "{data} /* script */" in page and ">{facts}<" in page
 
 
-def test_a_page_may_ask_its_own_server_and_nobody_else():
-    rules = dict(rule.strip().split(" ", 1) for rule in PAGE_POLICY.split(";"))
-    assert rules["default-src"] == "'none'" and rules["connect-src"] == "'self'"
-    assert "unsafe-eval" not in PAGE_POLICY
+@pytest.mark.parametrize("package", PAGES)
+def test_only_styles_and_scripts_of_the_page_itself_apply(package):
+    page = assemble(package, shared=("theme.css", "curves.js"), own=PAGES[package])
+    headers = page_headers(page)
+    rules = dict(rule.strip().split(" ", 1) for rule in headers["Content-Security-Policy"].split(";"))
+    for rule in ("default-src", "base-uri", "form-action", "frame-ancestors"):
+        assert rules[rule] == "'none'"
+    assert rules["connect-src"] == "'self'" and "unsafe" not in headers["Content-Security-Policy"]
+    for kind in ("style", "script"):
+        inside = [text for found, text in re.findall(r"<(style|script)>(.*?)</", page, re.DOTALL) if found == kind]
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inside]
+        assert rules[f"{kind}-src"] == " ".join(f"'sha256-{digest}'" for digest in digests)
+    assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
+
+
+def test_no_page_has_attributes_that_its_policy_forbids():
+    for page in Path(fd_core.__file__).parent.rglob("page.html"):
+        assert not re.search(r"\s(style|on\w+)=", page.read_text("utf-8")), page
+    for script in Path(fd_core.__file__).parent.rglob("*.js"):
+        assert not re.search(
+            r"setAttribute\(.(style|on)|innerHTML|outerHTML|insertAdjacentHTML", script.read_text("utf-8")
+        ), script
+
+
+def test_a_page_that_is_saved_carries_its_policy():
+    page = assemble("fd_core.cli.trace_page", values={"facts": "{policy}", "data": ""})
+    assert re.search(r"""content="default-src 'none'; [^"]*script-src 'sha256-""", page)
+    assert ">{policy}<" in page and "unsafe-inline" not in page

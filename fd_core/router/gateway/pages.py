@@ -11,7 +11,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
-from fd_core.pages.assembling import PAGE_POLICY, assemble
+from fd_core.pages.assembling import assemble, page_headers
 from fd_core.router.gateway.answers import json_response
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import ROLES, WorkerState
@@ -43,9 +43,7 @@ async def metrics(state: GatewayState) -> web.Response:
 
 async def live_page(_: GatewayState) -> web.Response:
     """Return the live page."""
-    return web.Response(
-        body=_page(), content_type="text/html", charset="utf-8", headers={"Content-Security-Policy": PAGE_POLICY}
-    )
+    return web.Response(text=_page(), content_type="text/html", headers=page_headers(_page()))
 
 
 async def status(state: GatewayState) -> web.Response:
@@ -86,7 +84,5 @@ def _not_ready(state: GatewayState) -> str | None:
 
 
 @cache
-def _page() -> bytes:
-    return assemble(
-        "fd_core.router.gateway.live_page", shared=("theme.css", "curves.js"), own=("page.css", "live.js")
-    ).encode()
+def _page() -> str:
+    return assemble("fd_core.router.gateway.live_page", shared=("theme.css", "curves.js"), own=("page.css", "live.js"))
