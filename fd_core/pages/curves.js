@@ -16,8 +16,13 @@ const colour = name => getComputedStyle(document.documentElement).getPropertyVal
 function element(tag, text, attributes = {}) {
   const made = document.createElement(tag);
   if (text !== undefined && text !== null) made.textContent = text;
+  return dressed(made, attributes);
+}
+
+/** Set attributes of an element; the page's policy allows no style attributes, but styles that a script sets. */
+function dressed(made, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "style") made.style.cssText = value; // the page's policy allows no style attributes
+    if (name === "style") made.style.cssText = value;
     else made.setAttribute(name, value);
   }
   return made;

@@ -4,8 +4,7 @@ const NAMESPACE = byId("pen").namespaceURI;
 const LEFT = 52, RIGHT = 12, TOP = 12, BOTTOM = 20, HIGH = 190;
 
 function svg(tag, attributes = {}, text) {
-  const made = document.createElementNS(NAMESPACE, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  const made = dressed(document.createElementNS(NAMESPACE, tag), attributes);
   if (text !== undefined) made.textContent = text;
   return made;
 }
