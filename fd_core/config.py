@@ -177,6 +177,8 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000
+    health_port: Annotated[int, Range(0, 65535)] | None = None
+    """Where /health is served by a thread of its own as well, without TLS; None serves it at `port` only."""
     api_keys: tuple[str, ...] = ()
     """API keys of clients; without any everybody is served."""
     api_key_file: str | None = None

@@ -280,6 +280,11 @@ LISTEN_FLAGS: Final = (
     Flag("host", "Address on which the server listens.", "ADDRESS"),
     Flag("port", "Port on which the server listens (0: any free port).", "PORT"),
     Flag(
+        "health_port",
+        "Port on which a thread serves /health as well, without TLS, so that probes do not wait for a busy event loop.",
+        "PORT",
+    ),
+    Flag(
         "api_keys",
         "API key that clients must send; may be repeated. Other users of the machine can see a command line: "
         "--api-key-file or FD_API_KEY keep the key secret.",

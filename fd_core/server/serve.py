@@ -21,6 +21,7 @@ from fd_core.server.app import create_app
 from fd_core.server.bounded_http import BoundedHttp
 from fd_core.server.doors.connections import Connections, connection_limit
 from fd_core.server.doors.listener import Listener
+from fd_core.server.doors.liveness import liveness
 from fd_core.server.doors.tls import ServingTls
 from fd_core.server.generation_spans import prefill_span
 from fd_core.server.registration import Registration, registration_of
@@ -110,6 +111,7 @@ async def serve_http(
             listening.port_errors(config.host, sock),
             listening.signals_stop(stop, hurry),
             listening.hangup_reloads(reload),
+            liveness(config, lambda: "" if client.healthy else client.missing),
         ):
             serving = asyncio.create_task(server.serve([sock]))
             drain = asyncio.create_task(_drain(state, server, registration, stop, hurry))

@@ -66,7 +66,8 @@ def test_probes_ask_for_pages_that_are_served_at_the_port_that_is_listened_on(fo
     for _, container in programs(found).values():
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         assert str(ports["http"]) == flag(container, "--port")
-        assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+        assert str(ports["health"]) == flag(container, "--health-port")
+        assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "health"}
         assert container["startupProbe"]["httpGet"] == {"path": "/health", "port": "http"}
         assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
         assert {"/health", "/ready", "/metrics"} <= SERVED[container["args"][0]]

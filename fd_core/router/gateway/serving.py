@@ -27,6 +27,7 @@ from fd_core.router.router import Router
 from fd_core.server import listening
 from fd_core.server.access.control import AccessControl
 from fd_core.server.doors.connections import Connections, connection_limit
+from fd_core.server.doors.liveness import liveness
 from fd_core.server.doors.tls import ServingTls, client_context
 from fd_core.server.spans import RequestSpans
 
@@ -108,7 +109,7 @@ async def serve_gateway(
             tasks.append(asyncio.create_task(_learn(state)))
         stack.push_async_callback(_cancelled, tasks)
         reload = access.reload if access.reloadable else None
-        with listening.signals_stop(stop, hurry), listening.hangup_reloads(reload):
+        with listening.signals_stop(stop, hurry), listening.hangup_reloads(reload), liveness(config, lambda: ""):
             if on_ready is not None:
                 on_ready(listening.url_of(config.host, sock, secure=tls is not None))
             await stop.wait()

@@ -1,0 +1,98 @@
+"""/health at a port and on a thread of its own, of servers and of routers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from fd_core.config import ServerConfig
+from fd_core.errors import ConfigError
+from fd_core.server.doors import liveness
+from tests.hostile.doors import KINDS, Door, Hostile, door, until
+from tests.server.fakes import live
+from tests.server.processes import free_port
+
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+def ask(port: int, line: str = "GET /health") -> tuple[int, bytes]:
+    with Hostile(port) as connection:
+        status, _, body = connection.head(line).answer()
+        return status, body
+
+
+def hold(opened: Door, seconds: float) -> None:
+    """Keep the event loop busy for a while; return at once."""
+    opened.loop.call_soon_threadsafe(time.sleep, seconds)
+    time.sleep(0.05)
+
+
+@both
+def test_health_is_answered_while_the_event_loop_is_busy(kind: str) -> None:
+    port = free_port()
+    with door(kind, health_port=port) as opened:
+        assert ask(port) == (200, b'{"status":"ok","reason":null}')
+        hold(opened, 1.5)
+        begun = time.monotonic()
+        assert ask(port)[0] == 200
+        answered = time.monotonic() - begun
+        assert opened.get("/health")[0] == 200
+        assert answered < time.monotonic() - begun - 0.3, "it waited for the event loop"
+
+
+@both
+def test_an_event_loop_that_is_stuck_shows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_STUCK_SECONDS", 0.6)
+    port = free_port()
+    with door(kind, health_port=port) as opened:
+        hold(opened, 3.0)
+        until(lambda: ask(port)[0] == 503, 2.5)
+        status, body = ask(port)
+        assert status == 503 and "event loop has been stuck" in json.loads(body)["reason"]
+        until(lambda: ask(port)[0] == 200)
+
+
+def test_a_dead_engine_shows() -> None:
+    port = free_port()
+    with live(health_port=port) as server:
+        server.call(server.client.die)
+        assert ask(port) == (503, b'{"status":"dead","reason":"the engine is not running"}')
+
+
+def test_other_requests_and_silent_connections_do_not_hold_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_CONNECTION_SECONDS", 0.5)
+    port = free_port()
+    with live(health_port=port), ExitStack() as stack:
+        assert ask(port, "GET /ping?x=1")[0] == 200
+        assert ask(port, "GET /metrics")[0] == ask(port, "POST /health")[0] == 404
+        for _ in range(20):
+            stack.enter_context(Hostile(port))
+        assert ask(port)[0] == 200
+        for rest in ("x" * 10_000, "GET /health HTTP/1.1\r\n"):
+            stack.enter_context(Hostile(port)).send(rest).closed_within(5)
+        for _ in range(liveness._MOST_CONNECTIONS):
+            stack.enter_context(Hostile(port))
+        until(lambda: _answers(lambda: ask(port)), 10)
+
+
+def _answers(asked: Callable[[], tuple[int, bytes]]) -> bool:
+    try:
+        return asked()[0] == 200
+    except (AssertionError, OSError):  # closed without an answer while there are too many
+        return False
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    async def serve(port: int) -> None:
+        with liveness.liveness(ServerConfig(health_port=port), lambda: ""):
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match="cannot listen") as caught:
+        asyncio.run(serve(other.getsockname()[1]))
+    assert caught.value.field == "--health-port"
