@@ -19,8 +19,7 @@ from tests.server.processes import free_port, process
 from .doors import COMPLETIONS, JSON, KINDS, Hostile, until
 from .limits import LONG
 
-pytestmark = pytest.mark.skipif(not LONG, reason="starts processes; FD_HOSTILE=1 runs it")
-
+long = pytest.mark.skipif(not LONG, reason="starts several processes; FD_HOSTILE=1 runs it")
 NULL = ("serve", "null", "--backend", "null", "--num-threads", "1", "--engine", "inproc")
 DESCRIPTORS = 256
 MEGABYTE = 2**20
@@ -60,7 +59,7 @@ class Limited:
 
 
 @contextmanager
-def limited(log: Path, *arguments: str) -> Iterator[Limited]:
+def limited(log: Path, *arguments: str, path: str = "/ready") -> Iterator[Limited]:
     port = free_port()
     command = f'ulimit -n {DESCRIPTORS}; exec "$@"'
     words = ("bash", "-c", command, "bash", sys.executable, "-m", "fd_core.cli", *arguments, "--port", str(port))
@@ -70,7 +69,7 @@ def limited(log: Path, *arguments: str) -> Iterator[Limited]:
         def ready() -> bool:
             assert started.poll() is None, log.read_text()
             with suppress(OSError, AssertionError):
-                return bool(server.get("/ready"))
+                return bool(server.get(path))
             return False
 
         until(ready, 60)
@@ -89,6 +88,7 @@ def either(kind: str, folder: Path) -> Iterator[Limited]:
         yield stack.enter_context(limited(folder / "router", *route))
 
 
+@long
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_silent_connections_than_descriptors_keep_nobody_out(kind: str, tmp_path: Path) -> None:
     with either(kind, tmp_path) as running, ExitStack() as stack:
@@ -107,6 +107,7 @@ def test_more_silent_connections_than_descriptors_keep_nobody_out(kind: str, tmp
         assert running.log.read_text().count("--limit-concurrency") == 1
 
 
+@long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timing
 def test_unfinished_bodies_hold_no_more_than_their_budget(kind: str, tmp_path: Path) -> None:
@@ -131,3 +132,20 @@ def test_unfinished_bodies_hold_no_more_than_their_budget(kind: str, tmp_path: P
             assert connection.post({"prompt": "a", "max_tokens": 2}).answer()[0] == 200
         assert time.monotonic() - begun < 5
         assert running.metrics()["bodies_refused_total"] == 40 - 256 // 15
+
+
+@pytest.mark.parametrize("words", [NULL, ("route", "--worker", "http://127.0.0.1:9")], ids=KINDS)
+def test_idle_connections_leave_when_descriptors_run_out(words: tuple[str, ...], tmp_path: Path) -> None:
+    with (
+        limited(tmp_path / "log", *words, "--limit-concurrency", "5000", path="/health") as running,
+        ExitStack() as stack,
+    ):
+        for _ in range(2 * DESCRIPTORS):
+            stack.enter_context(Hostile(running.port))
+        until(lambda: running.metrics()["accept_errors_total"] > 0)
+        for _ in range(5):
+            with Hostile(running.port) as connection:
+                assert connection.head("GET /health").answer()[0] == 200
+        before = running.seconds()
+        time.sleep(1)
+        assert running.seconds() - before < 0.5, "it spins"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import logging
 import resource
 from collections import Counter
@@ -174,13 +175,20 @@ class Connections:
             return False
         if len(self._open) + len(self._opening) < self.limit:
             return True
-        longest = next(iter(self._waiting), None)
-        if longest is not None and self.now - self._waiting[longest] > _CROWD_SECONDS:
-            longest.expire("crowd")
+        if self.evict(1):
             return True
         self.stats.refused += 1
         self.complain(f"{self.limit} connections are open, so others are answered with 503; see --limit-concurrency")
         return False
+
+    def evict(self, most: int) -> int:
+        """Close up to `most` connections without a request, those that waited longest; return their number."""
+        longest = [
+            each for each in itertools.islice(self._waiting, most) if self.now - self._waiting[each] > _CROWD_SECONDS
+        ]
+        for connection in longest:
+            connection.expire("crowd")
+        return len(longest)
 
     def complain(self, what: str, example: str = "") -> None:
         """Log a warning, the same one at most once a minute, whatever the `example` is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,6 +17,8 @@ __all__ = ["Listener"]
 _BACKLOG: Final = 1024
 _AT_ONCE: Final = 64
 """Connections accepted before others have their turn on the event loop."""
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Closing connections that wait for a request may help."""
 _PAUSE_SECONDS: Final = 0.5
 """Pause after a failure to accept: whatever is missing does not come back at once."""
 _REFRESH_SECONDS: Final = 5.0
@@ -87,7 +90,8 @@ class Listener:
                 self._connections.stats.accept_errors += 1
                 self._connections.complain(f"a connection cannot be accepted: {(error.strerror or str(error)).lower()}")
                 self._loop.remove_reader(self._sock)
-                self._again = self._loop.call_later(_PAUSE_SECONDS, self._listen)
+                evicted = error.errno in _EXHAUSTED and self._connections.evict(_AT_ONCE)
+                self._again = self._loop.call_later(0.0 if evicted else _PAUSE_SECONDS, self._listen)
                 return
             self._admit(accepted, address[0])
 
