@@ -146,6 +146,16 @@ def test_a_head_without_end_is_refused_by_its_size(kind: str) -> None:
 
 
 @both
+@pytest.mark.parametrize(
+    "target", ["http://xn--/health", "http://xn--a-\xff/", "http://[::1/", "http://a:999999/", "*", "//["]
+)
+def test_a_target_that_is_no_url_is_answered(kind: str, target: str) -> None:
+    with door(kind) as opened, opened.connect() as connection:
+        connection.send(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode("latin-1"))
+        assert 400 <= connection.answer()[0] < 500
+
+
+@both
 def test_no_answer_names_the_libraries_behind_it(kind: str) -> None:
     with door(kind) as opened:
         for head in ("GET /health HTTP/1.1", "GET /none HTTP/1.1", "POST /v1/completions HTTP/1.1", "GET / HTTP/9.9"):

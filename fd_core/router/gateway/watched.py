@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
+from yarl import URL
 
 from fd_core.config import ListenConfig
 from fd_core.router.gateway.answers import error_response
@@ -103,17 +104,20 @@ class _WatchedHandler(WatchedProtocol, web.RequestHandler):
 async def _bounded(
     handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], request: web.BaseRequest
 ) -> web.StreamResponse:
-    """Answer a request whose head is not larger than the heads that arrive in pieces may be."""
+    """Answer a request if its head can be read, and is not larger than those that arrive in pieces may be."""
     head = len(request.raw_path) + sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
-    if head <= MAX_HEAD_BYTES:
+    readable = cast("_Request", request).readable
+    if head <= MAX_HEAD_BYTES and readable:
         return await handler(request)
     protocol = cast("_WatchedHandler", request.protocol)
-    answer = error_response(protocol.head_too_large(), request.path)
+    answer = error_response(protocol.head_too_large() if readable else protocol.not_http(), request.path)
     answer.force_close()
     return answer
 
 
 class _Request(web.BaseRequest):
+    readable = True
+
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         """Leave out the header with name and version of the library, which is of use to attackers only."""
         response.headers.popall("Server", None)
@@ -122,7 +126,13 @@ class _Request(web.BaseRequest):
 def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
     protocol.head_complete()
     payload.on_eof(protocol.body_complete)
-    return _Request(message, payload, protocol, writer, task, asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    try:
+        return _Request(message, payload, protocol, writer, task, loop)
+    except ValueError:  # the host of a whole URL is no name; raised here, it would leave the client without an answer
+        request = _Request(message._replace(url=URL("/")), payload, protocol, writer, task, loop)
+        request.readable = False
+        return request
 
 
 def visit_of(request: web.BaseRequest) -> Visit:
