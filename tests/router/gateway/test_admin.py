@@ -217,3 +217,10 @@ def test_registrations_that_cannot_work(settings: dict[str, str], field: str) ->
 
 def test_a_server_without_a_router_registers_nowhere() -> None:
     assert registration_of(ServerConfig(), "http://127.0.0.1:1", lambda: "i") is None
+
+
+@in_loop
+async def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
+    async with routed(router_secret=SECRET) as live:
+        status, answer = await tell(live, "register", b'{"url": "http://w:1", "a": ' + b"[" * 3000)
+        assert (status, answer["error"]["code"]) == (400, "invalid_body")
