@@ -30,7 +30,7 @@ async def health(request: Request) -> Response:
     Of several engines one may be on its way back; it is named.
     """
     state = state_of(request)
-    answer = _health(state.client.missing, "ok" if state.client.healthy else "dead")
+    answer = _health(state.degraded, "ok" if state.client.healthy else "dead")
     answer.headers["X-Instance"] = state.incarnation
     if kv_events.offers(state):
         answer.headers[kv_events.OFFER_HEADER] = "1"
@@ -45,7 +45,7 @@ async def ready(request: Request) -> Response:
     """Answer 200 while requests are served, by whichever engine, 503 with the reason otherwise."""
     state = state_of(request)
     reason = state.not_ready()
-    return _health(state.client.missing, "ok") if reason is None else _health(reason, "not ready")
+    return _health(state.degraded, "ok") if reason is None else _health(reason, "not ready")
 
 
 @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
@@ -97,7 +97,7 @@ async def status(request: Request) -> Response:
         "version": fd_core.__version__,
         "models": state.model_names,
         "not_ready": state.not_ready(),
-        "missing": state.client.missing,
+        "missing": state.degraded,
         "engine": state.client.info,
         "stats": state.client.stats,
         "seconds": state.metrics.durations(),

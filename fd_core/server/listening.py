@@ -16,6 +16,7 @@ from typing import Final
 
 from fd_core.errors import ConfigError
 from fd_core.server.port_holder import port_holder
+from fd_core.server.supervision import Supervisor
 
 __all__ = [
     "ANY_ADDRESS",
@@ -126,24 +127,19 @@ def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hangup_reloads(reload: Callable[[], Awaitable[None]] | None) -> Iterator[None]:
+def hangup_reloads(reload: Callable[[], Awaitable[None]] | None, supervisor: Supervisor) -> Iterator[None]:
     """Call `reload` on each SIGHUP, one call after the other; without it the signal ends the process, as is usual."""
     if reload is None:
         yield
         return
-    loop, one_at_a_time, running = asyncio.get_running_loop(), asyncio.Lock(), set[asyncio.Task[None]]()
+    loop, one_at_a_time = asyncio.get_running_loop(), asyncio.Lock()
 
     async def run() -> None:
         async with one_at_a_time:
             await reload()
 
-    def on_signal() -> None:
-        task = asyncio.create_task(run())
-        running.add(task)
-        task.add_done_callback(running.discard)
-
     try:
-        loop.add_signal_handler(signal.SIGHUP, on_signal)
+        loop.add_signal_handler(signal.SIGHUP, lambda: supervisor.start("reload", run, repeat=False))
     except (ValueError, RuntimeError, NotImplementedError):  # not the main thread's loop
         yield
         return

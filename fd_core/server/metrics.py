@@ -23,6 +23,7 @@ from fd_core.engine.client import EngineClient, SingleEngineClient
 from fd_core.metrics import MetricSpec, counter, gauge, read_metrics
 from fd_core.server.doors.bodies import BodyStats
 from fd_core.server.doors.connections import ConnectionStats
+from fd_core.server.supervision import TaskStats
 
 __all__ = ["Histogram", "ServerMetrics", "metric_families", "refusal_family"]
 
@@ -158,7 +159,7 @@ class ServerMetrics(Collector):
         self.answers: Counter[tuple[str, int]] = Counter()
         self.refusals: Counter[tuple[str, str]] = Counter()
         """Of `AccessControl`."""
-        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats())
+        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats(), TaskStats())
         """Of what listens; others once the server does."""
         self.registry = CollectorRegistry()
         self.registry.register(self)

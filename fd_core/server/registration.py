@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import ssl
@@ -19,6 +18,7 @@ from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
 from fd_core.server.doors.tls import client_context
 from fd_core.server.listening import ANY_ADDRESS
+from fd_core.server.supervision import Supervisor, cancelled
 
 __all__ = ["Registration", "registration_of"]
 
@@ -63,18 +63,16 @@ class Registration:
         self._said: dict[str, str] = {}
         """The troubles that were logged and are not over, by place."""
 
-    def start(self) -> None:
+    def start(self, supervisor: Supervisor | None = None) -> None:
         """Begin; returns at once."""
-        self._task = asyncio.create_task(self._stay())
+        self._task = (supervisor or Supervisor()).start("registration", self._stay)
 
     async def leave(self) -> None:
         """Ask for no more requests; call it before they are refused. Safe to call without a start, or twice."""
         task, self._task = self._task, None
         if task is None:
             return
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await cancelled(task)
         await self._post("deregister")
 
     async def _stay(self) -> None:

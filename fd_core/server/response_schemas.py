@@ -276,7 +276,7 @@ class HealthAnswer(msgspec.Struct):
 
     status: str
     reason: str | None = None
-    """Beside `ok`: which of several engines is missing."""
+    """Alongside `ok`: which of several engines is missing, and which background tasks fail."""
 
 
 class LoadAnswer(msgspec.Struct):

@@ -78,14 +78,14 @@ async def serve_http(
     def started() -> None:
         state.grammars.warm_up()
         if registration is not None:
-            registration.start()
+            registration.start(state.supervisor)
         if state.batches is not None:
             state.batches.resume()
         if on_ready is not None:
             on_ready(url)
 
     connections = Connections(config, connection_limit(config))
-    state.metrics.doors = (connections.stats, state.bodies.stats)
+    state.metrics.doors = (connections.stats, state.bodies.stats, state.supervisor.stats)
     server = _Server(
         uvicorn.Config(
             app,
@@ -110,7 +110,7 @@ async def serve_http(
         with (
             listening.port_errors(config.host, sock),
             listening.signals_stop(stop, hurry),
-            listening.hangup_reloads(reload),
+            listening.hangup_reloads(reload, state.supervisor),
             liveness(config, lambda: "" if client.healthy else client.missing),
         ):
             serving = asyncio.create_task(server.serve([sock]))
@@ -127,6 +127,9 @@ async def serve_http(
                     client.kv_log.close()
                 server.should_exit = True
                 await serving
+                await state.supervisor.close()
+            if drain.done() and not drain.cancelled():
+                drain.result()
     finally:
         sock.close()
         state.prompt_reader.close()

@@ -23,6 +23,7 @@ from fd_core.server.known_fields import UnknownFieldLog
 from fd_core.server.metrics import ServerMetrics
 from fd_core.server.responses.store import ResponseStore
 from fd_core.server.spans import RequestSpans
+from fd_core.server.supervision import Supervisor
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
@@ -53,6 +54,8 @@ class ServerState:
     worker."""
     batches: BatchService | None = None
     """Keeps files and runs batches; None if that is turned off."""
+    supervisor: Supervisor = field(default_factory=Supervisor)
+    """Runs the background tasks."""
     drain: Drain = field(default_factory=Drain)
     access: AccessControl = field(default_factory=AccessControl)
     """The API keys and what they may take."""
@@ -109,6 +112,11 @@ class ServerState:
                 code="model_not_found",
             )
         return asked
+
+    @property
+    def degraded(self) -> str:
+        """What is missing while requests are served: engines, background tasks; empty if nothing is."""
+        return "; ".join(filter(None, (self.client.missing, self.supervisor.failing)))
 
     def not_ready(self) -> str | None:
         """Say why requests are refused, or return None if they are served."""

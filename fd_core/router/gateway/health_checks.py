@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import aiohttp
@@ -27,6 +28,7 @@ _STANDSTILL_SECONDS: Final = 1.0
 """A delay of a check by more than this is not the worker's."""
 _MODELS_SECONDS: Final = 60.0
 """Time between two questions for the models of a worker: adapters may come and go."""
+_TASK: Final = "health_checks"
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +81,22 @@ class HealthChecks:
     def _begin(self, due: bool) -> None:
         """Begin to check every worker if a round is `due`, otherwise those that were never checked."""
         for worker in [worker for worker, task in self._running.items() if task.done()]:
-            self._running.pop(worker).result()
+            del self._running[worker]
         workers = self._router.workers()
         self._forget_others({worker.url for worker in workers})
         for worker in workers:
             if worker not in self._running and (due or _state(self._router.member(worker)) is WorkerState.UNKNOWN):
-                self._running[worker] = asyncio.create_task(self._check(worker))
+                self._running[worker] = self._state.supervisor.start(
+                    _TASK, partial(self._check_or_fail, worker), part=worker.url, repeat=False
+                )
+
+    async def _check_or_fail(self, worker: RouterWorker) -> None:
+        """Check a worker; a check that fails for a reason of its own counts against the worker all the same."""
+        try:
+            await self._check(worker)
+        except Exception:
+            self._router.health(worker, False, time.monotonic())
+            raise
 
     async def _check(self, worker: RouterWorker) -> None:
         ok, reached, begun = False, False, time.monotonic()
@@ -159,6 +171,7 @@ class HealthChecks:
         self._unreached.keep(urls)
         for url in self._complaints.keys() - urls:
             del self._complaints[url]
+        self._state.supervisor.keep(_TASK, urls)
         for worker in self._asked.keys() - set(self._router.workers()):
             del self._asked[worker]
 

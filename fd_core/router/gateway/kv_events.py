@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import aiohttp
@@ -112,33 +112,21 @@ class KVFollowers:
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
-        self._tasks: dict[RouterWorker, asyncio.Task[None]] = {}
-        self._ended: deque[RouterWorker] = deque()
-        """Whose task has ended."""
+        self._following: set[RouterWorker] = set()
         self._logged: dict[str, str] = {}
         """The trouble that was logged last, by address."""
 
     def offered(self, worker: RouterWorker) -> None:
         """Follow a healthy worker that offers KV events, if the policy can use them."""
-        while self._ended:
-            self._tasks.pop(self._ended.popleft()).result()
         state, fingerprint = self._state, self._state.reader.fingerprint
-        if worker in self._tasks or fingerprint is None or not state.config.router_secret:
+        if worker in self._following or fingerprint is None or not state.config.router_secret:
             return
         if not state.router.uses_prefix(worker):
             return
         follower = _Follower(state, worker, self._log_trouble)
-        self._tasks[worker] = task = asyncio.create_task(follower.run(fingerprint))
-        task.add_done_callback(lambda _: self._ended.append(worker))
-
-    async def close(self) -> None:
-        """Cancel all tasks. Raises the error of a task that failed."""
-        tasks = [*self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Exception):
-                raise result
+        self._following.add(worker)
+        task = state.supervisor.start("kv_events", partial(follower.run, fingerprint), part=worker.url)
+        task.add_done_callback(lambda _: self._following.discard(worker))
 
     def _log_trouble(self, worker: RouterWorker, trouble: str) -> None:
         """Log each trouble once when it begins, and once when it is over (an empty `trouble`)."""

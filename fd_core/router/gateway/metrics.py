@@ -20,6 +20,7 @@ from fd_core.router.snapshot import OUTCOMES, RouterSnapshot
 from fd_core.server.doors.bodies import BodyStats
 from fd_core.server.doors.connections import ConnectionStats
 from fd_core.server.metrics import Histogram, metric_families, refusal_family
+from fd_core.server.supervision import TaskStats
 
 __all__ = ["GatewayCounts", "GatewayMetrics"]
 
@@ -62,7 +63,7 @@ class GatewayMetrics:
         self.answers: Counter[tuple[str, int]] = Counter()
         self.refusals: Counter[tuple[str, str]] = Counter()
         """Of `AccessControl`."""
-        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats())
+        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats(), TaskStats())
         """Of what listens; others once the gateway does."""
         self._process = ProcessCollector(registry=CollectorRegistry())
 

@@ -20,15 +20,15 @@ from fd_core.server.response_schemas import HealthAnswer, VersionAnswer
 __all__ = ["PAGES"]
 
 
-async def health(_: GatewayState) -> web.Response:
-    """Answer 200 while the gateway lives."""
-    return json_response(HealthAnswer("ok"))
+async def health(state: GatewayState) -> web.Response:
+    """Answer 200 while the gateway lives, and name background tasks that fail."""
+    return json_response(HealthAnswer("ok", state.supervisor.failing or None))
 
 
 async def ready(state: GatewayState) -> web.Response:
     """Answer 200 while requests are served, 503 with the reason otherwise."""
     reason = _not_ready(state)
-    return json_response(HealthAnswer("not ready", reason), 503) if reason else json_response(HealthAnswer("ok"))
+    return json_response(HealthAnswer("not ready", reason), 503) if reason else await health(state)
 
 
 async def version(_: GatewayState) -> web.Response:

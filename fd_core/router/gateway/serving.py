@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import aiohttp
@@ -90,7 +91,6 @@ async def serve_gateway(
         state.metrics.refusals = access.refusals
         stack.callback(lambda: state.reader.close())
         followers = KVFollowers(state)
-        stack.push_async_callback(followers.close)
         checks = HealthChecks(state, followers.offered)
         if admin_sock is not None:
             few = Connections(config, _ADMIN_CONNECTIONS)
@@ -98,18 +98,20 @@ async def serve_gateway(
                 admin = GatewayHttp(Admin(state, checks.wake), admin_sock, config, few, tls)
             stack.push_async_callback(admin.close, _CLOSE_SECONDS)
         connections = Connections(config, connection_limit(config, descriptors=2))
-        state.metrics.doors = (connections.stats, state.bodies.stats)
+        state.metrics.doors = (connections.stats, state.bodies.stats, state.supervisor.stats)
         with listening.port_errors(config.host, sock):
             gateway = GatewayHttp(RouterGate(state), sock, config, connections, tls)
         stack.push_async_callback(gateway.close, _CLOSE_SECONDS)
-        tasks = [asyncio.create_task(checks.run())]
-        # Without health checks no request should be served; `_cancelled` raises the error at the end.
-        tasks[0].add_done_callback(lambda _: stop.set())
+        state.supervisor.start("health_checks", checks.run)
         if learns and text is None:
-            tasks.append(asyncio.create_task(_learn(state)))
-        stack.push_async_callback(_cancelled, tasks)
+            state.supervisor.start("learn_model", partial(_learn, state))
+        stack.push_async_callback(state.supervisor.close)
         reload = access.reload if access.reloadable else None
-        with listening.signals_stop(stop, hurry), listening.hangup_reloads(reload), liveness(config, lambda: ""):
+        with (
+            listening.signals_stop(stop, hurry),
+            listening.hangup_reloads(reload, state.supervisor),
+            liveness(config, lambda: ""),
+        ):
             if on_ready is not None:
                 on_ready(listening.url_of(config.host, sock, secure=tls is not None))
             await stop.wait()
@@ -133,12 +135,3 @@ async def _learn(state: GatewayState) -> None:
     state.reader.close()
     state.reader = RouteRequestReader(text)
     log.info("prompts are compared by the tokens of %s", text.name)
-
-
-async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel background tasks. Raises the error of a task that failed."""
-    for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

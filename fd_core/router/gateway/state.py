@@ -18,6 +18,7 @@ from fd_core.server.active import ActiveRequests
 from fd_core.server.doors.bodies import BodyBudget
 from fd_core.server.draining import Drain
 from fd_core.server.spans import RequestSpans
+from fd_core.server.supervision import Supervisor
 
 __all__ = ["GatewayState", "PairingLog"]
 
@@ -60,6 +61,8 @@ class GatewayState:
     """Requests that run, by their ids."""
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     pairing: PairingLog = field(default_factory=PairingLog)
+    supervisor: Supervisor = field(default_factory=Supervisor)
+    """Runs the background tasks."""
     drain: Drain = field(default_factory=Drain)
     spans: RequestSpans | None = None
     """Makes the spans of requests; None makes none."""
