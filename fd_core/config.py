@@ -277,6 +277,8 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     """Folder of files and batches; None takes one in the cache folder."""
     batch_store_limit: Annotated[int, ByteSize()] = 2**30
     """Bytes of all files that are kept."""
+    batch_store_key_limit: Annotated[int, ByteSize()] | None = None
+    """Bytes of the files of one API key; None takes an equal share of all, and at least a quarter."""
     metrics_names: Annotated[str, OneOf("fdcore", "vllm")] = "fdcore"
     """`vllm` adds vLLM's names to those of /metrics, for dashboards and routers that look for them."""
     router: str | None = None

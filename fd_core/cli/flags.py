@@ -408,6 +408,11 @@ SERVER_FLAGS: Final = (
     Flag("batch_api", "Keep files and run batches: /v1/files and /v1/batches."),
     Flag("batch_store", "Folder of files and batches; by default one in the cache folder.", "FOLDER"),
     Flag("batch_store_limit", "Size of all files that are kept.", "SIZE"),
+    Flag(
+        "batch_store_key_limit",
+        "Size of the files of one API key; by default an equal share of all, and at least a quarter.",
+        "SIZE",
+    ),
     Flag("metrics_names", "Names in /metrics: fdcore's own, or vLLM's beside them.", "NAMES"),
     Flag(
         "router",

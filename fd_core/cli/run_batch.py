@@ -128,7 +128,11 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
         slots = client.info.max_num_seqs
         try:
             await run_requests(
-                read_requests(file, longest), sent, take, at_once=slots + slots // 2 + 1, known=answers.known
+                read_requests(file, longest),
+                sent,
+                take,
+                slots=asyncio.Semaphore(slots + slots // 2 + 1),
+                known=answers.known,
             )
         except ExceptionGroup as group:
             first = group.exceptions[0]

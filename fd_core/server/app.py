@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -15,6 +16,7 @@ from fd_core.server import adapters, admin, chat, completions, embeddings, healt
 from fd_core.server.access.control import AccessControl
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
+from fd_core.server.batches.store import BatchStore
 from fd_core.server.doors.hosts import HostRules
 from fd_core.server.errors import install_handlers
 from fd_core.server.gate import Gate
@@ -71,11 +73,14 @@ def create_app(
         app.include_router(family.router)
     if config.batch_api:
         app.include_router(routes.router)
-        folder = find_cache_dir() / "batches" if config.batch_store is None else Path(config.batch_store)
+        folder = find_cache_dir() / "batches" if config.batch_store is None else Path(config.batch_store).expanduser()
         app.state.fd.batches = BatchService(
             app,
-            folder.expanduser(),
-            config.batch_store_limit,
+            partial(
+                BatchStore, folder, config.batch_store_limit, config.batch_store_key_limit, lambda: len(access.ring)
+            ),
+            folder,
+            app.state.fd.supervisor,
             longest=config.max_body_bytes,
             at_once=max(1, info.max_num_seqs // 2),  # the other slots are for those who wait for their answer
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -23,16 +26,22 @@ class AnswerFile:
     one ended is cut off.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` if there is a file already, or one that is no output of a batch."""
+    def __init__(self, path: Path, account: Callable[[int], None] = lambda _: None) -> None:
+        """`account` is called before the file grows, with the bytes; it may raise to prevent that.
+
+        Raises `ConfigError` if there is a file already, or one that is no output of a batch.
+        """
         self.path = path
         self.known: dict[str, BatchAnswer] = {}
         """By id; the answers themselves are left out."""
+        self._account = account
         self._partial = path.with_name(f"{path.name}.partial")
         if path.exists():
             raise ConfigError(f"{path} exists already", field="--output", hint="name another file, or delete it")
         try:
             self._file = self._partial.open("a+b", buffering=0)
+            self.torn = self._file.seek(0, os.SEEK_END)
+            """Bytes of a torn line that were cut off."""
             self._file.seek(0)
             end = 0
             for line in self._file:
@@ -42,6 +51,7 @@ class AnswerFile:
                 self.known[found.id] = _without_body(found)
                 end += len(line)
             self._file.truncate(end)
+            self.torn -= end
             self.size = end
             """Bytes of the answers that are there."""
         except OSError as error:
@@ -60,22 +70,28 @@ class AnswerFile:
         self._file.close()
 
     def write(self, answer: BatchAnswer) -> None:
-        """Append an answer. Raises `OSError` if it could not be written whole."""
+        """Append an answer. Raises `OSError` if it could not be written whole, and leaves nothing of it."""
         line = as_line(answer)
-        if self._file.write(line) != len(line):
-            raise OSError("the disk is full")
+        self._account(len(line))
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):  # else the next run cuts the line off, and its bytes count until then
+                self._file.truncate(self.size)
+                self._account(-len(line))
+            raise
         self.size += len(line)
+
+    def sync(self) -> None:
+        """Have the disk write what is there."""
+        os.fsync(self._file.fileno())
 
     def finish(self) -> None:
         """Make the file complete: it appears under its own name."""
-        os.fsync(self._file.fileno())
+        self.sync()
         self._file.close()
         self._partial.replace(self.path)
-
-    def discard(self) -> None:
-        """Leave no file behind."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
 
 
 def _without_body(answer: BatchAnswer) -> BatchAnswer:

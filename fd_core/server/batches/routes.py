@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import Response
 from msgspec import Meta
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from fd_core.server.batches.form import boundary_of, read_form
 from fd_core.server.batches.lines import ENDPOINTS
+from fd_core.server.batches.running import in_thread
 from fd_core.server.batches.service import BatchService
-from fd_core.server.batches.store import BatchStore, StoredBatch, StoredFile, cannot_keep
-from fd_core.server.body import BodyFormat, receive
-from fd_core.server.doors.bodies import BodyBudget
+from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent, StoredFile, cannot_keep
+from fd_core.server.body import BodyFormat
 from fd_core.server.doors.headers import length_of
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.openapi import endpoint
@@ -29,10 +31,13 @@ __all__ = ["router"]
 
 router = APIRouter()
 
-_FORM_BYTES: Final = 16 * 1024
-"""What a form has beside the file, at most."""
+_METADATA_BYTES: Final = 16 * 1024
 _WINDOW_SECONDS: Final = 24 * 3600
-_MOST_LISTED: Final = 100
+_DEFAULT_PAGE: Final = 100
+_FILES_PER_PAGE: Final = 1000
+_BATCHES_PER_PAGE: Final = 100
+"""A page may be smaller than its `limit`: encoding it must not hold up the streams of others."""
+_PART_BYTES: Final = 1 << 18
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -78,24 +83,23 @@ _BODY: Final = BodyFormat(BatchRequest)
 @router.post("/v1/files", include_in_schema=False)
 async def upload(request: Request) -> Response:
     """Keep the file of a form with the fields `purpose` and `file`."""
-    store = _service(request).store
+    store, owner = await _store(request), request.state.owner
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         raise ApiError(415, "the file must be sent as multipart/form-data", code="unsupported_media_type")
-    announced = length_of(request.headers.get("content-length")) or 0
-    store.require_room(max(0, announced - _FORM_BYTES))
-    path = store.folder / f"{secrets.token_hex(12)}.upload"
+    store.bytes.require(owner, length_of(request.headers.get("content-length")) or 0)
     try:
-        with path.open("xb") as file:
-            most = store.limit - store.used + _FORM_BYTES
-            with BodyBudget(most).share(request.headers.get("content-length"), most) as share:  # on disk, not in memory
-                async for part in receive(request, share):
-                    file.write(part)
-        found = await asyncio.to_thread(_keep, store, path, boundary, request.state.owner)
+        with store.upload(owner) as upload:
+            async for part in request.stream():
+                upload.reserve(len(part))
+                await in_thread(partial(upload.write, part))
+            form = await in_thread(partial(_read_form, upload.path, boundary, upload.size))
+            await in_thread(partial(upload.cut, form.begin, form.size))
+            found = upload.keep(form.size, form.filename, form.purpose)
+    except ClientDisconnect:
+        raise invalid("the body broke off", None, "invalid_body") from None
     except OSError as error:
         raise cannot_keep(error) from error
-    finally:
-        path.unlink(missing_ok=True)
     return _json(found)
 
 
@@ -104,43 +108,40 @@ async def list_files(
     request: Request, purpose: str | None = None, limit: str | None = None, after: str | None = None
 ) -> Response:
     """List files, the newest first."""
-    files = _service(request).store.files_of(request.state.owner)
-    shown = [each for each in files if purpose in (None, each.purpose)]
-    page, more = _page(shown, limit, after)
-    return _json(FileList(data=page, has_more=more, first_id=_id(page, 0), last_id=_id(page, -1)))
+    store = await _store(request)
+    page = store.files.page(request.state.owner, _limit(limit, _FILES_PER_PAGE), after, purpose)
+    return _json(FileList(**_page(page, after)))
 
 
 @router.get("/v1/files/{file_id}", **endpoint("Describe a file", None, StoredFile, errors=(401, 404)))
 async def get_file(request: Request, file_id: str) -> Response:
     """Describe a file."""
-    return _json(_service(request).store.file(file_id, request.state.owner))
+    return _json((await _store(request)).file(file_id, request.state.owner))
 
 
 @router.get("/v1/files/{file_id}/content", include_in_schema=False)
 async def get_content(request: Request, file_id: str) -> Response:
     """Return what a file holds."""
-    store = _service(request).store
-    store.file(file_id, request.state.owner)
-    return FileResponse(store.content(file_id), media_type="application/octet-stream")
+    return _ContentResponse((await _store(request)).read(file_id, request.state.owner))
 
 
 @router.delete("/v1/files/{file_id}", **endpoint("Delete a file", None, DeletedFile, errors=(400, 401, 404)))
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file that no batch needs."""
-    _service(request).store.delete(file_id, request.state.owner)
+    (await _store(request)).delete(file_id, request.state.owner)
     return _json(DeletedFile(file_id))
 
 
 @router.post("/v1/batches", **endpoint("Run the requests of a file", BatchRequest, StoredBatch))
 async def create_batch(request: Request) -> Response:
     """Begin to answer the requests of a file."""
-    service = _service(request)
+    store, owner = await _store(request), request.state.owner
     body, headers = await _BODY.read(request, state_of(request).config.max_body_bytes)
     if body.endpoint not in ENDPOINTS:
         raise invalid(f"endpoint is {body.endpoint[:80]!r}; give {', '.join(ENDPOINTS)}", "endpoint", "invalid_value")
-    if len(msgspec.json.encode(body.metadata)) > _FORM_BYTES:
-        raise invalid(f"metadata has more than {_FORM_BYTES:,} bytes", "metadata")
-    if not service.store.has(body.input_file_id, request.state.owner):
+    if len(msgspec.json.encode(body.metadata)) > _METADATA_BYTES:
+        raise invalid(f"metadata has more than {_METADATA_BYTES:,} bytes", "metadata")
+    if store.files.get(body.input_file_id, owner) is None:
         message = f"there is no file {body.input_file_id[:64]!r}; upload it to /v1/files"
         raise invalid(message, "input_file_id", "file_not_found")
     now = int(time.time())
@@ -153,27 +154,64 @@ async def create_batch(request: Request) -> Response:
         expires_at=now + _WINDOW_SECONDS,
         metadata=body.metadata,
     )
-    service.begin(batch, request.state.owner)
+    try:
+        await _service(request).begin(batch, owner)
+    except OSError as error:
+        raise cannot_keep(error) from error
     return Response(msgspec.json.encode(batch), headers=headers, media_type="application/json")
 
 
 @router.get("/v1/batches", **endpoint("List batches", None, BatchList, errors=(400, 401)))
 async def list_batches(request: Request, limit: str | None = None, after: str | None = None) -> Response:
     """List batches, the newest first."""
-    page, more = _page(_service(request).store.batches_of(request.state.owner), limit, after)
-    return _json(BatchList(data=page, has_more=more, first_id=_id(page, 0), last_id=_id(page, -1)))
+    store = await _store(request)
+    page = store.batches.page(request.state.owner, _limit(limit, _BATCHES_PER_PAGE), after)
+    return _json(BatchList(**_page(page, after)))
 
 
 @router.get("/v1/batches/{batch_id}", **endpoint("Describe a batch", None, StoredBatch, errors=(401, 404)))
 async def get_batch(request: Request, batch_id: str) -> Response:
     """Describe a batch."""
-    return _json(_service(request).store.batch(batch_id, request.state.owner))
+    return _json((await _store(request)).batch(batch_id, request.state.owner))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", **endpoint("Cancel a batch", None, StoredBatch, errors=(401, 404)))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Let no further request of a batch begin; what was answered becomes its files."""
-    return _json(_service(request).cancel(batch_id, request.state.owner))
+    """End a batch; what was answered becomes its files."""
+    try:
+        return _json(await _service(request).cancel(batch_id, request.state.owner))
+    except OSError as error:
+        raise cannot_keep(error) from error
+
+
+class _Form(NamedTuple):
+    """The file within a form: where its content lies in the body, and what it is called."""
+
+    begin: int
+    size: int
+    filename: str
+    purpose: str
+
+
+class _ContentResponse(Response):
+    """The content of a file, read in parts in another thread; the file may be deleted meanwhile."""
+
+    def __init__(self, stored: StoredContent) -> None:
+        super().__init__(media_type="application/octet-stream", headers={"content-length": str(stored.file.bytes)})
+        self._stored = stored
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the content and close it."""
+        with self._stored as stored:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            left = stored.file.bytes
+            while left:
+                part = await in_thread(partial(stored.content.read, min(left, _PART_BYTES)))
+                if not part:
+                    raise OSError("the file is shorter than it was")
+                left -= len(part)
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
 
 def _service(request: Request) -> BatchService:
@@ -183,9 +221,13 @@ def _service(request: Request) -> BatchService:
     return service
 
 
-def _keep(store: BatchStore, path: Any, boundary: bytes, owner: str) -> StoredFile:
-    """Take the file out of a form that lies on disk."""
-    if not path.stat().st_size:
+async def _store(request: Request) -> BatchStore:
+    return await _service(request).open()
+
+
+def _read_form(path: Path, boundary: bytes, size: int) -> _Form:
+    """Find the file in a form that lies on disk, `size` bytes. Raises `ApiError` (400) if it is not as it should be."""
+    if not size:
         raise invalid("the form is empty", "file", "invalid_form")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as body:
         fields = read_form(body, boundary)
@@ -200,25 +242,24 @@ def _keep(store: BatchStore, path: Any, boundary: bytes, owner: str) -> StoredFi
         content = fields.get("file")
         if content is None or content.filename is None:
             raise invalid("file is required, with a name", "file", "missing_required_parameter")
-        return store.add(file, content.begin, content.end - content.begin, content.filename, said, owner)
+        return _Form(content.begin, content.end - content.begin, content.filename, said)
 
 
-def _page(found: Sequence[Any], limit: str | None, after: str | None) -> tuple[list[Any], bool]:
-    """Return up to `limit` objects behind the one with the id `after`, the newest first, and whether there are more."""
-    most = _MOST_LISTED if limit is None else length_of(limit) or 0
-    if not 1 <= most <= 10_000:
+def _limit(limit: str | None, most: int) -> int:
+    """Return how many objects a page has: the `limit` of the query, and `most` at most. Raises `ApiError` (400)."""
+    asked = _DEFAULT_PAGE if limit is None else length_of(limit) or 0
+    if not 1 <= asked <= 10_000:
         raise invalid(f"limit is {str(limit)[:20]!r}; give 1 to 10000", "limit", "invalid_value")
-    ordered = list(reversed(found))
-    if after is not None:
-        ids = [each.id for each in ordered]
-        if after not in ids:
-            raise invalid(f"after is {after[:64]!r}, which does not exist", "after", "invalid_value")
-        ordered = ordered[ids.index(after) + 1 :]
-    return ordered[:most], len(ordered) > most
+    return min(asked, most)
 
 
-def _id(page: list[Any], index: int) -> str | None:
-    return page[index].id if page else None
+def _page(found: tuple[list[Any], bool] | None, after: str | None) -> dict[str, Any]:
+    """Return the fields of a list; `ApiError` (400) if there is no object `after`."""
+    if found is None:
+        raise invalid(f"after is {(after or '')[:64]!r}, which does not exist", "after", "invalid_value")
+    data, more = found
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return {"data": data, "has_more": more, "first_id": first, "last_id": last}
 
 
 def _json(value: msgspec.Struct) -> Response:

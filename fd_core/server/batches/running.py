@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from fd_core.server.batches.asgi import AsgiAnswer
 from fd_core.server.batches.lines import BatchAnswer, BatchLine, LineError, answered, failed
 
-__all__ = ["Ask", "BatchProgress", "run_requests"]
+__all__ = ["Ask", "BatchProgress", "Pause", "in_thread", "run_requests"]
+
+T = TypeVar("T")
 
 Ask = Callable[[str, bytes, str], Awaitable[AsgiAnswer]]
 """Called with path, body and request id."""
 _ATTEMPTS: Final = 20
 _PAUSE_SECONDS: Final = 5.0
 """Longest wait before a request is sent again that found no room or no engine."""
+_LONGEST_PAUSE_SECONDS: Final = 300.0
+_READ_LINES: Final = 64
+_READ_BYTES: Final = 1 << 20
+"""What is read of the file at once, at most, but for one line."""
 
 
 class BatchProgress(msgspec.Struct):
@@ -33,62 +42,121 @@ class BatchProgress(msgspec.Struct):
         return self.completed + self.failed
 
 
+class Pause:
+    """The moment until which a batch sends nothing, because a limit refused a request. Moments are passed in."""
+
+    def __init__(self) -> None:
+        self._until = -math.inf
+        self._refusals: Counter[str] = Counter()
+
+    def left(self, now: float) -> float:
+        """Return the seconds until the next request may be sent."""
+        return max(0.0, self._until - now)
+
+    def retries(self, line: str, answer: AsgiAnswer, now: float) -> bool:
+        """Return True if the request of a line is to be sent again after this answer, and pause until then.
+
+        A limit of the key says how long that takes, and is waited for as often as it takes. Other refusals are
+        counted.
+        """
+        if answer.status not in (429, 503) or "x-should-retry" in answer.headers:
+            return False
+        wait = answer.headers.get("retry-after", "")
+        if answer.status == 429 and wait.isdecimal():
+            seconds = min(int(wait[:9]), _LONGEST_PAUSE_SECONDS)
+        else:
+            self._refusals[line] += 1
+            if self._refusals[line] == _ATTEMPTS:
+                return False
+            seconds = min(_PAUSE_SECONDS, 0.05 * 2 ** self._refusals[line])
+        self._until = max(self._until, now + seconds)
+        return True
+
+
 async def run_requests(
     requests: Iterator[BatchLine],
     ask: Ask,
     take: Callable[[BatchAnswer], None],
     *,
-    at_once: int,
+    slots: asyncio.Semaphore,
     known: Collection[str] = frozenset(),
-    going_on: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Send requests, at most `at_once` at a time, and give each answer to `take` as it comes.
+    """Send requests, each in one of `slots`, and give each answer to `take` as it comes.
 
-    Lines whose ids are `known` are passed over. No further request begins once `going_on` says no. Whoever cancels this
-    gets no answer of the requests that were on their way.
+    Runs that share `slots` take turns, request by request. A run that a limit holds back holds no slot. Lines whose ids
+    are `known` are passed over. `requests` are read in another thread. Whoever cancels this gets no answer of the
+    requests that were on their way.
     """
-    free = asyncio.Semaphore(at_once)
+    loop, pause, tries = asyncio.get_running_loop(), Pause(), Counter[str]()
+    lines: deque[BatchLine] = deque()
+    running, over, ended = 0, False, asyncio.Event()
 
     async def one(request: BatchLine) -> None:
+        number = tries[request.id]
         try:
-            take(await _answer(request, ask, going_on))
-        finally:
-            free.release()
+            answer = await ask(request.url, request.body, f"{request.id}-{number}" if number else request.id)
+        except ConnectionError as error:
+            take(failed(request, LineError("no_answer", str(error) or "the answer broke off")))
+            return
+        if pause.retries(request.id, answer, loop.time()):
+            tries[request.id] += 1
+            lines.appendleft(request)
+        else:
+            request_id = answer.headers.get("x-request-id", request.id)
+            take(answered(request, answer.status, request_id, answer.body))
+
+    def release(_: object) -> None:
+        nonlocal running
+        running -= 1
+        slots.release()
+        ended.set()
 
     async with asyncio.TaskGroup() as group:
-        for request in requests:
-            if request.id in known:
+        while True:
+            if not lines and not over:
+                lines.extend(await in_thread(lambda: _read(requests, known)))
+                over = not lines
+            if not lines:
+                if not running:
+                    return
+                ended.clear()
+                await ended.wait()
                 continue
-            await free.acquire()
-            if not going_on():
-                free.release()
-                return
-            if request.error is not None:
-                take(failed(request, request.error))
-                free.release()
-                await asyncio.sleep(0)  # a file of wrong lines must not hold up everybody else
-            else:
-                group.create_task(one(request))
+            if (error := lines[0].error) is not None:
+                take(failed(lines.popleft(), error))
+                continue
+            if wait := pause.left(loop.time()):
+                await asyncio.sleep(wait)
+                continue
+            await slots.acquire()
+            if not lines or pause.left(loop.time()):
+                slots.release()
+                continue
+            running += 1
+            # Not in the task: one that is cancelled before it begins would keep the slot.
+            group.create_task(one(lines.popleft())).add_done_callback(release)
+            await asyncio.sleep(0)  # a refusal by a limit of the key is known before the next request
 
 
-async def _answer(request: BatchLine, ask: Ask, going_on: Callable[[], bool]) -> BatchAnswer:
-    """Return the line for a request; one that found no room, or an engine about to restart, is sent again.
+async def in_thread(work: Callable[[], T], stop: threading.Event | None = None) -> T:
+    """Return `work()`, done in another thread; a cancellation sets `stop` and waits for the end of the work."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if stop is not None:
+            stop.set()
+        await asyncio.wait({task})
+        raise
 
-    One that a limit of its key holds back waits for as long as it takes, while the batch goes on.
-    """
-    tries = failures = 0
-    while True:
-        try:
-            answer = await ask(request.url, request.body, f"{request.id}-{tries}" if tries else request.id)
-        except ConnectionError as error:
-            return failed(request, LineError("no_answer", str(error) or "the answer broke off"))
-        tries += 1
-        wait = answer.headers.get("retry-after", "")
-        if answer.status == 429 and wait.isdecimal() and going_on():
-            await asyncio.sleep(min(int(wait), _PAUSE_SECONDS))
-            continue
-        failures += 1
-        if answer.status not in (429, 503) or "x-should-retry" in answer.headers or failures == _ATTEMPTS:
-            break
-        await asyncio.sleep(min(_PAUSE_SECONDS, 0.05 * 2**failures))
-    return answered(request, answer.status, answer.headers.get("x-request-id", request.id), answer.body)
+
+def _read(requests: Iterator[BatchLine], known: Collection[str]) -> list[BatchLine]:
+    """Return the next requests that are not known; none at the end of the file."""
+    found, size = list[BatchLine](), 0
+    for request in requests:
+        if request.id not in known:
+            found.append(request)
+            size += len(request.body)
+            if len(found) == _READ_LINES or size >= _READ_BYTES:
+                break
+    return found

@@ -1,23 +1,25 @@
-"""Runs the batches of a store one after the other, beside the requests of clients, and goes on after a restart."""
+"""Runs the batches of a store alongside the requests of clients, keys in turn, and goes on after a restart."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from starlette.types import ASGIApp
 
-from fd_core.errors import FdError
 from fd_core.server.batches.asgi import AsgiAnswer, ask
 from fd_core.server.batches.lines import BatchAnswer, BatchLine, read_requests
 from fd_core.server.batches.output import AnswerFile
-from fd_core.server.batches.running import run_requests
-from fd_core.server.batches.store import BatchCounts, BatchError, BatchErrors, BatchStore, StoredBatch
+from fd_core.server.batches.running import in_thread, run_requests
+from fd_core.server.batches.store import ANSWERS, BatchCounts, BatchError, BatchErrors, BatchStore, StoredBatch
 from fd_core.server.errors import ApiError
+from fd_core.server.supervision import Supervisor, cancelled, failure_reason
 
 __all__ = ["MOST_REQUESTS", "BatchService"]
 
@@ -26,166 +28,178 @@ log = logging.getLogger(__name__)
 MOST_REQUESTS: Final = 50_000
 """Requests that one batch may have."""
 _MOST_ERRORS: Final = 100
-_SAVE_SECONDS: Final = 1.0
 
 
 class BatchService:
-    """Owner of the store and of the task that works on its batches; used from one event loop."""
+    """Owner of the store and of the tasks that work on its batches, one for each key; used from one event loop.
 
-    def __init__(self, app: ASGIApp, folder: Path, limit: int, *, longest: int, at_once: int) -> None:
-        """`limit` bounds the bytes of all files, `longest` those of a line; `at_once` requests are on their way.
+    The batches of a key run one after the other. Those of several keys share the slots and take turns.
+    """
 
-        The folder is made, and taken from other servers, when the store is first used.
+    def __init__(
+        self,
+        app: ASGIApp,
+        open_store: Callable[[], BatchStore],
+        folder: Path,
+        supervisor: Supervisor,
+        *,
+        longest: int,
+        at_once: int,
+    ) -> None:
+        """`longest` bounds the bytes of a line; `at_once` requests are on their way.
+
+        The store is opened, and its folder taken from other servers, when it is first used.
         """
         self._app = app
+        self._open_store = open_store
         self._folder = folder
-        self._limit = limit
+        self._supervisor = supervisor
         self._longest = longest
-        self._at_once = at_once
+        self._slots = asyncio.Semaphore(at_once)
+        self._opening = asyncio.Lock()
         self._store: BatchStore | None = None
-        self._news = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Work on batches, by owner."""
+        self._resuming: asyncio.Task[None] | None = None
+        self._running: dict[str, asyncio.Timeout] = {}
+        """What ends the work on a batch, by its id."""
 
     @property
     def store(self) -> BatchStore:
-        """The store. Raises `ApiError` (503) if another server has it."""
+        """The store, which has to be open."""
         if self._store is None:
-            self._store = BatchStore(self._folder, self._limit)
-            self._task = asyncio.create_task(self._work(self._store))
+            raise RuntimeError("the store is not open")
         return self._store
 
+    async def open(self) -> BatchStore:
+        """Return the store. Raises `ApiError` (503) if another server has it, or the disk fails."""
+        async with self._opening:
+            return self._store or self._opened(await in_thread(self._open_store))
+
     def resume(self) -> None:
-        """Go on with what an earlier server left, if it left anything."""
-        if self._folder.exists():
-            try:
-                _ = self.store
-            except ApiError as error:
-                log.warning(
-                    "no files and batches here, everything else is served: %s (%s)", error.message, self._folder
-                )
+        """Go on with what an earlier server left, if it left anything. Called before the first request."""
+        if not self._folder.exists():
+            return
+        try:
+            self._opened(self._open_store())
+        except ApiError as error:
+            log.warning("no files and batches here, everything else is served: %s (%s)", error.message, self._folder)
+            self._resuming = self._supervisor.start("batch_store", self._resume)
 
-    def begin(self, batch: StoredBatch, owner: str) -> None:
-        """Take a new batch of an owner's."""
-        self.store.own(batch.id, owner)
-        self.store.save(batch)
-        self._news.set()
+    async def begin(self, batch: StoredBatch, owner: str) -> None:
+        """Take a new batch of an owner. Raises `ApiError` (429, 503)."""
+        store = await self.open()
+        store.begin(batch, owner)
+        self._work_for(store, owner)
 
-    def cancel(self, batch_id: str, owner: str) -> StoredBatch:
-        """Ask for the end of a batch of an owner's: requests on their way are answered, no others begin."""
-        batch = self.store.batch(batch_id, owner)
-        if not batch.ended and batch.status != "cancelling":
-            batch.status, batch.cancelling_at = "cancelling", int(time.time())
-            self.store.save(batch)
-            self._news.set()
-        return batch
+    async def cancel(self, batch_id: str, owner: str) -> StoredBatch:
+        """End a batch of an owner: requests on their way are aborted, the answers so far become its files."""
+        store = await self.open()
+        batch = store.batch(batch_id, owner)
+        if batch.status not in ("validating", "in_progress"):
+            return batch
+        batch = store.save(batch_id, status="cancelling", cancelling_at=int(time.time()))
+        if (work := self._running.get(batch_id)) is not None:
+            if not work.expired():
+                work.reschedule(asyncio.get_running_loop().time())
+            return batch
+        return store.conclude(batch_id)
 
     async def close(self) -> None:
         """Stop working; a batch that is not over goes on when a server takes the store again."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await cancelled(*self._tasks.values(), *([] if self._resuming is None else [self._resuming]))
         if self._store is not None:
             self._store.close()
 
-    async def _work(self, store: BatchStore) -> None:
-        while True:
-            batch = next((each for each in store.batches.values() if not each.ended), None)
-            if batch is None:
-                self._news.clear()
-                await self._news.wait()
-                continue
+    async def _resume(self) -> None:
+        await self.open()
+
+    def _opened(self, store: BatchStore) -> BatchStore:
+        self._store = store
+        for owner in store.waiting:
+            self._work_for(store, owner)
+        return store
+
+    def _work_for(self, store: BatchStore, owner: str) -> None:
+        if owner not in self._tasks:
+            self._tasks[owner] = self._supervisor.start("batches", partial(self._work, store, owner), part=owner)
+
+    async def _work(self, store: BatchStore, owner: str) -> None:
+        """Run the batches of an owner until none is left. Raises `OSError` if the disk fails: a later try goes on."""
+        while (batch := store.next_batch(owner)) is not None:
+            errors = None
             try:
-                await self._run(store, batch)
+                if batch.status in ("validating", "in_progress"):
+                    errors = await self._run(store, batch)
+            except OSError:
+                raise
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends this batch and not the others
-                reason = str(error) if isinstance(error, FdError | OSError) else type(error).__name__
+                reason = failure_reason(error)
                 log.error("the batch %s failed: %s", batch.id, reason)
-                _fail(batch, [BatchError("server_error", f"the batch could not be run: {reason}")])
-                store.save(batch)
+                code = error.code or "server_error" if isinstance(error, ApiError) else "server_error"
+                errors = BatchErrors([BatchError(code, f"the batch could not be run to its end: {reason}")])
+            store.conclude(batch.id, errors)
+        del self._tasks[owner]
 
-    async def _run(self, store: BatchStore, batch: StoredBatch) -> None:
-        """Run a batch from wherever it is to its end."""
-        source = store.content(batch.input_file_id)
-        if batch.status == "validating":
-            errors, total = await asyncio.to_thread(_validate, source, self._longest, batch.endpoint)
-            batch.request_counts.total = total
-            if errors:
-                _fail(batch, errors)
-            elif batch.status == "validating":  # it may have been cancelled meanwhile
-                batch.status, batch.in_progress_at = "in_progress", int(time.time())
-            store.save(batch)
-            if batch.ended:
-                return
-        with _answers(store, batch, "output") as good, _answers(store, batch, "errors") as bad:
-            await self._send(store, batch, source, good, bad)
-            self._finish(store, batch, good, bad)
+    async def _run(self, store: BatchStore, batch: StoredBatch) -> BatchErrors | None:
+        """Run a batch from wherever it is to its end, its cancellation or its last moment; return what is wrong."""
+        left = batch.expires_at - time.time()
+        try:
+            async with asyncio.timeout(max(0.0, left)) as self._running[batch.id]:
+                source = store.content(batch.input_file_id)
+                if not source.exists():
+                    return BatchErrors([BatchError("file_not_found", "the input file is gone from the disk")])
+                if batch.status == "validating":
+                    stop = threading.Event()
+                    errors, total = await in_thread(
+                        lambda: _validate(source, self._longest, batch.endpoint, stop), stop
+                    )
+                    batch = store.save(
+                        batch.id,
+                        status="validating" if errors else "in_progress",
+                        in_progress_at=None if errors else int(time.time()),
+                        request_counts=BatchCounts(total),
+                    )
+                    if errors:
+                        return BatchErrors(errors)
+                await self._answer(store, batch, source)
+        except TimeoutError:
+            if not self._running[batch.id].expired():
+                raise
+        finally:
+            del self._running[batch.id]
+        return None
 
-    async def _send(
-        self, store: BatchStore, batch: StoredBatch, source: Path, good: AnswerFile, bad: AnswerFile
-    ) -> None:
-        counts = batch.request_counts = BatchCounts(batch.request_counts.total, len(good.known), len(bad.known))
-        room = store.limit - store.used
-        saved = time.monotonic()
-
-        def take(answer: BatchAnswer) -> None:
-            nonlocal saved
-            (good if answer.ok else bad).write(answer)
-            if answer.ok:
-                counts.completed += 1
-            else:
-                counts.failed += 1
-            if good.size + bad.size > room:
-                raise OSError("its answers go beyond --batch-store-limit")
-            if time.monotonic() - saved >= _SAVE_SECONDS:
-                saved = time.monotonic()
-                store.save(batch)
+    async def _answer(self, store: BatchStore, batch: StoredBatch, source: Path) -> None:
+        """Send the requests of a batch that have no answer yet."""
+        owner = store.batches.owner(batch.id)
+        account = partial(store.bytes.take, owner)
 
         async def sent(path: str, body: bytes, request_id: str) -> AsgiAnswer:
-            return await ask(self._app, path, body, f"{batch.id}.{request_id}", store.owner(batch.id))
+            return await ask(self._app, path, body, f"{batch.id}.{request_id}", owner)
 
-        with source.open("rb") as file:
+        opened = [partial(AnswerFile, store.answers(batch, kind), account) for kind in ANSWERS]
+        with await in_thread(opened[0]) as good, await in_thread(opened[1]) as bad, source.open("rb") as file:
+            store.bytes.add(owner, -good.torn - bad.torn)
+            counts = batch.request_counts
+            counts.completed, counts.failed = len(good.known), len(bad.known)
+
+            def take(answer: BatchAnswer) -> None:
+                (good if answer.ok else bad).write(answer)
+                counts.completed += answer.ok
+                counts.failed += not answer.ok
+
+            requests = read_requests(file, self._longest, batch.endpoint)
             try:
-                await run_requests(
-                    read_requests(file, self._longest, batch.endpoint),
-                    sent,
-                    take,
-                    at_once=self._at_once,
-                    known={*good.known, *bad.known},
-                    going_on=lambda: batch.status == "in_progress" and time.time() < batch.expires_at,
-                )
+                await run_requests(requests, sent, take, slots=self._slots, known={*good.known, *bad.known})
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
-
-    def _finish(self, store: BatchStore, batch: StoredBatch, good: AnswerFile, bad: AnswerFile) -> None:
-        """Make the answers files, and say how the batch ended."""
-        now, counts = int(time.time()), batch.request_counts
-        left = counts.completed + counts.failed < counts.total
-        batch.finalizing_at = now
-        for answers, field in ((good, "output_file_id"), (bad, "error_file_id")):
-            if answers.size:
-                answers.finish()
-                setattr(batch, field, store.adopt(answers.path, answers.path.name, store.owner(batch.id)).id)
-            else:
-                answers.discard()
-        if batch.status == "cancelling":
-            batch.status, batch.cancelled_at = "cancelled", now
-        elif left:
-            batch.status, batch.expired_at = "expired", now
-        else:
-            batch.status, batch.completed_at = "completed", now
-        store.save(batch)
+            for answers in (good, bad):
+                await in_thread(answers.sync)
 
 
-def _answers(store: BatchStore, batch: StoredBatch, what: str) -> AnswerFile:
-    """Open the answers of a batch; those of a server that died while it made them a file are taken up as well."""
-    path = store.folder / f"{batch.id}_{what}.jsonl"
-    if path.exists():
-        path.replace(path.with_name(f"{path.name}.partial"))
-    return AnswerFile(path)
-
-
-def _validate(source: Path, longest: int, endpoint: str) -> tuple[list[BatchError], int]:
-    """Return what is wrong with the lines of a file, and how many requests it has."""
+def _validate(source: Path, longest: int, endpoint: str, stop: threading.Event) -> tuple[list[BatchError], int]:
+    """Return what is wrong with the lines of a file, and how many requests it has; `stop` ends the work."""
     errors: list[BatchError] = []
     total = 0
     with source.open("rb") as file:
@@ -194,14 +208,10 @@ def _validate(source: Path, longest: int, endpoint: str) -> tuple[list[BatchErro
             total += 1
             if request.error is not None:
                 errors.append(BatchError(request.error.code, request.error.message, request.number))
-            if len(errors) == _MOST_ERRORS:
+            if len(errors) == _MOST_ERRORS or stop.is_set():
                 break
             if total > MOST_REQUESTS:
                 return [BatchError("too_many_requests", f"a batch may have {MOST_REQUESTS:,} requests")], total
     if not total:
         errors.append(BatchError("empty_file", "the file has no requests"))
     return errors, total
-
-
-def _fail(batch: StoredBatch, errors: list[BatchError]) -> None:
-    batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), BatchErrors(errors)

@@ -1,31 +1,57 @@
-"""Files and batches on disk, in one folder that one server owns; small facts are kept in memory as well.
+"""Files and batches on disk, in one folder that one server owns, and their index in memory.
 
-`ID.json` describes a file or a batch and says whose it is, `ID.data` is the content of a file. A description is written
-whole or not at all.
+`ID.json` describes a file or a batch and names its owner, `ID.data` is the content of a file. Both appear whole or not
+at all: they are written under a temporary name and renamed. A file exists from the moment at which its content has its
+name. Everything is counted before it is written and counted anew when a server takes the folder; lists and
+descriptions come from the index.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
+import hashlib
+import logging
+import os
 import re
 import secrets
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar
+from types import TracebackType
+from typing import IO, Any, Final, Literal, TypeVar
 
 import msgspec
 
+from fd_core.server.batches.accounts import Account
+from fd_core.server.batches.index import OwnedIndex
 from fd_core.server.errors import ApiError, invalid, unavailable
 
-__all__ = ["BatchCounts", "BatchError", "BatchErrors", "BatchStore", "StoredBatch", "StoredFile", "cannot_keep"]
+__all__ = [
+    *("ANSWERS", "Answers", "BatchCounts", "BatchError", "BatchErrors", "BatchStore", "StoredBatch", "StoredContent"),
+    *("StoredFile", "Upload", "cannot_keep"),
+]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+D = TypeVar("D", "StoredFile", "StoredBatch")
+Answers = Literal["output", "errors"]
+"""The two files that a batch may leave."""
 
-_ID: Final = re.compile(r"(file-|batch_)[0-9a-f]{24}")
+_FILE: Final = re.compile(r"file-[0-9a-f]{24}")
+_BATCH: Final = re.compile(r"batch_[0-9a-f]{24}")
+_ANSWER_NAME: Final = re.compile(r"(batch_[0-9a-f]{24})_(output|errors)\.jsonl(\.partial)?")
+ANSWERS: Final[tuple[Answers, Answers]] = ("output", "errors")
 _MOST_FILES: Final = 10_000
-_MOST_BATCHES: Final = 1_000
-"""Batches beyond this are forgotten, those that ended first of all."""
+_MOST_BATCHES: Final = 10_000
+"""A key that begins a batch beyond its share forgets its oldest one that ended."""
 _ENDED: Final = frozenset(("failed", "completed", "expired", "cancelled"))
+_STRANGE: Final = "?"
+"""Owner of bytes in the folder that belong to no file or batch."""
+_PART_BYTES: Final = 1 << 20
 
 
 class StoredFile(msgspec.Struct, kw_only=True):
@@ -91,26 +117,45 @@ class StoredBatch(msgspec.Struct, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will change any more."""
+        """Return True if nothing changes any more."""
         return self.status in _ENDED
 
 
 class _Owned(msgspec.Struct):
-    """Whose a file or a batch is; of nobody's key where there were no keys."""
+    """The owner of a file or a batch; "" where there were no keys."""
 
     owner: str = ""
 
 
 class BatchStore:
-    """Owner of one folder. Every method blocks for as long as the disk does; reading descriptions needs no disk."""
+    """Owner of one folder. All methods are called from one thread, but for those of `Upload` that say otherwise."""
 
-    def __init__(self, folder: Path, limit: int) -> None:
-        """`limit` bounds the bytes of all files.
+    def __init__(
+        self, folder: Path, limit: int, key_limit: int | None = None, keys: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Take the folder and read it, which takes its time.
 
-        Raises `ApiError` (503) if another server has the folder, or if nothing can be written there.
+        `limit` bounds the bytes of all files and descriptions, `key_limit` those of each key; by default keys have
+        shares, see `Account`. `keys` returns the number of keys.
+        Raises `ApiError` (503) if another server has the folder, or if it cannot be read or written.
         """
         self.folder = folder
-        self.limit = limit
+        more = "delete some, or start the server with a larger --batch-store-limit or --batch-store-key-limit"
+        self.bytes = Account("bytes", limit, keys, more, key_limit)
+        self._file_count = Account("files", _MOST_FILES, keys, "delete some")
+        self._batch_count = Account("batches", _MOST_BATCHES, keys, "wait until one has ended", param=None)
+        self.files: OwnedIndex[StoredFile] = OwnedIndex()
+        self.batches: OwnedIndex[StoredBatch] = OwnedIndex()
+        self._pending: dict[str, dict[str, None]] = {}
+        """Batches that have not ended, by owner, the oldest first."""
+        self._inputs: Counter[str] = Counter()
+        """Files that batches need which have not ended."""
+        self._described: dict[str, int] = {}
+        """Bytes of descriptions on disk, by id."""
+        self._readers: Counter[str] = Counter()
+        """Open contents, by file."""
+        self._deleted: dict[str, tuple[str, int]] = {}
+        """Owner and bytes of deleted files that are still being read."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = (folder / "lock").open("ab")
@@ -118,24 +163,17 @@ class BatchStore:
             raise cannot_keep(error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self._load()
+        except BlockingIOError:
             self._lock.close()
             raise unavailable(
                 "another server on this machine has the folder of files and batches; give each its --batch-store",
                 "batch_store_in_use",
                 retry_after=60,
             ) from None
-        for left in folder.glob("*.upload"):
-            left.unlink()
-        self._owners: dict[str, str] = {}
-        """Of files and batches; whoever asks for one that is not theirs is told that there is none."""
-        self.files: dict[str, StoredFile] = {
-            each.id: each for each in self._read(StoredFile, "file-*.json") if self.content(each.id).exists()
-        }
-        for left in folder.glob("file-*.data"):  # of a server that died before it had described them
-            if left.stem not in self.files:
-                left.unlink()
-        self.batches: dict[str, StoredBatch] = {each.id: each for each in self._read(StoredBatch, "batch_*.json")}
+        except OSError as error:
+            self._lock.close()
+            raise cannot_keep(error) from error
 
     def close(self) -> None:
         """Let another server have the folder."""
@@ -143,141 +181,394 @@ class BatchStore:
 
     @property
     def used(self) -> int:
-        """Bytes of all files."""
-        return sum(each.bytes for each in self.files.values())
+        """Bytes that count against the limit."""
+        return self.bytes.used
 
-    def owner(self, name: str) -> str:
-        """Return whose a file or a batch is, as `KeyRing.owner` says it."""
-        return self._owners[name]
-
-    def own(self, name: str, owner: str) -> None:
-        """Say whose a file or a batch is that is about to be kept."""
-        self._owners[name] = owner
-
-    def has(self, name: str, owner: str) -> bool:
-        """Whether an owner has a file or a batch of this id."""
-        return self._owners.get(name) == owner
-
-    def files_of(self, owner: str) -> list[StoredFile]:
-        """Return an owner's files, oldest first."""
-        return [each for each in self.files.values() if self.has(each.id, owner)]
-
-    def batches_of(self, owner: str) -> list[StoredBatch]:
-        """Return an owner's batches, oldest first."""
-        return [each for each in self.batches.values() if self.has(each.id, owner)]
+    # Files ------------------------------------------------------------------------------------------------
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Return the description of an owner's file; `ApiError` (404) if there is no such file."""
-        return self._known(self.files, file_id, owner, "file")
-
-    def batch(self, batch_id: str, owner: str) -> StoredBatch:
-        """Return an owner's batch; `ApiError` (404) if there is none of that id."""
-        return self._known(self.batches, batch_id, owner, "batch")
+        return _known(self.files, file_id, owner, "file")
 
     def content(self, file_id: str) -> Path:
         """Return where the content of a file is."""
-        if not _ID.fullmatch(file_id):
+        if not _FILE.fullmatch(file_id):
             raise ValueError("not an id of a file")
         return self.folder / f"{file_id}.data"
 
-    def require_room(self, size: int) -> None:
-        """Raise `ApiError` (400) if the store cannot take `size` more bytes, or another file."""
-        if len(self.files) >= _MOST_FILES:
-            raise invalid(f"the server keeps {_MOST_FILES:,} files already; delete some", "file", "store_full")
-        if self.used + size > self.limit:
-            raise invalid(
-                f"the server keeps {self.used:,} bytes of files and may keep {self.limit:,}, which leaves no room for "
-                f"{size:,} more; delete some, or start it with a larger --batch-store-limit",
-                "file",
-                "store_full",
-            )
-
-    def add(self, source: BinaryIO, begin: int, size: int, filename: str, purpose: str, owner: str) -> StoredFile:
-        """Keep `size` bytes of `source` from `begin` on as a new file of an owner's; see `require_room`."""
-        self.require_room(size)
-        file_id = f"file-{secrets.token_hex(12)}"
-        source.seek(begin)
-        try:
-            with self.content(file_id).open("xb") as target:
-                _copy(source, target, size)
-        except OSError:
-            self.content(file_id).unlink(missing_ok=True)
-            raise
-        return self._keep(file_id, filename, purpose, owner)
-
-    def adopt(self, path: Path, filename: str, owner: str) -> StoredFile:
-        """Keep a file that lies in the folder already, the output of a batch of an owner's."""
-        file_id = f"file-{secrets.token_hex(12)}"
-        path.replace(self.content(file_id))
-        return self._keep(file_id, filename, "batch_output", owner)
+    def upload(self, owner: str) -> Upload:
+        """Begin to receive a file. Raises `ApiError` (429) if the owner keeps too many."""
+        self._file_count.take(owner, 1)
+        return Upload(self, owner)
 
     def delete(self, file_id: str, owner: str) -> None:
-        """Forget an owner's file. Raises `ApiError`: 404 if there is none, 400 if a batch needs it."""
-        self.file(file_id, owner)
-        for batch in self.batches.values():
-            if batch.input_file_id == file_id and not batch.ended:
-                raise invalid(f"the batch {batch.id} needs this file; cancel it first", "file_id", "file_in_use")
-        (self.folder / f"{file_id}.json").unlink(missing_ok=True)
-        self.content(file_id).unlink(missing_ok=True)
-        del self.files[file_id], self._owners[file_id]
+        """Delete an owner's file; who reads it at the moment reads it to its end.
 
-    def save(self, batch: StoredBatch) -> None:
-        """Keep a batch as it is now, and forget the oldest that ended if there are too many."""
-        self.batches[batch.id] = batch
-        self._write(batch.id, batch)
-        over = [each for each in self.batches.values() if each.ended][: max(0, len(self.batches) - _MOST_BATCHES)]
-        for old in over:
-            (self.folder / f"{old.id}.json").unlink(missing_ok=True)
-            del self.batches[old.id], self._owners[old.id]
+        Raises `ApiError`: 404 if there is none, 400 if a batch needs it, 503 if the disk fails.
+        """
+        file = self.file(file_id, owner)
+        if self._inputs[file_id]:
+            for batch_id in self._pending[owner]:
+                if self.batches[batch_id].input_file_id == file_id:
+                    raise invalid(f"the batch {batch_id} needs this file; cancel it first", "file_id", "file_in_use")
+        try:
+            self.content(file_id).unlink(missing_ok=True)
+        except OSError as error:
+            raise cannot_keep(error) from error
+        self.files.remove(file_id)
+        self._file_count.add(owner, -1)
+        if self._readers[file_id]:
+            self._deleted[file_id] = owner, file.bytes
+        else:
+            self.bytes.add(owner, -file.bytes)
+        self._remove_description(file_id, owner)
 
-    def _keep(self, file_id: str, filename: str, purpose: str, owner: str) -> StoredFile:
-        size = self.content(file_id).stat().st_size
-        found = StoredFile(
-            id=file_id, bytes=size, created_at=int(time.time()), filename=filename[:255], purpose=purpose
+    # Batches ----------------------------------------------------------------------------------------------
+
+    def batch(self, batch_id: str, owner: str) -> StoredBatch:
+        """Return an owner's batch; `ApiError` (404) if there is none of that id."""
+        return _known(self.batches, batch_id, owner, "batch")
+
+    def begin(self, batch: StoredBatch, owner: str) -> None:
+        """Keep a new batch, and forget the owner's oldest that ended if there are too many.
+
+        Room for its two files is taken until it ends. Raises `ApiError` (429) without room, `OSError`.
+        """
+        try:
+            self._batch_count.require(owner, 1)
+        except ApiError:
+            old = next((each.id for each in self.batches.oldest(owner) if each.ended), None)
+            if old is None:
+                raise
+            self._forget(old)
+        with contextlib.ExitStack() as undo:
+            for account, count in ((self._batch_count, 1), (self._file_count, len(ANSWERS))):
+                account.take(owner, count)
+                undo.callback(account.add, owner, -count)
+            self._describe(batch, owner, new=True)
+            undo.pop_all()
+        self._add_batch(batch, owner)
+
+    def save(self, batch_id: str, **changes: Any) -> StoredBatch:
+        """Return a batch with `changes`, once they are on disk. Raises `OSError`, and then nothing has changed."""
+        owner = self.batches.owner(batch_id)
+        batch = msgspec.structs.replace(self.batches[batch_id], **changes)
+        self._describe(batch, owner)
+        self.batches.put(batch.id, owner, batch)
+        if batch.ended and self._pending.get(owner, {}).pop(batch.id, "") is None:
+            self._inputs[batch.input_file_id] -= 1
+            self._file_count.add(owner, -len(ANSWERS))
+            if not self._pending[owner]:
+                del self._pending[owner]
+        return batch
+
+    @property
+    def waiting(self) -> list[str]:
+        """Owners of batches that have not ended."""
+        return list(self._pending)
+
+    def next_batch(self, owner: str) -> StoredBatch | None:
+        """Return an owner's oldest batch that has not ended."""
+        found = next(iter(self._pending.get(owner, ())), None)
+        return None if found is None else self.batches[found]
+
+    def answers(self, batch: StoredBatch, kind: Answers) -> Path:
+        """Return where answers of a batch become a file; until then the name ends in `.partial`."""
+        return self.folder / f"{batch.id}_{kind}.jsonl"
+
+    def conclude(self, batch_id: str, errors: BatchErrors | None = None) -> StoredBatch:
+        """Make the answers of a batch files, and end it. Raises `OSError`; the call may then be repeated.
+
+        A server that dies meanwhile leaves the batch finalizing, and the next one calls this again.
+        """
+        batch, now, owner = self.batches[batch_id], int(time.time()), self.batches.owner(batch_id)
+        if batch.ended:
+            return batch
+        if batch.status != "finalizing":
+            batch = self.save(batch_id, status="finalizing", finalizing_at=now, errors=errors)
+        kept = {kind: self._adopt(batch, kind, owner) for kind in ANSWERS}
+        counts = batch.request_counts
+        if batch.errors is not None:
+            end = "failed"
+        elif batch.cancelling_at is not None:
+            end = "cancelled"
+        else:
+            whole = batch.in_progress_at is not None and counts.completed + counts.failed == counts.total
+            end = "completed" if whole else "expired"
+        files = {"output_file_id": kept["output"], "error_file_id": kept["errors"]}
+        return self.save(batch_id, status=end, **files, **{f"{end}_at": now})
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _adopt(self, batch: StoredBatch, kind: Answers, owner: str) -> str | None:
+        """Make answers of a batch a file, unless that has been done; return its id, None if there are none."""
+        file_id, partial = _answers_id(batch.id, kind), _partial(self.answers(batch, kind))
+        if file_id in self.files or not partial.exists():
+            return file_id if file_id in self.files else None
+        size = partial.stat().st_size
+        if not size:
+            partial.unlink()
+            return None
+        file = StoredFile(
+            id=file_id,
+            bytes=size,
+            created_at=int(time.time()),
+            filename=self.answers(batch, kind).name,
+            purpose="batch_output",
         )
-        self.own(file_id, owner)
-        self._write(file_id, found)
-        self.files[file_id] = found
-        return found
+        self._describe(file, owner)
+        partial.replace(self.content(file_id))
+        self._file_count.add(owner, 1)
+        self.files.put(file_id, owner, file, file.purpose)
+        return file_id
 
-    def _known(self, found: dict[str, T], name: str, owner: str, kind: str) -> T:
-        if name not in found or not self.has(name, owner):
-            raise ApiError(404, f"there is no {kind} {name[:64]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
-        return found[name]
+    def _forget(self, batch_id: str) -> None:
+        """Forget a batch that has ended."""
+        owner = self.batches.owner(batch_id)
+        self._remove_description(batch_id, owner)
+        self.batches.remove(batch_id)
+        self._batch_count.add(owner, -1)
 
-    def _write(self, name: str, value: StoredFile | StoredBatch) -> None:
-        path = self.folder / f"{name}.json"
-        new = path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(msgspec.to_builtins(value) | {"owner": self._owners[name]}))
-        new.replace(path)
+    def _add_batch(self, batch: StoredBatch, owner: str) -> None:
+        self.batches.put(batch.id, owner, batch)
+        if not batch.ended:
+            self._pending.setdefault(owner, {})[batch.id] = None
+            self._inputs[batch.input_file_id] += 1
 
-    def _read(self, kind: type[Any], pattern: str) -> list[Any]:
-        """Return what was kept, oldest first; what cannot be read is left alone."""
-        found = []
-        for path in self.folder.glob(pattern):
-            try:
-                written = path.read_bytes()
-                each = msgspec.json.decode(written, type=kind)
-                owner = msgspec.json.decode(written, type=_Owned).owner
-            except (OSError, msgspec.MsgspecError):
-                continue
-            if each.id == path.stem and _ID.fullmatch(each.id):
-                found.append(each)
-                self.own(each.id, owner)
-        return sorted(found, key=lambda each: (each.created_at, each.id))
+    def _describe(self, value: StoredFile | StoredBatch, owner: str, *, new: bool = False) -> None:
+        """Write a description. Raises `OSError`, and `ApiError` for a `new` one without room."""
+        text = msgspec.json.encode(msgspec.to_builtins(value) | {"owner": owner})
+        if new:
+            self.bytes.require(owner, len(text))
+        path = self.folder / f"{value.id}.json"
+        aside = path.with_suffix(".new")
+        self.bytes.add(owner, len(text))
+        try:
+            aside.write_bytes(text)
+            aside.replace(path)
+        except OSError:
+            if _removed(aside):
+                self.bytes.add(owner, -len(text))
+            raise
+        self.bytes.add(owner, -self._described.get(value.id, 0))
+        self._described[value.id] = len(text)
+
+    def _remove_description(self, name: str, owner: str) -> None:
+        """Remove a description; one that the disk does not let go counts until a server takes the folder again."""
+        size = self._described.pop(name, 0)
+        if _removed(self.folder / f"{name}.json"):
+            self.bytes.add(owner, -size)
+
+    def _load(self) -> None:
+        """Read what is in the folder, count it, and remove what no file or batch is made of."""
+        sizes = {path: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}
+        for batch, owner in _described(sizes, StoredBatch, _BATCH):
+            self._add_batch(batch, owner)
+            self._batch_count.add(owner, 1)
+            self._file_count.add(owner, 0 if batch.ended else len(ANSWERS))
+            self._count_description(batch.id, owner, sizes)
+        for file, owner in _described(sizes, StoredFile, _FILE):
+            size = sizes.pop(self.content(file.id), None)
+            if size is not None:
+                file.bytes = size
+                self.files.put(file.id, owner, file, file.purpose)
+                self.bytes.add(owner, size)
+                self._file_count.add(owner, 1)
+                self._count_description(file.id, owner, sizes)
+        for path, size in sizes.items():
+            self._load_other(path, size)
+
+    def _count_description(self, name: str, owner: str, sizes: dict[Path, int]) -> None:
+        self._described[name] = sizes.pop(self.folder / f"{name}.json")
+        self.bytes.add(owner, self._described[name])
+
+    def _load_other(self, path: Path, size: int) -> None:
+        """Count a file that is no description of a file or batch and no content, or remove it."""
+        owner = _STRANGE
+        if (found := _ANSWER_NAME.fullmatch(path.name)) is not None:
+            batch_id = found[1]
+            if batch_id in self.batches and not self.batches[batch_id].ended:
+                if found[3] is None:  # of a version that renamed answers before they became a file
+                    path.replace(_partial(path))
+                self.bytes.add(self.batches.owner(batch_id), size)
+                return
+            left = True
+        elif path.suffix == ".data":
+            left = _FILE.fullmatch(path.stem) is not None and not path.with_suffix(".json").exists()
+        elif path.suffix == ".json":  # of a file whose content was never there, or was deleted
+            left = _FILE.fullmatch(path.stem) is not None and not path.with_suffix(".data").exists()
+        else:
+            left = path.suffix in (".upload", ".new")
+        if path.name != "lock" and not (left and _removed(path)):
+            self.bytes.add(owner, size)
+
+    def release(self, file_id: str) -> None:
+        """Note that a content is no longer read."""
+        self._readers[file_id] -= 1
+        if not self._readers[file_id]:
+            del self._readers[file_id]
+            owner, size = self._deleted.pop(file_id, ("", 0))
+            self.bytes.add(owner, -size)
+
+    def read(self, file_id: str, owner: str) -> StoredContent:
+        """Open the content of an owner's file. Raises `ApiError` (404, 503)."""
+        file = self.file(file_id, owner)
+        try:
+            content = self.content(file_id).open("rb")
+        except OSError as error:
+            raise cannot_keep(error) from error
+        self._readers[file_id] += 1
+        return StoredContent(self, file, content)
+
+
+class StoredContent:
+    """Open content of a file; a context manager. The bytes count until it is closed, also if the file is deleted."""
+
+    def __init__(self, store: BatchStore, file: StoredFile, content: IO[bytes]) -> None:
+        self.file = file
+        self.content = content
+        self._store = store
+
+    def __enter__(self) -> StoredContent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.content.close()
+        self._store.release(self.file.id)
+
+
+class Upload:
+    """A file that is being received, under a temporary name; a context manager that removes what was not kept."""
+
+    def __init__(self, store: BatchStore, owner: str) -> None:
+        self.path = store.folder / f"{secrets.token_hex(12)}.upload"
+        self.size = 0
+        """Bytes counted for it."""
+        self._store = store
+        self._owner = owner
+        self._file: IO[bytes] | None = None
+        self._kept = False
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._kept:
+            return
+        self._store._file_count.add(self._owner, -1)
+        if _removed(self.path):
+            self._store.bytes.add(self._owner, -self.size)
+
+    def reserve(self, more: int) -> None:
+        """Count bytes that are about to be written. Raises `ApiError` (413, 429)."""
+        self._store.bytes.take(self._owner, more)
+        self.size += more
+
+    def write(self, part: bytes) -> None:
+        """Append bytes that were counted; may run in another thread."""
+        if self._file is None:
+            self._file = self.path.open("xb+", buffering=0)
+        _write(self._file, part)
+
+    def cut(self, begin: int, size: int) -> None:
+        """Keep only `size` bytes from `begin` on; may run in another thread."""
+        file = self._file
+        if file is None:
+            raise OSError("nothing was received")
+        for at in range(0, size, _PART_BYTES):
+            file.seek(begin + at)
+            part = file.read(min(_PART_BYTES, size - at))
+            file.seek(at)
+            _write(file, part)
+        file.truncate(size)
+
+    def keep(self, size: int, filename: str, purpose: str) -> StoredFile:
+        """Make what was received, which has `size` bytes now, a file. Raises `ApiError` (429, 503)."""
+        store, owner = self._store, self._owner
+        store.bytes.add(owner, size - self.size)
+        self.size = size
+        file = StoredFile(
+            id=f"file-{secrets.token_hex(12)}",
+            bytes=size,
+            created_at=int(time.time()),
+            filename=_printable(filename),
+            purpose=purpose,
+        )
+        store._describe(file, owner, new=True)
+        try:
+            self.path.replace(store.content(file.id))
+        except OSError:
+            store._remove_description(file.id, owner)
+            raise
+        self._kept = True
+        store.files.put(file.id, owner, file, purpose)
+        return file
 
 
 def cannot_keep(error: OSError) -> ApiError:
-    """Return what a client is told where the disk fails."""
+    """Return the answer to a client where the disk fails."""
     reason = (error.strerror or str(error)).lower()
     return unavailable(f"the server cannot keep files: {reason}; see --batch-store", "batch_store_failed", 60)
 
 
-def _copy(source: BinaryIO, target: BinaryIO, size: int) -> None:
-    left = size
-    while left:
-        part = source.read(min(left, 1 << 20))
-        if not part:
-            raise OSError("the upload is shorter than it was")
-        target.write(part)
-        left -= len(part)
+def _described(paths: Iterable[Path], kind: type[D], pattern: re.Pattern[str]) -> list[tuple[D, str]]:
+    """Return files or batches and their owners as they are described on disk, oldest first."""
+    found = []
+    for path in paths:
+        if path.suffix == ".json" and pattern.fullmatch(path.stem):
+            text = path.read_bytes()
+            try:
+                value, owner = msgspec.json.decode(text, type=kind), msgspec.json.decode(text, type=_Owned).owner
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                value, owner = None, ""
+            if value is None or value.id != path.stem:
+                log.warning("%s cannot be read and is left alone", path)
+            else:
+                found.append((value, owner))
+    return sorted(found, key=lambda each: (each[0].created_at, each[0].id))
+
+
+def _known(found: OwnedIndex[T], name: str, owner: str, kind: str) -> T:
+    value = found.get(name, owner)
+    if value is None:
+        raise ApiError(404, f"there is no {kind} {name[:64]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
+    return value
+
+
+def _answers_id(batch_id: str, kind: Answers) -> str:
+    """Return the id of a file of a batch: always the same, so that it is made once however often that is tried."""
+    return f"file-{hashlib.blake2b(f'{batch_id} {kind}'.encode(), digest_size=12).hexdigest()}"
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _removed(path: Path) -> bool:
+    """Return True if a file is gone; the disk may not let it go."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be removed and counts against the limit: %s", path, error.strerror)
+        return False
+    return True
+
+
+def _write(file: IO[bytes], data: bytes) -> None:
+    """Write all of `data`; a file without a buffer may take less at once."""
+    view = memoryview(data)
+    while view:
+        if not (written := file.write(view)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        view = view[written:]
+
+
+def _printable(filename: str) -> str:
+    """Return a client's name for a file as it is shown; it is never the name of a file on disk."""
+    return "".join(letter if letter.isprintable() else "?" for letter in filename[:255])

@@ -108,7 +108,7 @@ def test_the_official_client_runs_a_batch(server: LiveServer) -> None:
         (b"", FORM, 400, "file"),
         (b"{}", "application/json", 415, None),
         (b"x", "multipart/form-data", 415, None),
-        (form(("purpose", None, b"batch"), ("file", "a", b"x" * 300_000)), FORM, 400, "file"),
+        (form(("purpose", None, b"batch"), ("file", "a", b"x" * 300_000)), FORM, 413, "file"),
     ],
 )
 def test_a_wrong_upload_is_refused_and_leaves_nothing(
@@ -124,7 +124,8 @@ def test_the_store_is_bounded(server: LiveServer) -> None:
         upload(server, b"x" * 90_000)
     body = form(("purpose", None, b"batch"), ("file", "a", b"x" * 90_000))
     answer = server.request("POST", "/v1/files", body, content_type=FORM)
-    assert (answer.status, answer.error["code"]) == (400, "store_full")
+    assert (answer.status, answer.error["code"]) == (429, "store_full")
+    assert "exceed the limit of the store, 200,000" in answer.error["message"]
 
 
 def test_pages_of_other_origins_upload_nothing(server: LiveServer) -> None:
@@ -238,7 +239,7 @@ def test_a_disk_that_fails_is_told_and_nothing_is_left(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "_copy", full)
+    monkeypatch.setattr(store, "_write", full)
     body = form(("purpose", None, b"batch"), ("file", "a", b"x"))
     answer = server.request("POST", "/v1/files", body, content_type=FORM)
     assert (answer.status, answer.error["code"]) == (503, "batch_store_failed")

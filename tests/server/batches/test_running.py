@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
+from typing import Any
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fd_core.server.batches import running
 from fd_core.server.batches.asgi import AsgiAnswer
 from fd_core.server.batches.lines import BatchAnswer, BatchLine, LineError
+from tests.server.batches import virtual_time
 
 
 class Server:
@@ -28,9 +32,15 @@ class Server:
         return AsgiAnswer(next(self.statuses, 200), {"x-request-id": request_id, **self.headers}, b"{}")
 
 
-def run(server: Server, requests: list[BatchLine], **options: object) -> list[BatchAnswer]:
+def run(server: Server, requests: list[BatchLine], at_once: int = 3, **options: Any) -> list[BatchAnswer]:
     taken: list[BatchAnswer] = []
-    asyncio.run(running.run_requests(iter(requests), server.ask, taken.append, **({"at_once": 3} | options)))
+
+    async def work() -> None:
+        slots = asyncio.Semaphore(at_once)
+        await running.run_requests(iter(requests), server.ask, taken.append, slots=slots, **options)
+        assert slots._value == at_once, "a slot is lost"
+
+    virtual_time.run(work())
     return taken
 
 
@@ -57,8 +67,7 @@ def test_a_line_that_is_wrong_is_answered_without_being_sent() -> None:
     assert not answer.ok and not server.asked
 
 
-def test_no_room_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_PAUSE_SECONDS", 0.001)
+def test_a_refusal_without_room_is_tried_again() -> None:
     server = Server([503, 429, 503, 200])
     (answer,) = run(server, requests(1))
     assert answer.ok and len(server.asked) == 4 == len(set(server.asked))
@@ -67,19 +76,80 @@ def test_no_room_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused.response is not None and refused.response.status_code == 503
 
 
-def test_a_limit_of_the_key_is_waited_for_while_the_batch_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_PAUSE_SECONDS", 0.0)
+def test_a_limit_of_the_key_is_waited_for_as_long_as_it_takes() -> None:
     server = Server([429] * 100 + [200], retry_after="1")
     (answer,) = run(server, requests(1))
     assert answer.ok and len(set(server.asked)) == 101
-    cancelled = Server([429] * 1000, retry_after="1")
-    (refused,) = run(cancelled, requests(1), going_on=lambda: len(cancelled.asked) < 5)
-    assert refused.response is not None and refused.response.status_code == 429 and len(cancelled.asked) < 50
     never = Server([429] * 1000, x_should_retry="false")
     assert not run(never, requests(1))[0].ok and len(never.asked) == 1
 
 
-def test_what_would_begin_after_the_end_is_left_out() -> None:
-    server = Server()
-    taken = run(server, requests(50), going_on=lambda: len(server.asked) < 5)
-    assert 5 <= len(taken) < 10
+def test_a_refused_batch_sends_nothing_until_the_limit_allows() -> None:
+    class Limited(Server):
+        """Admits a request every ten seconds."""
+
+        free_at = 0.0
+
+        async def ask(self, path: str, body: bytes, request_id: str) -> AsgiAnswer:
+            now = asyncio.get_running_loop().time()
+            self.asked.append(request_id)
+            if now < self.free_at:
+                return AsgiAnswer(429, {"retry-after": str(math.ceil(self.free_at - now))}, b"{}")
+            self.free_at = now + 10
+            await asyncio.sleep(1)
+            return AsgiAnswer(200, {}, b"{}")
+
+    server = Limited()
+    assert all(answer.ok for answer in run(server, requests(30), at_once=8))
+    assert len(server.asked) <= 2 * 30, "one refusal for each request that is admitted"
+
+
+def test_a_limited_run_holds_no_slot_while_it_waits() -> None:
+    limited, free = Server([429] * 50, retry_after="60"), Server()
+    times: list[float] = []
+
+    async def work() -> None:
+        loop, slots = asyncio.get_running_loop(), asyncio.Semaphore(2)
+        waiting = asyncio.create_task(running.run_requests(iter(requests(9)), limited.ask, print, slots=slots))
+        await running.run_requests(iter(requests(50)), free.ask, lambda _: times.append(loop.time()), slots=slots)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+
+    virtual_time.run(work())
+    assert len(times) == 50 and times[-1] < 1
+
+
+def test_runs_that_share_slots_take_turns() -> None:
+    order: list[str] = []
+
+    async def work() -> None:
+        slots, servers = asyncio.Semaphore(2), {"a": Server(), "b": Server(), "c": Server()}
+        await asyncio.gather(
+            *(
+                running.run_requests(
+                    iter(requests(500 if name == "a" else 10)),
+                    server.ask,
+                    lambda _, name=name: order.append(name),  # type: ignore[misc]
+                    slots=slots,
+                )
+                for name, server in servers.items()
+            )
+        )
+
+    virtual_time.run(work())
+    assert {"b", "c"}.isdisjoint(order[40:]), "the short runs end while the long one goes on"
+
+
+@given(refusals=st.lists(st.tuples(st.sampled_from([200, 429, 503]), st.integers(0, 60)), max_size=60))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_every_request_has_one_answer_whatever_is_refused(refusals: list[tuple[int, int]]) -> None:
+    class Moody(Server):
+        left = iter(refusals)
+
+        async def ask(self, path: str, body: bytes, request_id: str) -> AsgiAnswer:
+            status, wait = next(self.left, (200, 0))
+            await asyncio.sleep(wait / 10)
+            return AsgiAnswer(status, {"retry-after": str(wait)} if status == 429 else {}, b"{}")
+
+    taken = run(Moody(), requests(20))
+    assert sorted(answer.custom_id or "" for answer in taken) == sorted(f"c{number}" for number in range(1, 21))
