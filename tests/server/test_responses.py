@@ -241,6 +241,12 @@ def test_the_store_is_bounded() -> None:
         store.put("", stored("again", 3000))
     store.put("", stored("b", 10))
     assert (len(store), store.get("", "again") is not None) == (2, True), "what was replaced is not counted"
+    fair = ResponseStore(4)
+    fair.put("bob", stored("b", 10))
+    for number in range(9):
+        fair.put("alice", stored(f"{number}", 10))
+    assert fair.get("bob", "b") is not None, "a key forgets its own answers first"
+    assert [fair.get("alice", f"{number}") is not None for number in range(9)] == [False] * 6 + [True] * 3
 
 
 def test_the_official_client_reads_answers_and_streams(server: LiveServer) -> None:

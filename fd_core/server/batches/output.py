@@ -8,13 +8,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import IO, Final
 
 import msgspec
 
 from fd_core.errors import ConfigError
 from fd_core.server.batches.lines import BatchAnswer, as_line
 
-__all__ = ["AnswerFile"]
+__all__ = ["AnswerFile", "cut_torn_line"]
+
+_BLOCK_BYTES: Final = 1 << 16
 
 _decoder = msgspec.json.Decoder(BatchAnswer)
 
@@ -40,8 +43,6 @@ class AnswerFile:
             raise ConfigError(f"{path} exists already", field="--output", hint="name another file, or delete it")
         try:
             self._file = self._partial.open("a+b", buffering=0)
-            self.torn = self._file.seek(0, os.SEEK_END)
-            """Bytes of a torn line that were cut off."""
             self._file.seek(0)
             end = 0
             for line in self._file:
@@ -51,7 +52,6 @@ class AnswerFile:
                 self.known[found.id] = _without_body(found)
                 end += len(line)
             self._file.truncate(end)
-            self.torn -= end
             self.size = end
             """Bytes of the answers that are there."""
         except OSError as error:
@@ -77,7 +77,7 @@ class AnswerFile:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            with contextlib.suppress(OSError):  # else the next run cuts the line off, and its bytes count until then
+            with contextlib.suppress(OSError):  # else the line is cut off when the file is opened again, or complete
                 self._file.truncate(self.size)
                 self._account(-len(line))
             raise
@@ -92,6 +92,21 @@ class AnswerFile:
         self.sync()
         self._file.close()
         self._partial.replace(self.path)
+
+
+def cut_torn_line(file: IO[bytes]) -> int:
+    """Cut off what follows the last whole line, which a process that died or a disk that failed may leave."""
+    end = file.seek(0, os.SEEK_END)
+    begin = end
+    while begin:
+        before, begin = begin, max(0, begin - _BLOCK_BYTES)
+        file.seek(begin)
+        if (found := file.read(before - begin).rfind(b"\n")) >= 0:
+            begin += found + 1
+            break
+    if begin < end:
+        file.truncate(begin)
+    return begin
 
 
 def _without_body(answer: BatchAnswer) -> BatchAnswer:

@@ -173,14 +173,17 @@ class BatchService:
     async def _answer(self, store: BatchStore, batch: StoredBatch, source: Path) -> None:
         """Send the requests of a batch that have no answer yet."""
         owner = store.batches.owner(batch.id)
-        account = partial(store.bytes.take, owner)
 
         async def sent(path: str, body: bytes, request_id: str) -> AsgiAnswer:
             return await ask(self._app, path, body, f"{batch.id}.{request_id}", owner)
 
-        opened = [partial(AnswerFile, store.answers(batch, kind), account) for kind in ANSWERS]
+        opened = [
+            partial(AnswerFile, store.answers(batch, kind), partial(store.reserve_answers, batch.id, kind))
+            for kind in ANSWERS
+        ]
         with await in_thread(opened[0]) as good, await in_thread(opened[1]) as bad, source.open("rb") as file:
-            store.bytes.add(owner, -good.torn - bad.torn)
+            for kind, answers in zip(ANSWERS, (good, bad), strict=True):
+                store.recount_answers(batch.id, kind, answers.size)
             counts = batch.request_counts
             counts.completed, counts.failed = len(good.known), len(bad.known)
 

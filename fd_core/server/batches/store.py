@@ -19,6 +19,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Literal, TypeVar
@@ -27,6 +28,7 @@ import msgspec
 
 from fd_core.server.batches.accounts import Account
 from fd_core.server.batches.index import OwnedIndex
+from fd_core.server.batches.output import cut_torn_line
 from fd_core.server.errors import ApiError, invalid, unavailable
 
 __all__ = [
@@ -152,6 +154,10 @@ class BatchStore:
         """Files that batches need which have not ended."""
         self._described: dict[str, int] = {}
         """Bytes of descriptions on disk, by id."""
+        self._aside: dict[str, int] = {}
+        """Bytes of descriptions under their temporary names, by id."""
+        self._answer_bytes: Counter[tuple[str, Answers]] = Counter()
+        """Counted bytes of answers that are no files yet, by batch."""
         self._readers: Counter[str] = Counter()
         """Open contents, by file."""
         self._deleted: dict[str, tuple[str, int]] = {}
@@ -272,6 +278,16 @@ class BatchStore:
         found = next(iter(self._pending.get(owner, ())), None)
         return None if found is None else self.batches[found]
 
+    def reserve_answers(self, batch_id: str, kind: Answers, more: int) -> None:
+        """Count bytes that answers of a batch are about to grow by. Raises `ApiError` (413, 429)."""
+        self.bytes.take(self.batches.owner(batch_id), more)
+        self._answer_bytes[batch_id, kind] += more
+
+    def recount_answers(self, batch_id: str, kind: Answers, size: int) -> None:
+        """Count answers of a batch as the `size` bytes that are on disk."""
+        self.bytes.add(self.batches.owner(batch_id), size - self._answer_bytes[batch_id, kind])
+        self._answer_bytes[batch_id, kind] = size
+
     def answers(self, batch: StoredBatch, kind: Answers) -> Path:
         """Return where answers of a batch become a file; until then the name ends in `.partial`."""
         return self.folder / f"{batch.id}_{kind}.jsonl"
@@ -302,12 +318,15 @@ class BatchStore:
 
     def _adopt(self, batch: StoredBatch, kind: Answers, owner: str) -> str | None:
         """Make answers of a batch a file, unless that has been done; return its id, None if there are none."""
-        file_id, partial = _answers_id(batch.id, kind), _partial(self.answers(batch, kind))
-        if file_id in self.files or not partial.exists():
+        file_id, unfinished = _answers_id(batch.id, kind), _partial(self.answers(batch, kind))
+        if file_id in self.files or not unfinished.exists():
             return file_id if file_id in self.files else None
-        size = partial.stat().st_size
+        with unfinished.open("r+b", buffering=0) as answers:
+            size = cut_torn_line(answers)
+        self.recount_answers(batch.id, kind, size)
         if not size:
-            partial.unlink()
+            unfinished.unlink()
+            del self._answer_bytes[batch.id, kind]
             return None
         file = StoredFile(
             id=file_id,
@@ -317,7 +336,8 @@ class BatchStore:
             purpose="batch_output",
         )
         self._describe(file, owner)
-        partial.replace(self.content(file_id))
+        unfinished.replace(self.content(file_id))
+        self._answer_bytes.pop((batch.id, kind))
         self._file_count.add(owner, 1)
         self.files.put(file_id, owner, file, file.purpose)
         return file_id
@@ -342,15 +362,17 @@ class BatchStore:
             self.bytes.require(owner, len(text))
         path = self.folder / f"{value.id}.json"
         aside = path.with_suffix(".new")
-        self.bytes.add(owner, len(text))
+        before = self._aside.get(value.id, 0)  # of an attempt whose file could not be removed
+        self._aside[value.id] = max(before, len(text))
+        self.bytes.add(owner, self._aside[value.id] - before)
         try:
             aside.write_bytes(text)
             aside.replace(path)
         except OSError:
             if _removed(aside):
-                self.bytes.add(owner, -len(text))
+                self.bytes.add(owner, -self._aside.pop(value.id))
             raise
-        self.bytes.add(owner, -self._described.get(value.id, 0))
+        self.bytes.add(owner, len(text) - self._aside.pop(value.id) - self._described.get(value.id, 0))
         self._described[value.id] = len(text)
 
     def _remove_description(self, name: str, owner: str) -> None:
@@ -389,8 +411,14 @@ class BatchStore:
             batch_id = found[1]
             if batch_id in self.batches and not self.batches[batch_id].ended:
                 if found[3] is None:  # of a version that renamed answers before they became a file
-                    path.replace(_partial(path))
-                self.bytes.add(self.batches.owner(batch_id), size)
+                    path = path.replace(_partial(path))
+                kind: Answers = "output" if found[2] == "output" else "errors"
+                self.recount_answers(batch_id, kind, size)
+                counts = self.batches[batch_id].request_counts
+                if kind == "output":
+                    counts.completed = _lines_of(path)
+                else:
+                    counts.failed = _lines_of(path)
                 return
             left = True
         elif path.suffix == ".data":
@@ -558,6 +586,12 @@ def _removed(path: Path) -> bool:
         log.warning("%s cannot be removed and counts against the limit: %s", path, error.strerror)
         return False
     return True
+
+
+def _lines_of(path: Path) -> int:
+    """Return the number of whole lines of a file."""
+    with path.open("rb") as file:
+        return sum(part.count(b"\n") for part in iter(partial(file.read, _PART_BYTES), b""))
 
 
 def _write(file: IO[bytes], data: bytes) -> None:

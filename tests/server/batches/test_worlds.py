@@ -1,0 +1,39 @@
+"""Every call that changes a file may fail or be the last one: what clients were told stays true."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.server.batches.world import World, run_world
+
+SEEDS = range(30)
+SMALL = 6
+"""Seed of a world with uploads, batches and a cancellation in few calls."""
+
+
+def test_nothing_acknowledged_is_lost_in_hostile_worlds() -> None:
+    occurred = Counter[str]()
+    for seed in SEEDS:
+        try:
+            occurred += run_world(seed)
+        except BaseException:
+            print(f"again: python -m tests.server.batches.world --first {seed} --worlds 1")
+            raise
+    missing = {"kill", "delete", "cancel cancelling", "completed", "failed", "cancelled", "_upload 503"} - {*occurred}
+    assert not missing
+
+
+@pytest.mark.parametrize("error", [None, errno.ENOSPC], ids=["kill", "full"])
+def test_every_call_of_a_world_may_be_the_one_that_fails(tmp_path: Path, error: int | None) -> None:
+    sound = World(tmp_path / "sound", SMALL)
+    sound.run()
+    assert sound.occurred["completed"] and sound.fault.calls > 20
+    for call in range(sound.fault.calls):
+        print(f"the fault is at call {call}")
+        world = World(tmp_path / str(call), SMALL, call, 1, error)
+        world.run()
+        assert error is not None or world.occurred["kill"]
