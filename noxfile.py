@@ -296,6 +296,8 @@ def simulate(session: nox.Session) -> None:
     """Twenty thousand hostile worlds under the virtual clock; `-- --seed N --trace` runs one of them again."""
     session.install("-e", ".[test]")
     session.run("python", "-m", "tests.simulation.hostile", *session.posargs)
+    if not session.posargs:
+        session.run("python", "-m", "tests.server.batches.world")
 
 
 @nox.session

@@ -179,4 +179,11 @@ class InprocClient(SingleEngineClient):
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Give up if a task failed: nothing restarts the engine or watches over it any more."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a task that watches over the engine failed", exc_info=error)
+            self._give_up(f"a task that watches over the engine failed: {type(error).__name__}")

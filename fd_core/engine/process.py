@@ -184,6 +184,8 @@ class ProcessClient(SingleEngineClient):
                 if socket.received == received:
                     break
             self._failed(EngineDead(f"the engine's process ended with exit code {process.returncode}"))
+        except Exception as error:  # noqa: BLE001 - an engine that nothing watches over is started anew
+            self._failed(EngineDead(f"the watch over the engine failed: {type(error).__name__}"))
         finally:
             death.cancel()
 

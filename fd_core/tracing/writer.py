@@ -312,10 +312,11 @@ class TraceWriter:
                 if self._closed is not None and self._begun:
                     dropped = self._closed.dropped + self._left_out
                     self._write(self._encoder.encode(msgspec.structs.replace(self._closed, dropped=dropped)))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is: an engine must not wait for this thread
             self._failed = True
             self._queue.clear()
-            _log.warning("tracing ends: cannot write %s: %s", self._path, error)
+            reason = error if isinstance(error, OSError | ValueError) else type(error).__name__
+            _log.warning("tracing ends: cannot write %s: %s", self._path, reason)
 
     def _drain(self) -> None:
         wrote = False

@@ -76,9 +76,9 @@ class Listener:
         self._loop.add_reader(self._sock, self._accept)
 
     def _refresh(self) -> None:
+        self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)  # first: the rest may fail
         if self._tls is not None:
             self._tls.refresh()
-        self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
