@@ -30,6 +30,11 @@ class FaultyDisk:
         self._faulty = range(0) if first is None else range(first, first + count)
         self._error = error
 
+    @property
+    def sound(self) -> bool:
+        """Return True if no call fails."""
+        return not self._faulty
+
     def call(self, path: object) -> OSError | None:
         """Count a call and return the error that it fails with. Raises `Killed`."""
         if self.killed:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.batches.world import World, run_world
 
-SEEDS = range(30)
+SEEDS = range(20)
 SMALL = 6
 """Seed of a world with uploads, batches and a cancellation in few calls."""
 
