@@ -87,7 +87,7 @@ inline float largest_magnitude(const float* x) {
     return largest;
 }
 
-/// Round kLanes numbers from -127 to 127, ties to even; a NaN becomes any number.
+/// Round kLanes numbers from -127 to 127, ties to even; a NaN becomes -128.
 inline void store_rounded(int8_t* q, V x) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)q, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
@@ -97,7 +97,7 @@ inline void store_rounded(int8_t* q, V x) {
     _mm_storel_epi64((__m128i*)q, _mm_packs_epi16(h, h));
 #else
     x = vround(x);
-    for (int i = 0; i < kLanes; i++) q[i] = x[i] == x[i] ? int8_t(x[i]) : int8_t(0);
+    for (int i = 0; i < kLanes; i++) q[i] = x[i] == x[i] ? int8_t(x[i]) : int8_t(-128);
 #endif
 }
 

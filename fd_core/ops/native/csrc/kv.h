@@ -44,6 +44,7 @@ struct KvLayout {
         return head_elements() * item_bytes + (quantized ? size_t(block_k + block_v) * sizeof(float) : 0);
     }
     size_t layer_bytes() const { return head_bytes() * heads * blocks; }
+    int64_t slots() const { return int64_t(blocks) * block_size; }
     size_t total_bytes() const { return layer_bytes() * layers; }
 };
 
@@ -60,12 +61,12 @@ inline float int8_scale(const float* x, int d) {
     return largest / 127.0f;
 }
 
-/// Round n elements divided by their scale; a scale of 0 has elements of 0.
+/// Round n elements divided by their scale; a scale of 0 has elements of 0, and a NaN is 0.
 inline void convert_int8(const float* x, int n, float scale, int8_t* y) {
     const float by = scale == 0 ? 1.0f : scale;
     for (int i = 0; i < n; i++) {
         const float steps = std::min(std::max(std::nearbyint(x[i] / by), -127.0f), 127.0f);
-        y[i] = int8_t(int32_t(steps));
+        y[i] = steps == steps ? int8_t(int32_t(steps)) : int8_t(0);
     }
 }
 

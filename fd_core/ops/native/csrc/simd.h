@@ -2,6 +2,13 @@
 //
 // The rest of the sources is written over this file: `V` holds kLanes floats, `Product<E>` multiplies vectors of
 // elements of type E (float or bf16) into a `V`. One of three instruction sets is chosen by the compiler's flags.
+//
+// Numbers that are not finite or below 2^-126 mean the same on each of them, in a vector and in its scalar tail:
+// - vmax and vmin return the second operand where one is NaN; `vmaximum` of a vector with a NaN is any of its lanes.
+// - vexp2, vexp and vtanh of NaN are NaN. vexp2 underflows gradually to 0 and overflows to infinity.
+// - Rounding is to nearest, ties to even. float32 keeps denormals; DefaultFloats of threads.h sets the processor so.
+// - bf16 keeps denormals, and of a NaN the sign and the upper bits. The bf16 product instructions of AVX-512 and AMX
+//   read denormals as 0, which no setting changes: a difference below 2^-126 times a weight.
 #pragma once
 
 #include <cmath>
@@ -45,7 +52,8 @@ inline void put(bf16* p, float f) { *p = to_bf16(f); }
 inline float half_to_float(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * float(fraction) * 0x1p-24f;
-    uint32_t u = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+    const uint32_t quiet = exponent == 31 && fraction ? 0x400000u : 0;  // as the instruction converts a NaN
+    uint32_t u = sign | (exponent == 31 ? 0x7f800000u | quiet : (exponent + 112) << 23) | fraction << 13;
     float f;
     std::memcpy(&f, &u, 4);
     return f;
@@ -70,6 +78,8 @@ inline V vfma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 inline V vmax(V a, V b) { return _mm512_max_ps(a, b); }
 inline V vmin(V a, V b) { return _mm512_min_ps(a, b); }
 inline V vround(V x) { return _mm512_roundscale_ps(x, 0); }
+/// x * 2^n, rounded once. Others multiply by two factors, since 2^n itself may be beyond the range of float32: the first
+/// product is exact.
 inline V vscale2(V x, V n) { return _mm512_scalef_ps(x, n); }
 inline float vsum(V x) { return _mm512_reduce_add_ps(x); }
 inline float vmaximum(V x) { return _mm512_reduce_max_ps(x); }
@@ -79,19 +89,23 @@ inline V vkeep(V x, int low, int high, V other) {
     __mmask16 below_low = low >= kLanes ? 0xffff : (1u << (low < 0 ? 0 : low)) - 1;
     return _mm512_mask_blend_ps(below_high & ~below_low, other, x);
 }
-inline __m512i round_to_bf16(V x) {
+inline __m256i round_to_bf16(V x) {
     __m512i u = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return _mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000)), 16);
+    rounded = _mm512_mask_or_epi32(rounded, nan, u, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 inline void vstore(bf16* p, V x) {
 #if defined(__AVX512BF16__)
-    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
-#else
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(round_to_bf16(x)));
+    constexpr int kDenormal = 0x20;  // which the instruction would round to 0
+    if (__builtin_expect(_mm512_fpclass_ps_mask(x, kDenormal) == 0, 1)) {
+        _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
+        return;
+    }
 #endif
+    _mm256_storeu_si256((__m256i*)p, round_to_bf16(x));
 }
 
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -111,8 +125,10 @@ inline V vmax(V a, V b) { return _mm256_max_ps(a, b); }
 inline V vmin(V a, V b) { return _mm256_min_ps(a, b); }
 inline V vround(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline V vscale2(V x, V n) {
-    __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-    return x * _mm256_castsi256_ps(e);
+    const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), one = _mm256_set1_epi32(127);
+    const __m256i rest = _mm256_sub_epi32(whole, half);
+    auto power = [&](__m256i e) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, one), 23)); };
+    return x * power(half) * power(rest);
 }
 inline V vkeep(V x, int low, int high, V other) {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -125,7 +141,8 @@ inline void vstore(bf16* p, V x) {
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    rounded = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan), 16);
+    const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+    rounded = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
@@ -171,8 +188,10 @@ inline V vround(V x) {
     return x;
 }
 inline V vscale2(V x, V n) {
-    for (int i = 0; i < kLanes; i++) x[i] = std::ldexp(x[i], int(n[i]));
-    return x;
+    typedef int32_t Whole __attribute__((vector_size(4 * kLanes)));
+    const Whole whole = __builtin_convertvector(n, Whole), half = whole >> 1;
+    auto power = [](Whole e) { return (V)((e + 127) << 23); };
+    return x * power(half) * power(whole - half);
 }
 inline V vkeep(V x, int low, int high, V other) {
     for (int i = 0; i < kLanes; i++)
@@ -198,10 +217,10 @@ inline float vmaximum(V x) {
 }
 #endif
 
-/// 2^x within 3e-7 of its value for x in [-126, 127]; beyond, x may be clamped to that range.
+/// 2^x within 3e-7 of its value, or of the least denormal; NaN of NaN.
 inline V vexp2(V x) {
 #if !defined(__AVX512F__)  // which scales by any power of two in one instruction
-    x = vmin(vmax(x, vset(-126.0f)), vset(127.0f));
+    x = vmin(vset(129.0f), vmax(vset(-151.0f), x));  // in this order, which keeps NaN
 #endif
     V n = vround(x), f = x - n;
     // Interpolation of 2^f at Chebyshev's points of [-1/2, 1/2].

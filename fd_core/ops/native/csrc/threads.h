@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <cfenv>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -23,6 +24,22 @@ inline void pause_core() {
     _mm_pause();
 #endif
 }
+
+/// Rounding to nearest and denormals kept, as long as it lives, whatever the program that loaded the library has set:
+/// else thread 0, which is the caller's, would compute otherwise than the workers.
+class DefaultFloats {
+   public:
+    DefaultFloats() {
+        std::fegetenv(&before_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloats() { std::fesetenv(&before_); }
+    DefaultFloats(const DefaultFloats&) = delete;
+    DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+   private:
+    std::fenv_t before_;
+};
 
 class Barrier {
    public:
@@ -84,6 +101,7 @@ class Team {
 
    private:
     void work(int thread) {
+        const DefaultFloats floats;  // not those of the thread that made the team
         for (unsigned done = 0;;) {
             unsigned number = await_job(done);
             if (stop_) return;
