@@ -19,7 +19,7 @@ BLOCK_SIZE = 4
 
 @dataclass
 class Row:
-    """One request: its tokens, how many of them are computed, and the logits of each computed position."""
+    """One request: its tokens, how many of them are computed, and the logits of computed positions."""
 
     tokens: list[int]
     prompt_len: int
@@ -44,8 +44,13 @@ class PagedDriver:
         seed: int = 0,
         kv_dtype: str = "auto",
         places: list[int] | None = None,
+        last_only: bool = False,
     ) -> None:
-        """`places`: the place of each row's adapter, for a model with adapters."""
+        """`places`: the place of each row's adapter, for a model with adapters.
+
+        `last_only`: compute logits of each row's last position in a step, as an engine does, not of every position.
+        """
+        self.last_only = last_only
         self.ops = ops
         self.places = places
         self.forward = ops.compile(model.forward) if places is None else ops.compile_adapted(model.forward)
@@ -57,7 +62,7 @@ class PagedDriver:
         self.cache = ops.allocate_kv(cache_shape(model, BLOCK_SIZE, kv_dtype), num_blocks)
 
     def step(self, work: list[tuple[int, int]]) -> None:
-        """Compute (row, number of tokens) pairs; keeps the logits of every position."""
+        """Compute (row, number of tokens) pairs; keeps their logits."""
         counts = np.array([count for _, count in work], np.int32)
         starts = np.array([self.rows[row].computed for row, _ in work], np.int32)
         query_start = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
@@ -68,6 +73,8 @@ class PagedDriver:
         )
         slots = self.tables[row_of, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         contexts = starts + counts
+        ends = query_start[1:]
+        wanted = ends - 1 if self.last_only else np.arange(len(tokens), dtype=np.int32)
         device = self.ops.from_host
         step = StepInput(
             token_ids=device(tokens),
@@ -77,14 +84,14 @@ class PagedDriver:
             context_len=device(contexts),
             # Entries beyond the context have no meaning, so they point nowhere.
             block_tables=device(self._tables([row for row, _ in work], contexts)),
-            logits_rows=device(np.arange(len(tokens), dtype=np.int32)),
+            logits_rows=device(wanted),
             max_query=int(counts.max()),
             max_context=int(contexts.max()),
             **({} if self.places is None else adapter_rows(np.array(self.places, np.int32)[row_of], self.ops)),
         )
         logits = self.ops.to_host(self.forward(step, self.cache)).copy()
         for index, (row, count) in enumerate(work):
-            self.rows[row].logits.extend(logits[query_start[index] : query_start[index + 1]])
+            self.rows[row].logits.extend(logits[(query_start[index] <= wanted) & (wanted < ends[index])])
             self.rows[row].computed += count
 
     def generate(self, count: int, chunk: int | None = None) -> None:

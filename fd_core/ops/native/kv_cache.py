@@ -53,6 +53,8 @@ class NativeKVCache(KVCache):
 
     def layer(self, index: int) -> NativeLayer:
         """Return the layer's handle."""
+        if not 0 <= index < self.shape.num_layers:
+            raise IndexError(f"layer {index} is not in 0 to {self.shape.num_layers - 1}")
         return NativeLayer(self, index)
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:

@@ -10,7 +10,7 @@ from fd_core.ops.native.build import BuildError
 
 __all__ = [
     *("MEET", "AttentionShape", "LoraDelta", "LoraTable", "MaskRows", "MoeGeometry", "PackedForm", "PenaltyRows"),
-    *("SampleRows", "Step", "checked", "declare"),
+    *("SampleRows", "Step", "checked", "declare", "invoke"),
 ]
 
 
@@ -76,7 +76,7 @@ class PenaltyRows(Structure):
     """`fd::PenaltyRows`: what penalties need."""
 
     _fields_ = (
-        *_all(c_int, "rows", "drafts", "vocabulary"),
+        *_all(c_int, "rows", "drafts", "vocabulary", "logits_count", "counts_count"),
         ("logits", c_void_p),
         ("stride", c_size_t),
         *_all(c_void_p, "logits_rows", "counts", "counts_rows", "draft_rows", "draft_ids"),
@@ -88,7 +88,7 @@ class MaskRows(Structure):
     """`fd::MaskRows`: which tokens may be drawn."""
 
     _fields_ = (
-        *_all(c_int, "rows", "vocabulary"),
+        *_all(c_int, "rows", "vocabulary", "logits_count"),
         ("logits", c_void_p),
         ("stride", c_size_t),
         *_all(c_void_p, "logits_rows", "bits"),
@@ -97,6 +97,7 @@ class MaskRows(Structure):
 
 MEET = ctypes.CFUNCTYPE(c_int, c_uint64, c_size_t)
 """`fd::Meet`: what carries slots between ranks that share no memory."""
+_REFUSED = -3
 _NORM = (c_void_p, c_float)
 _LORA = (POINTER(LoraTable), c_int)
 _EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_void_p, c_int)
@@ -106,6 +107,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_usable": (c_int, ()),
     "fd_row_slack": (c_int, ()),
     "fd_lanes": (c_int, ()),
+    "fd_refusal": (c_char_p, ()),
     "fd_team_new": (c_void_p, (c_int,)),
     "fd_team_free": (None, (c_void_p,)),
     "fd_group_new": (c_void_p, (c_void_p, c_int, c_int, c_size_t, c_size_t, c_double, MEET)),
@@ -122,22 +124,25 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_kv_new": (c_void_p, (c_int,) * 7),
     "fd_kv_free": (None, (c_void_p,)),
     "fd_kv_transfer": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
-    "fd_kv_write": (None, (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int)),
+    "fd_kv_write": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int)),
     "fd_program_new": (c_void_p, (c_int,)),
     "fd_program_free": (None, (c_void_p,)),
-    "fd_program_buffer": (c_int, (c_void_p, c_int, c_int)),
-    "fd_program_bind": (None, (c_void_p, c_int, c_void_p, c_size_t)),
+    "fd_program_buffer": (c_int, (c_void_p, c_int, c_int, c_int)),
+    "fd_program_bind": (c_int, (c_void_p, c_int, c_void_p, c_int, c_size_t)),
     "fd_program_run": (c_int, (c_void_p, POINTER(Step), c_void_p)),
     "fd_program_exchanges": (c_int, (c_void_p,)),
     "fd_program_time": (None, (c_void_p, c_int)),
     "fd_program_length": (c_int, (c_void_p,)),
     "fd_program_name": (c_char_p, (c_void_p, c_int)),
     "fd_program_seconds": (c_double, (c_void_p, c_int)),
-    "fd_add_embedding": (c_int, (c_void_p, c_void_p, c_int, c_float, c_int)),
+    "fd_add_embedding": (c_int, (c_void_p, c_void_p, c_int, c_int, c_float, c_int)),
     "fd_add_linear": (c_int, (c_void_p, c_void_p, c_int, c_int)),
     "fd_add_attention_inputs": (
         c_int,
-        (c_void_p, c_int, *_NORM, c_void_p, POINTER(AttentionShape), *_NORM, *_NORM, *(c_void_p,) * 3, c_int, *_LORA),
+        (
+            *(c_void_p, c_int, *_NORM, c_void_p, POINTER(AttentionShape), *_NORM, *_NORM),
+            *(c_void_p, c_void_p, c_int, c_void_p, c_int, *_LORA),
+        ),
     ),
     "fd_add_attention": (c_int, (c_void_p, POINTER(AttentionShape), c_void_p, c_int, c_int, c_int)),
     "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_void_p, c_int, *_LORA)),
@@ -149,7 +154,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "fd_sample": (c_int, (POINTER(SampleRows), c_void_p)),
     "fd_penalize": (c_int, (POINTER(PenaltyRows), c_void_p)),
-    "fd_mask_logits": (None, (POINTER(MaskRows), c_void_p)),
+    "fd_mask_logits": (c_int, (POINTER(MaskRows), c_void_p)),
 }
 
 
@@ -169,4 +174,16 @@ def checked(result: Any, what: str) -> Any:
     """Return what a C function returned, or raise `MemoryError` if it is null or 0."""
     if not result:
         raise MemoryError(f"not enough memory for {what}")
+    return result
+
+
+def invoke(library: ctypes.CDLL, name: str, *arguments: Any, what: str) -> int:
+    """Call a C function that computes, and return what it returned.
+
+    Raises `IndexError` if an index or a size is out of bounds, and `MemoryError`.
+    """
+    result: int = getattr(library, name)(*arguments)
+    if result == _REFUSED:
+        raise IndexError(f"{what}: {library.fd_refusal().decode()}")
+    checked(result, what)
     return result

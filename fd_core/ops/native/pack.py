@@ -46,7 +46,7 @@ from fd_core.ops.native.library import (
     MoeGeometry,
     PenaltyRows,
     SampleRows,
-    checked,
+    invoke,
 )
 from fd_core.ops.native.program import (
     ROW_ALIGN,
@@ -55,6 +55,7 @@ from fd_core.ops.native.program import (
     ProgramRecorder,
     ProgramSymbol,
     Runtime,
+    address,
     symbolic_step,
 )
 from fd_core.ops.native.weights import Arena, NativeLinear, NativeLora, pack, pack_lora
@@ -161,7 +162,7 @@ class NativeOps(TorchOps):
             return super().embedding(table, token_ids, scale).float()
         recorder = token_ids.recorder
         buffer, x = recorder.output(token_ids, width, True)
-        recorder.add("embedding", recorder.pointer(table), width, factor, buffer)
+        recorder.add("embedding", recorder.pointer(table), len(table), width, factor, buffer)
         return x
 
     def linear(self, x: Array, weight: NativeLinear) -> Array:
@@ -213,10 +214,11 @@ class NativeOps(TorchOps):
         """Write keys and values to their slots."""
         _refuse_symbols("write_kv", k)
         keys, values = k.float().contiguous(), v.float().contiguous()
-        slots = kv_slots.int().contiguous()
-        self.runtime.library.fd_kv_write(
-            layer.cache.handle, layer.index, keys.data_ptr(), values.data_ptr(), slots.data_ptr(), len(slots)
-        )
+        slots, shape = kv_slots.int().contiguous(), layer.cache.shape
+        count = len(slots) * shape.num_kv_heads * shape.head_dim
+        where = (address("k", keys, count, torch.float32), address("v", values, count, torch.float32))
+        target = (layer.cache.handle, layer.index)
+        invoke(self.runtime.library, "fd_kv_write", *target, *where, slots.data_ptr(), len(slots), what="write_kv")
 
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
         """Attend over the blocks in place."""
@@ -247,43 +249,69 @@ class NativeOps(TorchOps):
         numbers = None
         if not rows.all_greedy:
             numbers = uniform(rows.seeds.numpy().view(np.uint64), rows.positions.numpy())
-        call = SampleRows(
+        parameters = SampleRows(
             count,
             vocabulary,
             logits.data_ptr(),
             logits.stride(0),
-            *_addresses(rows.temperature, rows.top_k, rows.top_p, rows.min_p),
+            address("temperature", rows.temperature, count, torch.float32),
+            address("top_k", rows.top_k, count),
+            address("top_p", rows.top_p, count, torch.float32),
+            address("min_p", rows.min_p, count, torch.float32),
             None if numbers is None else numbers.ctypes.data,
-            *_addresses(tokens, peaks),
+            tokens.data_ptr(),
+            peaks.data_ptr(),
         )
-        checked(self.runtime.library.fd_sample(ctypes.byref(call), self.runtime.team), "sampling")
+        self._choose("sample", parameters)
         return tokens, peaks
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
         """Apply repetition, presence and frequency penalties, in place."""
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        call = PenaltyRows(
-            len(penalties.rows),
-            len(penalties.draft_rows),
-            logits.shape[1],
+        count, drafts, vocabulary = len(penalties.rows), len(penalties.draft_rows), logits.shape[1]
+        counts = len(penalties.counts)
+        parameters = PenaltyRows(
+            count,
+            drafts,
+            vocabulary,
+            len(logits),
+            counts,
             logits.data_ptr(),
             logits.stride(0),
-            *_addresses(
-                penalties.rows, penalties.counts, penalties.counts_rows, penalties.draft_rows, penalties.draft_ids
-            ),
-            *_addresses(penalties.repetition, penalties.presence, penalties.frequency),
+            address("rows", penalties.rows, count),
+            address("counts", penalties.counts, counts * vocabulary),
+            address("counts_rows", penalties.counts_rows, count),
+            address("draft_rows", penalties.draft_rows, drafts),
+            address("draft_ids", penalties.draft_ids, drafts),
+            address("repetition", penalties.repetition, count, torch.float32),
+            address("presence", penalties.presence, count, torch.float32),
+            address("frequency", penalties.frequency, count, torch.float32),
         )
-        checked(self.runtime.library.fd_penalize(ctypes.byref(call), self.runtime.team), "penalties")
+        self._choose("penalize", parameters)
         return logits
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
         """Forbid tokens by packed bits, in place."""
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        call = MaskRows(len(rows), logits.shape[1], logits.data_ptr(), logits.stride(0), *_addresses(rows, bits))
-        self.runtime.library.fd_mask_logits(ctypes.byref(call), self.runtime.team)
+        count, vocabulary = len(rows), logits.shape[1]
+        if tuple(bits.shape) != (count, -(-vocabulary // 32)):
+            raise ValueError(f"bits {tuple(bits.shape)} are not those of {count} rows of {vocabulary} tokens")
+        parameters = MaskRows(
+            count,
+            vocabulary,
+            len(logits),
+            logits.data_ptr(),
+            logits.stride(0),
+            address("rows", rows, count),
+            address("bits", bits, bits.numel()),
+        )
+        self._choose("mask_logits", parameters)
         return logits
+
+    def _choose(self, what: str, parameters: ctypes.Structure) -> None:
+        invoke(self.runtime.library, f"fd_{what}", ctypes.byref(parameters), self.runtime.team, what=what)
 
     def attention_inputs(
         self,
@@ -310,6 +338,7 @@ class NativeOps(TorchOps):
                 *_norm(call, heads.k_norm),
                 call.pointer(heads.rope.cos),
                 call.pointer(heads.rope.sin),
+                len(heads.rope.cos),
                 layer.cache.handle,
                 layer.index,
                 _lora_table(call, lora),
@@ -357,7 +386,7 @@ class NativeOps(TorchOps):
         source = recorder.input(x, head.inputs, True)
         # Over shared memory, ranks write their parts where the others want them; else they are joined by the caller.
         inside = split and self._group is not None and self._group.shares_memory
-        buffer, y = recorder.output(x, head.width * (self.parallel.size if inside else 1), True)
+        buffer, y = recorder.output(x, head.width * (self.parallel.size if inside else 1), True, "logits")
         group = self.runtime.group_handle if inside else None
         recorder.add("logits", source, *_norm(recorder, norm), head.handle, softcap or 0.0, group, buffer)
         recorder.yields_logits = True
@@ -491,10 +520,6 @@ class ProgramForward:
         if not isinstance(result, ProgramSymbol):
             raise CaptureError("the forward does not return the result of an operation")
         return _Recorded(recorder, result, states)
-
-
-def _addresses(*tensors: Array) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _norm(call: ProgramRecorder | Eager, norm: Norm | None) -> tuple[int | None, float]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, StepInput
-from fd_core.ops.native.library import MEET, Step, checked
+from fd_core.ops.native.library import MEET, Step, checked, invoke
 from fd_core.ops.parallel import HEADER_BYTES, SLOT_BYTES, RankGroup, RanksApart, SharedMemoryGroup
 from fd_core.ops.symbol import UnknownArray
 
@@ -23,16 +23,32 @@ __all__ = [
     "ProgramRecorder",
     "ProgramSymbol",
     "Runtime",
+    "address",
     "symbolic_step",
 ]
 
 ROW_ALIGN = 64
 """Elements that rows are padded to, so that vectors may run over their ends."""
+RowsOf = Literal["tokens", "logits"]
+"""What has a row in a buffer: each token of a step, or each row of its logits."""
 _NO_STEP = StepInput(None, None, None, None, None, None, None, max_query=0, max_context=0)
 
 
 class CaptureError(Exception):
     """A forward did something with a symbolic array that a program cannot hold."""
+
+
+def address(name: str, array: Array | None, count: int, dtype: torch.dtype = torch.int32) -> int | None:
+    """Return where the kernels read at least `count` elements; raises `ValueError` if the array does not hold them."""
+    if array is None:
+        return None
+    if array.dtype != dtype or array.numel() < count or not array.is_contiguous():
+        raise ValueError(
+            f"{name}: the kernels read {count} elements of {dtype} side by side, but the array has "
+            f"{array.numel()} of {array.dtype}, shape {tuple(array.shape)}, strides {array.stride()}"
+        )
+    found: int = array.data_ptr()
+    return found
 
 
 class Runtime:
@@ -94,7 +110,7 @@ class Program:
 
     def add(self, operation: str, *arguments: Any) -> None:
         """Append an operation: the C function's arguments after the program."""
-        checked(getattr(self._library, f"fd_add_{operation}")(self.handle, *arguments), operation)
+        invoke(self._library, f"fd_add_{operation}", self.handle, *arguments, what=operation)
 
     def keep(self, *owners: Any) -> None:
         """Keep what an operation points to alive for as long as the program lives."""
@@ -110,29 +126,32 @@ class Program:
 
     def bind(self, buffer: int, tensor: Array) -> None:
         """Let a buffer be the memory of a matrix."""
-        self._library.fd_program_bind(self.handle, buffer, tensor.data_ptr(), tensor.stride(0))
+        place = (buffer, tensor.data_ptr(), len(tensor), tensor.stride(0))
+        invoke(self._library, "fd_program_bind", self.handle, *place, what="a buffer")
 
     def run(self, step: StepInput, tokens: int) -> None:
         """Run all operations on a step."""
-        contexts, tables, rows = step.context_len, step.block_tables, step.logits_rows
-        arrays = (
-            step.token_ids,
-            step.positions,
-            step.kv_slots,
-            step.query_start,
-            contexts,
-            tables,
-            rows,
-            step.lora_places,
-        )
+        contexts, tables = step.context_len, step.block_tables
+        rows = 0 if contexts is None else len(contexts)
+        logits = 0 if step.logits_rows is None else len(step.logits_rows)
+        most_blocks = 0 if tables is None else tables.shape[1]
         batch = Step(
             tokens,
-            0 if contexts is None else len(contexts),
-            0 if rows is None else len(rows),
-            0 if tables is None else tables.shape[1],
-            *(None if array is None else array.data_ptr() for array in arrays),
+            rows,
+            logits,
+            most_blocks,
+            address("token_ids", step.token_ids, tokens),
+            address("positions", step.positions, tokens),
+            address("kv_slots", step.kv_slots, tokens),
+            address("query_start", step.query_start, rows + 1),
+            address("context_len", contexts, rows),
+            address("block_tables", tables, rows * most_blocks),
+            address("logits_rows", step.logits_rows, logits),
+            address("lora_places", step.lora_places, tokens),
         )
-        result = checked(self._library.fd_program_run(self.handle, ctypes.byref(batch), self.runtime.team), "a step")
+        result = invoke(
+            self._library, "fd_program_run", self.handle, ctypes.byref(batch), self.runtime.team, what="a step"
+        )
         if result < 0:
             self._refuse_step(tokens, apart=result == -1)
 
@@ -170,13 +189,18 @@ class Program:
 class ProgramSymbol(UnknownArray):
     """An activation matrix of a program that is being recorded; models hand it from operation to operation."""
 
-    __slots__ = ("buffer", "recorder", "wide", "width")
+    __slots__ = ("buffer", "key", "recorder")
 
-    def __init__(self, recorder: ProgramRecorder, buffer: int, width: int, wide: bool) -> None:
+    def __init__(self, recorder: ProgramRecorder, buffer: int, key: tuple[int, bool, RowsOf]) -> None:
         self.recorder = recorder
         self.buffer = buffer
-        self.width = width
-        self.wide = wide
+        self.key = key
+        """Width, True for float32 whatever the dtype, and what has a row: a buffer is reused for the same key only."""
+
+    @property
+    def width(self) -> int:
+        """Columns of the matrix."""
+        return self.key[0]
 
     def __del__(self) -> None:
         # No later operation can read a symbol that the forward pass dropped, so its buffer may serve again.
@@ -198,11 +222,11 @@ class ProgramRecorder(Program):
         """Whether ranks write parts of the logits for each other."""
         self.logits_in_parts = False
         """Whether the logits are this rank's part of them."""
-        self._free: dict[tuple[int, bool], list[int]] = {}
+        self._free: dict[tuple[int, bool, RowsOf], list[int]] = {}
 
     def input(self, x: Any, width: int, wide: bool) -> int:
         """Return the buffer of a symbol."""
-        if not isinstance(x, ProgramSymbol) or x.recorder is not self or x.width != width or x.wide != wide:
+        if not isinstance(x, ProgramSymbol) or x.recorder is not self or x.key != (width, wide, "tokens"):
             raise CaptureError("the forward hands an array to an operation that cannot take it")
         return x.buffer
 
@@ -210,15 +234,16 @@ class ProgramRecorder(Program):
         """Return the buffer of a residual that is added to in place, and the symbol of the sum."""
         return self.input(x, width, True), x
 
-    def output(self, like: Any, width: int, wide: bool) -> tuple[int, Any]:
+    def output(self, like: Any, width: int, wide: bool, rows_of: RowsOf = "tokens") -> tuple[int, Any]:
         """Return a buffer and its symbol."""
-        free = self._free.get((width, wide))
-        buffer = free.pop() if free else self._library.fd_program_buffer(self.handle, width, wide)
-        return buffer, ProgramSymbol(self, buffer, width, wide)
+        key = (width, wide, rows_of)
+        free = self._free.get(key)
+        buffer = free.pop() if free else self._library.fd_program_buffer(self.handle, width, wide, rows_of == "logits")
+        return buffer, ProgramSymbol(self, buffer, key)
 
     def release(self, symbol: ProgramSymbol) -> None:
         """Let the buffer of a symbol that is no longer referenced serve another one."""
-        self._free.setdefault((symbol.width, symbol.wide), []).append(symbol.buffer)
+        self._free.setdefault(symbol.key, []).append(symbol.buffer)
 
 
 class Eager(Program):
@@ -256,7 +281,7 @@ class Eager(Program):
         return self._bound(matrix, width, wide), matrix
 
     def _bound(self, matrix: Array, width: int, wide: bool) -> int:
-        buffer: int = self._library.fd_program_buffer(self.handle, width, wide)
+        buffer: int = self._library.fd_program_buffer(self.handle, width, wide, False)
         self.bind(buffer, matrix)
         self.keep(matrix)
         return buffer
@@ -265,5 +290,5 @@ class Eager(Program):
 def symbolic_step(recorder: ProgramRecorder) -> StepInput:
     """Return a step whose arrays are symbols: operations read the step of each run."""
 
-    arrays = {field.name: ProgramSymbol(recorder, -1, 0, False) for field in dataclasses.fields(StepInput)}
+    arrays = {field.name: ProgramSymbol(recorder, -1, (0, False, "tokens")) for field in dataclasses.fields(StepInput)}
     return StepInput(**arrays)  # type: ignore[arg-type]  # `max_query` refuses like an array: a program serves all

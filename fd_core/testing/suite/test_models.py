@@ -42,6 +42,8 @@ WAYS = {
     "alone": (None, (13,)),
 }
 GENERATED = 6
+EQUAL = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64) | {"num_key_value_heads": 4}
+"""As wide as all heads together: memory of one kind, such as logits, must not pass for another's by its width."""
 
 
 def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -147,3 +149,17 @@ def test_a_model_computes_what_the_oracle_computes(
         chosen = expected[row.prompt_len - 1 :]
         lead = chosen.max(axis=1) - chosen[np.arange(GENERATED), row.generated]
         assert lead.max() <= MARGIN[target.precision], "a greedy token is not the oracle's"
+
+
+def test_equal_dimensions(target: Target, ops: Ops, checkpoints: Path) -> None:
+    """With logits of a few tokens of a step, as an engine wants them."""
+    folder = checkpoints / "equal"
+    write_checkpoint("llama", folder, **EQUAL)
+    model = type(target.backend)(target.config(max_model_len=64)).load_model(folder, ops, lambda *_: None)
+    driver = PagedDriver(model, ops, prompts(model.vocab_size, (1, 23, 8)), 64, last_only=True)
+    driver.generate(GENERATED)
+    for row in driver.rows:
+        expected = oracle_logits(folder, tuple(row.tokens[:-1]), target.quantization)[row.prompt_len - 1 :]
+        error = np.abs(np.stack(row.logits) - expected)
+        assert error.max() < LOGITS_ERROR[target.precision]
+        assert error.mean() < MEAN_ERROR[target.precision] * expected.std()

@@ -4,8 +4,10 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
 
 from fd_core.ops.contract import KVShape
+from fd_core.ops.native.program import _NO_STEP, CaptureError, ProgramRecorder
 from tests.ops.native.layers import Geometry, LayerOn
 from tests.ops.packs import raw
 
@@ -92,6 +94,29 @@ def test_a_forward_that_cannot_be_recorded_runs_eagerly_and_says_so(native, capl
         "this model runs operation by operation, which is slower: "
         "the forward uses elements of an array, which only an eager pack can compute"
     ]
+
+
+def test_logits_never_share_a_buffer_with_activations(native):
+    """Equal widths included: a step has fewer rows of logits than tokens."""
+    recorder = ProgramRecorder(native().runtime)
+    buffer, symbol = recorder.output(None, 64, True)
+    del symbol
+    logits, result = recorder.output(None, 64, True, "logits")
+    again, _ = recorder.output(None, 64, True)
+    assert logits != buffer == again
+    with pytest.raises(CaptureError, match="cannot take it"):
+        recorder.input(result, 64, True)
+
+
+def test_a_step_that_outgrows_bound_memory_is_refused(native):
+    ops = native()
+    recorder = ProgramRecorder(ops.runtime)
+    buffer, _ = recorder.output(None, 64, True)
+    recorder.bind(buffer, ops.runtime.matrix(3, 64, True))
+    with pytest.raises(IndexError, match="rows of a step: 4 exceeds 3"):
+        recorder.run(_NO_STEP, 4)
+    with pytest.raises(IndexError, match="columns of a buffer: 64 exceeds 32"):
+        recorder.bind(buffer, torch.zeros(3, 32))
 
 
 def test_a_cache_is_freed_though_a_program_was_recorded_for_it(native):

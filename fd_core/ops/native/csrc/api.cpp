@@ -1,5 +1,5 @@
-// The functions that Python calls through ctypes. Handles are opaque pointers; every function that can run out of
-// memory returns null or a value that is not 0 instead of throwing.
+// The functions that Python calls through ctypes. Handles are opaque pointers. Nothing is thrown: where memory runs out, a
+// function returns null or 0; where an index or a size is out of bounds, kRefused, and `fd_refusal` has the text.
 
 #include "moe.h"
 #include "sampling.h"
@@ -56,12 +56,32 @@ void pack_values(Linear& w, int part, int first_column, const int8_t* values, co
     }
 }
 
+constexpr int kRefused = -3;
+thread_local std::string refusal;
+
 template <class F>
 auto guarded(F&& body) -> decltype(body()) {
     try {
         return body();
     } catch (const std::bad_alloc&) {
         return {};
+    }
+}
+
+/// The same for what computes: 1, or what `body` returns, or kRefused.
+template <class F>
+int computed(F&& body) {
+    const DefaultFloats floats;
+    try {
+        if constexpr (std::is_void_v<decltype(body())>)
+            return body(), 1;
+        else
+            return body();
+    } catch (const OutOfBounds& error) {
+        refusal = error.what();
+        return kRefused;
+    } catch (const std::bad_alloc&) {
+        return 0;
     }
 }
 
@@ -107,6 +127,8 @@ int fd_usable() {
 /// Rows that must be readable after the last row of a matrix.
 int fd_row_slack() { return TileShape<bf16>::kRowSlack; }
 int fd_lanes() { return kLanes; }
+/// What was out of bounds in the last call of this thread that was refused.
+const char* fd_refusal() { return refusal.c_str(); }
 
 // Teams, arenas -------------------------------------------------------------------------------------------------------
 
@@ -282,20 +304,20 @@ void fd_kv_transfer(void* cache, const int32_t* blocks, int count, void* canonic
 }
 
 /// k, v: float32 [tokens, heads, d].
-void fd_kv_write(void* cache, int layer, const float* k, const float* v, const int32_t* slots, int tokens) {
+int fd_kv_write(void* cache, int layer, const float* k, const float* v, const int32_t* slots, int tokens) {
     const Cache& c = *static_cast<Cache*>(cache);
+    const KvLayout& l = c.layout;
     auto write = [&](auto kv) {
-        const KvLayout& l = c.layout;
         for (int t = 0; t < tokens; t++)
             if (slots[t] % l.block_size == 0) kv.clear_block(slots[t] / l.block_size);
         for (int t = 0; t < tokens; t++)
             for (int h = 0; h < l.heads; h++)
                 kv.write(slots[t], h, k + (size_t(t) * l.heads + h) * l.d, v + (size_t(t) * l.heads + h) * l.d);
     };
-    if (Type(c.type) == Type::f32)
-        write(KvLayer<float>(c.layout, layer));
-    else
-        write(KvLayer<bf16>(c.layout, layer));
+    return computed([&] {
+        check_indices("KV slot", slots, tokens, l.slots());
+        Type(c.type) == Type::f32 ? write(KvLayer<float>(l, layer)) : write(KvLayer<bf16>(l, layer));
+    });
 }
 
 }  // extern "C"
@@ -303,6 +325,8 @@ void fd_kv_write(void* cache, int layer, const float* k, const float* v, const i
 // Programs ------------------------------------------------------------------------------------------------------------
 
 namespace {
+
+void lower(int& limit, int64_t to) { limit = int(std::min<int64_t>(limit, to)); }
 
 struct GeometryPlan {
     int group, kv_heads, block_size;
@@ -335,6 +359,7 @@ struct Recording {
             made = scratch(normed, w.k, false);
         auto* lora = static_cast<const LoraTable*>(lora_table);
         if (lora == nullptr) return {w, {norm, eps}, in, made, nullptr, -1, -1};
+        lower(program.limits.adapters, lora->places + 1);
         int rank = 0;
         for (int i = 0; i < lora->places; i++)
             if (const LoraDelta* delta = lora->of(i + 1)) rank = std::max(rank, delta->down->n);
@@ -359,14 +384,21 @@ struct Recording {
 
 Recording& recording(void* program) { return *static_cast<Recording*>(program); }
 
-/// Add the operation that make(E()) returns, E being the program's element type; 0 if memory ran out.
+/// Add the operation that make(E()) returns, E being the program's element type.
 template <class F>
 int add(void* program, F&& make) {
-    return guarded([&]() -> int {
+    return computed([&] {
         Recording& r = recording(program);
         r.program.add(Type(r.type) == Type::f32 ? make(float()) : make(bf16()));
-        return 1;
     });
+}
+
+/// The layout of a cache, which must be of an operation's heads.
+const KvLayout& layout_of(const void* cache, int layer, const AttentionShape& shape) {
+    const KvLayout& l = static_cast<const Cache*>(cache)->layout;
+    check_indices("layer", &layer, 1, l.layers);
+    if (shape.kv_heads != l.heads || shape.d != l.d) throw OutOfBounds("the KV cache has heads of another model");
+    return l;
 }
 
 }  // namespace
@@ -382,16 +414,20 @@ void* fd_program_new(int type) {
 }
 void fd_program_free(void* program) { delete static_cast<Recording*>(program); }
 
-int fd_program_buffer(void* program, int width, int wide) { return recording(program).program.add_buffer(width, wide); }
-void fd_program_bind(void* program, int buffer, void* data, size_t stride) {
-    recording(program).program.bind(buffer, data, stride);
+/// A buffer with a row for each token of a step, or for each row of its logits.
+int fd_program_buffer(void* program, int width, int wide, int of_logits) {
+    return recording(program).program.add_buffer(width, wide, 1, of_logits);
+}
+int fd_program_bind(void* program, int buffer, void* data, int rows, size_t stride) {
+    return computed([&] { recording(program).program.bind(buffer, data, rows, stride); });
 }
 
-/// Run a step; 0 if memory ran out, -1 if the ranks came apart, -2 if they cannot exchange so many rows.
+/// Run a step; -1 if the ranks came apart, -2 if they cannot exchange so many rows.
 int fd_program_run(void* program, const Step* step, void* team) {
-    return guarded([&]() -> int {
+    return computed([&]() -> int {
         Recording& r = recording(program);
         Team& t = *static_cast<Team*>(team);
+        r.program.check(*step);
         if (r.program.too_large(*step)) return -2;
         for (auto& p : r.plans) p->plan.build(*step, p->block_size, p->group, p->kv_heads, t.size());
         r.program.run(*step, t, Type(r.type) == Type::f32 ? 4 : 2);
@@ -408,9 +444,11 @@ int fd_program_length(void* program) { return int(recording(program).program.ope
 const char* fd_program_name(void* program, int i) { return recording(program).program.operations()[i]->name(); }
 double fd_program_seconds(void* program, int i) { return recording(program).program.operations()[i]->seconds; }
 
-int fd_add_embedding(void* program, const void* table, int width, float scale, int out) {
+/// `table` is [rows, width].
+int fd_add_embedding(void* program, const void* table, int rows, int width, float scale, int out) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
+        lower(recording(program).program.limits.token_ids, rows);
         return new Embedding<E>(static_cast<const E*>(table), width, scale, out);
     });
 }
@@ -422,22 +460,29 @@ int fd_add_linear(void* program, const void* linear, int in, int out) {
     });
 }
 
+/// `cos` and `sin` have a row for each of `positions` positions.
 int fd_add_attention_inputs(void* program, int in, const float* norm, float eps, const void* linear,
                             const AttentionShape* shape, const float* q_norm, float q_eps, const float* k_norm, float k_eps,
-                            const float* cos, const float* sin, const void* cache, int layer, const void* lora, int q) {
+                            const float* cos, const float* sin, int positions, const void* cache, int layer,
+                            const void* lora, int q) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
         Recording& r = recording(program);
+        const KvLayout& layout = layout_of(cache, layer, *shape);
+        lower(r.program.limits.positions, positions);
+        lower(r.program.limits.kv_slots, layout.slots());
         return new AttentionInputs<E>(r.rows<E>(w, in, norm, eps, lora), *shape, {q_norm, q_eps}, {k_norm, k_eps}, {cos, sin},
-                                      KvLayer<E>(static_cast<const Cache*>(cache)->layout, layer),
-                                      r.scratch(r.qkv, w.n, true), q);
+                                      KvLayer<E>(layout, layer), r.scratch(r.qkv, w.n, true), q);
     });
 }
 
 int fd_add_attention(void* program, const AttentionShape* shape, const void* cache, int layer, int q, int out) {
     return add(program, [&](auto e) -> Operation* {
-        const KvLayout& layout = static_cast<const Cache*>(cache)->layout;
+        const KvLayout& layout = layout_of(cache, layer, *shape);
+        Limits& limits = recording(program).program.limits;
+        lower(limits.blocks, layout.blocks);
+        limits.block_size = layout.block_size;
         AttentionPlan* plan = recording(program).plan(shape->group(), shape->kv_heads, layout.block_size);
         return new Attention<decltype(e)>(*shape, layout, layer, q, out, plan);
     });
@@ -474,6 +519,7 @@ int fd_add_logits(void* program, int in, const float* norm, float eps, const voi
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
         Recording& r = recording(program);
+        r.program.limits.logits = true;
         Group* with = r.program.exchanging(static_cast<Group*>(group), 0, r.program.buffer(out).stride);
         return new Logits<E>(r.rows<E>(w, in, norm, eps), with, softcap, out);
     });
@@ -510,23 +556,15 @@ int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int
 
 // Sampling ------------------------------------------------------------------------------------------------------------
 
-/// 0 if memory ran out.
 int fd_sample(const SampleRows* rows, void* team) {
-    return guarded([&]() -> int {
-        sample(*rows, *static_cast<Team*>(team));
-        return 1;
-    });
+    return computed([&] { sample(*rows, *static_cast<Team*>(team)); });
 }
-
-/// 0 if memory ran out.
 int fd_penalize(const PenaltyRows* rows, void* team) {
-    return guarded([&]() -> int {
-        penalize(*rows, *static_cast<Team*>(team));
-        return 1;
-    });
+    return computed([&] { penalize(*rows, *static_cast<Team*>(team)); });
 }
-
-void fd_mask_logits(const MaskRows* rows, void* team) { mask_logits(*rows, *static_cast<Team*>(team)); }
+int fd_mask_logits(const MaskRows* rows, void* team) {
+    return computed([&] { mask_logits(*rows, *static_cast<Team*>(team)); });
+}
 
 }  // extern "C"
 #pragma GCC visibility pop

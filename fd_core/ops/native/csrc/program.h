@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "bounds.h"
 #include "group.h"
 #include "kv.h"
 #include "linear.h"
@@ -38,9 +39,17 @@ struct Buffer {
     size_t stride;   // elements from row to row
     bool wide;       // float32 whatever the program's type
     int per_token;   // rows for each token of the step
-    bool bound;      // memory of the caller, or the program's own
+    bool of_logits;  // rows for each row of logits instead
+    int bound;       // rows of the caller's memory that it is, or -1 where it is the program's own
     char* data;
     std::unique_ptr<Mapping> own;
+};
+
+/// What a step's indices must stay below, by what the operations of a program read.
+struct Limits {
+    static constexpr int kNone = 0x7fffffff;  // no operation reads by it
+    int token_ids = kNone, positions = kNone, kv_slots = kNone, blocks = kNone, block_size = 0, adapters = kNone;
+    bool logits = false;
 };
 
 class Program;
@@ -75,15 +84,18 @@ struct Operation {
 
 class Program {
    public:
-    int add_buffer(int width, bool wide, int per_token = 1) {
+    int add_buffer(int width, bool wide, int per_token = 1, bool of_logits = false) {
         const size_t stride = round_up(width, kRowAlign);
-        buffers_.push_back({width, stride, wide, per_token, false, nullptr, nullptr});
+        buffers_.push_back({width, stride, wide, per_token, of_logits, -1, nullptr, nullptr});
         return int(buffers_.size()) - 1;
     }
-    void bind(int buffer, void* data, size_t stride) {
-        buffers_[buffer].bound = true;
-        buffers_[buffer].data = static_cast<char*>(data);
-        buffers_[buffer].stride = stride;
+    /// Let `rows` rows of the caller's be a buffer; steps with more are refused.
+    void bind(int buffer, void* data, int rows, size_t stride) {
+        Buffer& b = buffers_[buffer];
+        check_at_most("columns of a buffer", round_up(b.width, kRowAlign), stride);
+        b.bound = rows;
+        b.data = static_cast<char*>(data);
+        b.stride = stride;
     }
     void add(Operation* operation) { operations_.emplace_back(operation); }
     /// Note that an operation exchanges rows with other ranks: so many floats for each token, and for each row of logits.
@@ -97,6 +109,32 @@ class Program {
     bool too_large(const Step& step) const {
         const size_t most = std::max(step.tokens * per_token_, step.logits * per_logits_);
         return group && most * sizeof(float) > group->slot_bytes;
+    }
+
+    /// Throw if an operation would read or write beyond what there is.
+    void check(const Step& step) const {
+        const Limits& most = limits;
+        auto check = [](const char* what, const int32_t* indices, int count, int limit) {
+            if (limit != Limits::kNone) check_indices(what, indices, count, limit);
+        };
+        for (const Buffer& b : buffers_)
+            if (b.bound >= 0) check_at_most("rows of a step", b.of_logits ? step.logits : step.tokens, b.bound);
+        check("token id", step.token_ids, step.tokens, most.token_ids);
+        check("position", step.positions, step.tokens, most.positions);
+        check("KV slot", step.kv_slots, step.tokens, most.kv_slots);
+        if (step.lora_places) check("adapter", step.lora_places, step.tokens, most.adapters);
+        if (most.logits) check_indices("row of logits", step.logits_rows, step.logits, step.tokens);
+        if (most.blocks == Limits::kNone) return;
+        for (int row = 0; row < step.rows; row++) {
+            const int begin = step.query_start[row], end = step.query_start[row + 1];
+            if (begin == end) continue;  // nothing asks
+            check_indices("start of a row", &begin, 1, int64_t(end) + 1);
+            check_at_most("end of a row", end, step.tokens);
+            check_at_most("tokens of a row", int64_t(end) - begin, step.context_len[row]);
+            check_at_most("context of a row", step.context_len[row], int64_t(step.max_blocks) * most.block_size);
+            check_indices("KV block", step.block_tables + size_t(row) * step.max_blocks,
+                          ceil_div(step.context_len[row], most.block_size), most.blocks);
+        }
     }
 
     void run(const Step& step, Team& team, size_t element_size) {
@@ -117,6 +155,7 @@ class Program {
     std::atomic<int>& counter(size_t operation) { return counters_[operation].value; }
     const std::vector<std::unique_ptr<Operation>>& operations() const { return operations_; }
     bool timed = false;
+    Limits limits;
     LoraPlan lora;
     Group* group = nullptr;  // of the operations that exchange rows with other ranks, or null
     int exchanges = 0;       // in one run
@@ -153,7 +192,7 @@ class Program {
         if (rows <= rows_) return;
         rows_ = round_up(rows, 64);
         for (auto& b : buffers_) {
-            if (b.bound) continue;
+            if (b.bound >= 0) continue;
             const size_t all = size_t(rows_) * b.per_token + TileShape<bf16>::kRowSlack;
             const size_t bytes = all * b.stride * (b.wide ? sizeof(float) : element_size);
             b.own = std::make_unique<Mapping>(bytes);

@@ -181,6 +181,10 @@ void each_row(int rows, Team& team, F&& compute) {
 }  // namespace
 
 void penalize(const PenaltyRows& p, Team& team) {
+    check_indices("row of logits", p.logits_rows, p.rows, p.logits_count);
+    check_indices("row of counts", p.counts_rows, p.rows, p.counts_count);
+    check_indices("row of drafts", p.draft_rows, p.drafts, p.rows);
+    check_indices("draft token id", p.draft_ids, p.drafts, p.vocabulary);
     each_row(p.rows, team, [&](int row) {
         const int32_t* end = p.draft_rows + p.drafts;
         const auto [first, last] = std::equal_range(p.draft_rows, end, row);
@@ -191,6 +195,7 @@ void penalize(const PenaltyRows& p, Team& team) {
 }
 
 void mask_logits(const MaskRows& m, Team& team) {
+    check_indices("row of logits", m.logits_rows, m.rows, m.logits_count);
     const size_t words = (m.vocabulary + 31) / 32;
     each_row(m.rows, team,
              [&](int row) { mask_row(m.logits + m.logits_rows[row] * m.stride, m.bits + row * words, m.vocabulary); });

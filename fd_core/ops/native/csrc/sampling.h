@@ -2,6 +2,7 @@
 // results to the last bit.
 #pragma once
 
+#include "bounds.h"
 #include "threads.h"
 
 namespace fd {
@@ -25,6 +26,7 @@ void sample(const SampleRows& rows, Team& team);
 /// What penalties on n rows of logits need; arrays of n values but for the drafts.
 struct PenaltyRows {
     int rows, drafts, vocabulary;
+    int logits_count, counts_count;  // rows of these
     float* logits;  // changed in place
     size_t stride;  // elements from row to row
     const int32_t* logits_rows;
@@ -42,6 +44,7 @@ void penalize(const PenaltyRows& rows, Team& team);
 /// Which tokens may be drawn in n rows of logits.
 struct MaskRows {
     int rows, vocabulary;
+    int logits_count;  // rows of these
     float* logits;  // changed in place
     size_t stride;  // elements from row to row
     const int32_t* logits_rows;
