@@ -242,6 +242,30 @@ def mutants(session: nox.Session) -> None:
         session.run("pytest", "tests/mutants/judge_kernels.py")
 
 
+SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """The tests of the native kernels under AddressSanitizer and UBSan, as g++ has them: minutes."""
+    session.install("-e", ".[cpu]")  # first, as for the tests
+    session.install("-e", ".[cpu,test]")
+    # Python itself is not instrumented, so the runtimes have to be there before it.
+    runtimes = [
+        str(session.run("g++", f"-print-file-name={name}", external=True, silent=True)).strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    environment = {
+        "FD_CXXFLAGS": " ".join(SANITIZED),
+        "LD_PRELOAD": " ".join(runtimes),
+        # The interpreter and torch keep memory until the end.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    chosen = session.posargs or ("tests/ops/native", "--deselect", "tests/ops/native/test_build.py")
+    session.run("pytest", *chosen, "--timeout=900", env=environment)
+
+
 CLIENTS = {
     "openai": "openai>=2",
     "openai_agents": "openai-agents>=0.6",

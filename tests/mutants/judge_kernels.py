@@ -58,11 +58,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 def examine(library: ctypes.CDLL) -> None:
     """Compare rows' bits over threads and batches, and values with the oracle's."""
 
-    def native(dtype: str, threads: int, _: str | None = None) -> NativeOps:
+    def native(dtype: str, threads: int = 1) -> NativeOps:
         return NativeOps(library, dtype, threads)
 
-    compare_with_oracle(native, "float32", "auto", None)
-    compare_bits(native, "float32", "auto", None, [*SHARED[:2], 3 * SPAN + 40], None, (1, 2))
+    compare_with_oracle(native, "float32", "auto")
+    compare_bits(native, "float32", "auto", [*SHARED[:2], 3 * SPAN + 40], None, (1, 2))
 
 
 def test_without_a_fault_nothing_is_noticed(kernels: Kernels) -> None:

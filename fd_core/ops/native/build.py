@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -23,7 +24,15 @@ from typing import IO
 
 from fd_core.cache_dir import find_cache_dir
 
-__all__ = ["BuildError", "compiler_flags", "library_folder", "library_path", "load"]
+__all__ = [
+    "INSTRUCTION_SETS",
+    "BuildError",
+    "compiler_flags",
+    "library_folder",
+    "library_path",
+    "load",
+    "missing",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +58,8 @@ _ISA_FLAGS = {
     # Intel's tile instructions in plain C++: slow, to test the code that uses them.
     "amx_emulated": ("-march=native", "-DFD_AMX_EMULATED"),
 }
+INSTRUCTION_SETS = tuple(isa for isa in _ISA_FLAGS if isa != "native_without_amx")
+"""Those that FD_ISA chooses from."""
 _NEEDED = {"amx": "amx_int8", "avx512": "avx512bw"} | {
     isa: isa for isa in ("avx512_bf16", "avx512_vnni", "avx_vnni", "avx2")
 }
@@ -72,8 +83,8 @@ def load(isa: str | None = None) -> ctypes.CDLL:
     isa = isa or os.environ.get("FD_ISA") or "native"
     if isa not in _ISA_FLAGS:
         raise BuildError(f"FD_ISA is {isa!r}; known: {', '.join(_ISA_FLAGS)}")
-    if isa in _NEEDED and _NEEDED[isa] not in _processor().split():
-        raise BuildError(f"FD_ISA is {isa!r}, but the processor lacks {_NEEDED[isa]}")
+    if lacking := missing(isa):
+        raise BuildError(f"FD_ISA is {isa!r}, but the processor lacks {lacking}")
     library = _load(isa)
     if library.fd_usable():
         return library
@@ -81,9 +92,15 @@ def load(isa: str | None = None) -> ctypes.CDLL:
     return _load("native_without_amx")
 
 
+def missing(isa: str) -> str | None:
+    """Return the instructions of a set that the processor lacks, or None."""
+    needed = _NEEDED.get(isa)
+    return None if needed is None or needed in _processor().split() else needed
+
+
 def compiler_flags(isa: str) -> tuple[str, ...]:
-    """Return how the sources are compiled for an instruction set."""
-    return (*_COMMON_FLAGS, *_ISA_FLAGS[isa])
+    """Return how the sources are compiled for an instruction set, with what FD_CXXFLAGS adds."""
+    return (*_COMMON_FLAGS, *_ISA_FLAGS[isa], *shlex.split(os.environ.get("FD_CXXFLAGS", "")))
 
 
 def library_path(isa: str) -> Path:
@@ -144,7 +161,7 @@ def _compile(isa: str, path: Path) -> None:
             return unit
 
         library = Path(folder, path.name)
-        _run([compiler, "-shared", "-pthread", *pool.map(compiled, _SOURCES.glob("*.cpp")), "-o", library])
+        _run([compiler, *compiler_flags(isa), "-shared", *pool.map(compiled, _SOURCES.glob("*.cpp")), "-o", library])
         library.replace(path)
     logger.info("compiled the kernels in %.0f s", time.monotonic() - begun)
 

@@ -1,27 +1,62 @@
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
-from fd_core.ops.native.build import BuildError, load
+from fd_core.ops.native import build
 from fd_core.ops.native.library import declare
 from fd_core.ops.native.pack import NativeOps
 from tests.models.conftest import tiny  # noqa: F401  # a fixture
 
+RUNNABLE = [isa for isa in build.INSTRUCTION_SETS if not build.missing(isa)]
+# The sets are listed from the newest to the oldest, so the second one that runs here is what `native` comes to.
+SETS = [RUNNABLE[0], *RUNNABLE[2:]]
+"""Instruction sets that this processor runs or emulates; test_build.py names the others and compiles them."""
+
+
+@pytest.fixture(scope="session", params=[SETS[0], *(pytest.param(isa, marks=pytest.mark.slow) for isa in SETS[1:])])
+def isa(request):
+    """Every test of the native kernels runs on each of the instruction sets."""
+    return request.param
+
 
 @pytest.fixture(scope="session")
-def native():
-    """Return a function from dtype, threads and instruction set to a native pack; skips where it cannot be built."""
+def native(isa):
+    """Return a function from dtype and threads to a native pack; skips where it cannot be built."""
     packs = {}
 
-    def get(dtype="float32", threads=1, isa=None):
-        key = (dtype, threads, isa)
+    def get(dtype="float32", threads=1):
+        key = (dtype, threads)
         if key not in packs:
             try:
-                packs[key] = NativeOps(declare(load(isa)), dtype, threads)
-            except BuildError as error:
+                packs[key] = NativeOps(declare(build.load(isa)), dtype, threads)
+            except build.BuildError as error:
                 pytest.skip(f"the native kernels cannot be built here: {error}")
         return packs[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def compiled(isa, tmp_path_factory):
+    """Return a function that compiles C functions over the kernels' headers, for tests of what has no operation."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+
+    def library(includes, functions):
+        folder = tmp_path_factory.mktemp("compiled")
+        (folder / "functions.cpp").write_text(
+            f'{includes}#pragma GCC visibility push(default)\nextern "C" {{\n{functions}}}\n'
+        )
+        flags = [*build.compiler_flags(isa), "-O1", "-shared", "-I", Path(build.__file__).parent / "csrc"]
+        subprocess.run([compiler, *flags, "functions.cpp", "-o", "functions.so"], check=True, timeout=120, cwd=folder)
+        return ctypes.CDLL(str(folder / "functions.so"))
+
+    return library
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -1,14 +1,10 @@
 """Attention over long contexts, whose spans threads share, and the rounding of what meets an int8 cache."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fd_core.ops.native import build
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.testing.arrays import Values, assert_near, on_device, step_input
 from tests.ops.native.layers import Geometry, LayerOn
@@ -17,8 +13,6 @@ SPAN, CHUNK = 512, 40
 AROUND = [SPAN - 1, SPAN, SPAN + 1, 2 * SPAN - 1, 2 * SPAN, 2 * SPAN + 1, 3 * SPAN + 40, 9]
 SHARED = [1100, 1300, 3 * SPAN, 3 * SPAN + 1, 1700, 4 * SPAN]  # whose first 1,088 tokens are the same
 KEPT = [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int8")]
-OTHER_SETS = ["avx512", "avx2", "generic", "amx_emulated"]
-SETS = ["native", *(pytest.param(isa, marks=pytest.mark.slow) for isa in OTHER_SETS)]
 
 
 def layer_on(ops, contexts, kv_dtype="auto", window=None):
@@ -36,12 +30,12 @@ def attend(layer, indices, count, ops=None):
     return found.reshape(len(q), -1)[np.cumsum([tokens for tokens, _ in rows]) - 1]
 
 
-def compare_bits(native, dtype, kv_dtype, isa, contexts, window, teams):
-    layer = layer_on(native(dtype, 1, isa), contexts, kv_dtype, window)
+def compare_bits(native, dtype, kv_dtype, contexts, window, teams):
+    layer = layer_on(native(dtype), contexts, kv_dtype, window)
     every = list(range(len(contexts)))
     expected = np.concatenate([attend(layer, [i], 1) for i in every])
     for threads in teams:
-        ops = native(dtype, threads, isa)
+        ops = native(dtype, threads)
         for count in (1, 4, CHUNK):  # a decode, one with drafts, a chunk of a prompt
             np.testing.assert_array_equal(attend(layer, every, count, ops), expected)
             alone = [attend(layer, [i], count, ops) for i in every]
@@ -55,26 +49,18 @@ def compare_bits(native, dtype, kv_dtype, isa, contexts, window, teams):
 def test_a_long_row_has_the_same_bits_in_any_batch_and_chunk_and_with_any_threads(
     native, dtype, kv_dtype, contexts, window
 ):
-    compare_bits(native, dtype, kv_dtype, "native", contexts, window, (1, 2, 3))
+    compare_bits(native, dtype, kv_dtype, contexts, window, (1, 2, 3))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "int8")])
-@pytest.mark.parametrize("isa", OTHER_SETS)
-def test_a_long_row_has_the_same_bits_on_every_instruction_set(native, isa, dtype, kv_dtype):
-    compare_bits(native, dtype, kv_dtype, isa, SHARED[:3], 600, (2,))
-
-
-def compare_with_oracle(native, dtype, kv_dtype, isa):
+def compare_with_oracle(native, dtype, kv_dtype):
     contexts = [5 * SPAN + 77]
-    ours, oracle = (layer_on(ops, contexts, kv_dtype) for ops in (native(dtype, 2, isa), NumpyOps()))
+    ours, oracle = (layer_on(ops, contexts, kv_dtype) for ops in (native(dtype, 2), NumpyOps()))
     assert_near(ours.ops, ours.ops.from_host(attend(ours, [0], 1)), attend(oracle, [0], 1))
 
 
-@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), KEPT)
-def test_a_long_row_is_the_oracles(native, dtype, kv_dtype, isa):
-    compare_with_oracle(native, dtype, kv_dtype, isa)
+def test_a_long_row_is_the_oracles(native, dtype, kv_dtype):
+    compare_with_oracle(native, dtype, kv_dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -92,25 +78,14 @@ def test_a_value_that_is_no_number_is_seen_from_every_span(native, dtype):
     assert np.isfinite(attend(layer, [0], 1)).all()
 
 
-@pytest.fixture(scope="module", params=SETS)
-def split_row(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def split_row(compiled):
     """Return `split_row`, compiled apart: [n] float32 to high bytes, low bytes, scale and start."""
-    compiler, isa = shutil.which("c++"), request.param
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    if isa in build._NEEDED and build._NEEDED[isa] not in build._processor().split():
-        pytest.skip(f"the processor lacks {build._NEEDED[isa]}")
-    folder = tmp_path_factory.mktemp("split_row")
-    source = folder / "split_row.cpp"
-    source.write_text(
-        '#include "attention_int8.h"\n'
-        'extern "C" __attribute__((visibility("default")))\n'
+    library = compiled(
+        '#include "attention_int8.h"\n',
         "void split(const float* x, int count, int half, signed char* bytes, fd::SplitRow* row) {\n"
-        "    *row = fd::split_row(x, count, half, bytes);\n}\n"
+        "    *row = fd::split_row(x, count, half, bytes);\n}\n",
     )
-    flags = [*build.compiler_flags(isa), "-O1", "-shared", "-I", Path(build.__file__).parent / "csrc"]
-    subprocess.run([compiler, *flags, source, "-o", folder / "split_row.so"], check=True, timeout=120)
-    library = ctypes.CDLL(str(folder / "split_row.so"))
 
     def split(x):
         x, half = np.ascontiguousarray(x, np.float32), 64

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.ops.native import build, load_native_ops
+from tests.ops.native.conftest import SETS
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
@@ -59,6 +60,21 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(build, "_processor", lambda: "flags\t\t: fpu avx2 fma")
     with pytest.raises(build.BuildError, match="FD_ISA is 'amx', but the processor lacks amx_int8"):
         build.load("amx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", build.INSTRUCTION_SETS)
+def test_an_instruction_set_that_is_not_run_here_compiles(isa, tmp_path):
+    if isa in SETS:
+        pytest.skip("runs here: every test of the kernels has it as a parameter")
+    if (lacking := build.missing(isa)) is None:
+        pytest.skip("is what `native` comes to on this processor")
+    compiler = shutil.which("c++")
+    if compiler is None or platform.machine() != "x86_64":
+        pytest.skip(f"the processor lacks {lacking}, and there is no compiler for it")
+    flags = [flag for flag in build.compiler_flags(isa) if flag != "-O3"]
+    sources = sorted((Path(build.__file__).parent / "csrc").glob("*.cpp"))
+    subprocess.run([compiler, *flags, "-O0", "-c", *sources], check=True, timeout=200, cwd=tmp_path)
 
 
 def test_tiles_of_amx_compile_to_their_instructions(tmp_path):

@@ -15,8 +15,6 @@ from tests.ops.native.test_program import model_on
 # Of each instruction set a library is built, which takes seconds.
 pytestmark = pytest.mark.slow
 
-SETS = [None, "avx512", "avx2", "generic", "amx_emulated"]
-
 
 def quantized(x):
     """Return rows as the kernels quantize them, to int8 for each 32 consecutive values: values and scales."""
@@ -45,40 +43,36 @@ def rows_of(count, inputs):
     return x
 
 
-@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", sorted(NativeOps.weight_formats))
-def test_every_format_equals_the_same_arithmetic_in_numpy(native, kind, isa):
+def test_every_format_equals_the_same_arithmetic_in_numpy(native, kind):
     parts, x = [packed_weight(kind, 75, 768)], rows_of(9, 768)
-    found, expected = multiply(native(isa=isa), parts, x), product(parts, x)
+    found, expected = multiply(native(), parts, x), product(parts, x)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", ["Q4_K", "int8"])
-def test_scales_that_half_precision_does_not_hold_keep_their_values(native, kind, isa):
+def test_scales_that_half_precision_does_not_hold_keep_their_values(native, kind):
     weight, x = packed_weight(kind, 75, 768), rows_of(3, 768)
     minima = None if weight.minima is None else weight.minima * np.float32(1e6 / 3)
     part = PackedTensor(kind, weight.bits, weight.values, weight.scales * np.float32(1e6 / 3), minima)
-    found, expected = multiply(native(isa=isa), [part], x), product([part], x)
+    found, expected = multiply(native(), [part], x), product([part], x)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("isa", [None, "avx2", "generic", "amx_emulated"])
 @pytest.mark.parametrize("shape", [(1, 32), (16, 32), (33, 96), (70, 64), (5, 1024)])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
-def test_any_shape(native, kind, shape, isa):
+def test_any_shape(native, kind, shape):
     parts, x = [packed_weight(kind, *shape)], rows_of(13, shape[1])
-    found, expected = multiply(native(isa=isa), parts, x), product(parts, x)
+    found, expected = multiply(native(), parts, x), product(parts, x)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("isa", [None, "amx_emulated"])
 @pytest.mark.parametrize("group", [16, 32, 96, 192, 48, 24])
 @pytest.mark.parametrize("kind", ["int8", "int4", "gptq"])
-def test_any_group(native, kind, group, isa):
+def test_any_group(native, kind, group):
     """Groups of 24 and 48 are expanded."""
     parts, x = [packed_weight(kind, 40, 192, group)], rows_of(9, 192)
-    found = multiply(native(isa=isa), parts, x)
+    found = multiply(native(), parts, x)
     expected = x @ parts[0].to_float32().T if group in (24, 48) else product(parts, x)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
@@ -106,10 +100,9 @@ def test_a_packed_part_beside_one_that_is_not_is_expanded(native):
     np.testing.assert_allclose(found, np.hstack([expected, expected]), rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0"), ("Q8_0", "Q8_0"), ("Q4_K", "Q6_K")])
-def test_gate_and_up(native, kinds, isa):
-    ops = native(isa=isa)
+def test_gate_and_up(native, kinds):
+    ops = native()
     gate, up = (packed_weight(kind, 45, 256, scale=0.02) for kind in kinds)
     x = rows_of(4, 256)
     biases = [RawTensor("F32", np.linspace(-1, 1, 45, dtype=np.float32))] * 2
@@ -129,10 +122,9 @@ def test_every_format_stays_near_the_expanded_weights(native, kind):
     assert np.sqrt((error**2).mean()) < 0.01 * exact.std()
 
 
-@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q6_K", "int8"])
-def test_a_row_has_the_same_bits_alone_and_in_every_batch(native, kind, isa):
-    ops, x = native(isa=isa, threads=2), rows_of(71, 512)
+def test_a_row_has_the_same_bits_alone_and_in_every_batch(native, kind):
+    ops, x = native(threads=2), rows_of(71, 512)
     weight = ops.prepare_linear([packed_weight(kind, 100, 512)])
     together = ops.to_host(ops.linear(torch.from_numpy(x), weight))
     for count in (1, 2, 3, 5, 7, 12, 23, 39):

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstring>
 #include <new>
 #include <vector>
 
@@ -13,21 +14,31 @@ namespace fd {
 class Mapping {
    public:
     explicit Mapping(size_t bytes) : bytes_((bytes + kPage - 1) / kPage * kPage + kPage) {
+#if defined(__SANITIZE_ADDRESS__)  // which guards what is allocated, not what is mapped
+        base_ = static_cast<char*>(::operator new(bytes, std::align_val_t(kCacheLine)));
+        std::memset(base_, 0, bytes);
+#else
         void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (p == MAP_FAILED) throw std::bad_alloc();
         base_ = static_cast<char*>(p);
 #if defined(MADV_HUGEPAGE)
         madvise(base_, bytes_, MADV_HUGEPAGE);  // advice only: small pages work as well
 #endif
+#endif
     }
-    ~Mapping() { munmap(base_, bytes_); }
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
 
+#if defined(__SANITIZE_ADDRESS__)
+    ~Mapping() { ::operator delete(base_, std::align_val_t(kCacheLine)); }
+    char* data() const { return base_; }
+#else
+    ~Mapping() { munmap(base_, bytes_); }
     char* data() const { return (char*)((size_t(base_) + kPage - 1) / kPage * kPage); }
+#endif
 
    private:
-    static constexpr size_t kPage = size_t(2) << 20;
+    static constexpr size_t kPage = size_t(2) << 20, kCacheLine = 64;
     size_t bytes_;
     char* base_;
 };
@@ -40,6 +51,10 @@ class Arena {
     }
 
     void* allocate(size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+        mappings_.push_back(new Mapping(bytes));
+        return mappings_.back()->data();
+#endif
         bytes = (bytes + kAlign - 1) / kAlign * kAlign;
         if (bytes > left_) {
             size_t size = bytes > kMapping ? bytes : kMapping;
