@@ -8,6 +8,7 @@ stale slot changes the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from fd_core.backends.contract import Availability, Backend, LoadProgress
 from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.ops.contract import KVCache, KVShape, Ops, StepInput
-from fd_core.ops.parallel import Stage
+from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.types import IntArray
 
 __all__ = ["NullBackend", "NullCache", "NullModel", "next_hashes", "running_hashes"]
@@ -154,6 +155,10 @@ class NullBackend(Backend):
 
             def cut(self, stage: Stage) -> None:
                 Ops.cut(self, stage)
+
+            def join(self, group: RankGroup) -> None:
+                super().join(group)
+                self.parallel = replace(group.parallel, gathers=True)  # it adds nothing up
 
             def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:  # type: ignore[override]  # any KVCache
                 return NullCache(shape, num_blocks)

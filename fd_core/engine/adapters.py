@@ -104,12 +104,14 @@ class EngineAdapters:
         """What the runner has to hold."""
         return self._adapters.values()
 
-    def reserved_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of a device that adapters take, with those that may be loaded later."""
+    def reserved_bytes(self, item_bytes: int, first: Parallel) -> int:
+        """Return the bytes of a device that adapters take on rank 0, with those that may be loaded later.
+
+        No other rank has more.
+        """
         count, rank = len(self._adapters), max((adapter.rank for adapter in self.held), default=0)
         if self._config.lora_folder is not None:
             count, rank = self._config.max_loras, self._config.max_lora_rank
-        first = Parallel(0, self._config.tensor_parallel_size)  # no other rank has more
         return adapters_bytes(self._spec(), count, rank, item_bytes, first) if count else 0
 
     def require(self, digest: str) -> None:

@@ -212,7 +212,8 @@ class _EngineBuilder:
     def _limits(self) -> Limits:
         model = self._computing.model
         tightest = min(self._loaded, key=lambda rank: rank.free_memory / rank.bytes_per_block)
-        reserved = self._adapters.reserved_bytes(ITEM_BYTES[self._computing.ops.dtype])
+        ops = self._computing.ops
+        reserved = self._adapters.reserved_bytes(ITEM_BYTES[ops.dtype], ops.parallel)
         return resolve_limits(
             self._config,
             model_max_len=model.max_positions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -31,6 +32,8 @@ from fd_core.weights import ITEM_BYTES
 
 __all__ = ["Computing"]
 
+_log = logging.getLogger(__name__)
+
 _ENOUGH: Final = 2**60
 """Bytes in which every slot has all the blocks that it can use."""
 
@@ -58,6 +61,12 @@ class Computing:
                 group.require_order()
             else:
                 self.ops.join(group)
+                if group.parallel.rank == 0 and not self.ops.parallel.gathers:
+                    _log.warning(
+                        "the %s pack adds up what ranks compute: where two tokens are nearly as likely, "
+                        "texts may differ from those of another number of ranks",
+                        self.ops.name,
+                    )
         require_formats(config.quantization, self.ops, self.choice.name)
         self.backend.require_kv_dtype(self.ops)
         default = self._plugins.default_postprocessor(self.choice.name, self.ops.framework)

@@ -40,7 +40,7 @@ class LayerLoras:
 def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWeights:
     """Prepare an adapter that was read for `spec`: the part of it that belongs to this rank's part of each linear.
 
-    Where products are added up over ranks, each rank adds what its inputs give to its own product before.
+    Where products are added up over ranks, each rank first adds what its inputs give to its own product.
     """
 
     def prepared(linear: LinearSpec, share: LinearShare, *, gated: bool) -> Any | None:

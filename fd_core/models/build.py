@@ -245,7 +245,7 @@ class _Reader:
         return None if spec is None else self.norm(spec)
 
     def linear(self, spec: LinearSpec, share: LinearShare, *, gated: bool = False) -> Array:
-        """Read this rank's share of a linear. Parts of a sum over ranks have their bias from rank 0."""
+        """Read this rank's share of a linear. Parts of a sum over ranks have their bias from rank 0 alone."""
         biases, rows = None, share.rows
         if spec.bias and (share.columns is None or self._parallel.rank == 0):
             read = [self.read(f"{name}.bias") for name in spec.names]

@@ -1,6 +1,7 @@
 """Which part of a decoder's weights a rank holds, or a stage.
 
-Ranks divide heads and inner width, everything else is whole. Stages divide the layers, each of which is whole.
+Ranks divide heads and inner width, and with `Parallel.gathers` what the residual stream is given; everything else is
+whole. Stages divide the layers, each of which is whole.
 Shares need not be equal: three KV heads on two ranks are two and one. Where there are more ranks than KV heads, several
 ranks hold the same KV head and divide the query heads that share it.
 """
@@ -61,13 +62,20 @@ def head_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[slice, slice]:
 def attention_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
     """Return a rank's share of q/k/v and of the output projection."""
     queries, kv = (times(heads, spec.head_dim) for heads in head_shares(spec, parallel))
-    return LinearShare(rows=(queries, kv, kv)), LinearShare(columns=queries)
+    return LinearShare(rows=(queries, kv, kv)), _leading_back(spec.output, queries, parallel)
 
 
 def feed_forward_shares(down: LinearSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
     """Return a rank's share of gate and up, and of `down`."""
     inner = width_share(down.ins, parallel)
-    return LinearShare(rows=(inner, inner)), LinearShare(columns=inner)
+    return LinearShare(rows=(inner, inner)), _leading_back(down, inner, parallel)
+
+
+def _leading_back(linear: LinearSpec, held: slice, parallel: Parallel) -> LinearShare:
+    """Return a rank's share of a linear into the residual stream; it holds `held` of its inputs."""
+    if parallel.gathers:
+        return LinearShare(rows=tuple(width_share(out, parallel) for out in linear.outs))
+    return LinearShare(columns=held)
 
 
 def adaptable_shares(layer: LayerSpec, parallel: Parallel) -> tuple[LinearShare, ...]:
@@ -78,7 +86,7 @@ def adaptable_shares(layer: LayerSpec, parallel: Parallel) -> tuple[LinearShare,
 
 
 def width_share(width: int, parallel: Parallel) -> slice:
-    """Return a rank's share of the inner width of a feed-forward block. Raises `ConfigError` if it is too narrow."""
+    """Return a rank's share of the width of a feed-forward block. Raises `ConfigError` if it is too narrow."""
     if width < parallel.size:
         raise ConfigError(
             f"a feed-forward block of width {width} cannot be divided over {parallel.size} ranks",

@@ -335,13 +335,14 @@ class Ops(abc.ABC):
     parallel: Parallel = Parallel()
     """Which rank of how many computes. Weights are prepared for it: linears that make heads or the inner width of a
     feed-forward block have some of their rows; those that lead back have some of their columns, and their bias is rank
-    0's alone. So what the latter return is a part of a sum over ranks."""
+    0's alone. So what the latter return is a part of a sum over ranks. With `gathers` all of them have rows."""
 
     def join(self, group: RankGroup) -> None:
         """Compute as one of several ranks from now on; called before the first weight is prepared.
 
         A pack that can sets `parallel`, and defines `all_reduce` and `all_gather`; one that overrides
-        `project_residual` or `moe_residual` takes the sum there. Raises `ConfigError` by default.
+        `project_residual` or `moe_residual` takes the sum there. One that sets `parallel.gathers` overrides both:
+        they gather the inputs and the outputs of their last linear. Raises `ConfigError` by default.
         """
         raise ConfigError(
             f"the {self.name} pack computes on one device only",

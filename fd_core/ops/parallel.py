@@ -57,6 +57,10 @@ class Parallel:
 
     rank: int = 0
     size: int = 1
+    gathers: bool = False
+    """Whether ranks divide the outputs of every linear and gather its inputs. Each sum is then taken on one rank, as
+    one rank alone takes it, and no bit depends on the number of ranks. Else the linears that lead back are divided by
+    their inputs, and ranks add up their products."""
 
     def share(self, units: int) -> slice:
         """Return which of `units` are this rank's: all ranks have as many, the first ones one more if need be."""

@@ -73,11 +73,21 @@ def test_ranks_make_the_texts_of_one_under_pressure(k: int) -> None:
         engine.close()
 
 
-def test_a_real_model_on_ranks_makes_the_texts_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backend": "reference"},
+        {"backend": "cpu", "dtype": "float32", "quantization": "int8"},
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_a_real_model_on_ranks_makes_the_texts_of_one(
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nine query heads on three KV heads, as SmolLM2 has; some requests come back from KV that all ranks kept."""
     sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 258}
     path = write_checkpoint("llama", tmp_path / "model", **sizes)
-    values: dict[str, Any] = {"model": "tiny", "backend": "reference", "max_num_seqs": 4, "block_size": 4}
+    values: dict[str, Any] = {"model": "tiny", **settings, "max_num_seqs": 4, "block_size": 4}
     limits: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 80, "max_num_batched_tokens": 32}
     specs = [greedy(f"r{i}", range(3 + i, 13 + 2 * i), 40) for i in range(6)]
     texts = []
@@ -92,6 +102,8 @@ def test_a_real_model_on_ranks_makes_the_texts_of_one(tmp_path: Path) -> None:
         finally:
             engine.close()
     assert texts[0] == texts[1] == texts[2]
+    warned = "texts may differ from those of another number of ranks" in caplog.text
+    assert warned == (settings["backend"] == "reference")
 
 
 def test_adapters_come_and_go_on_all_ranks_between_steps(tmp_path: Path) -> None:

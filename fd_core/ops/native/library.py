@@ -100,7 +100,8 @@ MEET = ctypes.CFUNCTYPE(c_int, c_uint64, c_size_t)
 _REFUSED = -3
 _NORM = (c_void_p, c_float)
 _LORA = (POINTER(LoraTable), c_int)
-_EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_void_p, c_int)
+_STARTS = POINTER(c_int)
+_EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_void_p, *(_STARTS,) * 3, c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_instruction_set": (c_char_p, ()),
     "fd_packed_products": (c_char_p, ()),
@@ -145,7 +146,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ),
     ),
     "fd_add_attention": (c_int, (c_void_p, POINTER(AttentionShape), c_void_p, c_int, c_int, c_int)),
-    "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_void_p, c_int, *_LORA)),
+    "fd_add_gather": (c_int, (c_void_p, c_void_p, _STARTS, c_int, c_int)),
+    "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_void_p, _STARTS, c_int, *_LORA)),
     "fd_add_gated_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, *_LORA)),
     "fd_add_logits": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_float, c_void_p, c_int)),
     "fd_add_moe_residual": (

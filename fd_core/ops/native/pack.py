@@ -110,9 +110,10 @@ class NativeOps(TorchOps):
         return reason
 
     def join(self, group: RankGroup) -> None:
-        """Compute as one of several ranks: fusions add up inside, without a copy."""
+        """Compute as one of several ranks: fusions exchange rows inside, without a copy."""
         self.runtime.join(group)
         super().join(group)
+        self.parallel = replace(group.parallel, gathers=True)
 
     def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
         """Return a residual stream, which is float32 whatever the dtype."""
@@ -352,10 +353,17 @@ class NativeOps(TorchOps):
         """Add a projection to the residual stream, in place where it is recorded."""
         with self._call(x, None if lora is None else lora.step) as call:
             call.keep(weight)
-            source = call.input(x, weight.inputs, self.runtime.wide)
-            buffer, y = call.inout(residual, weight.width)
-            group, table = self.runtime.group_handle, _lora_table(call, lora)
-            call.add("project_residual", weight.handle, *_norm(call, post_norm), group, source, table, buffer)
+            group, starts = self.runtime.group_handle, self.runtime.starts(weight.width)
+            if starts is None:
+                source = call.input(x, weight.inputs, self.runtime.wide)
+            else:
+                held = x.width if isinstance(x, ProgramSymbol) else x.flatten(1).shape[1]
+                part = call.input(x, held, self.runtime.wide)
+                source, _whole = call.output(x, weight.inputs, self.runtime.wide)
+                call.add("gather", group, self.runtime.starts(held), part, source)
+            buffer, y = call.inout(residual, weight.width if starts is None else starts[-1])
+            table = _lora_table(call, lora)
+            call.add("project_residual", weight.handle, *_norm(call, post_norm), group, starts, source, table, buffer)
         return y
 
     def mlp_inputs(
@@ -366,7 +374,7 @@ class NativeOps(TorchOps):
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
         """Add a mixture of experts to the residual stream."""
-        return self._moe(x, norm, experts, activation, x, summed=True)
+        return self._moe(x, norm, experts, activation, x, ranked=True)
 
     def logits(
         self,
@@ -412,13 +420,15 @@ class NativeOps(TorchOps):
         activation: Activation,
         residual: Array,
         *,
-        summed: bool = False,
+        ranked: bool = False,
     ) -> Array:
         width = experts.gate_up[0].inputs
         gate_up = (ctypes.c_void_p * len(experts.gate_up))(*[e.handle for e in experts.gate_up])
         down = (ctypes.c_void_p * len(experts.down))(*[e.handle for e in experts.down])
         geometry = MoeGeometry(len(experts.gate_up), experts.top_k, experts.normalize, experts.norm_floor)
         shared = (experts.shared_gate_up, experts.shared_down)
+        gated = [experts.gate_up[0], experts.shared_gate_up]
+        widths = [*(None if part is None else part.width for part in gated), experts.down[0].width]
         with self._call(x) as call:
             call.keep(experts)
             source = call.input(x, width, True if norm is not None else self.runtime.wide)
@@ -435,7 +445,8 @@ class NativeOps(TorchOps):
                 down,
                 *[None if part is None else part.handle for part in shared],
                 _ACTIVATIONS[activation],
-                self.runtime.group_handle if summed else None,
+                self.runtime.group_handle if ranked else None,
+                *[self.runtime.starts(each) if ranked and each is not None else None for each in widths],
                 buffer,
             )
         return y

@@ -7,6 +7,7 @@ import dataclasses
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
 
 from fd_core.errors import ConfigError
@@ -76,7 +77,7 @@ class Runtime:
             self.library.fd_team_free(self.team)
 
     def join(self, group: RankGroup) -> None:
-        """Have operations add up what ranks hold."""
+        """Have operations exchange what ranks hold."""
         ranks = (group.parallel.rank, group.parallel.size)
         if isinstance(group, SharedMemoryGroup):
             group.fence = self.library.fd_fence
@@ -84,6 +85,16 @@ class Runtime:
             self._meet = MEET(group.meet)
         handle = self.library.fd_group_new(group.address, *ranks, HEADER_BYTES, SLOT_BYTES, group.patience, self._meet)
         self.group, self.group_handle = group, checked(handle, "a group of ranks")
+
+    def starts(self, width: int) -> Any:
+        """Return the first column of each rank of rows of which this one has `width` columns, and the width of all.
+
+        None where one rank computes alone. Asked by all ranks at the same time.
+        """
+        if self.group is None:
+            return None
+        ends = np.cumsum(self.group.all_gather(np.array([[width]], np.int32))[0]).tolist()
+        return (ctypes.c_int * (len(ends) + 1))(0, *ends)
 
     def matrix(self, rows: int, width: int, wide: bool) -> Array:
         """Return a matrix [rows, width] whose rows are padded as the kernels want them, the padding zero."""

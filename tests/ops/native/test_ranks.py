@@ -1,4 +1,4 @@
-"""Ranks on the native kernels, whose fusions add up inside: what one rank computes, the same bits on all."""
+"""Ranks on the native kernels: the bits of one rank, whatever the weights are and however they are divided."""
 
 import numpy as np
 import pytest
@@ -9,52 +9,96 @@ from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.native.pack import NativeOps
 from fd_core.ops.parallel import RanksApart
 from fd_core.testing.adapters import EVERYTHING, write_adapter
+from fd_core.testing.arrays import packed_weight
 from fd_core.testing.checkpoints import write_checkpoint
-from fd_core.testing.ranks import on_ranks
+from fd_core.testing.ranks import gloo_ranks, on_ranks, shared_memory_ranks
 from tests.models.paged import PagedDriver
 
 CASES = ("llama-biases-wide-heads", "qwen3-moe", "gemma3", "ernie-moe")
 PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
 
 
-def run(folder, ops, adapters=()):
+WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
+"""Sizes whose shares begin inside the groups of 128 that some formats have."""
+
+
+def run(folder, ops, adapters=(), kind=None, quantization="auto"):
+    """Generate with a model whose linears are, with a `kind`, random ones of that format."""
     with open_checkpoint(folder) as checkpoint:
-        model = load_model(checkpoint, ops, 64)
+        if kind is not None:
+            raw = checkpoint.read_weight
+            checkpoint.read_weight = lambda name, formats: (
+                packed_weight(kind, *checkpoint.shape(name), scale=0.2) if formats else raw(name, formats)
+            )
+        model = load_model(checkpoint, ops, 64, quantization=quantization)
         linears = spec_of(checkpoint).adaptable()
     if adapters:
         model = model.with_adapters([read_adapter(adapter, linears, 8) for adapter in adapters])
     driver = PagedDriver(model, ops, PROMPTS, 64, places=[2, 0, 1] if adapters else None)
-    driver.generate(12, 5)
+    driver.generate(6, 5)
     return [row.generated for row in driver.rows], np.concatenate([np.stack(row.logits) for row in driver.rows])
 
 
-def compared(folder, native, size, threads=1, dtype="float32", adapters=()):
-    """Run on one rank and on several; return the logits of both, the latter the same on all."""
-    one = native(dtype, threads)
+def require_equal(folder, native, *sizes, dtype="float32", threads=1, isa=None, make=shared_memory_ranks, **weights):
+    """Compare texts and logits on so many ranks with those on one, bit for bit; return the logits."""
+    one = native(dtype, threads, isa)
+    texts, logits = run(folder, one, **weights)
 
     def work(group):
         ops = NativeOps(one.runtime.library, dtype, threads)
         ops.join(group)
-        return run(folder, ops, adapters)
+        return run(folder, ops, **weights)
 
-    alone, ranks = run(folder, one, adapters), on_ranks(size, work)
-    for texts, logits in ranks:
-        assert texts == alone[0]
-        np.testing.assert_array_equal(logits, ranks[0][1])
-    return alone[1], ranks[0][1]
+    assert np.isfinite(logits).all() and logits.std() > 0.01
+    for size in sizes:
+        for found in on_ranks(size, work, make=make):
+            assert found[0] == texts
+            np.testing.assert_array_equal(found[1], logits)
+    return logits
 
 
+@pytest.mark.parametrize("kind", [None, *sorted(NativeOps.weight_formats)])
+def test_ranks_have_the_bits_of_one_in_every_format(kind, native, tmp_path):
+    folder = write_checkpoint("llama", tmp_path / "model", **WIDE)
+    require_equal(folder, native, 2, 3, 4, 8, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [None, "Q4_K", "int8"])
+def test_ranks_have_the_bits_of_one_in_bfloat16(kind, native, tmp_path):
+    folder = write_checkpoint("llama", tmp_path / "model", **WIDE)
+    require_equal(folder, native, 2, 3, dtype="bfloat16", threads=2, kind=kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "generic", "amx_emulated"])
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", None), ("bfloat16", None), ("bfloat16", "Q4_K")])
+def test_ranks_have_the_bits_of_one_on_every_instruction_set(isa, dtype, kind, native, tmp_path):
+    folder = write_checkpoint("llama", tmp_path / "model", **WIDE)
+    require_equal(folder, native, 2, dtype=dtype, isa=isa, kind=kind)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_compute_what_one_does(case, native, tmp_path):
-    alone, together = compared(write_checkpoint(case, tmp_path / case), native, 2)
-    np.testing.assert_allclose(together, alone, rtol=0, atol=2e-5)
+def test_ranks_have_the_bits_of_one_in_every_architecture(case, dtype, quantization, native, tmp_path):
+    folder = write_checkpoint(case, tmp_path / "model")
+    require_equal(folder, native, 2, dtype=dtype, quantization=quantization)
+
+
+def test_ranks_that_share_no_memory_have_the_bits_of_one(native, tmp_path):
+    folder = write_checkpoint("qwen3-moe", tmp_path / "model")
+    require_equal(folder, native, 2, make=gloo_ranks, quantization="int8")
+
+
+def test_ranks_have_the_bits_of_one_operation_by_operation(native, tmp_path, monkeypatch):
+    monkeypatch.setattr(NativeOps, "compile", lambda self, forward: forward)
+    require_equal(write_checkpoint("gemma3", tmp_path / "model"), native, 2, quantization="int8")
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_heads_need_not_divide_evenly_nor_the_vocabulary_fill_vectors(size, native, tmp_path):
     sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 162}
-    alone, together = compared(write_checkpoint("llama", tmp_path / "model", **sizes), native, size, threads=2)
-    np.testing.assert_allclose(together, alone, rtol=0, atol=2e-5)
+    require_equal(write_checkpoint("llama", tmp_path / "model", **sizes), native, size, threads=2)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +117,8 @@ def test_adapters_are_cut_as_the_weights_are(targets, head_dim, native, tmp_path
     adapters = [
         write_adapter(folder, tmp_path / str(seed), seed=seed, rank=2 + seed, targets=targets) for seed in (1, 2)
     ]
-    alone, together = compared(folder, native, 2, adapters=adapters)
-    np.testing.assert_allclose(together, alone, rtol=0, atol=5e-5)
-    assert np.abs(alone - compared(folder, native, 1)[0]).max() > 0.1, "the adapters change too little"
+    adapted = require_equal(folder, native, 2, adapters=adapters)
+    assert np.abs(adapted - run(folder, native())[1]).max() > 0.1, "the adapters change too little"
 
 
 def test_a_rank_that_does_not_come_is_named(native, tmp_path):

@@ -339,7 +339,7 @@ struct Recording {
     int type;
     std::vector<std::unique_ptr<GeometryPlan>> plans;
     // Scratch buffers, as wide as their widest user.
-    int normed = -1, quantized = -1, qkv = -1, projected = -1, adapted = -1, shrunk = -1;
+    int normed = -1, quantized = -1, qkv = -1, part = -1, projected = -1, adapted = -1, shrunk = -1;
 
     int scratch(int& index, int width, bool wide) {
         if (index < 0) index = program.add_buffer(width, wide);
@@ -369,10 +369,13 @@ struct Recording {
     NormRows<E> norm(int in, int width, const float* weight, float eps) {
         return {in, scratch(normed, width, false), width, {weight, eps}};
     }
-    RankSum sum(void* group, int width) {
-        if (!group) return {nullptr, -1};
-        const int part = scratch(projected, width, true);
-        return {program.exchanging(static_cast<Group*>(group), program.buffer(part).stride, 0), part};
+    /// What an operation exchanges, `rows` rows for each token; `starts` is of RankColumns, null for nothing.
+    RankColumns columns(void* group, const int* starts, int rows = 1) {
+        if (!group || !starts) return {};
+        auto* with = static_cast<Group*>(group);
+        RankColumns columns{with, {starts, starts + with->size + 1}};
+        program.exchanging(with, rows * columns.stride(), 0);
+        return columns;
     }
     AttentionPlan* plan(int group, int kv_heads, int block_size) {
         for (auto& p : plans)
@@ -491,15 +494,24 @@ int fd_add_attention(void* program, const AttentionShape* shape, const void* cac
 /// How many operations of a program exchange rows with other ranks.
 int fd_program_exchanges(void* program) { return recording(program).program.exchanges; }
 
-int fd_add_project_residual(void* program, const void* linear, const float* post_norm, float eps, void* group, int in,
-                            const void* lora, int residual) {
+/// Of several ranks, `starts` are the first columns of the rows that each holds, and the width of all; here and below.
+int fd_add_gather(void* program, void* group, const int* starts, int in, int out) {
+    return add(program, [&](auto e) -> Operation* {
+        return new Gather<decltype(e)>(recording(program).columns(group, starts), in, out);
+    });
+}
+
+int fd_add_project_residual(void* program, const void* linear, const float* post_norm, float eps, void* group,
+                            const int* starts, int in, const void* lora, int residual) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
         Recording& r = recording(program);
-        const int projected = post_norm || group ? r.scratch(r.projected, w.n, true) : -1;
-        return new ProjectResidual<E>(r.rows<E>(w, in, nullptr, 0, lora), r.sum(group, w.n), {post_norm, eps}, projected,
-                                      residual);
+        RankColumns columns = r.columns(group, starts);
+        const int part = columns ? r.scratch(r.part, w.n, true) : -1;
+        const int projected = post_norm ? r.scratch(r.projected, columns ? columns.width() : w.n, true) : -1;
+        return new ProjectResidual<E>(r.rows<E>(w, in, nullptr, 0, lora), std::move(columns), {post_norm, eps}, part,
+                                      projected, residual);
     });
 }
 
@@ -533,7 +545,7 @@ struct MoeGeometry {
 int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int width, const MoeGeometry* g,
                         const float* router, const float* bias, const void* const* gate_up, const void* const* down,
                         const void* shared_gate_up, const void* shared_down, int activation, void* group,
-                        int residual) {
+                        const int* hidden_starts, const int* shared_starts, const int* starts, int residual) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         Recording& r = recording(program);
@@ -549,8 +561,10 @@ int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int
         w.top_k = g->top_k;
         w.normalize = g->normalize;
         w.norm_floor = g->norm_floor;
+        ExpertColumns columns{r.columns(group, hidden_starts, g->top_k), r.columns(group, shared_starts),
+                              r.columns(group, starts)};
         return new MoeResidual<E>(r.program, r.norm<E>(in, width, norm, eps), std::move(w), Activation(activation),
-                                  r.sum(group, width), residual);
+                                  std::move(columns), residual);
     });
 }
 

@@ -4,16 +4,21 @@ namespace fd {
 
 template <class E>
 MoeResidual<E>::MoeResidual(Program& program, NormRows<E> norm, ExpertWeights experts, Activation activation,
-                            RankSum sum, int residual)
-    : norm_(norm), experts_(std::move(experts)), activation_(activation), sum_(sum), residual_(residual) {
+                            ExpertColumns columns, int residual)
+    : norm_(norm), experts_(std::move(experts)), activation_(activation), columns_(std::move(columns)), residual_(residual) {
     const int k = experts_.top_k;
     gathered_ = program.add_buffer(norm.width, false, k);
-    hidden_ = program.add_buffer(experts_.gate_up[0]->n, false, k);
-    result_ = program.add_buffer(norm.width, true, k);
+    auto hidden_buffers = [&](const Linear& gate_up, const RankColumns& columns, int rows, int& whole, int& part) {
+        whole = part = program.add_buffer(gate_up.n, false, rows);
+        if (columns) whole = program.add_buffer(columns.width(), false, rows);
+    };
+    hidden_buffers(*experts_.gate_up[0], columns_.hidden, k, hidden_, hidden_part_);
+    result_ = program.add_buffer(experts_.down[0]->n, true, k);
     if (experts_.shared_gate_up) {
-        shared_hidden_ = program.add_buffer(experts_.shared_gate_up->n, false);
-        shared_result_ = program.add_buffer(norm.width, true);
+        hidden_buffers(*experts_.shared_gate_up, columns_.shared_hidden, 1, shared_hidden_, shared_hidden_part_);
+        shared_result_ = program.add_buffer(experts_.shared_down->n, true);
     }
+    if (columns_.out) part_ = program.add_buffer(experts_.down[0]->n, true);
     auto quantized = [&](const std::vector<const Linear*>& weights, int rows) {
         int width = 0;
         for (const Linear* w : weights)
@@ -153,10 +158,12 @@ void MoeResidual<E>::run_experts(const Context& context) const {
     auto rows_of = [&](size_t e) { return Range{starts_[e], starts_[e + 1]}; };
     const Range all = {0, context.step.tokens};
     for (size_t e = 0; e < experts_.gate_up.size(); e++)
-        gate_and_up(*experts_.gate_up[e], gathered_, quantized_, hidden_, rows_of(e));
+        gate_and_up(*experts_.gate_up[e], gathered_, quantized_, hidden_part_, rows_of(e));
     if (experts_.shared_gate_up)
-        gate_and_up(*experts_.shared_gate_up, norm_.norm.weight ? norm_.out : norm_.in, shared_quantized_, shared_hidden_,
-                    all);
+        gate_and_up(*experts_.shared_gate_up, norm_.norm.weight ? norm_.out : norm_.in, shared_quantized_,
+                    shared_hidden_part_, all);
+    if (columns_.hidden) columns_.hidden.gather<E>(context, all.end * experts_.top_k, hidden_part_, hidden_);
+    if (columns_.shared_hidden) columns_.shared_hidden.gather<E>(context, all.end, shared_hidden_part_, shared_hidden_);
     context.wait_for_all();
     quantize_hidden(context);
     for (size_t e = 0; e < experts_.down.size(); e++)
@@ -167,24 +174,25 @@ void MoeResidual<E>::run_experts(const Context& context) const {
 template <class E>
 void MoeResidual<E>::combine(const Context& context) const {
     const Range mine = context.share(context.step.tokens);
+    const int width = experts_.down[0]->n;
     for (int t = mine.begin; t < mine.end; t++) {
-        float* to = context.row<float>(sum_ ? sum_.part : residual_, t);
-        if (sum_) std::fill(to, to + round_up(norm_.width, kLanes), 0.0f);
+        float* to = context.row<float>(residual_, t);
+        if (columns_.out) {
+            const float* from = to + columns_.out.begin();
+            to = context.row<float>(part_, t);
+            std::copy(from, from + width, to);
+        }
         for (int i = 0; i < experts_.top_k; i++) {
             const float* y = context.row<float>(result_, place_[t * experts_.top_k + i]);
             const float weight = weights_[t * experts_.top_k + i];
-            for (int j = 0; j < norm_.width; j++) to[j] += weight * y[j];
+            for (int j = 0; j < width; j++) to[j] += weight * y[j];
         }
         if (experts_.shared_down) {
             const float* y = context.row<float>(shared_result_, t);
-            for (int j = 0; j < norm_.width; j++) to[j] += y[j];
+            for (int j = 0; j < width; j++) to[j] += y[j];
         }
     }
-    if (sum_)
-        sum_.finish(context, context.step.tokens, norm_.width, [&](int row, int column, V x) {
-            float* to = context.row<float>(residual_, row) + column;
-            vstore(to, vload(to) + x);
-        });
+    if (columns_.out) columns_.out.gather<float>(context, context.step.tokens, part_, residual_);
 }
 
 template class MoeResidual<float>;

@@ -16,11 +16,16 @@ struct ExpertWeights {
     float norm_floor;
 };
 
-/// residual += moe(norm(x)), summed over ranks; the experts of a token are added in the order of their scores.
+/// Columns of each rank: of the rows between the two linears of an expert and of the shared one, and of the residual.
+struct ExpertColumns {
+    RankColumns hidden, shared_hidden, out;
+};
+
+/// residual += moe(norm(x)); the experts of a token are added in the order of their scores.
 template <class E>
 class MoeResidual : public Operation {
    public:
-    MoeResidual(Program& program, NormRows<E> norm, ExpertWeights experts, Activation activation, RankSum sum,
+    MoeResidual(Program& program, NormRows<E> norm, ExpertWeights experts, Activation activation, ExpertColumns columns,
                 int residual);
     const char* name() const override { return "moe_residual"; }
     void run(const Context& context) override;
@@ -36,10 +41,12 @@ class MoeResidual : public Operation {
     NormRows<E> norm_;
     ExpertWeights experts_;
     Activation activation_;
-    RankSum sum_;
+    ExpertColumns columns_;
     int residual_;
     int gathered_, hidden_, result_;         // buffers with top_k rows for each token, grouped by expert
     int shared_hidden_, shared_result_;      // one row for each token
+    // This rank's columns of the hidden rows and of the residual; of one rank alone, the hidden rows themselves.
+    int hidden_part_, shared_hidden_part_, part_ = -1;
     // Quantized rows of what the packed of the experts multiply; -1 where none is packed.
     int quantized_ = -1, quantized_hidden_ = -1, shared_quantized_ = -1, shared_quantized_hidden_ = -1;
     std::vector<int> chosen_;                // [tokens, top_k]

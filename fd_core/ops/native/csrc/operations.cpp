@@ -111,17 +111,19 @@ void AttentionInputs<E>::run(const Context& context) {
 
 template <class E>
 void ProjectResidual<E>::run(const Context& context) {
-    const int rows = context.step.tokens, width = input.w.n;
+    const int rows = context.step.tokens, width = columns ? columns.width() : input.w.n;
     input.prepare(context, nullptr, rows);
-    const bool apart = sum || post_norm.weight;
+    const int whole = post_norm.weight ? projected : residual;
+    const bool apart = columns || post_norm.weight;
     input.multiply_each(context, rows, [&](int row, int vec, V x) {
-        float* to = context.row<float>(apart ? projected : residual, row) + vec * kLanes;
+        float* to = context.row<float>(columns ? part : whole, row) + vec * kLanes;
         vstore(to, apart ? x : vload(to) + x);
     });
-    if (sum)
-        sum.finish(context, rows, width, [&](int row, int column, V x) {
-            float* to = context.row<float>(post_norm.weight ? projected : residual, row) + column;
-            vstore(to, post_norm.weight ? x : vload(to) + x);
+    if (columns && post_norm.weight) columns.gather<float>(context, rows, part, projected);
+    if (columns && !post_norm.weight)
+        columns.exchange<float>(context, rows, part, [&](int row, int first, int count, const float* x) {
+            float* to = context.row<float>(residual, row) + first;
+            for (int j = 0; j < count; j++) to[j] += x[j];
         });
     if (!post_norm.weight) return;
     context.wait_for_all();

@@ -58,43 +58,62 @@ struct NormRows {
     void run(const Context& context, int count) const;
 };
 
-/// A sum over ranks of the rows of a float32 buffer. Products go to that buffer and are copied from there: storing them into
-/// lines that another core has read is slower than a copy, which need not fetch a line that it replaces.
-struct RankSum {
-    Group* group;  // null where one rank computes alone
-    int part;      // the buffer
+/// Rows of which each rank holds some columns. Each number is computed by one rank, as one rank alone computes it: the
+/// number of ranks changes no bit.
+struct RankColumns {
+    Group* group = nullptr;      // null where one rank computes alone
+    std::vector<int> starts{};  // the first column of each rank, then the width of a row
 
     explicit operator bool() const { return group != nullptr; }
-    /// Called by every thread when it has written; hands the sums of its share of rows to `take(row, column, sum)`, a
-    /// vector at a time, in the order of ranks.
-    template <class Take>
-    void finish(const Context& context, int rows, int width, Take&& take) const;
+    int begin() const { return group ? starts[group->rank] : 0; }
+    int width() const { return starts.back(); }
+    /// Elements of a slot for each row, the same on all ranks.
+    size_t stride() const {
+        int most = 0;
+        for (int r = 0; r < group->size; r++) most = std::max(most, starts[r + 1] - starts[r]);
+        return round_up(most, kLanes);
+    }
+    /// Exchange the rows of a buffer of T that holds this rank's columns. Called by every thread when it has written;
+    /// hands the columns of each rank of its share of rows to `take(row, first column, count, values)`.
+    template <class T, class Take>
+    void exchange(const Context& context, int rows, int part, Take&& take) const;
+    /// The same into the rows of another buffer.
+    template <class T>
+    void gather(const Context& context, int rows, int part, int out) const {
+        exchange<T>(context, rows, part, [&](int row, int first, int count, const T* values) {
+            std::memcpy((void*)(context.row<T>(out, row) + first), values, count * sizeof(T));
+        });
+    }
 };
 
-template <class Take>
-void RankSum::finish(const Context& context, int rows, int width, Take&& take) const {
+template <class T, class Take>
+void RankColumns::exchange(const Context& context, int rows, int part, Take&& take) const {
     context.wait_for_all();
     const Range mine = context.share(rows);
     const uint64_t number = group->next();
-    const size_t stride = context.stride(part);
-    if (mine.begin < mine.end)
-        std::memcpy(group->slot(group->rank, number) + mine.begin * stride, context.row<float>(part, mine.begin),
-                    (mine.end - mine.begin) * stride * sizeof(float));
+    const size_t stride = this->stride();
+    auto slot = [&](int rank, int row) { return reinterpret_cast<T*>(group->slot(rank, number)) + row * stride; };
+    // Products are copied to the slot: storing them into lines that another core has read is slower.
+    for (int i = mine.begin; i < mine.end; i++)
+        std::memcpy((void*)slot(group->rank, i), context.row<T>(part, i),
+                    (starts[group->rank + 1] - starts[group->rank]) * sizeof(T));
     context.wait_for_all();
-    if (context.thread == 0) group->meet(number, size_t(rows) * stride * sizeof(float));
+    if (context.thread == 0) group->meet(number, size_t(rows) * stride * sizeof(T));
     context.wait_for_all();
     if (group->failed()) return;
-    for (int i = mine.begin; i < mine.end; i++) {
-        auto row = [&](int r) {
-            return r == group->rank ? context.row<float>(part, i) : group->slot(r, number) + i * stride;
-        };
-        for (int j = 0; j < width; j += kLanes) {
-            V sum = vload(row(0) + j);
-            for (int r = 1; r < group->size; r++) sum = sum + vload(row(r) + j);
-            take(i, j, sum);
-        }
-    }
+    for (int i = mine.begin; i < mine.end; i++)
+        for (int r = 0; r < group->size; r++) take(i, starts[r], starts[r + 1] - starts[r], slot(r, i));
 }
+
+/// out = the rows of `in`, of which each rank holds some columns.
+template <class E>
+struct Gather : Operation {
+    RankColumns columns;
+    int in, out;
+    Gather(RankColumns columns, int in, int out) : columns(std::move(columns)), in(in), out(out) {}
+    const char* name() const override { return "gather"; }
+    void run(const Context& context) override { columns.gather<E>(context, context.step.tokens, in, out); }
+};
 
 /// out = x * w + bias.
 template <class E>
@@ -124,15 +143,17 @@ struct AttentionInputs : Operation {
     void run(const Context& context) override;
 };
 
-/// residual += norm(x * w + bias, summed over ranks); `projected` is a float32 scratch buffer, used with a norm or a sum.
+/// residual += norm(x * w + bias), of which each rank computes some columns. `part` and `projected` are float32 scratch
+/// buffers: this rank's columns, if there are several, and whole rows, used with a norm.
 template <class E>
 struct ProjectResidual : Operation {
     InputRows<E> input;
-    RankSum sum;
+    RankColumns columns;
     NormWeights post_norm;
-    int projected, residual;
-    ProjectResidual(InputRows<E> input, RankSum sum, NormWeights post_norm, int projected, int residual)
-        : input(input), sum(sum), post_norm(post_norm), projected(projected), residual(residual) {}
+    int part, projected, residual;
+    ProjectResidual(InputRows<E> input, RankColumns columns, NormWeights post_norm, int part, int projected, int residual)
+        : input(input), columns(std::move(columns)), post_norm(post_norm), part(part), projected(projected),
+          residual(residual) {}
     const char* name() const override { return "project_residual"; }
     const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;
