@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Final
 
 __all__ = ["ActiveRequests"]
@@ -13,7 +14,8 @@ _PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 class ActiveRequests:
     """Which engine requests belong to which HTTP request.
 
-    A client may use one request id for several requests at the same time (a trace id); engine ids are unique.
+    A client may use one request id for several requests at the same time (a trace id), and so may clients with other
+    keys; engine ids are unique.
     """
 
     def __init__(self) -> None:
@@ -39,19 +41,20 @@ class ActiveRequests:
         if not left:
             del self._engine_ids[request_id]
 
-    def engine_ids(self, given: str, owner: str | None = None) -> list[str]:
+    def engine_ids(self, given: str, reaches: Callable[[str], bool]) -> list[str]:
         """Return the engine ids behind a request id or the `id` of an answer; empty if none is active.
 
-        With `owner`, those of other owners are left out.
+        Only requests whose owner the caller `reaches` are looked at: which ids others use changes nothing.
         """
-        for name in (given, *(given.removeprefix(prefix) for prefix in _PREFIXES)):
-            if name in self._engine_ids:
-                return [each for each, whose in self._engine_ids[name].items() if owner in (None, whose)]
+        for name in (given, *(given.removeprefix(prefix) for prefix in _PREFIXES if given.startswith(prefix))):
+            found = [each for each, owner in self._engine_ids.get(name, {}).items() if reaches(owner)]
+            if found:
+                return found
         return []
 
-    def of_others(self, request_id: str, owner: str) -> bool:
-        """Whether a request of another owner runs under this id."""
-        return any(each != owner for each in self._engine_ids.get(request_id, {}).values())
+    def all_ids(self, reaches: Callable[[str], bool]) -> list[str]:
+        """Return the engine ids of every request whose owner the caller `reaches`."""
+        return [each for ids in self._engine_ids.values() for each, owner in ids.items() if reaches(owner)]
 
     @staticmethod
     def request_id(engine_id: str) -> str:

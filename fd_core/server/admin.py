@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.access.control import not_admin
+from fd_core.server.access.record import RequestRecord
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
 from fd_core.server.openapi import endpoint
@@ -27,29 +27,26 @@ async def abort_requests(request: Request) -> Response:
     """Abort requests by the `id` of their answer or by their X-Request-Id, or all of them.
 
     Their clients receive what was generated, with finish reason `length` and stop reason `abort`. With API keys, each
-    aborts its own requests, and only an admin key those of others. Without any, whoever can reach the server may do
-    this, as he may use it.
+    aborts its own requests, and only an admin key those of others, which `abort_all` means as well. Without any, every
+    client that reaches the server may abort all.
     """
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
-    key = request.state.record.key
-    everybodys = key is None or key.admin
+    record: RequestRecord = request.state.record
     if body.abort_all is True and body.req_ids is None:
-        if not everybodys:
-            raise not_admin("abort_all")
-        aborted = dict.fromkeys(state.active.request_id(each) for each in state.client.abort_all())
-        answer = AbortAnswer(list(aborted), [])
+        found = state.client.abort(state.active.all_ids(record.may_abort))
+        answer = AbortAnswer(list(dict.fromkeys(map(state.active.request_id, found))), [])
     elif body.req_ids is not None and not body.abort_all:
-        answer = _abort(state, body.req_ids, None if everybodys else key.owner)
+        answer = _abort(state, body.req_ids, record)
     else:
         raise invalid('give either {"req_ids": ["..."]} or {"abort_all": true}', "req_ids")
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
-def _abort(state: ServerState, given: list[str], owner: str | None) -> AbortAnswer:
+def _abort(state: ServerState, given: list[str], record: RequestRecord) -> AbortAnswer:
     answer = AbortAnswer([], [])
     for name in dict.fromkeys(given):
-        engine_ids = state.active.engine_ids(name, owner)
+        engine_ids = state.active.engine_ids(name, record.may_abort)
         found = state.client.abort(engine_ids) if engine_ids else []
         (answer.aborted if found else answer.not_found).append(name)
     return answer

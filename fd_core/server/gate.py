@@ -8,18 +8,19 @@ import uuid
 from collections.abc import Mapping
 from typing import Final
 
-from starlette.routing import Match
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fd_core.server import kv_events
 from fd_core.server.access.access_log import CLIENT_LEFT, log_access
 from fd_core.server.access.control import AccessControl, limit_headers
 from fd_core.server.access.record import RequestRecord
+from fd_core.server.access.routes import find_route
+from fd_core.server.access.tenants import TENANT_HEADER, Tenant, read_tenant
 from fd_core.server.batches.asgi import OWNER
 from fd_core.server.doors.connections import source_of
 from fd_core.server.doors.hosts import HostRules, Visit
 from fd_core.server.draining import DRAINING_HEADER, Drain
-from fd_core.server.errors import error_response, to_api_error, unavailable
+from fd_core.server.errors import ApiError, error_response, no_such_path, to_api_error, unavailable
 from fd_core.server.metrics import ServerMetrics
 from fd_core.text.fair_thread import CLIENT
 
@@ -29,6 +30,7 @@ _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 
 _ALWAYS: Final = frozenset({"/v1/abort_requests", "/ping"})
 """Paths that take POST and are served to the end."""
+_TENANT: Final = TENANT_HEADER.lower().encode()
 _LEAVING: Final = ((b"connection", b"close"), (DRAINING_HEADER.lower().encode(), b"1"))
 
 
@@ -74,15 +76,11 @@ class Gate:
         arrived, record = time.perf_counter(), RequestRecord(request_id.decode())
         state = scope.setdefault("state", {})
         state.update(request_id=record.request_id, arrived=arrived, record=record)
-        status, ended, options = 0, False, scope["method"] == "OPTIONS"
+        status, ended = 0, False
         added = [(b"x-request-id", request_id)]
 
         async def numbered(message: Message) -> None:
             nonlocal status, ended
-            if message.get("status") == 405:
-                message = {**message, "headers": [*_without_allow(message), (b"allow", _methods(scope).encode())]}
-            if options:
-                message = _allowed(message)
             if message["type"] == "http.response.start":
                 status = message["status"]
                 told = limit_headers(record.account, time.monotonic())
@@ -98,9 +96,10 @@ class Gate:
             if OWNER not in scope:
                 for name, value in self._hosts.check(_visit(scope, headers)).items():
                     added.append((name.lower().encode(), value.encode("latin-1")))
-            # KV events have a secret of their own.
-            if not options and scope["path"] != kv_events.PATH:
-                self._enter(scope, headers, record)
+            if scope["method"] == "OPTIONS":
+                await _allowed(scope["path"])(scope, receive, numbered)
+                return
+            self._enter(scope, "HEAD" if head else scope["method"], headers, record)
             if scope["method"] != "POST" or scope["path"] in _ALWAYS:
                 await self._app(scope, receive, numbered)
             elif self._drain.refusing:
@@ -121,17 +120,36 @@ class Gate:
                 seconds, path = time.perf_counter() - arrived, scope["path"]
                 log_access(client, method, path, status if ended else CLIENT_LEFT, seconds, record)
 
-    def _enter(self, scope: Scope, headers: Mapping[bytes, bytes], record: RequestRecord) -> None:
-        """Find out whose request it is. Raises `ApiError`: 401 without a key, 429 beyond the limits of the key."""
+    def _enter(self, scope: Scope, method: str, headers: Mapping[bytes, bytes], record: RequestRecord) -> None:
+        """Find out whose request it is, and what it may do. Raises `ApiError`: 401, 403, 404, 405, 429."""
         path, owner = scope["path"], scope.get(OWNER)
         if owner is None:
             sent = headers.get(b"authorization"), headers.get(b"x-api-key")
-            record.key = self._access.identify(scope["method"], path, *sent)
+            record.key = self._access.identify(method, path, *sent)
+            record.tenant = self._tenant(record, method, path, headers.get(_TENANT))
         else:
             record.key = self._access.of_owner(owner)
         scope["state"]["owner"] = record.owner if owner is None else owner
         CLIENT.set(scope["state"]["owner"] or source_of(_address(scope)))
-        self._access.enter(record, scope["method"], path, time.monotonic())
+        self._access.authorize(record, method, path)
+        self._access.enter(record, method, path, time.monotonic())
+
+    def _tenant(self, record: RequestRecord, method: str, path: str, header: bytes | None) -> Tenant | None:
+        """Return for whom a router asks. Raises `ApiError` (403) for a header that the sender's key did not sign."""
+        if header is None:
+            return None
+        if record.key is None and self._access.ring:  # an open path: nothing there depends on the tenant
+            return None
+        secret = None if record.key is None else record.key.digest
+        tenant = read_tenant(secret, header, method, path, record.request_id)
+        if tenant is None:
+            raise ApiError(
+                403,
+                f"{TENANT_HEADER} is not signed with the API key that was sent: only routers send this header",
+                kind="permission_error",
+                code="bad_tenant",
+            )
+        return tenant
 
 
 def _address(scope: Scope) -> str:
@@ -148,27 +166,12 @@ def _visit(scope: Scope, headers: Mapping[bytes, bytes]) -> Visit:
     return Visit.of(scope["method"], hosts, scope["server"][0] if scope["server"] else None, header)
 
 
-def _allowed(message: Message) -> Message:
-    """Turn the answer that a path does not take OPTIONS into one that says what the path takes; 404 stays."""
-    if message["type"] == "http.response.body":
-        return {**message, "body": b""}
-    allowed = dict(message["headers"]).get(b"allow")
-    if allowed is None:
-        return {**message, "headers": [(b"content-length", b"0")]}
-    return {**message, "status": 204, "headers": [(b"allow", allowed)]}
-
-
-def _without_allow(message: Message) -> list[tuple[bytes, bytes]]:
-    return [header for header in message.get("headers", ()) if header[0] != b"allow"]
-
-
-def _methods(scope: Scope) -> str:
-    """Return the methods that a path takes; each may have a route of its own."""
-    methods = {"OPTIONS"}
-    for method in ("DELETE", "GET", "POST"):
-        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in scope["app"].routes):
-            methods.add(method)
-    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+def _allowed(path: str) -> Response:
+    """Return the methods that a path takes, which needs no key; `ApiError` (404) if nothing is served there."""
+    found = find_route(path)
+    if found is None:
+        raise no_such_path(path)
+    return Response(status_code=204, headers={"Allow": ", ".join(found[1].allowed)})
 
 
 def _path(scope: Scope) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
+from urllib.parse import quote
 
 import numpy as np
 from aiohttp import web
 
-from fd_core.router.gateway.aborting import ABORT_PATH, abort
+from fd_core.router.gateway.aborting import ABORT_PATH, abort, change_adapters
 from fd_core.router.gateway.answers import error_response, json_response
 from fd_core.router.gateway.body import read_body
 from fd_core.router.gateway.forwarding import Exchange
 from fd_core.router.gateway.headers import to_worker
-from fd_core.router.gateway.kept_responses import RESPONSES_PATH, keeper
+from fd_core.router.gateway.kept_responses import keeper
 from fd_core.router.gateway.models import union
 from fd_core.router.gateway.pages import PAGES
 from fd_core.router.gateway.state import GatewayState
@@ -24,6 +25,7 @@ from fd_core.router.selection import RouteRequest
 from fd_core.server.access.access_log import CLIENT_LEFT, log_access
 from fd_core.server.access.control import limit_headers
 from fd_core.server.access.record import RequestRecord
+from fd_core.server.access.routes import ROUTES, find_route
 from fd_core.server.access.usage import USAGE_HEADER, UsageMeter
 from fd_core.server.doors.bodies import BodyShare
 from fd_core.server.doors.connections import source_of
@@ -35,18 +37,9 @@ from fd_core.text.fair_thread import CLIENT
 
 __all__ = ["RouterGate"]
 
-_PLACED: Final = frozenset(
-    {
-        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens"),
-        *("/v1/responses", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/tokenize", "/detokenize"),
-        *("/tokenizer_info", "/get_model_info"),
-    }
-)
-"""Paths that have their own value of the label `path` in the metrics; clients cannot make up others."""
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
-_ASKED: Final = frozenset({"/tokenizer_info", "/get_model_info"})
-"""Paths that are read, and where each worker says the same."""
-_COMPUTES_NOTHING: Final = _ASKED | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
+_ADAPTERS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
 """Paths whose text leaves nothing in a worker's cache, and so is no prompt to the router."""
 
 
@@ -95,7 +88,9 @@ class RouterGate:
                 answer.headers[DRAINING_HEADER] = "1"
         if self._state.drain.leaving:
             answer.force_close()
-        path = request.path if request.path in _PLACED or request.path in PAGES else "other"
+        found = find_route(request.path)
+        # Clients cannot make up values of the label.
+        path = found[0] if found is not None and (found[1].forwarded or found[0] in PAGES) else "other"
         self._state.metrics.answers[path, answer.status] += 1
         return answer
 
@@ -104,43 +99,34 @@ class RouterGate:
     ) -> web.StreamResponse:
         path = request.path
         if request.method == "OPTIONS":
-            return _methods_of(path)
+            found = find_route(path)
+            if found is None:
+                raise no_such_path(path)
+            return web.Response(status=204, headers={"Allow": ", ".join(found[1].allowed)})
         sent = _header(request, "Authorization"), _header(request, "X-Api-Key")
         record.key = self._access.identify(request.method, path, *sent)
         CLIENT.set(record.owner or source_of(request.remote or "-"))
+        template = self._access.authorize(record, request.method, path)
         self._access.enter(record, request.method, path, time.monotonic())
-        shown = PAGES.get(path)
+        shown = PAGES.get(template)
         if shown is not None:
-            if request.method not in ("GET", "HEAD"):
-                raise _wrong_method(("GET",))
             return await shown(self._state)
-        if path == "/v1/models" or path.startswith("/v1/models/"):
-            if request.method not in ("GET", "HEAD"):
-                raise _wrong_method(("GET",))
-            return await self._list(path, to_worker(self._state, request.headers, record.request_id))
-        methods = _forwarded(path)
-        if not methods:
-            raise no_such_path(path)
-        if path.startswith(_KEPT_BY_WORKERS):
+        if template.startswith("/v1/models"):
+            return await self._list(path, to_worker(self._state, request.headers, record, "GET", "/v1/models"))
+        if template.startswith(_KEPT_BY_WORKERS):
             raise ApiError(404, "each worker keeps files and batches of its own; send these requests to a worker")
-        if request.method not in methods:
-            raise _wrong_method(methods)
-        if path == ABORT_PATH:
+        if template == ABORT_PATH or template in _ADAPTERS:
             with self._share(request) as share:
                 body = await read_body(request, share)
-            headers = to_worker(self._state, request.headers, record.request_id)
-            return await abort(self._state, body, headers, record)
+            headers = to_worker(self._state, request.headers, record, "POST", path)
+            act = abort if template == ABORT_PATH else change_adapters
+            return await act(self._state, path, body, headers, record)
+        if not ROUTES[template].forwarded:
+            raise no_such_path(path)
         if self._state.drain.refusing:
             raise unavailable("the router is shutting down", "draining", retry_after=5)
-        if self._state.active.of_others(record.request_id, record.owner):
-            # Whoever shares an id could abort the other's request.
-            added["X-Request-Id"] = record.request_id = request_id_of(b"").decode()
-        ids = self._state.active.enter(record.request_id, 1, record.owner)
-        try:
-            with self._state.drain.runs(), self._share(request) as share:
-                return await self._forward(request, record, added, share)
-        finally:
-            self._state.active.leave(record.request_id, ids)
+        with self._state.drain.runs(), self._share(request) as share:
+            return await self._forward(request, record, added, share)
 
     def _share(self, request: web.BaseRequest) -> BodyShare:
         return self._state.bodies.share(request.headers.get("Content-Length"), self._state.config.max_body_bytes)
@@ -151,13 +137,13 @@ class RouterGate:
         arrived = time.monotonic()
         body = await read_body(request, share)
         session = request.headers.get("X-Session-Id", "")[:256] or None
-        headers, meter = to_worker(self._state, request.headers, record.request_id), None
+        headers, meter = to_worker(self._state, request.headers, record, request.method, request.path), None
         if request.path in _COMPUTES_NOTHING or request.method != "POST":
             asked = RouteRequest(np.zeros(1, np.int32), session, model=await self._state.reader.model(body))
         else:
             asked = await self._state.reader.read(body, session)
             self._access.reserve(record, asked.length + asked.output_tokens)
-        home = await keeper(self._state, request.path, body, headers)
+        home = await keeper(self._state, request, body, record)
         if home is not None:
             asked = replace(asked, home=home)
         if record.reservation is not None or self._state.config.access_log:
@@ -167,7 +153,8 @@ class RouterGate:
             request=request,
             request_id=record.request_id,
             added=added,
-            target=request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs,
+            # What was authorized is what is sent: no second reading of an encoded path.
+            target=quote(request.path) + ("?" + query if (query := request.rel_url.raw_query_string) else ""),
             headers=headers,
             body=body,
             share=share,
@@ -190,28 +177,6 @@ class RouterGate:
         raise ApiError(404, f"the model {name[:128]!r} does not exist", param="model", code="model_not_found")
 
 
-def _forwarded(path: str) -> tuple[str, ...]:
-    """Return the methods with which a path goes to workers."""
-    if path in _ASKED:
-        return ("GET", "HEAD")
-    if path.startswith(RESPONSES_PATH + "/") and ".." not in path:
-        return ("DELETE", "GET", "HEAD")
-    return ("POST",) if (path.startswith("/v1/") or path in _PLACED) and ".." not in path else ()
-
-
-def _methods_of(path: str) -> web.Response:
-    """Say which methods a path takes; whoever asks needs no key."""
-    read = path in PAGES or path == "/v1/models" or path.startswith("/v1/models/")
-    methods = ("GET", "HEAD") if read else _forwarded(path)
-    if not methods:
-        raise no_such_path(path)
-    return web.Response(status=204, headers={"Allow": ", ".join(sorted((*methods, "OPTIONS")))})
-
-
 def _header(request: web.BaseRequest, name: str) -> bytes | None:
     value = request.headers.get(name)
     return None if value is None else value.encode("utf-8", "surrogateescape")
-
-
-def _wrong_method(allowed: Sequence[str]) -> ApiError:
-    return ApiError(405, f"this path takes {', '.join(allowed)}", headers={"Allow": ", ".join(allowed)})

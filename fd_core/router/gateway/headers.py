@@ -9,6 +9,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER
 from fd_core.router.gateway.state import GatewayState
+from fd_core.server.access.record import RequestRecord
+from fd_core.server.access.tenants import TENANT_HEADER, Tenant, sign_tenant
 from fd_core.server.access.usage import USAGE_HEADER
 from fd_core.server.draining import DRAINING_HEADER
 
@@ -21,18 +23,26 @@ _HOP_BY_HOP: Final = frozenset(
     }
 )
 """Headers that belong to one connection (RFC 9110, section 7.6.1)."""
-_ROUTERS_OWN: Final = frozenset({TICKET_HEADER.lower(), OUTCOME_HEADER.lower(), USAGE_HEADER.lower()})
-"""Headers that only a router may send: a client could send a worker to an address of its choice."""
+_ROUTERS_OWN: Final = frozenset(each.lower() for each in (TICKET_HEADER, OUTCOME_HEADER, USAGE_HEADER, TENANT_HEADER))
+"""Headers that only a router may send: a client could send a worker to an address of its choice, or act for another."""
 _REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
 _ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
 AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that the HTTP client library would add by itself."""
 
 
-def to_worker(state: GatewayState, given: CIMultiDictProxy[str], request_id: str) -> CIMultiDict[str]:
-    """Return the headers of the request to a worker; the client's API key goes on unless it is the gateway's."""
+def to_worker(
+    state: GatewayState, given: CIMultiDictProxy[str], record: RequestRecord, method: str, path: str
+) -> CIMultiDict[str]:
+    """Return the headers of a request to a worker; the client's API key goes on unless it is the gateway's.
+
+    Of a key of the gateway's, the tenant goes on, signed for this method and this decoded path.
+    """
     headers = _without(given, _REQUEST_ONLY)
-    headers["X-Request-Id"] = request_id
+    headers["X-Request-Id"] = record.request_id
+    if record.key is not None:
+        tenant = Tenant.of(record.key)
+        headers[TENANT_HEADER] = sign_tenant(state.worker_secret, tenant, method, path, record.request_id)
     if state.config.asks_for_keys:
         headers.popall("Authorization", None)
     if state.config.asks_for_keys or "Authorization" in state.own_headers:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote
 
 import aiohttp
 import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
 
+from fd_core.router.gateway.headers import to_worker
 from fd_core.router.gateway.relaying import TROUBLE
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
+from fd_core.server.access.record import RequestRecord
 
-__all__ = ["RESPONSES_PATH", "keeper"]
+__all__ = ["keeper"]
 
-RESPONSES_PATH: Final = "/v1/responses"
+_RESPONSES_PATH: Final = "/v1/responses"
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 
 
@@ -29,14 +32,17 @@ class _Following(msgspec.Struct):
 _decoder: Final = msgspec.json.Decoder(_Following)
 
 
-async def keeper(state: GatewayState, path: str, body: bytes, headers: Mapping[str, str]) -> RouterWorker | None:
-    """Return the worker that keeps the response which a request names; None if it names none or nobody keeps it.
+async def keeper(
+    state: GatewayState, request: web.BaseRequest, body: bytes, record: RequestRecord
+) -> RouterWorker | None:
+    """Return the worker that keeps the response which a request names; None if it names none or no worker has it.
 
-    `headers` are those of the client, as they go to workers: a worker shows a response to the key that made it.
+    Workers are asked for the client: a worker shows a response to the key that made it.
     """
-    name = _named(path, body)
+    name = _named(request.path, body)
     if not name:
         return None
+    headers = to_worker(state, request.headers, record, "HEAD", f"{_RESPONSES_PATH}/{name}")
     answering = (WorkerState.HEALTHY, WorkerState.DRAINING)
     shown = [each for each in state.router.snapshot().workers if each.state in answering]
     workers = [each.worker for each in shown if each.worker.role != "prefill"]
@@ -45,9 +51,9 @@ async def keeper(state: GatewayState, path: str, body: bytes, headers: Mapping[s
 
 
 def _named(path: str, body: bytes) -> str | None:
-    if path.startswith(RESPONSES_PATH + "/"):
-        return path.removeprefix(RESPONSES_PATH + "/")
-    if path != RESPONSES_PATH or b"previous_response_id" not in body:
+    if path.startswith(_RESPONSES_PATH + "/"):
+        return path.removeprefix(_RESPONSES_PATH + "/")
+    if path != _RESPONSES_PATH or b"previous_response_id" not in body:
         return None
     try:
         return _decoder.decode(body).previous_response_id
@@ -55,8 +61,8 @@ def _named(path: str, body: bytes) -> str | None:
         return None
 
 
-async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: Mapping[str, str]) -> bool:
-    url = f"{worker.url}{RESPONSES_PATH}/{quote(name, safe='')}"
+async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: CIMultiDict[str]) -> bool:
+    url = f"{worker.url}{_RESPONSES_PATH}/{quote(name, safe='')}"
     try:
         async with state.session.head(url, headers=headers, timeout=_TIMEOUT, allow_redirects=False) as answer:
             return answer.status == 200

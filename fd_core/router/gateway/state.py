@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass, field
 
@@ -14,7 +15,6 @@ from fd_core.router.gateway.timeouts import WorkerTimeouts
 from fd_core.router.router import Router
 from fd_core.router.selection import Mode
 from fd_core.server.access.control import AccessControl
-from fd_core.server.active import ActiveRequests
 from fd_core.server.doors.bodies import BodyBudget
 from fd_core.server.draining import Drain
 from fd_core.server.spans import RequestSpans
@@ -57,8 +57,6 @@ class GatewayState:
     metrics: GatewayMetrics
     access: AccessControl = field(default_factory=AccessControl)
     """The router's API keys and what they may take."""
-    active: ActiveRequests = field(default_factory=ActiveRequests)
-    """Requests that run, by their ids."""
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     pairing: PairingLog = field(default_factory=PairingLog)
     supervisor: Supervisor = field(default_factory=Supervisor)
@@ -66,10 +64,14 @@ class GatewayState:
     drain: Drain = field(default_factory=Drain)
     spans: RequestSpans | None = None
     """Makes the spans of requests; None makes none."""
+    worker_secret: bytes = field(init=False)
+    """Signs the tenants of requests: the digest of the workers' key, as they keep it."""
     bodies: BodyBudget = field(init=False)
     """Memory for bodies, until a worker has answered and no other one needs them."""
 
     def __post_init__(self) -> None:
+        key = next(iter(self.config.worker_api_keys), "")
+        self.worker_secret = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         self.bodies = BodyBudget(self.config.max_body_memory)
 
     @property

@@ -15,16 +15,13 @@ from fd_core.server.access.key_file import FLAG, read_key_file, warn_if_others_r
 from fd_core.server.access.keys import ApiKey, KeyRing
 from fd_core.server.access.limits import KeyAccount, KeyLimits, LimitReached, SlidingWindow
 from fd_core.server.access.record import RequestRecord
-from fd_core.server.errors import ApiError
+from fd_core.server.access.routes import Right, find_route
+from fd_core.server.errors import ApiError, no_such_path
 
-__all__ = ["OPEN_PATHS", "PAGES", "AccessControl", "limit_error", "limit_headers", "not_admin"]
+__all__ = ["AccessControl", "limit_error", "limit_headers"]
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS: Final = frozenset({"/health", "/ping", "/ready"})
-"""Paths served without a key, for probes."""
-PAGES: Final = frozenset({"/", "/status", "/status.json", "/openapi.json", "/load", "/version", "/metrics"})
-"""Paths served without a key unless `protect_pages` is set. None of them shows a prompt, a text or a key."""
 _MOST_NAMES: Final = 256
 """Names of keys in the metrics; the refusals of all further keys are one sample."""
 _WORDS: Final = {
@@ -42,11 +39,11 @@ class AccessControl:
     def __init__(self, keys: Iterable[str] = (), file: str | None = None, *, protect_pages: bool = False) -> None:
         """`keys` have neither names nor limits. Raises `ConfigError` for a file that is wrong.
 
-        `protect_pages` asks for a key at `PAGES` as well.
+        `protect_pages` asks for a key at pages as well, none of which shows a prompt, a text or a key.
         """
         self._plain = tuple(keys)
         self._file = None if file is None else Path(file)
-        self._open = OPEN_PATHS if protect_pages else OPEN_PATHS | PAGES
+        self._open: tuple[Right, ...] = ("probe", "secret") if protect_pages else ("probe", "secret", "page")
         self.ring = KeyRing(self._read())
         self._accounts: dict[str, KeyAccount] = {}
         self.refusals: Counter[tuple[str, str]] = Counter()
@@ -89,9 +86,11 @@ class AccessControl:
         """
         if not self.ring:
             return None
-        page = path in PAGES and method in ("GET", "HEAD")
+        found = find_route(path)
+        right = None if found is None else found[1].right
+        page = right == "page" and method in ("GET", "HEAD")
         key = self.ring.find(authorization, api_key, basic=page)
-        if key is None and path not in self._open:
+        if key is None and right not in self._open:
             scheme = 'Basic realm="API key as password"' if page else "Bearer"
             sent = "no API key was sent" if authorization is api_key is None else "the API key sent is not accepted"
             raise ApiError(
@@ -109,12 +108,32 @@ class AccessControl:
         """
         if not self.ring or not owner:
             return None
-        key = self.ring.of_owner(owner)
+        key = self.ring.of_owner(owner.partition(".")[0])
         if key is None:
             raise ApiError(
                 401, "the API key that this batch was made with is no longer accepted", code="invalid_api_key"
             )
         return key
+
+    @staticmethod
+    def authorize(record: RequestRecord, method: str, path: str) -> str:
+        """Return the template of the route that a request of a known key asks for.
+
+        Raises `ApiError`: 404 for a path that `ROUTES` does not name, 405 for another method, 403 without the right.
+        """
+        found = find_route(path)
+        if found is None:
+            raise no_such_path(path)
+        template, route = found
+        if method not in route.allowed or method == "OPTIONS":
+            headers = {"Allow": ", ".join(route.allowed)}
+            raise ApiError(405, f"this path takes {', '.join(route.methods)}", headers=headers)
+        if route.right == "admin" and not record.is_admin:
+            what = f"{path} acts for all keys, which takes one with `admin = true` in the file of {FLAG}"
+            if record.tenant is not None and record.tenant.admin:
+                what += "; so does the worker with the key that the router sends"
+            raise ApiError(403, what, kind="permission_error", code="admin_key_required")
+        return template
 
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
         """Let a request begin; its record has to be closed. Raises `ApiError` (429) if its key has no room for it."""
@@ -151,18 +170,6 @@ def _makes_work(method: str, path: str) -> bool:
     """Whether limits count a request: to look, and to end work, must always be possible."""
     ends = path in ("/v1/abort_requests", "/ping") or path.endswith("/cancel")
     return method == "POST" and not ends
-
-
-def not_admin(field: str) -> ApiError:
-    """Return the answer to a request that only an admin key may make."""
-    return ApiError(
-        403,
-        f"{field} acts on the requests of all keys, which takes one that has `admin = true` in the file of "
-        f"{FLAG}; your own requests can be named in req_ids",
-        kind="permission_error",
-        param=field,
-        code="admin_key_required",
-    )
 
 
 def limit_error(key: ApiKey, error: LimitReached) -> ApiError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fd_core.server.access.keys import ApiKey
 from fd_core.server.access.limits import KeyAccount, KeyAdmission, Reservation
+from fd_core.server.access.tenants import Tenant
 
 __all__ = ["RequestRecord"]
 
@@ -19,6 +20,8 @@ class RequestRecord:
     """The id of answers and logs."""
     key: ApiKey | None = None
     """None where there are no keys, or the path needs none."""
+    tenant: Tenant | None = None
+    """The key of a router behind this one; None if the client came directly."""
     admission: KeyAdmission | None = None
     """None for a key without limits."""
     tokens_in: int = 0
@@ -29,8 +32,23 @@ class RequestRecord:
 
     @property
     def owner(self) -> str:
-        """Whose request it is, see `ApiKey.owner`; "" for anybody's."""
-        return "" if self.key is None else self.key.owner
+        """Whose request it is, see `ApiKey.owner`; "" for anybody's. A tenant has a part of what its router has."""
+        own = "" if self.key is None else self.key.owner
+        return own if self.tenant is None else f"{own}.{self.tenant.owner}"
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether it may change what all keys use. Without keys everybody may."""
+        return (self.key is None or self.key.admin) and (self.tenant is None or self.tenant.admin)
+
+    def may_abort(self, owner: str) -> bool:
+        """Return True if this request may end the work of an owner.
+
+        An admin key of a router's reaches all that came through a router with the same key.
+        """
+        if self.is_admin or owner == self.owner:
+            return True
+        return self.tenant is not None and self.tenant.admin and owner.startswith(self.owner.partition(".")[0] + ".")
 
     @property
     def account(self) -> KeyAccount | None:
@@ -39,7 +57,9 @@ class RequestRecord:
 
     @property
     def tokens_per_minute(self) -> int | None:
-        """The limit of tokens, None if there is none."""
+        """The limit of tokens, None if there is none; of a tenant it is the one that its router counts."""
+        if self.tenant is not None and self.tenant.tokens_per_minute is not None:
+            return self.tenant.tokens_per_minute
         return None if self.admission is None else self.admission.account.limits.tokens_per_minute
 
     def reserve(self, tokens: int) -> None:

@@ -26,6 +26,7 @@ from fd_core.router.gateway.model_text import ModelText
 from fd_core.router.gateway.serving import serve_gateway
 from fd_core.router.router import Router
 from fd_core.router.workers import Role
+from fd_core.server.access.tenants import TENANT_HEADER, read_tenant
 from fd_core.server.listening import bind_socket
 from fd_core.server.spans import RequestSpans
 
@@ -80,6 +81,8 @@ class FakeWorker:
         self.chunks = 4
         self.runs: set[str] = set()
         """Ids that can be aborted."""
+        self.owners: dict[str, str] = {}
+        """Owners of requests, by id; those of others are not aborted."""
         self.keeps: set[str] = set()
         """Ids of responses."""
         self.seen: list[tuple[str, Mapping[str, str], bytes]] = []
@@ -162,7 +165,7 @@ class FakeWorker:
             error = {"type": "not_found_error", "message": "the model 'm' does not exist"}
             return web.json_response({"type": "error", "error": error}, status=404)
         if word == "abort":
-            return self._abort(json.loads(self.seen[-1][2]))
+            return self._abort(json.loads(self.seen[-1][2]), request.headers.get(TENANT_HEADER, ""))
         if word == "json":
             await asyncio.sleep(self.pause)
             return web.json_response({"worker": self.name}, headers={"Set-Cookie": "a=b", **told})
@@ -185,11 +188,13 @@ class FakeWorker:
             return out
         return await self._stream(request, word, told)
 
-    def _abort(self, body: Any) -> web.Response:
-        given = sorted(self.runs) if body.get("abort_all") else body.get("req_ids")
+    def _abort(self, body: Any, header: str) -> web.Response:
+        tenant = read_tenant(None, header.encode(), "", "", "")
+        own = {each for each in self.runs if tenant is None or tenant.admin or self.owners[each] == tenant.owner}
+        given = sorted(own) if body.get("abort_all") else body.get("req_ids")
         if given is None:
             return web.json_response({"error": {"message": "neither"}}, status=400)
-        aborted = [each for each in given if each in self.runs]
+        aborted = [each for each in given if each in own]
         self.runs -= set(aborted)
         return web.json_response({"aborted": aborted, "not_found": [each for each in given if each not in aborted]})
 

@@ -54,7 +54,7 @@ async def test_options_names_the_methods_of_a_path(path: str, allowed: str | Non
         assert (answer.status, answer.headers.get("Allow")) == (404 if allowed is None else 204, allowed)
 
 
-@pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1", "/v1/batches"])
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches/batch_1/cancel", "/v1/batches"])
 @in_loop
 async def test_files_are_not_scattered_over_workers(path: str) -> None:
     async with FakeWorker(usual="json") as worker, routed(worker) as live:

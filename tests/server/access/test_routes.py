@@ -1,0 +1,85 @@
+"""The table of routes: every route of the application and of the router's gate has an entry."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.routing import Route as StarletteRoute
+
+from fd_core.config import ServerConfig
+from fd_core.router.gateway.pages import PAGES
+from fd_core.server.access.control import AccessControl
+from fd_core.server.access.keys import ApiKey
+from fd_core.server.access.record import RequestRecord
+from fd_core.server.access.routes import ROUTES, find_route
+from fd_core.server.app import create_app
+from fd_core.server.errors import ApiError
+from tests.server.fakes import FakeClient, byte_tokenizer, chat_template
+
+
+@pytest.fixture(scope="module")
+def app() -> FastAPI:
+    async def make() -> FastAPI:
+        return create_app(ServerConfig(batch_api=True), FakeClient(), byte_tokenizer(), chat_template())
+
+    return asyncio.run(make())
+
+
+def test_every_route_of_the_application_has_an_entry(app: FastAPI) -> None:
+    served = [each for each in app.routes if isinstance(each, StarletteRoute)]
+    assert len(served) == len(app.routes) and len(served) > 30
+    for route in served:
+        assert set(route.methods or ()) <= set(ROUTES[route.path].allowed), route.path
+    methods = {(route.path, each) for route in served for each in route.methods or ()}
+    entries = {(path, each) for path, entry in ROUTES.items() for each in entry.methods} - {("/status", "GET")}
+    assert entries <= methods, "an entry without a route"
+
+
+def test_every_page_of_the_router_has_an_entry() -> None:
+    assert {ROUTES[path].right for path in PAGES} == {"page", "probe"}
+
+
+def test_a_route_without_an_entry_is_refused(app: FastAPI) -> None:
+    forgotten = APIRoute("/v1/forgotten", lambda: {"open": "door"})
+    app.router.routes.append(forgotten)
+    sent: list[dict[str, object]] = []
+
+    async def ask() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/v1/forgotten", "headers": [], "query_string": b""}
+        scope |= {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000), "scheme": "http", "root_path": ""}
+
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request"}
+
+        async def send(message: dict[str, object]) -> None:
+            sent.append(message)
+
+        await app(scope, receive, send)  # type: ignore[arg-type]
+
+    try:
+        asyncio.run(ask())
+    finally:
+        app.router.routes.remove(forgotten)
+    assert sent[0]["status"] == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/v1", "//v1/completions", "/v1/responses/", "/v1/responses/a/b", "/v1/responses/{response_id}/x"]
+)
+def test_other_spellings_have_no_entry(path: str) -> None:
+    assert find_route(path) is None
+
+
+@pytest.mark.parametrize(("key", "right"), [(None, True), (False, False), (True, True)])
+def test_adapters_take_an_admin_key_where_there_are_keys(key: bool | None, right: bool) -> None:
+    record = RequestRecord(key=None if key is None else ApiKey(digest=b"", name="a", admin=key))
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        if right:
+            AccessControl.authorize(record, "POST", path)
+        else:
+            with pytest.raises(ApiError) as refused:
+                AccessControl.authorize(record, "POST", path)
+            assert (refused.value.status, refused.value.code) == (403, "admin_key_required")
