@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Final
 
 import aiohttp
@@ -17,6 +18,7 @@ from yarl import URL
 
 from fd_core.router.attempts import Attempts, is_refusal
 from fd_core.router.gateway.answers import error_event, error_response, lost, refusal
+from fd_core.router.gateway.connector import was_stale
 from fd_core.router.gateway.headers import AUTO_HEADERS, to_client
 from fd_core.router.gateway.pairs import outcome_of, ticket_headers
 from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost, is_own_lack, read_up_to
@@ -143,14 +145,7 @@ class Exchange:
         try:
             try:
                 async with self.state.timeouts.first_bytes(worker):
-                    response = await self.state.session.request(
-                        self.request.method,
-                        URL(worker.url + self.target, encoded=True),
-                        data=self.body,
-                        headers=ticket_headers(self.state, selection, headers, self.request_id),
-                        skip_auto_headers=AUTO_HEADERS,
-                        allow_redirects=False,
-                    )
+                    response = await self._send(selection, headers)
                     if DRAINING_HEADER in response.headers:
                         self.state.router.leaving(worker)
                     if selection.mode == "pd":
@@ -185,6 +180,24 @@ class Exchange:
         finally:
             if response is not None:
                 response.close()
+
+    async def _send(self, selection: Selection, headers: CIMultiDict[str]) -> aiohttp.ClientResponse:
+        """Return the head of the worker's answer. A pooled connection that the worker had closed is no attempt."""
+        while True:
+            asked = SimpleNamespace(reused=False)
+            try:
+                return await self.state.session.request(
+                    self.request.method,
+                    URL(selection.decode.url + self.target, encoded=True),
+                    data=self.body,
+                    headers=ticket_headers(self.state, selection, headers, self.request_id),
+                    skip_auto_headers=AUTO_HEADERS,
+                    allow_redirects=False,
+                    trace_request_ctx=asked,
+                )
+            except aiohttp.ClientOSError as error:
+                if not was_stale(error, asked):
+                    raise
 
     def _to_client(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
         """Return the headers of the answer; where the router has keys, they tell its limits and not the worker's."""

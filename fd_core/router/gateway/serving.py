@@ -15,6 +15,7 @@ import aiohttp
 from fd_core.errors import FdError
 from fd_core.router.gateway.admin import Admin
 from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.gateway.connector import WorkerConnector, reuse_tracing
 from fd_core.router.gateway.gate import RouterGate
 from fd_core.router.gateway.health_checks import HealthChecks
 from fd_core.router.gateway.kv_events import KVFollowers
@@ -41,7 +42,7 @@ _CLOSE_SECONDS: Final = 0.5
 _LEARN_SECONDS: Final = 1.0
 """Pause between two questions for the model that the workers serve."""
 _KEEPALIVE_SECONDS: Final = 3.0
-"""Idle connections to workers are closed after this time: if the worker closed one, a request on it would fail."""
+"""Idle connections to workers are closed after this time."""
 _ADMIN_CONNECTIONS: Final = 256
 """Connections on the admin port, which workers use for a moment."""
 
@@ -73,13 +74,14 @@ async def serve_gateway(
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
     access = AccessControl(config.api_keys, config.api_key_file, protect_pages=config.protect_pages)
     listening.warn_if_open(config.host, keys=bool(access.ring))
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30, ssl=trusted)
+    connector = WorkerConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30, ssl=trusted)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds, sock_read=config.read_seconds)
     async with (
         aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
             auto_decompress=False,
+            trace_configs=[reuse_tracing()],
             # Cookies of one client must not reach another.
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session,
