@@ -295,6 +295,10 @@ LISTEN_FLAGS: Final = (
     ),
     API_KEY_FILE,
     Flag("protect_pages", "Ask for an API key at /metrics, the live page, /load and /version too."),
+    Flag(
+        "share_prefix_cache",
+        "Let requests of different API keys share cached prefixes; cached_tokens then shows what others have sent.",
+    ),
     Flag("access_log", "Log one line for each request: address, path, status, tokens, request id, name of the key."),
     Flag("log_format", "Form of log lines: text for people, or one JSON object a line.", "FORM"),
     Flag(

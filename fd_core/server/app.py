@@ -57,7 +57,12 @@ def create_app(
             field="--lora-modules",
             hint="give it another one, or the model with --served-model-name",
         )
-    access = AccessControl(config.api_keys, config.api_key_file, protect_pages=config.protect_pages)
+    access = AccessControl(
+        config.api_keys,
+        config.api_key_file,
+        protect_pages=config.protect_pages,
+        share_prefixes=config.share_prefix_cache,
+    )
     metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
     metrics.refusals = access.refusals
     info = client.info

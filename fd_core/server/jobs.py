@@ -67,7 +67,7 @@ def build_job(
         usage_in_events=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         priority=body.priority or 0,
         tenant=body.user or "",
-        cache_salt=body.cache_salt or "",
+        cache_salt=state.access.salt(request.state.owner, body.cache_salt),
         reading=reading,
         prompt_logprobs=body.prompt_logprobs,
         prompt_only=body.max_tokens == 0,

@@ -165,7 +165,7 @@ class PooledTexts:
             pooling,
             priority=body.priority or 0,
             tenant=body.user or "",
-            salt=body.cache_salt or "",
+            salt=self._state.access.salt(self._request.state.owner, body.cache_salt),
             adapter=self._state.adapter(body.model),
         )
         vector: bytes | None = None

@@ -113,3 +113,25 @@ def test_without_keys_there_is_one_owner_and_keys_that_come_later_do_not_see_its
         assert listed(server, "two", "files") == [mine]
     with live(lambda: FakeClient(), **settings(tmp_path)) as server:
         assert listed(server, "one", "files") == []
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_prefixes_are_shared_within_a_key_only_unless_wanted(share: bool) -> None:
+    with live(api_keys=KEYS, share_prefix_cache=share) as server:
+        bodies = [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT)]
+        bodies += [("/v1/responses", {"input": "a"}), ("/v1/messages", CHAT | {"model": "fake", "max_tokens": 5})]
+        bodies += [("/v1/embeddings", {"input": "a"})]
+        for path, body in bodies:
+            for salt in (None, "s"):
+                server.client.specs.clear()
+                for key in (*KEYS, KEYS[0]):
+                    assert server.post(path, body | {"cache_salt": salt}, x_api_key=key).status == 200
+                one, two, again = (each.cache_salt for each in server.client.specs)
+                assert (one == again, one == two) == (True, share), path
+                assert one.endswith(salt or "")
+    with live() as server:
+        server.post("/v1/completions", {"prompt": "a", "cache_salt": "s"})
+        assert server.client.specs[0].cache_salt == "s", "without keys there is nothing to keep apart"

@@ -142,6 +142,7 @@ class RouterGate:
             asked = RouteRequest(np.zeros(1, np.int32), session, model=await self._state.reader.model(body))
         else:
             asked = await self._state.reader.read(body, session)
+            asked = replace(asked, salt=self._access.salt(record.owner, asked.salt))
             self._access.reserve(record, asked.length + asked.output_tokens)
         home = await keeper(self._state, request, body, record)
         if home is not None:

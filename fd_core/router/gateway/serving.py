@@ -72,7 +72,12 @@ async def serve_gateway(
     tls = ServingTls.of(config)
     trusted = client_context(config.worker_ca_certs, "--worker-ca-certs", config)
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
-    access = AccessControl(config.api_keys, config.api_key_file, protect_pages=config.protect_pages)
+    access = AccessControl(
+        config.api_keys,
+        config.api_key_file,
+        protect_pages=config.protect_pages,
+        share_prefixes=config.share_prefix_cache,
+    )
     listening.warn_if_open(config.host, keys=bool(access.ring))
     connector = WorkerConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30, ssl=trusted)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds, sock_read=config.read_seconds)

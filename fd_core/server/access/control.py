@@ -36,14 +36,23 @@ _FIELDS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minut
 class AccessControl:
     """The keys in force, and what each has taken; used from one event loop."""
 
-    def __init__(self, keys: Iterable[str] = (), file: str | None = None, *, protect_pages: bool = False) -> None:
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        file: str | None = None,
+        *,
+        protect_pages: bool = False,
+        share_prefixes: bool = False,
+    ) -> None:
         """`keys` have neither names nor limits. Raises `ConfigError` for a file that is wrong.
 
         `protect_pages` asks for a key at pages as well, none of which shows a prompt, a text or a key.
+        `share_prefixes` lets keys share what the cache keeps of their prompts.
         """
         self._plain = tuple(keys)
         self._file = None if file is None else Path(file)
         self._open: tuple[Right, ...] = ("probe", "secret") if protect_pages else ("probe", "secret", "page")
+        self._share_prefixes = share_prefixes
         self.ring = KeyRing(self._read())
         self._accounts: dict[str, KeyAccount] = {}
         self.refusals: Counter[tuple[str, str]] = Counter()
@@ -134,6 +143,16 @@ class AccessControl:
                 what += "; so does the worker with the key that the router sends"
             raise ApiError(403, what, kind="permission_error", code="admin_key_required")
         return template
+
+    def salt(self, owner: str, given: str | None) -> str:
+        """Return the salt of an owner's prompts in the prefix cache; `given` is that of the request.
+
+        Where there are keys, each has a salt of its own: `cached_tokens` and the time to the first token would show
+        one client what another has sent.
+        """
+        if self._share_prefixes or not (self.ring or owner):
+            return given or ""
+        return f"{owner}/{given or ''}"
 
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
         """Let a request begin; its record has to be closed. Raises `ApiError` (429) if its key has no room for it."""
