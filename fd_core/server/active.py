@@ -44,13 +44,11 @@ class ActiveRequests:
     def engine_ids(self, given: str, reaches: Callable[[str], bool]) -> list[str]:
         """Return the engine ids behind a request id or the `id` of an answer; empty if none is active.
 
-        Only requests whose owner the caller `reaches` are looked at: which ids others use changes nothing.
+        Only requests whose owner the caller `reaches` are looked at: which ids others use changes nothing. A request id
+        may look like the `id` of another answer; both are meant then, whichever worker has them.
         """
-        for name in (given, *(given.removeprefix(prefix) for prefix in _PREFIXES if given.startswith(prefix))):
-            found = [each for each, owner in self._engine_ids.get(name, {}).items() if reaches(owner)]
-            if found:
-                return found
-        return []
+        names = (given, *(given.removeprefix(prefix) for prefix in _PREFIXES if given.startswith(prefix)))
+        return [each for name in names for each, owner in self._engine_ids.get(name, {}).items() if reaches(owner)]
 
     def all_ids(self, reaches: Callable[[str], bool]) -> list[str]:
         """Return the engine ids of every request whose owner the caller `reaches`."""

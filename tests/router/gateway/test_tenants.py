@@ -1,0 +1,235 @@
+"""Two tenants at a server and at a router before two workers: equal outcomes, and neither reaches the other."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from fd_core.server.access.keys import ApiKey
+from fd_core.server.access.routes import ROUTES
+from fd_core.server.access.tenants import TENANT_HEADER, Tenant, sign_tenant
+from tests.router.gateway.fakes import routed
+from tests.server.fakes import LiveServer, live
+from tests.server.test_disconnect import eventually
+from tests.server.test_key_limits import key_file
+
+KEYS = ({"name": "alice"}, {"name": "bob"}, {"name": "root", "admin": True})
+ABORT = "/v1/abort_requests"
+RESPONSES = "/v1/responses"
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+class Service:
+    """One address at which clients ask, and the servers behind it."""
+
+    def __init__(self, url: str, servers: list[LiveServer]) -> None:
+        self.port = int(url.rpartition(":")[2])
+        self.servers = servers
+
+    def ask(self, key: str | None, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None:
+            named.setdefault("Content-Type", "application/json")
+        if key is not None:
+            named["X-Api-Key"] = key
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), named)
+            answer = connection.getresponse()
+            data = answer.read()
+            kind = answer.headers.get("Content-Type", "")
+            return answer.status, json.loads(data) if data and kind.startswith("application/json") else None
+        finally:
+            connection.close()
+
+    def hold(self, held: bool) -> None:
+        for each in self.servers:
+            each.client.held = held
+
+    @property
+    def running(self) -> int:
+        return sum(each.call(lambda each=each: len(each.client.live)) for each in self.servers)
+
+    def begin(self, key: str, name: str) -> threading.Thread:
+        """Send a request that stays until it is aborted."""
+        wanted = self.running + 1
+        body = {"prompt": "a", "max_tokens": 4}
+        thread = threading.Thread(
+            target=lambda: self.ask(key, "POST", "/v1/completions", body, X_Request_Id=name), daemon=True
+        )
+        thread.start()
+        eventually(lambda: self.running == wanted, 5)
+        return thread
+
+
+@contextmanager
+def gateway(servers: list[LiveServer], file: str) -> Iterator[str]:
+    """Run a router on a thread of its own."""
+    ready, stopped = threading.Event(), threading.Event()
+    urls: list[str] = []
+
+    async def run() -> None:
+        for each in servers:
+            each.role = "mixed"  # type: ignore[attr-defined]
+        async with routed(*servers, api_key_file=file, worker_api_keys=("worker",)) as running:  # type: ignore[arg-type]
+            urls.append(running.url)
+            ready.set()
+            while not stopped.is_set():
+                await asyncio.sleep(0.01)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield urls[0]
+    finally:
+        stopped.set()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Service]]:
+    folder = tmp_path_factory.mktemp("tenants")
+    file = key_file(folder, *KEYS)
+    with ExitStack() as stack:
+        settings: dict[str, Any] = {"response_store": 100, "batch_api": True}
+
+        def serve(name: str, **keys: Any) -> LiveServer:
+            return stack.enter_context(live(batch_store=str(folder / name), **settings, **keys))
+
+        alone = serve("alone", api_key_file=file)
+        workers = [serve(name, api_keys=("worker",)) for name in ("one", "two")]
+        yield Service(alone.url, [alone]), Service(stack.enter_context(gateway(workers, file)), workers)
+
+
+def hostile_responses(service: Service) -> list[Any]:
+    """Two tenants use the same ids for their stored responses."""
+    seen: list[Any] = []
+
+    def respond(key: str, name: str, **fields: Any) -> int:
+        body = {"input": f"of {key}", "max_output_tokens": 4, **fields}
+        return service.ask(key, "POST", RESPONSES, body, X_Request_Id=name)[0]
+
+    def look(key: str, name: str, method: str = "GET") -> int:
+        return service.ask(key, method, f"{RESPONSES}/{name}")[0]
+
+    seen += [respond("alice", "r1"), look("alice", "resp_r1"), look("bob", "resp_r1"), look("root", "resp_r1")]
+    seen += [look("bob", "resp_r1", "DELETE"), look("alice", "resp_r1")]
+    seen += [respond("bob", "r2", previous_response_id="resp_r1"), respond("bob", "r2", previous_response_id="resp_no")]
+    seen += [respond("alice", "r2", previous_response_id="resp_r1")]
+    seen += [respond("bob", "r1"), look("bob", "resp_r1", "DELETE"), look("alice", "resp_r1"), look("bob", "resp_r1")]
+    seen += [look("bob", "resp_none"), look("bob", "resp_r1%2F..%2Fresp_r1"), look("bob", "%2e%2e/models")]
+    seen += [look("alice", "resp_r1", "DELETE"), look("alice", "resp_r1")]
+    return seen
+
+
+def hostile_aborts(service: Service) -> list[Any]:
+    """Two tenants use the same ids, ids that look like those of answers, and ids of each other."""
+    seen: list[Any] = []
+
+    def abort(key: str, *ids: str) -> None:
+        body = {"req_ids": list(ids)} if ids else {"abort_all": True}
+        status, answer = service.ask(key, "POST", ABORT, body)
+        seen.append((key, ids, status, sorted(answer["aborted"]), sorted(answer["not_found"])))
+
+    service.hold(True)
+    threads = [service.begin(key, name) for key, name in (("alice", "a"), ("bob", "same"), ("alice", "same"))]
+    threads += [service.begin("bob", name) for name in ("cmpl-a", "chatcmpl-same", "cmpl-cmpl-a")]
+    for ids in (("a",), ("none",), ("cmpl-cmpl-a", "chatcmpl-a", "resp_a"), ("chatcmpl-same",)):
+        abort("bob", *ids)
+        seen.append(service.running)
+    abort("bob")
+    seen.append(service.running)
+    abort("alice", "cmpl-same", "same", "none")
+    abort("bob", "a", "cmpl-a")
+    seen.append(service.running)
+    threads.append(service.begin("bob", "late"))
+    abort("alice")
+    seen.append(service.running)
+    abort("root")
+    seen.append(service.running)
+    service.hold(False)
+    for each in threads:
+        each.join(10)
+        assert not each.is_alive()
+    return seen
+
+
+def test_stored_responses_stay_with_their_tenant(services: tuple[Service, Service]) -> None:
+    alone, behind = map(hostile_responses, services)
+    assert alone == behind
+    assert alone == [200, 200, 404, 404, 404, 200, 404, 404, 200, 200, 200, 200, 404, 404, 404, 404, 200, 404]
+
+
+def test_a_tenant_aborts_only_its_own_requests(services: tuple[Service, Service]) -> None:
+    alone, behind = map(hostile_aborts, services)
+    assert alone == behind
+    assert alone[:3] == [("bob", ("a",), 200, [], ["a"]), 6, ("bob", ("none",), 200, [], ["none"])]
+    assert alone[-1] == 0 and 2 in alone
+
+
+def test_prefixes_of_tenants_have_salts_of_their_own(services: tuple[Service, Service]) -> None:
+    for service in services:
+        for each in service.servers:
+            each.client.specs.clear()
+        for key in ("alice", "bob", "alice"):
+            assert service.ask(key, "POST", "/v1/completions", {"prompt": "a secret", "max_tokens": 1})[0] == 200
+        assert len({spec.cache_salt for each in service.servers for spec in each.client.specs}) == 2
+
+
+def kind_of(status: int) -> int:
+    return status if status in (401, 403) else status // 100
+
+
+ABSENT = {"/load", "/openapi.json", "/kv_events", "/status"}
+"""What only one of the two serves; batches and files are the server's as well."""
+
+
+@pytest.mark.parametrize("key", [None, "wrong", "worker", "alice", "root"])
+def test_every_route_gives_every_kind_of_key_the_same_right(services: tuple[Service, Service], key: str | None) -> None:
+    alone, behind = services
+    for template, entry in ROUTES.items():
+        path = template.replace("{model:path}", "fake").replace("{response_id}", "resp_x")
+        for method in ("GET", "POST", "DELETE", "PUT", "OPTIONS", "HEAD"):
+            body = CHAT if method == "POST" else None
+            one, other = (kind_of(each.ask(key, method, path, body)[0]) for each in (alone, behind))
+            if template in ABSENT or "files" in path or "batches" in path:
+                if key in (None, "wrong", "worker") and entry.right == "key":
+                    assert one == other, (method, path)
+                continue
+            assert one == other, (method, path, one, other)
+            if entry.right == "admin" and method == "POST":
+                assert one == (401 if key in (None, "wrong", "worker") else 403)
+
+
+def test_an_encoded_path_reaches_nothing_else(services: tuple[Service, Service]) -> None:
+    for path in (
+        "/v1%2Fload_lora_adapter",
+        "/v1/./load_lora_adapter",
+        "/v1/x/../load_lora_adapter",
+        "//v1/load_lora_adapter",
+    ):
+        for service in services:
+            assert service.ask("alice", "POST", path, {"lora_name": "x", "lora_path": "x"})[0] in (403, 404), path
+
+
+def test_a_client_cannot_name_a_tenant(services: tuple[Service, Service]) -> None:
+    alone, behind = services
+    bob = Tenant.of(ApiKey(digest=b"", name="bob"))
+    body = {"input": "mine", "max_output_tokens": 4}
+    assert behind.ask("bob", "POST", RESPONSES, body, X_Request_Id="forged")[0] == 200
+    path = f"{RESPONSES}/resp_forged"
+    for key in ("alice", "worker"):
+        secret = ApiKey.of(key).digest
+        header = {TENANT_HEADER: sign_tenant(secret, bob, "GET", path, "id-1"), "X_Request_Id": "id-1"}
+        assert behind.ask("alice", "GET", path, **header)[0] == 404
+        assert alone.ask("alice", "GET", path, **header)[0] == (404 if key == "alice" else 403)
+    assert behind.ask("bob", "GET", path)[0] == 200
