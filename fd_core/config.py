@@ -186,8 +186,8 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     protect_pages: bool = False
     """Whether /metrics and the pages ask for a key as well."""
     share_prefix_cache: bool = False
-    """Whether requests of different API keys share cached prefixes; `cached_tokens` and the time to the first token then
-    show a client which prompts others have sent."""
+    """Whether requests of different API keys share cached prefixes: `cached_tokens` and the time to the first token
+    then show a client which prompts others have sent."""
     access_log: bool = False
     """Whether each request is logged with one line."""
     log_format: Annotated[str, OneOf("text", "json")] = "text"

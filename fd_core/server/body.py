@@ -20,7 +20,7 @@ from fd_core.server.known_fields import KnownFields, UnknownField
 from fd_core.server.state import state_of
 from fd_core.server.unsupported import HARMLESS, Refusal
 
-__all__ = ["BodyFormat", "receive"]
+__all__ = ["BodyFormat", "receive", "require_json"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -49,20 +49,23 @@ class BodyFormat(Generic[T]):
         all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for more values
         than are decoded at once.
         """
-        _require_json(request)
+        require_json(request.headers.get("content-type", ""))
         state = state_of(request)
         with state.bodies.share(request.headers.get("content-length"), limit) as share:
             parts = [part async for part in receive(request, share)]
             body = parts[0] if len(parts) == 1 else b"".join(parts)
-            if not await decodable(body, _IDS_PER_TOKEN * state.client.info.max_model_len):
-                message = "the body holds more fields, lists or numbers than a request may have"
-                raise invalid(message, None, "invalid_body")
-            if is_small(body):
-                decoded, ignored = self.decode(body)
-            else:
-                decoded, ignored = await asyncio.to_thread(self.decode, body)
+            decoded, ignored = await self.decode_bounded(body, state.context)
         state.unknown_fields.tell(ignored, time.monotonic())
         return decoded, {"X-Ignored-Fields": ", ".join(ignored)} if ignored else {}
+
+    async def decode_bounded(self, body: bytes, context: int) -> tuple[T, list[str]]:
+        """Decode a body of any size without holding up the event loop; see `read`."""
+        if not await decodable(body, _IDS_PER_TOKEN * context):
+            message = "the body holds more fields, lists or numbers than a request may have"
+            raise invalid(message, None, "invalid_body")
+        if is_small(body):
+            return self.decode(body)
+        return await asyncio.to_thread(self.decode, body)
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """Decode a whole body and return with it the names of fields that are ignored; see `read`."""
@@ -114,8 +117,9 @@ def _with_integers(value: Any) -> Any:
     return value
 
 
-def _require_json(request: Request) -> None:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def require_json(content_type: str) -> None:
+    """Raise `ApiError` (415) for a body that is not sent as JSON."""
+    kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         message = f"the body must be sent as content-type application/json, not {_named(kind)}"
         raise ApiError(415, message, code="unsupported_media_type")

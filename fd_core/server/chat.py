@@ -31,17 +31,17 @@ from fd_core.server.unsupported import CHAT
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.events import Content
 
-__all__ = ["conversation_job", "router"]
+__all__ = ["BODY", "conversation_job", "router"]
 
 router = APIRouter()
-_BODY: Final = BodyFormat(ChatRequest, CHAT)
+BODY: Final = BodyFormat(ChatRequest, CHAT)
 
 
 @router.post("/v1/chat/completions", **endpoint("Answer a conversation", ChatRequest, ChatAnswer, stream=True))
 async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
     state = state_of(request)
-    body, headers = await _BODY.read(request, state.config.max_body_bytes)
+    body, headers = await BODY.read(request, state.config.max_body_bytes)
     job = await unless_gone(request, conversation_job(state, body, request))
     return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
 

@@ -12,7 +12,6 @@ from fastapi.responses import Response
 from fd_core.sampling_checks import check_structure
 from fd_core.server.body import BodyFormat
 from fd_core.server.disconnect import unless_gone
-from fd_core.server.errors import invalid
 from fd_core.server.field_names import named_as_sent, other_names
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.jobs import build_job, with_grammar
@@ -28,37 +27,25 @@ from fd_core.server.unsupported import COMPLETIONS
 from fd_core.text.prompt_reader import PromptText
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["router"]
+__all__ = ["BODY", "router"]
 
 router = APIRouter()
-_BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
+BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 
 
 @router.post("/v1/completions", **endpoint("Continue texts", CompletionRequest, CompletionAnswer, stream=True))
 async def create_completion(request: Request) -> Response:
     """Generate texts that continue one or several prompts."""
     state = state_of(request)
-    body, headers = await _BODY.read(request, state.config.max_body_bytes)
+    body, headers = await BODY.read(request, state.config.max_body_bytes)
     state.model_name(body.model)
     state.admit(1)
-    _check(body)
     with named_as_sent(other_names(body)):
         grammar = await state.grammars.grammar(body)
         prompts = await unless_gone(request, completion_prompts(state, body))
         job = with_grammar(build_job(state, body, request, [each.ids for each in prompts], body.logprobs), grammar)
         check_structure(job.params[0])
     return GenerationResponse(state, CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)
-
-
-def _check(body: CompletionRequest) -> None:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise invalid(
-            f"best_of is {body.best_of} and n is {body.n or 1}; only equal values are supported",
-            "best_of",
-            "unsupported_parameter",
-        )
-    if body.max_tokens == 0 and not body.echo:
-        raise invalid("max_tokens is 0, which needs echo to be true: the answer would be empty", "max_tokens")
 
 
 class CompletionFormat(ResponseFormat):

@@ -14,9 +14,8 @@ from fastapi.responses import Response
 
 from fd_core.server.body import BodyFormat
 from fd_core.server.disconnect import unless_gone
-from fd_core.server.errors import invalid
 from fd_core.server.openapi import endpoint
-from fd_core.server.pooled import MAX_TEXTS, PooledTexts, read_texts
+from fd_core.server.pooled import PooledTexts, pairs_of, read_texts
 from fd_core.server.pooling_schemas import (
     Embedding,
     EmbeddingAnswer,
@@ -34,12 +33,12 @@ from fd_core.server.pooling_schemas import (
 from fd_core.server.state import ServerState, state_of
 from fd_core.server.unsupported import POOLED
 
-__all__ = ["router"]
+__all__ = ["EMBEDDINGS", "RERANK", "SCORE", "router"]
 
 router = APIRouter()
-_EMBEDDINGS: Final = BodyFormat(EmbeddingRequest, POOLED)
-_SCORE: Final = BodyFormat(ScoreRequest, POOLED)
-_RERANK: Final = BodyFormat(RerankRequest, POOLED)
+EMBEDDINGS: Final = BodyFormat(EmbeddingRequest, POOLED)
+SCORE: Final = BodyFormat(ScoreRequest, POOLED)
+RERANK: Final = BodyFormat(RerankRequest, POOLED)
 _AT_ONCE: Final = 16
 """Vectors that are encoded while everybody else waits."""
 
@@ -48,7 +47,7 @@ _AT_ONCE: Final = 16
 async def create_embeddings(request: Request) -> Response:
     """Return a vector of each text, in the order given."""
     state = state_of(request)
-    body, headers = await _EMBEDDINGS.read(request, state.config.max_body_bytes)
+    body, headers = await EMBEDDINGS.read(request, state.config.max_body_bytes)
     model = _admitted(state, body)
     reading = read_texts(state, body.input, "input", body.add_special_tokens is not False)
     prompts = await unless_gone(request, reading)
@@ -69,10 +68,10 @@ async def create_embeddings(request: Request) -> Response:
 async def create_score(request: Request) -> Response:
     """Return a score for each pair of texts."""
     state = state_of(request)
-    body, headers = await _SCORE.read(request, state.config.max_body_bytes)
+    body, headers = await SCORE.read(request, state.config.max_body_bytes)
     model = _admitted(state, body)
     texts = PooledTexts(state, request, body)
-    pairs, field = _pairs(body)
+    pairs, field = pairs_of(body)
     scores = await texts.scores(pairs, field, body.instruction)
     answer = ScoreAnswer(
         id=f"score-{request.state.request_id}",
@@ -90,11 +89,12 @@ async def create_score(request: Request) -> Response:
 async def create_rerank(request: Request) -> Response:
     """Return the documents that answer a query best, the best first."""
     state = state_of(request)
-    body, headers = await _RERANK.read(request, state.config.max_body_bytes)
+    body, headers = await RERANK.read(request, state.config.max_body_bytes)
     model = _admitted(state, body)
-    documents = [each if isinstance(each, str) else each.text for each in body.documents]
     texts = PooledTexts(state, request, body)
-    scores = await texts.scores([(body.query, document) for document in documents], "documents", body.instruction)
+    pairs, field = pairs_of(body)
+    scores = await texts.scores(pairs, field, body.instruction)
+    documents = [document for _, document in pairs]
     order = sorted(range(len(documents)), key=lambda index: (-scores[index], index))
     results = [
         RerankResult(
@@ -112,33 +112,6 @@ def _admitted(state: ServerState, body: PooledRequest) -> str:
     model = state.model_name(body.model)
     state.admit(1)
     return model
-
-
-def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
-    """Return each text of one side with its partner: the only one of the other side, or that of the same place.
-
-    The second value is the field in which the client sent the second side.
-    """
-    sides: list[list[str]] = []
-    names: list[str] = []
-    for name, other in (("text_1", "queries"), ("text_2", "documents")):
-        first, second = getattr(body, name), getattr(body, other)
-        given = second if first is None else first
-        if given is None or (first is not None and second is not None):
-            raise invalid(f"give either {name} or {other}", name)
-        sides.append([given] if isinstance(given, str) else given)
-        names.append(other if first is None else name)
-        if not 1 <= len(sides[-1]) <= MAX_TEXTS:
-            raise invalid(f"{names[-1]} holds {len(sides[-1])} texts; allowed are 1 to {MAX_TEXTS}", names[-1])
-    ones, others = sides
-    if len(ones) == 1:
-        ones = ones * len(others)
-    if len(ones) != len(others):
-        raise invalid(
-            f"{names[0]} holds {len(ones)} texts and {names[1]} {len(others)}; give one for all, or one for each",
-            names[1],
-        )
-    return list(zip(ones, others, strict=True)), names[1]
 
 
 def _usage(texts: PooledTexts) -> PooledUsage:

@@ -67,6 +67,8 @@ class Job:
     """Whether a last event of a stream tells the usage."""
     usage_in_events: bool
     """Whether every event of a stream tells the usage so far."""
+    most_tokens: int
+    """The most that can be read and written."""
     priority: int
     tenant: str
     cache_salt: str
@@ -88,11 +90,6 @@ class Job:
     """Whose request it is, see `ApiKey.owner`."""
     record: RequestRecord = field(default_factory=RequestRecord)
     """Told what was read and written."""
-
-    @property
-    def most_tokens(self) -> int:
-        """The most that can be read and written."""
-        return sum(map(len, self.prompts)) + self.n * sum(each.max_tokens for each in self.params)
 
 
 class TextChunk(NamedTuple):

@@ -12,11 +12,10 @@ from fd_core.server.errors import ApiError, invalid
 from fd_core.server.evaluation_fields import check_logprobs, check_prompt_logprobs
 from fd_core.server.generation import Job
 from fd_core.server.request_schemas import GenerationRequest
-from fd_core.server.sampling import asked_tokens, bad_word_ids, choices_per_prompt, sampling_params, stop_strings
+from fd_core.server.sampling import bad_word_ids, sampling_params, stop_strings, text_cost
 from fd_core.server.spans import TRACE_HEADERS
 from fd_core.server.state import ServerState
 from fd_core.text.parsing.answer import AnswerReading
-from fd_core.types import SamplingParams
 
 __all__ = ["build_job", "with_grammar"]
 
@@ -40,12 +39,17 @@ def build_job(
     for name, top in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
         if top is not None and top > (most := state.config.max_logprobs):
             raise invalid(f"{name}: {top} likely tokens are asked for; this server tells {most} at most", name)
-    n = choices_per_prompt(body, len(prompts), state.config.max_n)
-    bad_words = bad_word_ids(body, state.client.info, state.tokenizer)
-    params = sampling_params(body, state.client.info, prompts, logprobs, bad_words, state.tokenizer)
     record = request.state.record
-    if asked_tokens(body)[0] is None and record.tokens_per_minute is not None:
-        params = _within(params, prompts, n, record.tokens_per_minute)
+    cost = text_cost(
+        body,
+        [len(each) for each in prompts],
+        most_texts=state.max_n,
+        context=state.context,
+        limit=record.tokens_per_minute,
+    )
+    n = cost.n
+    bad_words = bad_word_ids(body, state.client.info, state.tokenizer)
+    params = sampling_params(body, state.client.info, cost.outputs, logprobs, bad_words, state.tokenizer)
     check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * n, field)
     check_logprobs(logprobs, [each.max_tokens for each in params], n, state.client.info.max_model_len)
     return Job(
@@ -57,6 +61,7 @@ def build_job(
         prompts=prompts,
         params=params,
         n=n,
+        most_tokens=cost.tokens,
         stop=stop_strings(body),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
@@ -77,15 +82,6 @@ def build_job(
         owner=request.state.owner,
         record=record,
     )
-
-
-def _within(params: list[SamplingParams], prompts: list[tuple[int, ...]], n: int, limit: int) -> list[SamplingParams]:
-    """Return parameters for texts of which nobody said how long they may be: not longer than the key's minute."""
-    share = (limit - sum(map(len, prompts))) // (n * len(prompts))
-    return [
-        msgspec.structs.replace(each, max_tokens=max(1, each.min_tokens, min(each.max_tokens, share)))
-        for each in params
-    ]
 
 
 def with_grammar(job: Job, grammar: str | None) -> Job:

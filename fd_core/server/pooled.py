@@ -14,13 +14,14 @@ from fastapi import Request
 from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
 from fd_core.server.disconnect import UntilDisconnect, unless_gone
 from fd_core.server.errors import ApiError, invalid, unavailable
-from fd_core.server.pooling_schemas import PooledRequest
+from fd_core.server.pooling_schemas import PooledRequest, RerankRequest, ScoreRequest
+from fd_core.server.prompts import PromptState
 from fd_core.server.spans import span_name
 from fd_core.server.state import ServerState
 from fd_core.text.prompt_reader import PromptText
 from fd_core.types import Delta, FinishReason, Pooling
 
-__all__ = ["MAX_TEXTS", "PooledTexts", "read_texts"]
+__all__ = ["MAX_TEXTS", "PooledTexts", "distinct", "pairs_of", "read_texts"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -37,7 +38,7 @@ _BEHIND: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """What Qwen3-Reranker was trained on, before and behind a pair."""
 
 
-async def read_texts(state: ServerState, given: Any, field: str, add_special: bool = True) -> list[PromptText]:
+async def read_texts(state: PromptState, given: Any, field: str, add_special: bool = True) -> list[PromptText]:
     """Return texts, or lists of ids, as prompts.
 
     Raises `ApiError` (400) for too many, `BadRequest` for those that cannot be read.
@@ -48,6 +49,40 @@ async def read_texts(state: ServerState, given: Any, field: str, add_special: bo
     reader = state.prompt_reader
     size = sum(len(each) for each in texts if isinstance(each, str))
     return await reader.run(size, lambda: reader.completion(given, add_special, field))
+
+
+def pairs_of(body: ScoreRequest | RerankRequest) -> tuple[list[tuple[str, str]], str]:
+    """Return each text of one side with its partner: the only one of the other side, or that of the same place.
+
+    The second value is the field in which the client sent the second side.
+    """
+    if isinstance(body, RerankRequest):
+        return [(body.query, each if isinstance(each, str) else each.text) for each in body.documents], "documents"
+    sides: list[list[str]] = []
+    names: list[str] = []
+    for name, other in (("text_1", "queries"), ("text_2", "documents")):
+        first, second = getattr(body, name), getattr(body, other)
+        given = second if first is None else first
+        if given is None or (first is not None and second is not None):
+            raise invalid(f"give either {name} or {other}", name)
+        sides.append([given] if isinstance(given, str) else given)
+        names.append(other if first is None else name)
+        if not 1 <= len(sides[-1]) <= MAX_TEXTS:
+            raise invalid(f"{names[-1]} holds {len(sides[-1])} texts; allowed are 1 to {MAX_TEXTS}", names[-1])
+    ones, others = sides
+    if len(ones) == 1:
+        ones = ones * len(others)
+    if len(ones) != len(others):
+        raise invalid(
+            f"{names[0]} holds {len(ones)} texts and {names[1]} {len(others)}; give one for all, or one for each",
+            names[1],
+        )
+    return list(zip(ones, others, strict=True)), names[1]
+
+
+def distinct(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Return each text of pairs once: a model that compares vectors reads it once."""
+    return [*dict.fromkeys(text for pair in pairs for text in pair)]
 
 
 class PooledTexts:
@@ -77,7 +112,7 @@ class PooledTexts:
             return await self._judged(pairs, judge, field, instruction or _ASKED)
         if instruction is not None:
             raise invalid("instruction is for models that judge pairs; this one compares vectors", "instruction")
-        order = {text: index for index, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+        order = {text: index for index, text in enumerate(distinct(pairs))}
         prompts = await unless_gone(self._request, read_texts(self._state, [*order], field))
         vectors = await self.vectors(prompts, field)
         unit = [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -15,16 +15,35 @@ from fd_core.server.request_schemas import (
     TokenizeRequest,
 )
 from fd_core.server.sampling import asked_tokens
-from fd_core.server.state import ServerState
 from fd_core.server.tools import offered_tools
+from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader, PromptText, template_kwargs
 
-__all__ = ["chat_ids", "chat_prompt", "completion_prompts", "require_effort", "require_role"]
+__all__ = ["PromptState", "chat_ids", "chat_prompt", "completion_prompts", "require_effort", "require_role"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
-async def completion_prompts(state: ServerState, body: CompletionRequest) -> list[PromptText]:
+class PromptState(Protocol):
+    """What prompts are read with, at a server and at a router that counts what its workers will read."""
+
+    prompt_reader: PromptReader
+    parsers: Parsers
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and text together; None where a router does not know it."""
+
+    @property
+    def max_n(self) -> int:
+        """Texts that one request may ask for."""
+
+    @property
+    def trusts_templates(self) -> bool:
+        """Whether requests may bring a template."""
+
+
+async def completion_prompts(state: PromptState, body: CompletionRequest) -> list[PromptText]:
     """Return the prompts of a completions request: a text, texts, ids, or lists of ids.
 
     Raises `ApiError` (400) for too many prompts, `BadRequest` for those that cannot be read.
@@ -35,14 +54,14 @@ async def completion_prompts(state: ServerState, body: CompletionRequest) -> lis
     if given is None:
         raise _required("prompt")
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
-    if len(texts) > (most := state.config.max_n):
+    if len(texts) > (most := state.max_n):
         raise invalid(f"{field} holds {len(texts)} prompts; one request may hold {most}", field)
     size = sum(len(each) for each in texts if isinstance(each, str))
     read = await reader.run(size, lambda: reader.completion(given, body.add_special_tokens is not False, field))
     return [_shortened(state, body, each) for each in read]
 
 
-async def chat_prompt(state: ServerState, body: ChatRequest) -> tuple[int, ...]:
+async def chat_prompt(state: PromptState, body: ChatRequest) -> tuple[int, ...]:
     """Return the ids of what a chat request wants answered: its conversation, its only message, or ids that it gives.
 
     Raises `ApiError` (400) for what is not served, `BadRequest` for what cannot be read.
@@ -58,7 +77,7 @@ async def chat_prompt(state: ServerState, body: ChatRequest) -> tuple[int, ...]:
     return _shortened(state, body, PromptText(ids, None)).ids
 
 
-async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> tuple[int, ...]:
+async def chat_ids(state: PromptState, body: ChatRequest | TokenizeRequest) -> tuple[int, ...]:
     """Return the ids of a conversation, rendered by a template.
 
     Raises `ApiError` (400) for roles, contents and templates that are not served, `BadRequest` where the template
@@ -76,7 +95,7 @@ async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> t
         )
     template = body.chat_template or None
     own = template is not None and state.prompt_reader.own_template(template) is not None
-    if template is not None and not own and not state.config.trust_request_chat_template:
+    if template is not None and not own and not state.trusts_templates:
         raise invalid(
             "chat_template is not supported: templates from requests are run only where the server was started with "
             "--trust-request-chat-template",
@@ -124,7 +143,7 @@ def require_effort(reader: PromptReader, effort: str | None, field: str) -> None
         )
 
 
-def _shortened(state: ServerState, body: GenerationRequest, prompt: PromptText) -> PromptText:
+def _shortened(state: PromptState, body: GenerationRequest, prompt: PromptText) -> PromptText:
     """Return a prompt without what `truncate_prompt_tokens` cuts off."""
     most = body.truncate_prompt_tokens
     if most is None:
@@ -132,7 +151,9 @@ def _shortened(state: ServerState, body: GenerationRequest, prompt: PromptText) 
     if most == 0:
         raise invalid("truncate_prompt_tokens is 0; give -1 or at least 1", "truncate_prompt_tokens")
     if most < 0:
-        most = max(1, state.client.info.max_model_len - (asked_tokens(body)[0] or 1))
+        if state.context is None:
+            return prompt
+        most = max(1, state.context - (asked_tokens(body)[0] or 1))
     if len(prompt.ids) <= most:
         return prompt
     return PromptText(prompt.ids[:most] if body.truncation_side == "right" else prompt.ids[-most:], None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 from fd_core.engine.messages import EngineInfo
 from fd_core.sampling_checks import check_ids, check_tokens
@@ -20,7 +21,9 @@ from fd_core.server.request_schemas import (
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import SamplingParams
 
-__all__ = ["asked_tokens", "bad_word_ids", "choice_seed", "choices_per_prompt", "sampling_params", "stop_strings"]
+__all__ = [
+    *("TextCost", "asked_tokens", "bad_word_ids", "choice_seed", "sampling_params", "stop_strings", "text_cost"),
+]
 
 _MASK: Final = 2**64 - 1
 _GREEDY_BELOW: Final = 1e-5
@@ -52,12 +55,50 @@ def choice_seed(seed: int, index: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def choices_per_prompt(request: GenerationRequest, prompts: int, most: int) -> int:
-    """Return n, or refuse more texts than the `most` that one request may ask for."""
+class TextCost(NamedTuple):
+    """What a request for texts reads and writes at most."""
+
+    prompts: Sequence[int]
+    """Length of each prompt."""
+    n: int
+    """Texts of each prompt."""
+    outputs: Sequence[int]
+    """Longest text of each prompt."""
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens read and written."""
+        return sum(self.prompts) + self.n * sum(self.outputs)
+
+
+def text_cost(
+    request: GenerationRequest, prompts: Sequence[int], *, most_texts: int, context: int | None, limit: int | None
+) -> TextCost:
+    """Return the cost of a request with prompts of these lengths, the same at a server and at a router.
+
+    `limit` is that of the key's tokens a minute: texts whose length is left open are not longer. `context` None is for
+    a router that does not know it. Raises `ApiError` (400) for what does not fit the context, and for too many texts.
+    """
     n = request.n or 1
-    if n * prompts > most:
-        raise invalid(f"{prompts} prompts times n={n} are {n * prompts} texts; one request may ask for {most}", "n")
-    return n
+    if isinstance(request, CompletionRequest) and request.best_of is not None and request.best_of != n:
+        raise invalid(
+            f"best_of is {request.best_of} and n is {n}; only equal values are supported",
+            "best_of",
+            "unsupported_parameter",
+        )
+    if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens is 0, which needs echo to be true: the answer would be empty", "max_tokens")
+    texts = n * len(prompts)
+    if texts > most_texts:
+        raise invalid(
+            f"{len(prompts)} prompts times n={n} are {texts} texts; one request may ask for {most_texts}", "n"
+        )
+    asked, field = asked_tokens(request)
+    outputs = [_allowed_tokens(request, asked, field, each, context) for each in prompts]
+    if asked is None and limit is not None:
+        share = max(1, _min_tokens(request), (limit - sum(prompts)) // texts)
+        outputs = [share if each is None else max(1, _min_tokens(request), min(each, share)) for each in outputs]
+    return TextCost(prompts, n, [1 if each is None else each for each in outputs])
 
 
 def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
@@ -76,17 +117,17 @@ def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
 def sampling_params(
     request: GenerationRequest,
     info: EngineInfo,
-    prompts: list[tuple[int, ...]],
+    outputs: Sequence[int],
     logprobs: int | None,
     bad_words: tuple[tuple[int, ...], ...] = (),
     tokenizer: Tokenizer | None = None,
 ) -> list[SamplingParams]:
     """Return what each prompt is sampled with; the seed is that of its first choice.
 
+    `outputs` are the longest texts of the prompts, see `text_cost`.
     `bad_words` are the words of the request as tokens, see `bad_word_ids`. Raises `ApiError` (400) where a value does
     not fit the model's context or vocabulary.
     """
-    max_tokens, field = asked_tokens(request)
     stop_ids = tuple(request.stop_token_ids or ())
     text_of = (lambda _: "") if tokenizer is None else tokenizer.token_text
     for name, ids in (
@@ -102,8 +143,7 @@ def sampling_params(
     seed = secrets.randbits(63) if request.seed is None else _seed(request.seed)
     min_tokens = _min_tokens(request)
     params = []
-    for prompt in prompts:
-        allowed = _allowed_tokens(request, max_tokens, field, len(prompt), info)
+    for allowed in outputs:
         if min_tokens > allowed:
             raise invalid(f"min_tokens is {min_tokens}, but at most {allowed} are generated", "min_tokens")
         params.append(
@@ -155,12 +195,16 @@ def _min_tokens(request: GenerationRequest) -> int:
     return one or other or 0
 
 
-def _allowed_tokens(request: GenerationRequest, asked: int | None, field: str, prompt: int, info: EngineInfo) -> int:
-    """Return the most tokens to generate, or refuse what the context cannot hold."""
-    room = info.max_model_len - prompt
+def _allowed_tokens(
+    request: GenerationRequest, asked: int | None, field: str, prompt: int, context: int | None
+) -> int | None:
+    """Return the most tokens to generate, or refuse what the context cannot hold; None for an unknown context."""
+    if context is None:
+        return asked
+    room = context - prompt
     if room < 1:
         raise invalid(
-            f"the prompt has {prompt} tokens, but the context holds {info.max_model_len}, "
+            f"the prompt has {prompt} tokens, but the context holds {context}, "
             "of which one at least is for the output; shorten the prompt",
             "messages" if isinstance(request, ChatRequest) else "prompt",
             "context_length_exceeded",
@@ -172,7 +216,7 @@ def _allowed_tokens(request: GenerationRequest, asked: int | None, field: str, p
     if asked > room:
         raise invalid(
             f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
-            f"{info.max_model_len}; at most {room} can be generated",
+            f"{context}; at most {room} can be generated",
             field,
             "context_length_exceeded",
         )

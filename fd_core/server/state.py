@@ -69,6 +69,21 @@ class ServerState:
         self.bodies = BodyBudget(self.config.max_body_memory)
 
     @property
+    def context(self) -> int:
+        """Most tokens of prompt and text together."""
+        return self.client.info.max_model_len
+
+    @property
+    def max_n(self) -> int:
+        """Texts that one request may ask for."""
+        return self.config.max_n
+
+    @property
+    def trusts_templates(self) -> bool:
+        """Whether requests may bring a template."""
+        return self.config.trust_request_chat_template
+
+    @property
     def incarnation(self) -> str:
         """Names this process and its engine's start: whoever answers under another name has an empty cache."""
         return f"{self.instance}.{self.client.info.epoch}"

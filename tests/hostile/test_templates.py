@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from fd_core.config import ServerConfig
 from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.server.prompts import chat_ids
 from fd_core.server.request_schemas import ChatRequest
@@ -174,14 +173,13 @@ def test_a_short_conversation_with_a_slow_template_does_not_hold_the_loop(where:
     """The loop ticks while the template spends its whole budget."""
     slow = often("i ~ j", "")
     given = slow if where == "of the request" else None
-    config = ServerConfig(trust_request_chat_template=True)
 
     async def longest_pause() -> float:
         reader = PromptReader(byte_tokenizer(), ChatTemplate("{{ messages }}" if given else slow))
         body = msgspec.convert(
             {"messages": [{"role": "user", "content": "hello"}], "chat_template": given}, ChatRequest
         )
-        reading = asyncio.ensure_future(chat_ids(SimpleNamespace(prompt_reader=reader, config=config), body))
+        reading = asyncio.ensure_future(chat_ids(SimpleNamespace(prompt_reader=reader, trusts_templates=True), body))
         pauses, last = [], time.perf_counter()
         while not reading.done():
             await asyncio.sleep(0.001)

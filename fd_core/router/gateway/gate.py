@@ -141,9 +141,14 @@ class RouterGate:
         if request.path in _COMPUTES_NOTHING or request.method != "POST":
             asked = RouteRequest(np.zeros(1, np.int32), session, model=await self._state.reader.model(body))
         else:
+            cost = None
+            if record.tokens_per_minute is not None:
+                kind, limit = request.headers.get("Content-Type", ""), record.tokens_per_minute
+                cost = await self._state.costs.cost(request.path, kind, body, limit)
+                self._access.reserve(record, cost.most)
             asked = await self._state.reader.read(body, session)
-            asked = replace(asked, salt=self._access.salt(record.owner, asked.salt))
-            self._access.reserve(record, asked.length + asked.output_tokens)
+            length = asked.length if cost is None else cost.prompt
+            asked = replace(asked, salt=self._access.salt(record.owner, asked.salt), prefill_tokens=length)
         home = await keeper(self._state, request, body, record)
         if home is not None:
             asked = replace(asked, home=home)

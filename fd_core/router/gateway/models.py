@@ -64,6 +64,8 @@ async def served(state: GatewayState, worker: RouterWorker) -> tuple[frozenset[s
     found = await _of(state, worker, state.own_headers)
     if isinstance(found, ApiError):
         return None
+    lengths = [most for model in found if type(most := model.get("max_model_len")) is int]
+    state.costs.context = max([*lengths, *filter(None, [state.costs.context])], default=None)
     named = [(name, model.get("parent")) for model in found if isinstance(name := model.get("id"), str)]
     return frozenset(name for name, _ in named), frozenset(name for name, parent in named if parent)
 

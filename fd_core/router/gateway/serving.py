@@ -22,6 +22,7 @@ from fd_core.router.gateway.kv_events import KVFollowers
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.model_text import ModelText, find_text
 from fd_core.router.gateway.models import first_root
+from fd_core.router.gateway.request_cost import CostReader
 from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.gateway.watched import GatewayHttp
@@ -93,10 +94,19 @@ async def serve_gateway(
         contextlib.AsyncExitStack() as stack,
     ):
         state = GatewayState(
-            config, router, session, RouteRequestReader(text), ticket_key, GatewayMetrics(router), access, spans=spans
+            config,
+            router,
+            session,
+            RouteRequestReader(text),
+            ticket_key,
+            GatewayMetrics(router),
+            access,
+            costs=CostReader(text),
+            spans=spans,
         )
         state.metrics.refusals = access.refusals
         stack.callback(lambda: state.reader.close())
+        stack.callback(lambda: state.costs.close())
         followers = KVFollowers(state)
         checks = HealthChecks(state, followers.offered)
         if admin_sock is not None:
@@ -140,5 +150,6 @@ async def _learn(state: GatewayState) -> None:
         )
         return
     state.reader.close()
-    state.reader = RouteRequestReader(text)
+    state.costs.close()
+    state.reader, state.costs = RouteRequestReader(text), CostReader(text, state.costs.context)
     log.info("prompts are compared by the tokens of %s", text.name)

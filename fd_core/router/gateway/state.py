@@ -10,6 +10,7 @@ import aiohttp
 
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.metrics import GatewayMetrics
+from fd_core.router.gateway.request_cost import CostReader
 from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.gateway.timeouts import WorkerTimeouts
 from fd_core.router.router import Router
@@ -57,6 +58,8 @@ class GatewayState:
     metrics: GatewayMetrics
     access: AccessControl = field(default_factory=AccessControl)
     """The router's API keys and what they may take."""
+    costs: CostReader = field(default_factory=lambda: CostReader(None))
+    """Counts what requests of keys with a limit of tokens may take; replaced together with `reader`."""
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     pairing: PairingLog = field(default_factory=PairingLog)
     supervisor: Supervisor = field(default_factory=Supervisor)

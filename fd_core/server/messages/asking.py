@@ -8,9 +8,8 @@ from typing import Final
 
 from fd_core.server.errors import invalid
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
-from fd_core.server.prompts import require_effort
+from fd_core.server.prompts import PromptState, require_effort
 from fd_core.server.request_schemas import ChatRequest, Message
-from fd_core.server.state import ServerState
 from fd_core.server.structured_fields import FormAsked
 from fd_core.server.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
 from fd_core.structured import grammar
@@ -22,7 +21,7 @@ _USUAL_EFFORT: Final = "high"
 """What requests that name no effort ask for."""
 
 
-def as_chat(state: ServerState, body: CountRequest) -> ChatRequest:
+def as_chat(state: PromptState, body: CountRequest) -> ChatRequest:
     """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
     effort = None if body.output_config is None else body.output_config.effort
     if effort == _USUAL_EFFORT and not state.prompt_reader.takes_effort:

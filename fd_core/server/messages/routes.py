@@ -27,10 +27,10 @@ from fd_core.server.prompts import chat_prompt
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
 
-__all__ = ["router"]
+__all__ = ["BODY", "router"]
 
 router = APIRouter()
-_BODY: Final = BodyFormat(MessagesRequest, REFUSED_IN_MESSAGES)
+BODY: Final = BodyFormat(MessagesRequest, REFUSED_IN_MESSAGES)
 _COUNT: Final = BodyFormat(CountRequest, REFUSED)
 
 
@@ -38,7 +38,7 @@ _COUNT: Final = BodyFormat(CountRequest, REFUSED)
 async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's shape."""
     state = state_of(request)
-    body, headers = await _BODY.read(request, state.config.max_body_bytes)
+    body, headers = await BODY.read(request, state.config.max_body_bytes)
     asked = conversation_job(state, as_chat(state, body), request, demanded_form(body), MESSAGES_NAMES)
     job = await unless_gone(request, asked)
     return GenerationResponse(state, MessagesFormat(job), bool(body.stream), headers)
