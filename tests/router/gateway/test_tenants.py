@@ -70,7 +70,7 @@ class Service:
 
 
 @contextmanager
-def gateway(servers: list[LiveServer], file: str) -> Iterator[str]:
+def gateway(servers: list[LiveServer], file: str, **settings: Any) -> Iterator[str]:
     """Run a router on a thread of its own."""
     ready, stopped = threading.Event(), threading.Event()
     urls: list[str] = []
@@ -78,7 +78,8 @@ def gateway(servers: list[LiveServer], file: str) -> Iterator[str]:
     async def run() -> None:
         for each in servers:
             each.role = "mixed"  # type: ignore[attr-defined]
-        async with routed(*servers, api_key_file=file, worker_api_keys=("worker",)) as running:  # type: ignore[arg-type]
+        keys = {"api_key_file": file, "worker_api_keys": ("worker",)}
+        async with routed(*servers, **keys, **settings) as running:  # type: ignore[arg-type]
             urls.append(running.url)
             ready.set()
             while not stopped.is_set():
