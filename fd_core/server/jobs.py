@@ -8,6 +8,7 @@ import msgspec
 from fastapi import Request
 
 from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
+from fd_core.server.access.keys import scoped
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.evaluation_fields import check_logprobs, check_prompt_logprobs
 from fd_core.server.generation import Job
@@ -71,7 +72,7 @@ def build_job(
         usage_in_stream=bool(body.stream_options and body.stream_options.include_usage),
         usage_in_events=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         priority=body.priority or 0,
-        tenant=body.user or "",
+        tenant=scoped(request.state.owner, body.user),
         cache_salt=state.access.salt(request.state.owner, body.cache_salt),
         reading=reading,
         prompt_logprobs=body.prompt_logprobs,

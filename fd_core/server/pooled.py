@@ -12,6 +12,7 @@ import numpy.typing as npt
 from fastapi import Request
 
 from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
+from fd_core.server.access.keys import scoped
 from fd_core.server.disconnect import UntilDisconnect, unless_gone
 from fd_core.server.errors import ApiError, invalid, unavailable
 from fd_core.server.pooling_schemas import PooledRequest, RerankRequest, ScoreRequest
@@ -199,7 +200,7 @@ class PooledTexts:
             prompt,
             pooling,
             priority=body.priority or 0,
-            tenant=body.user or "",
+            tenant=scoped(self._request.state.owner, body.user),
             salt=self._state.access.salt(self._request.state.owner, body.cache_salt),
             adapter=self._state.adapter(body.model),
         )

@@ -129,6 +129,8 @@ def test_prefixes_are_shared_within_a_key_only_unless_wanted(share: bool) -> Non
                 server.client.specs.clear()
                 for key in (*KEYS, KEYS[0]):
                     assert server.post(path, body | {"cache_salt": salt}, x_api_key=key).status == 200
+                one, two, again = (each.tenant for each in server.client.specs)
+                assert one == again != two, "a fair share of a key's own, whatever user it names"
                 one, two, again = (each.cache_salt for each in server.client.specs)
                 assert (one == again, one == two) == (True, share), path
                 assert one.endswith(salt or "")

@@ -12,7 +12,7 @@ from typing import Final
 
 from fd_core.errors import ConfigError
 from fd_core.server.access.key_file import FLAG, read_key_file, warn_if_others_read
-from fd_core.server.access.keys import ApiKey, KeyRing
+from fd_core.server.access.keys import ApiKey, KeyRing, scoped
 from fd_core.server.access.limits import KeyAccount, KeyLimits, LimitReached, SlidingWindow
 from fd_core.server.access.record import RequestRecord
 from fd_core.server.access.routes import Right, find_route
@@ -150,9 +150,7 @@ class AccessControl:
         Where there are keys, each has a salt of its own: `cached_tokens` and the time to the first token would show
         one client what another has sent.
         """
-        if self._share_prefixes or not (self.ring or owner):
-            return given or ""
-        return f"{owner}/{given or ''}"
+        return given or "" if self._share_prefixes else scoped(owner, given)
 
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
         """Let a request begin; its record has to be closed. Raises `ApiError` (429) if its key has no room for it."""

@@ -13,7 +13,7 @@ import msgspec
 
 from fd_core.server.access.limits import KeyLimits
 
-__all__ = ["ApiKey", "KeyRing"]
+__all__ = ["ApiKey", "KeyRing", "scoped"]
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +41,11 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
         if self.name:
             return hashlib.blake2b(self.name.encode(), digest_size=16, person=b"fd_core key name").hexdigest()
         return hashlib.blake2b(self.digest, digest_size=16, person=b"fd_core owner").hexdigest()
+
+
+def scoped(owner: str, name: str | None) -> str:
+    """Return a name that a client chose as a name among its owner's only; as it is where there are no keys."""
+    return f"{owner}/{name or ''}" if owner else name or ""
 
 
 class KeyRing:
