@@ -205,29 +205,30 @@ def test_an_answer_is_not_kept_against_the_clients_will(keeping: LiveServer) -> 
     assert body["store"] is False and keeping.get(f"{PATH}/{body['id']}").status == 404
 
 
-def test_the_store_is_bounded() -> None:
-    def stored(name: str, size: int) -> StoredResponse:
-        item = {"type": "message", "content": [{"text": "x" * size}]}
-        return StoredResponse(
-            ResponseAnswer(
-                id=name,
-                created_at=0,
-                status="completed",
-                model="m",
-                output=[item],
-                parallel_tool_calls=True,
-                reasoning={},
-                store=True,
-                temperature=1.0,
-                text={},
-                tool_choice="auto",
-                tools=[],
-                top_p=1.0,
-                metadata={},
-            ),
-            (),
-        )
+def stored(name: str, size: int) -> StoredResponse:
+    item = {"type": "message", "content": [{"text": "x" * size}]}
+    return StoredResponse(
+        ResponseAnswer(
+            id=name,
+            created_at=0,
+            status="completed",
+            model="m",
+            output=[item],
+            parallel_tool_calls=True,
+            reasoning={},
+            store=True,
+            temperature=1.0,
+            text={},
+            tool_choice="auto",
+            tools=[],
+            top_p=1.0,
+            metadata={},
+        ),
+        (),
+    )
 
+
+def test_the_store_is_bounded() -> None:
     store = ResponseStore(2, max_bytes=5000)
     for name in "abc":
         store.put("", stored(name, 10))
@@ -258,3 +259,14 @@ def test_the_official_client_reads_answers_and_streams(server: LiveServer) -> No
             for _ in stream:
                 pass
             assert stream.get_final_response().output_text == "I look."
+
+
+def test_no_owner_drives_out_what_others_keep() -> None:
+    for store in (ResponseStore(4), ResponseStore(100, max_bytes=3000)):
+        store.put("alice", stored("one", 10))
+        for index in range(20):
+            store.put("bob", stored(f"resp_{index}", 10))
+        assert store.get("alice", "one") is not None and store.get("bob", "resp_19") is not None
+        assert store.get("bob", "resp_0") is None and store.get("bob", "one") is None
+        before = len(store)
+        assert store.delete("alice", "one") and not store.delete("alice", "one") and len(store) == before - 1

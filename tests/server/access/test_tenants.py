@@ -72,3 +72,11 @@ def test_only_the_holder_of_a_key_names_tenants_below_it() -> None:
             return server.post(path, body, **headers).status
 
         assert [status("router", "router"), status("other", "router"), status("wrong", "router")] == [200, 403, 401]
+
+
+def test_no_key_splits_its_quota_of_files_into_tenants() -> None:
+    with live(api_keys=("router",), batch_api=True) as server:
+        for path in ("/v1/files", "/v1/batches"):
+            header = sign_tenant(hashlib.sha256(b"router").digest(), ALICE, "GET", path, "id-1")
+            headers = {"X_Api_Key": "router", "X_Request_Id": "id-1", TENANT_HEADER.replace("-", "_"): header}
+            assert server.get(path, **headers).status == 403
