@@ -22,7 +22,7 @@ from fd_core.server.batches.running import in_thread
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent, StoredFile, cannot_keep
 from fd_core.server.body import BodyFormat
-from fd_core.server.doors.headers import length_of
+from fd_core.server.doors.headers import length_of, refuse_encoding
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.openapi import endpoint
 from fd_core.server.state import state_of
@@ -84,6 +84,7 @@ _BODY: Final = BodyFormat(BatchRequest)
 async def upload(request: Request) -> Response:
     """Keep the file of a form with the fields `purpose` and `file`."""
     store, owner = await _store(request), request.state.owner
+    refuse_encoding(request.headers.getlist("content-encoding"))
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         raise ApiError(415, "the file must be sent as multipart/form-data", code="unsupported_media_type")
