@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ class Service:
 
     @property
     def running(self) -> int:
-        return sum(each.call(lambda each=each: len(each.client.live)) for each in self.servers)
+        return sum(each.call(partial(len, each.client.live)) for each in self.servers)
 
     def begin(self, key: str, name: str) -> threading.Thread:
         """Send a request that stays until it is aborted."""
