@@ -107,6 +107,7 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
         )
         app = create_app(server, client, model.tokenizer, model.template, parsers=chosen.parsers)
         stack.callback(app.state.fd.prompt_reader.close)
+        stack.callback(app.state.fd.grammars.close)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         shown = Bars(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
         stack.enter_context(shown)

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from fd_core.sampling_checks import check_structure
 from fd_core.server.body import BodyFormat
 from fd_core.server.chat_deltas import deltas, message_of
 from fd_core.server.disconnect import unless_gone
@@ -24,10 +25,12 @@ from fd_core.server.response_format import CollectedText, ResponseFormat
 from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage, Usage
 from fd_core.server.state import ServerState, state_of
 from fd_core.server.streaming import GenerationResponse
-from fd_core.server.structured_fields import FormAsked, form_asked
+from fd_core.server.structured_fields import form_asked
 from fd_core.server.tool_grammars import constrained, demanded_form
 from fd_core.server.tools import answer_reading, offered_tools
 from fd_core.server.unsupported import CHAT
+from fd_core.structured.forms import FormAsked
+from fd_core.structured.workers.messages import Outcome
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.events import Content
 
@@ -66,7 +69,7 @@ async def _job(state: ServerState, body: ChatRequest, request: Request, form: Fo
     state.model_name(body.model)
     state.admit(1)
     logprobs = _logprobs(body)
-    grammar = None if form is None else await state.grammars.checked(form)
+    outcome = Outcome() if form is None else await state.grammars.checked(form)
     tools = offered_tools(body)
     reading = answer_reading(
         state,
@@ -78,11 +81,11 @@ async def _job(state: ServerState, body: ChatRequest, request: Request, form: Fo
         reading = AnswerReading(None, None, {})
     calls = demanded_form(state, tools, reading, form)
     if calls is not None:
-        grammar = await state.grammars.checked(calls)
+        outcome = await state.grammars.checked(calls)
     prompt = await chat_prompt(state, body)
-    job = with_grammar(build_job(state, body, request, [prompt], logprobs, reading), grammar)
+    job = with_grammar(build_job(state, body, request, [prompt], logprobs, reading), outcome)
     job = constrained(state, job, _reasoning_budget(body), called=calls is not None)
-    await state.grammars.require(job.params[0], "tools" if form is None else form.field)
+    check_structure(job.params[0])
     return job
 
 

@@ -25,6 +25,7 @@ from fd_core.server.response_schemas import PromptTokensDetails, Usage
 from fd_core.server.sampling import choice_seed
 from fd_core.server.spans import RequestSpan
 from fd_core.server.state import ServerState
+from fd_core.structured.workers.messages import Unenforced
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.contract import OutputParser
@@ -78,6 +79,8 @@ class Job:
     """How answers are read; None for plain text."""
     prompt_logprobs: int | None = None
     """Most likely tokens shown beside each token of the prompt; None shows none."""
+    warnings: tuple[Unenforced, ...] = ()
+    """Parts of schemas that the answer may not keep."""
     prompt_only: bool = False
     """Whether the answer shows nothing of the text: one token is computed and dropped."""
     path: str = ""
@@ -90,6 +93,11 @@ class Job:
     """Whose request it is, see `ApiKey.owner`."""
     record: RequestRecord = field(default_factory=RequestRecord)
     """Told what was read and written."""
+
+    @property
+    def warned(self) -> list[Unenforced] | msgspec.UnsetType:
+        """The warnings as answers show them."""
+        return list(self.warnings) or msgspec.UNSET
 
 
 class TextChunk(NamedTuple):

@@ -16,6 +16,7 @@ from fd_core.server.request_schemas import GenerationRequest
 from fd_core.server.sampling import bad_word_ids, sampling_params, stop_strings, text_cost
 from fd_core.server.spans import TRACE_HEADERS
 from fd_core.server.state import ServerState
+from fd_core.structured.workers.messages import Outcome
 from fd_core.text.parsing.answer import AnswerReading
 
 __all__ = ["build_job", "with_grammar"]
@@ -85,11 +86,12 @@ def build_job(
     )
 
 
-def with_grammar(job: Job, grammar: str | None) -> Job:
-    """Return the job with texts that have to match `grammar`; the job itself if that is None."""
-    if grammar is None:
+def with_grammar(job: Job, outcome: Outcome) -> Job:
+    """Return the job with texts that have to match the grammar of `outcome`; the job itself if it has none."""
+    if not outcome.grammar:
         return job
-    return replace(job, params=[msgspec.structs.replace(each, grammar=grammar) for each in job.params])
+    params = [msgspec.structs.replace(each, grammar=outcome.grammar) for each in job.params]
+    return replace(job, params=params, warnings=outcome.warnings)
 
 
 def _prefill_peer(state: ServerState, request: Request) -> str:

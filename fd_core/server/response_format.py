@@ -138,7 +138,9 @@ class ResponseFormat(AnswerFormat):
 
     def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
         """Return the answer to a request that did not ask for a stream."""
-        return self.answer(**self._facts, choices=[self.choice(each) for each in collected], usage=usage)
+        return self.answer(
+            **self._facts, choices=[self.choice(each) for each in collected], usage=usage, warnings=self.job.warned
+        )
 
     def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
         """Return the event for a chunk."""
@@ -174,7 +176,10 @@ class ResponseFormat(AnswerFormat):
         """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
         ids = b',"prompt_token_ids":' + _encode(self.job.prompts[choice.prompt_index]) if self.job.token_ids else b""
         end = b',"logprobs":' + scores + b',"finish_reason":null'
-        return self.head + b'{"index":%d' % choice.index + content + end + ids + b"}" + self.end_of_event()
+        event = self.head + b'{"index":%d' % choice.index + content + end + ids + b"}"
+        if not self.job.warnings:
+            return event + self.end_of_event()
+        return event + b'],"warnings":' + _encode(self.job.warnings) + self.end_of_event().removeprefix(b"]")
 
     def end_of_event(self) -> bytes:
         """Return JSON behind the choices of an event."""

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from fd_core.structured.workers.messages import Unenforced
+
 __all__ = [
     *("AddedTokenInfo", "TokenizerInfoAnswer"),
     *("AbortAnswer", "ChatAnswer", "ChatChoice", "ChatLogprobs", "ChatMessage", "CompletionAnswer", "CompletionChoice"),
@@ -134,6 +136,8 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     """Names what computes: equal where equal requests with a seed get equal texts."""
     choices: list[CompletionChoice]
     usage: Usage
+    warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
+    """Parts of schemas without `strict` that could not be enforced; there only if there are any."""
 
 
 class FunctionCall(msgspec.Struct):
@@ -183,6 +187,8 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     """Names what computes: equal where equal requests with a seed get equal texts."""
     choices: list[ChatChoice]
     usage: Usage
+    warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
+    """Parts of schemas without `strict` that could not be enforced; there only if there are any."""
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
     """For each token of the rendered prompt by id, null for the first; there only if the request asked for them."""
 

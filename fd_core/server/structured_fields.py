@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from fd_core.server.errors import invalid
 from fd_core.server.evaluation_fields import EvaluationFields
-from fd_core.structured import grammar
 from fd_core.structured.bounds import MAX_CHOICES
+from fd_core.structured.forms import ChoiceForm, FormAsked, Schema, SchemaForm, TagForm, TextForm
 
 __all__ = [
-    "FormAsked",
     "JsonSchemaFormat",
     "ResponseFormatField",
     "StructuredFields",
@@ -25,7 +21,7 @@ __all__ = [
     "form_asked",
 ]
 
-Schema = dict[str, Any] | bool
+_ANY_OBJECT: Final = SchemaForm(schema={"type": "object"})
 Choices = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
 
 
@@ -91,22 +87,6 @@ class StructuredFields(EvaluationFields, kw_only=True):
     grammar: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FormAsked:
-    """The form that a request asks for."""
-
-    field: str
-    """Where it stands in the body."""
-    make: Callable[[], str]
-    """Returns the grammar; raises `BadRequest` or `ApiError`, and takes some time."""
-    schema: Schema | None = None
-    """Set where the form is a JSON schema."""
-    spaces: str = ""
-    """Where a pattern of white space stands, if there is one."""
-    parts: Sequence[tuple[str, Mapping[str, Any]]] = ()
-    """Schemas that the form consists of, with their places."""
-
-
 def form_asked(fields: StructuredFields) -> FormAsked | None:
     """Return the form that a request asks for, None for any text; `ApiError` (400) if it asks for more than one."""
     found = [form for form in _forms(fields) if form is not None]
@@ -126,20 +106,20 @@ def _forms(fields: StructuredFields) -> list[FormAsked | None]:
         _response_format(fields.response_format),
         _json(outputs.json, f"{within}.json", space),
         _any_object(outputs.json_object, f"{within}.json_object"),
-        _text(outputs.regex, f"{within}.regex", grammar.regex),
+        _text(outputs.regex, f"{within}.regex", "regex"),
         _choice(outputs.choice, f"{within}.choice"),
-        _text(outputs.grammar, f"{within}.grammar", grammar.context_free),
+        _text(outputs.grammar, f"{within}.grammar", "grammar"),
         _tag(outputs.structural_tag, f"{within}.structural_tag"),
         _json(fields.guided_json, "guided_json", other_space),
         _any_object(fields.guided_json_object, "guided_json_object"),
-        _text(fields.guided_regex, "guided_regex", grammar.regex),
+        _text(fields.guided_regex, "guided_regex", "regex"),
         _choice(fields.guided_choice, "guided_choice"),
-        _text(fields.guided_grammar, "guided_grammar", grammar.context_free),
+        _text(fields.guided_grammar, "guided_grammar", "grammar"),
         _tag(fields.structural_tag, "structural_tag"),
         _json(fields.json_schema, "json_schema", other_space),
-        _text(fields.regex, "regex", grammar.regex),
-        _text(fields.ebnf, "ebnf", grammar.context_free),
-        _text(fields.grammar, "grammar", grammar.context_free),
+        _text(fields.regex, "regex", "regex"),
+        _text(fields.ebnf, "ebnf", "grammar"),
+        _text(fields.grammar, "grammar", "grammar"),
     ]
 
 
@@ -150,14 +130,14 @@ def _response_format(wanted: ResponseFormatField | None) -> FormAsked | None:
     if wanted.type == "json_object":
         if wanted.schema is not None:
             return _json(wanted.schema, f"{place}.schema", None)
-        return FormAsked(place, grammar.json_object)
+        return FormAsked(place, _ANY_OBJECT)
     if wanted.type == "json_schema":
         if wanted.json_schema is None:
             raise invalid(f"{place}.json_schema is required", f"{place}.json_schema", "missing_required_parameter")
         schema = wanted.json_schema.schema
         if schema is None:
-            return FormAsked(place, grammar.json_object)
-        return _json(schema, f"{place}.json_schema.schema", None)
+            return FormAsked(place, _ANY_OBJECT)
+        return _json(schema, f"{place}.json_schema.schema", None, is_strict=wanted.json_schema.strict is not False)
     if wanted.type == "structural_tag":
         parts = {"structures": wanted.structures, "triggers": wanted.triggers, "format": wanted.format}
         return _tag({name: value for name, value in parts.items() if value is not None}, place)
@@ -165,7 +145,9 @@ def _response_format(wanted: ResponseFormatField | None) -> FormAsked | None:
     raise invalid(f"{place}.type is {wanted.type[:40]!r}; served are {known}", f"{place}.type", "invalid_value")
 
 
-def _json(schema: Schema | str | None, field: str, whitespace: str | None) -> FormAsked | None:
+def _json(
+    schema: Schema | str | None, field: str, whitespace: str | None, *, is_strict: bool = True
+) -> FormAsked | None:
     if schema is None or schema == "":
         return None
     read = _decoded(schema, field) if isinstance(schema, str) else schema
@@ -173,21 +155,20 @@ def _json(schema: Schema | str | None, field: str, whitespace: str | None) -> Fo
         raise invalid(f"{field}: a schema is a JSON object, not {type(read).__name__}", field, "invalid_value")
     own = f"{field.rpartition('.')[0]}.whitespace_pattern" if "." in field else "guided_whitespace_pattern"
     spaces = own if whitespace else ""
-    return FormAsked(
-        field, partial(grammar.json_schema, read, whitespace_pattern=whitespace, field=field), read, spaces
-    )
+    form = SchemaForm(schema=read, whitespace_pattern=whitespace, spaces_field=spaces, is_strict=is_strict)
+    return FormAsked(field, form)
 
 
 def _any_object(wanted: bool | None, field: str) -> FormAsked | None:
-    return FormAsked(field, grammar.json_object) if wanted else None
+    return FormAsked(field, _ANY_OBJECT) if wanted else None
 
 
-def _text(text: str | None, field: str, make: Callable[..., str]) -> FormAsked | None:
-    return FormAsked(field, partial(make, text, field=field)) if text else None
+def _text(text: str | None, field: str, kind: Literal["regex", "grammar"]) -> FormAsked | None:
+    return FormAsked(field, TextForm(kind, text)) if text else None
 
 
 def _choice(texts: list[str] | None, field: str) -> FormAsked | None:
-    return FormAsked(field, partial(grammar.choice, texts, field=field)) if texts else None
+    return FormAsked(field, ChoiceForm(texts)) if texts else None
 
 
 def _tag(tag: str | dict[str, Any] | None, field: str) -> FormAsked | None:
@@ -196,7 +177,7 @@ def _tag(tag: str | dict[str, Any] | None, field: str) -> FormAsked | None:
     read = _decoded(tag, field) if isinstance(tag, str) else tag
     if not isinstance(read, dict):
         raise invalid(f"{field}: a structural tag is a JSON object, not {type(read).__name__}", field, "invalid_value")
-    return FormAsked(field, partial(grammar.structural_tag, read, field=field))
+    return FormAsked(field, TagForm(read))
 
 
 def _decoded(text: str, field: str) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -12,9 +11,9 @@ from fd_core.sampling_checks import check_ids
 from fd_core.server.errors import invalid
 from fd_core.server.generation import Job
 from fd_core.server.state import ServerState
-from fd_core.server.structured_fields import FormAsked
 from fd_core.server.tools import OfferedTools
-from fd_core.structured.calls import CallAsked, chosen_calls, demanded_calls
+from fd_core.structured.calls import CallAsked
+from fd_core.structured.forms import CallsForm, FormAsked
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.types import Reasoning
@@ -44,22 +43,18 @@ def demanded_form(
         for index, name in enumerate(tools.schemas)
         if not tools.forced or name in tools.forced
     ]
-    control = state.tokenizer.control_tokens
-    parts = [(call.place, call.schema) for call in calls]
-    around: dict[str, Any] = {"before": parser.before_calls, "markers": parser.markers}
-    if not tools.forced and form is None:
-        return FormAsked(
-            "tools", partial(chosen_calls, calls, control, answer_begin=parser.answer_begin, **around), parts=parts
-        )
-    several = (form is not None or len(tools.forced) > 1) and reading.parallel
-    space = reading.reasoning is not None and not parser.reads_reasoning
-
-    def make() -> str:
-        other = None if form is None else (form.make(), form.field)
-        begin = "" if form is None else parser.answer_begin
-        return demanded_calls(calls, control, several=several, space=space, instead=other, answer_begin=begin, **around)
-
-    return FormAsked("tools", make, parts=parts)
+    calls_form = CallsForm(
+        calls=calls,
+        control_tokens=state.tokenizer.control_tokens,
+        is_demanded=bool(tools.forced) or form is not None,
+        before=parser.before_calls,
+        markers=parser.markers,
+        answer_begin=parser.answer_begin,
+        several=(form is not None or len(tools.forced) > 1) and reading.parallel,
+        space=reading.reasoning is not None and not parser.reads_reasoning,
+        instead=form,
+    )
+    return FormAsked("tools", calls_form)
 
 
 def constrained(state: ServerState, job: Job, budget: int | None, *, called: bool) -> Job:
@@ -116,5 +111,5 @@ def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int,
             "unsupported_parameter",
         )
     keeps = name in tools.strict or name in tools.forced
-    schema = tools.schemas[name] if keeps else {"type": "object"}
-    return CallAsked(form, schema, f"tools[{index}].function.parameters")
+    schema = dict(tools.schemas[name]) if keeps else {"type": "object"}
+    return CallAsked(form, schema, f"tools[{index}].function.parameters", name, name in tools.strict)

@@ -17,10 +17,14 @@ class CallAsked(NamedTuple):
     """A tool that may be called."""
 
     form: CallForm
-    schema: Mapping[str, Any]
+    schema: dict[str, Any]
     """Of the arguments."""
     place: str
     """Of the schema in the request."""
+    name: str = ""
+    """Of the tool."""
+    is_strict: bool = True
+    """False leaves open what cannot be enforced of the schema."""
 
 
 def demanded_calls(

@@ -44,6 +44,8 @@ _LARGEST: Final = 2**63 - 2**10
 _MAX_OPTIONS: Final = 64
 """Options of a `oneOf` that are compared with each other."""
 _MAX_HOPS: Final = 8
+_MAX_STEPS: Final = 100_000
+"""Pairs of schemas, properties and values of one schema that are compared: about a tenth of a second."""
 
 
 def compilable(schema: Any, field: str) -> Any:
@@ -51,12 +53,12 @@ def compilable(schema: Any, field: str) -> Any:
 
     Every value that fits it fits the given one. Raises `BadRequest` that names the place of what cannot be held.
     """
-    return {} if schema is True else _read(schema, field, schema)
+    return {} if schema is True else _read(schema, field, _Options(schema))
 
 
-def _read(value: Any, place: str, root: Any) -> Any:
+def _read(value: Any, place: str, options: _Options) -> Any:
     if isinstance(value, list | tuple):
-        return [_read(each, f"{place}[{index}]", root) for index, each in enumerate(value)]
+        return [_read(each, f"{place}[{index}]", options) for index, each in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
     _require_right(value, place)
@@ -68,7 +70,7 @@ def _read(value: Any, place: str, root: Any) -> Any:
         elif any(inner is each or (inner == each and not isinstance(each, bool)) for each in _NEUTRAL.get(name, ())):
             continue
         elif name in _MAPS and isinstance(inner, Mapping):
-            read[name] = {key: _read(each, f"{where}.{key}", root) for key, each in inner.items()}
+            read[name] = {key: _read(each, f"{where}.{key}", options) for key, each in inner.items()}
         elif (name == "format" and isinstance(inner, str) and inner not in _FORMATS) or (
             name == "$schema" and isinstance(inner, str) and "//json-schema.org/draft" not in inner
         ):
@@ -78,8 +80,8 @@ def _read(value: Any, place: str, root: Any) -> Any:
         elif name in _COUNTS and isinstance(inner, float) and inner.is_integer():
             read[name] = int(inner)
         else:
-            read[name] = _read(inner, where, root)
-    if "oneOf" in read and "anyOf" not in read and _all_apart(value["oneOf"], root):
+            read[name] = _read(inner, where, options)
+    if "oneOf" in read and "anyOf" not in read and options.are_apart(value["oneOf"], f"{place}.oneOf"):
         read["anyOf"] = read.pop("oneOf")  # which the compiler takes whatever the options are
     return read
 
@@ -138,64 +140,104 @@ def _inwards(bound: float, place: str, *, up: bool) -> float:
     return int(near)
 
 
-def _all_apart(options: Any, root: Any) -> bool:
-    """Whether no value can fit two of the options, as far as that can be seen quickly."""
-    if not isinstance(options, list | tuple):
+class _Options:
+    """Tells the options of every `oneOf` of one schema apart, within a budget of steps."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._steps = _MAX_STEPS
+        self._apart_at: dict[tuple[int, int], int] = {}
+        """Pairs that were compared, by identity, with the depth at which they were not found apart; -1 if they were."""
+
+    def are_apart(self, options: Any, place: str) -> bool:
+        """Return True if no value can fit two of the options, as far as that can be seen.
+
+        Raises `BadRequest` where too many steps are needed.
+        """
+        if not isinstance(options, list | tuple):
+            return False
+        found = [self._resolved(each) for each in options]
+        try:
+            finite = [self._values(each) for each in found]
+            if all(each is not None for each in finite):
+                return len(set().union(*(each or () for each in finite))) == sum(len(each or ()) for each in finite)
+            return len(found) <= _MAX_OPTIONS and all(self._apart(*pair, _MAX_HOPS) for pair in combinations(found, 2))
+        except _TooManySteps:
+            raise _wrong(
+                place,
+                f"its options take more than {_MAX_STEPS:,} steps to tell apart; give each a required property with "
+                "another const, or use anyOf",
+            ) from None
+
+    def _spend(self, steps: int) -> None:
+        self._steps -= steps
+        if self._steps < 0:
+            raise _TooManySteps
+
+    def _apart(self, one: Any, other: Any, depth: int) -> bool:
+        if not depth or not isinstance(one, Mapping) or not isinstance(other, Mapping):
+            return False
+        pair = (id(one), id(other)) if id(one) < id(other) else (id(other), id(one))
+        known = self._apart_at.get(pair, 0)
+        if known < 0 or known >= depth:
+            return known < 0
+        self._spend(1)
+        self._apart_at[pair] = depth  # for a pair within itself: what it would need to be apart, it does not have
+        if self._differ(one, other, depth):
+            self._apart_at[pair] = -1
+            return True
         return False
-    found = [_resolved(each, root) for each in options]
-    finite = [_values(each) for each in found]
-    if all(each is not None for each in finite):
-        return len(set().union(*(each or () for each in finite))) == sum(len(each or ()) for each in finite)
-    return len(found) <= _MAX_OPTIONS and all(_apart(*pair, root, _MAX_HOPS) for pair in combinations(found, 2))
 
+    def _differ(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
+        values = self._values(one), self._values(other)
+        if values[0] is not None and values[1] is not None:
+            return not values[0] & values[1]
+        types = _types(one), _types(other)
+        if types[0] and types[1] and not types[0] & types[1]:
+            return True
+        return any(self._kept_apart(*pair, depth - 1) for pair in ((one, other), (other, one)))
 
-def _apart(one: Any, other: Any, root: Any, depth: int) -> bool:
-    if not depth or not isinstance(one, Mapping) or not isinstance(other, Mapping):
-        return False
-    values = _values(one), _values(other)
-    if values[0] is not None and values[1] is not None:
-        return not values[0] & values[1]
-    types = _types(one), _types(other)
-    if types[0] and types[1] and not types[0] & types[1]:
-        return True
-    return any(_kept_apart(*pair, root, depth - 1) for pair in ((one, other), (other, one)))
+    def _kept_apart(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
+        """Return True if a property that every object of `one` has never fits `other`."""
+        mine, theirs, required = one.get("properties"), other.get("properties"), one.get("required")
+        if _types(one) != {"object"} or not isinstance(required, list | tuple):
+            return False
+        if not isinstance(mine, Mapping) or not isinstance(theirs, Mapping):
+            return False
+        self._spend(len(mine) + len(required))
+        needed = {name for name in required if isinstance(name, str)}
+        names = [name for name in mine if name in theirs and name in needed]
+        return any(self._apart(self._resolved(mine[name]), self._resolved(theirs[name]), depth) for name in names)
 
+    def _values(self, schema: Any) -> set[str] | None:
+        """Return all values that may fit as JSON, None if they are not listed."""
+        if not isinstance(schema, Mapping):
+            return None
+        listed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if not isinstance(listed, list | tuple):
+            return None
+        self._spend(len(listed))
+        return {json.dumps(int(each) if isinstance(each, float) and each.is_integer() else each) for each in listed}
 
-def _kept_apart(one: Mapping[str, Any], other: Mapping[str, Any], root: Any, depth: int) -> bool:
-    """Whether a property that every object of `one` has never fits `other`."""
-    mine, theirs, required = one.get("properties"), other.get("properties"), one.get("required")
-    if _types(one) != {"object"} or not isinstance(required, list | tuple):
-        return False
-    if not isinstance(mine, Mapping) or not isinstance(theirs, Mapping):
-        return False
-    names = [name for name in mine if name in theirs and name in required]
-    return any(_apart(_resolved(mine[name], root), _resolved(theirs[name], root), root, depth) for name in names)
-
-
-def _values(schema: Any) -> set[str] | None:
-    """Return all values that may fit as JSON, None if they are not listed."""
-    if not isinstance(schema, Mapping):
+    def _resolved(self, schema: Any) -> Any:
+        """Follow references within the document; whatever else they are is left to the compiler."""
+        for _ in range(_MAX_HOPS):
+            target = schema.get("$ref") if isinstance(schema, Mapping) else None
+            if not isinstance(target, str) or not target.startswith("#/"):
+                return schema
+            self._spend(target.count("/"))
+            found = self._root
+            for step in target[2:].split("/"):
+                found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+            schema = found
         return None
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(listed, list | tuple):
-        return None
-    return {json.dumps(int(each) if isinstance(each, float) and each.is_integer() else each) for each in listed}
+
+
+class _TooManySteps(Exception):
+    """The budget is spent."""
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     given = schema.get("type")
     names = {given} if isinstance(given, str) else set(map(str, given)) if isinstance(given, list | tuple) else set()
     return names | {"integer"} if "number" in names else names
-
-
-def _resolved(schema: Any, root: Any) -> Any:
-    """Follow references within the document; whatever else they are is left to the compiler."""
-    for _ in range(_MAX_HOPS):
-        target = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(target, str) or not target.startswith("#/"):
-            return schema
-        found = root
-        for step in target[2:].split("/"):
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        schema = found
-    return None

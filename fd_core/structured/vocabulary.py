@@ -5,18 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 from llguidance import LLTokenizer
 
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["grammar_vocabulary"]
+__all__ = ["VocabularyTable", "grammar_vocabulary", "vocabulary_table"]
 
 _MAX_IDS: Final = 2**22
 """Far beyond any model's; memory for as many is taken."""
 
 
-def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> LLTokenizer:
-    """Return the vocabulary of a model with `vocab_size` ids, which may be more or fewer than the tokenizer has.
+class VocabularyTable(msgspec.Struct, frozen=True):
+    """The tokens of a model as data, for a process without its tokenizer."""
+
+    tokens: list[bytes]
+    """By id."""
+    special: list[int]
+    """Sorted ids of control tokens, which match no text."""
+    ends: list[int]
+
+    def vocabulary(self, tokenizer: Tokenizer | None = None) -> LLTokenizer:
+        """Return the vocabulary. Without a tokenizer, texts are written in the longest tokens that match."""
+        read: Any = _Vocabulary(self, tokenizer)  # all that is read of a `TokenizerWrapper`
+        return LLTokenizer(read, n_vocab=len(self.tokens), eos_token=self.ends)
+
+
+def vocabulary_table(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> VocabularyTable:
+    """Return the tokens of a model with `vocab_size` ids, which may be more or fewer than the tokenizer has.
 
     `ends` are the ids that end a text, at least one. Ids without text, control tokens among them, match nothing.
     Raises `ValueError` if no id can end a text, or if there are too many ids.
@@ -25,8 +41,14 @@ def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int
         raise ValueError(f"the model has {vocab_size:,} token ids; texts of a given form take at most {_MAX_IDS:,}")
     if not ends:
         raise ValueError("the model has no end-of-sequence token, so no text of a given form could end")
-    vocabulary: Any = _Vocabulary(tokenizer, vocab_size, ends)  # all that is read of a `TokenizerWrapper`
-    return LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=list(ends))
+    tokens = (tokenizer.byte_table + [b""] * vocab_size)[:vocab_size]
+    special = sorted({each for each in (*tokenizer.special_ids, *ends) if each < vocab_size})
+    return VocabularyTable(tokens, special, list(ends))
+
+
+def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> LLTokenizer:
+    """Return the vocabulary of a model, see `vocabulary_table`, which writes texts as the tokenizer does."""
+    return vocabulary_table(tokenizer, vocab_size, ends).vocabulary(tokenizer)
 
 
 class _Vocabulary:
@@ -35,11 +57,11 @@ class _Vocabulary:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+    def __init__(self, table: VocabularyTable, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self.eos_token_id = ends[0]
-        self.tokens = (tokenizer.byte_table + [b""] * vocab_size)[:vocab_size]
-        self.special_token_ids = sorted({each for each in (*tokenizer.special_ids, *ends) if each < vocab_size})
+        self.eos_token_id = table.ends[0]
+        self.tokens = table.tokens
+        self.special_token_ids = table.special
         special = set(self.special_token_ids)
         self._ids = {token: each for each, token in enumerate(self.tokens) if token and each not in special}
         self._longest = max(map(len, self._ids), default=0)
@@ -51,6 +73,8 @@ class _Vocabulary:
         or by taking what looks like a control token for one.
         """
         wanted = text.encode("utf-8", "replace")
+        if self._tokenizer is None:
+            return self._greedily(wanted)
         ids = self._tokenizer.encode(text, add_special=False)
         written = [self.tokens[each] if each < len(self.tokens) else b"" for each in ids]
         if not all(written) or any(self._ids.get(each) is None for each in written):

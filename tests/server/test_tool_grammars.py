@@ -159,7 +159,7 @@ def test_schemas_of_tools_have_bounds(hermes: LiveServer) -> None:
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_schema_that_makes_no_sense_is_named_by_its_place(hermes: LiveServer, choice: Any) -> None:
     wrong = {"type": "object", "properties": {"city": {"type": "town"}}}
-    error = hermes.post(PATH, ASK | {"tools": [tool("weather", wrong)], "tool_choice": choice}).error
+    error = hermes.post(PATH, ASK | {"tools": [tool("weather", wrong, strict=True)], "tool_choice": choice}).error
     assert error["param"].startswith("tools[0].function.parameters") and "town" not in error["param"]
     assert error["code"] == "invalid_grammar" and "<tool_call>" not in error["message"]
     assert hermes.post(PATH, ASK | {"tools": [tool("weather", wrong)]}).status == 200

@@ -46,13 +46,21 @@ class MessagesFormat(AnswerFormat):
             stop_reason=reason,
             stop_sequence=sequence,
             usage=_usage(usage),
+            warnings=self.job.warned,
         )
 
     def first(self, choice: ChoiceStream) -> bytes:
         """Return the event that begins the message."""
         prompt, cached = len(self.job.prompts[0]), choice.cached_tokens
         usage = MessagesUsage(input_tokens=prompt - cached, output_tokens=1, cache_read_input_tokens=cached)
-        message = MessagesAnswer(id=self._id, model=self.job.model, content=[], stop_reason=None, usage=usage)
+        message = MessagesAnswer(
+            id=self._id,
+            model=self.job.model,
+            content=[],
+            stop_reason=None,
+            usage=usage,
+            warnings=self.job.warned,
+        )
         return _event("message_start", {"message": message})
 
     def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:

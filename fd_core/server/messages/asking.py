@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Final
 
 from fd_core.server.errors import invalid
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
 from fd_core.server.prompts import PromptState, require_effort
 from fd_core.server.request_schemas import ChatRequest, Message
-from fd_core.server.structured_fields import FormAsked
 from fd_core.server.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
-from fd_core.structured import grammar
+from fd_core.structured.forms import FormAsked, SchemaForm
 
 __all__ = ["as_chat", "demanded_form"]
 
@@ -62,9 +60,7 @@ def demanded_form(body: CountRequest) -> FormAsked | None:
     wanted, place = (
         (body.output_format, "output_format.schema") if newer is None else (newer, "output_config.format.schema")
     )
-    if wanted is None:
-        return None
-    return FormAsked(place, partial(grammar.json_schema, wanted.schema, field=place), wanted.schema)
+    return None if wanted is None else FormAsked(place, SchemaForm(schema=wanted.schema))
 
 
 def _messages(turn: Turn, place: str) -> list[Message]:

@@ -10,6 +10,7 @@ from msgspec import Meta
 from fd_core.server.request_schemas import MAX_STOP, CacheSalt, Effort, Priority, StopString
 from fd_core.server.tool_fields import MAX_TOOLS
 from fd_core.server.unsupported import Refusal, beside_chats
+from fd_core.structured.workers.messages import Unenforced
 from fd_core.types import TokenCount, TopP
 
 __all__ = [
@@ -179,6 +180,8 @@ class MessagesAnswer(msgspec.Struct, kw_only=True):
     stop_reason: str | None
     stop_sequence: str | None = None
     usage: MessagesUsage
+    warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
+    """Parts of schemas without `strict` that could not be enforced; there only if there are any."""
 
 
 class TokenCountAnswer(msgspec.Struct):

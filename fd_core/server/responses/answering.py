@@ -125,6 +125,7 @@ class ResponsesFormat(AnswerFormat):
             top_p=1.0 if body.top_p is None else body.top_p,
             user=body.user,
             metadata=body.metadata or {},
+            warnings=self.job.warned,
         )
 
     def _item(self, block: AnswerBlock, status: str = "completed", begun: bool = False) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final
 
 from fd_core.server.errors import ApiError, invalid
@@ -11,9 +10,8 @@ from fd_core.server.prompts import require_role
 from fd_core.server.request_schemas import ChatRequest, Message
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
 from fd_core.server.responses.store import ResponseStore
-from fd_core.server.structured_fields import FormAsked
 from fd_core.server.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
-from fd_core.structured import grammar
+from fd_core.structured.forms import FormAsked, SchemaForm
 
 __all__ = ["as_chat", "demanded_form", "earlier_messages"]
 
@@ -74,11 +72,10 @@ def demanded_form(body: ResponsesRequest) -> FormAsked | None:
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return FormAsked("text.format", grammar.json_object)
+        return FormAsked("text.format", SchemaForm(schema={"type": "object"}))
     if form.schema is None:
         raise invalid("text.format.schema is required", "text.format.schema", "missing_required_parameter")
-    place = "text.format.schema"
-    return FormAsked(place, partial(grammar.json_schema, form.schema, field=place), form.schema)
+    return FormAsked("text.format.schema", SchemaForm(schema=form.schema, is_strict=form.strict is not False))
 
 
 def _check(body: ResponsesRequest) -> None:

@@ -10,6 +10,7 @@ from msgspec import Meta
 from fd_core.server.request_schemas import CacheSalt, Effort, Priority
 from fd_core.server.tool_fields import MAX_TOOLS
 from fd_core.server.unsupported import Refusal, beside_chats
+from fd_core.structured.workers.messages import Unenforced
 from fd_core.types import TokenCount, TopP
 
 __all__ = ["REFUSED", "DeletedResponse", "InputItem", "ResponseAnswer", "ResponsesRequest"]
@@ -158,6 +159,8 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     metadata: dict[str, Any]
     background: bool = False
     service_tier: str = "default"
+    warnings: list[Unenforced] | msgspec.UnsetType = msgspec.UNSET
+    """Parts of schemas without `strict` that could not be enforced; there only if there are any."""
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):

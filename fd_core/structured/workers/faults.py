@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-__all__ = ["faulty_place"]
+__all__ = ["LISTED", "NAMED", "SINGLE", "faulty_place"]
 
 _MAX_TRIES: Final = 64
 """Parts of a schema that are tried; the fault may lie deeper than is found with so many."""
-_NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE: Final = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+SINGLE: Final = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 
 
 def faulty_place(schema: Any, reason: str, refusal: Callable[[Any], str | None]) -> str:
@@ -37,14 +37,14 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
     """Yield the schemas within a schema, with their places in it."""
     if not isinstance(schema, Mapping):
         return
-    for keyword in _NAMED:
+    for keyword in NAMED:
         inner = schema.get(keyword)
         if isinstance(inner, Mapping):
             yield from ((f".{keyword}.{name}", part) for name, part in inner.items())
-    for keyword in _LISTED:
+    for keyword in LISTED:
         inner = schema.get(keyword)
         if isinstance(inner, list):
             yield from ((f".{keyword}[{index}]", part) for index, part in enumerate(inner))
-    for keyword in _SINGLE:
+    for keyword in SINGLE:
         if isinstance(schema.get(keyword), Mapping | bool):
             yield f".{keyword}", schema[keyword]

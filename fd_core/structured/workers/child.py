@@ -1,0 +1,72 @@
+"""A process that makes and compiles grammars: `python -P -m fd_core.structured.workers.child`.
+
+Standard input is a socket to the server: the vocabulary comes first, then one task after the other. When the socket
+closes, the process ends whatever it does, for the server is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Final
+
+import msgspec
+
+from fd_core.structured.background import LARGE_GRAMMAR, yield_to_all_others, yield_to_others
+from fd_core.structured.compiler import GrammarCompiler
+from fd_core.structured.forms import FormAsked
+from fd_core.structured.vocabulary import VocabularyTable
+from fd_core.structured.workers.making import outcome_of
+from fd_core.structured.workers.messages import CPU_SECONDS, read_frame, write_frame
+
+__all__ = ["main"]
+
+_MEMORY: Final = 2**31
+"""Bytes of addresses, of which the libraries and the vocabulary take a few hundred million."""
+_STACK: Final = 2**20
+"""Bytes. The engine compiles on threads with larger ones, so that a grammar whose rules nest too deeply ends this
+process and no other."""
+
+
+def main() -> None:
+    """Serve the process that holds the other end of standard input, until it closes it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    server = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    threading.stack_size(_STACK)
+    with server.makefile("rb") as inbox:
+        table = read_frame(inbox)
+        if table is None:
+            return
+        vocabulary = msgspec.msgpack.decode(table, type=VocabularyTable).vocabulary()
+        compiler = GrammarCompiler(lambda: vocabulary)
+        compiler.warm_up()
+        write_frame(server, b"")
+        while (task := read_frame(inbox)) is not None:
+            until = math.ceil(time.process_time()) + CPU_SECONDS
+            resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
+            # This thread goes on to watch the socket.
+            threading.Thread(target=_answer, args=(server, compiler, task), daemon=True).start()
+    os._exit(0)
+
+
+def _answer(server: socket.socket, compiler: GrammarCompiler, task: bytes) -> None:
+    (yield_to_all_others if len(task) > LARGE_GRAMMAR else yield_to_others)()
+    try:
+        outcome = outcome_of(msgspec.convert(json.loads(task), FormAsked), compiler.refusal)
+    except (MemoryError, RecursionError):
+        os._exit(1)
+    write_frame(server, msgspec.msgpack.encode(outcome))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""A few processes that make and compile grammars for a server, with limits of time, memory and slots for each client.
+
+    run --slot of the client--> process that is idle, or a new one --Outcome or its death--> cache
+
+A task that takes too long, or too much memory, ends with its process; the next task gets another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from fd_core.errors import BadRequest
+from fd_core.structured.forms import FormAsked
+from fd_core.structured.vocabulary import VocabularyTable
+from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, LENGTH, Outcome
+from fd_core.text.fair_thread import CLIENT
+
+__all__ = ["CompilePool"]
+
+_log = logging.getLogger(__name__)
+
+_PROCESSES: Final = 4
+_SLOTS: Final = 3
+"""Tasks of one client at a time: fewer than there are processes, so that no client has all of them."""
+_START_SECONDS: Final = 60.0
+_HEAVY_SECONDS: Final = 0.05
+"""Processor time of a task after which its slot rests, for the engine compiles the same grammar again."""
+_REST: Final = 4.0
+"""Times the processor time of the task that its slot rests."""
+_MAX_CACHED: Final = 512
+_MAX_CACHED_BYTES: Final = 16 * 2**20
+
+
+class CompilePool:
+    """Used by one event loop."""
+
+    def __init__(self, table: Callable[[], VocabularyTable], *, seconds: float = 10.0) -> None:
+        """`table` returns the vocabulary, or raises `ValueError`; a task may run for `seconds` on a busy machine."""
+        self._make_table = table
+        self._table: asyncio.Task[bytes] | None = None
+        self._seconds = seconds
+        self._idle: list[_Process] = []
+        self._processes: set[_Process] = set()
+        self._slots = _Slots(_PROCESSES, _SLOTS)
+        self._running: dict[bytes, asyncio.Task[Outcome]] = {}
+        self._cache: OrderedDict[bytes, Outcome] = OrderedDict()
+        self._cached_bytes = 0
+        self._warming: asyncio.Task[None] | None = None
+
+    def warm_up(self) -> None:
+        """Start a process before the first task needs it."""
+        if self._warming is None:
+            self._warming = asyncio.create_task(self._warm())
+
+    async def run(self, asked: FormAsked) -> Outcome:
+        """Return what became of a form. Equal forms are compiled once, however many requests wait for them.
+
+        Raises `BadRequest` if it cannot be sent, or the model's vocabulary not be used; `OSError`, `EOFError` or
+        `TimeoutError` if no process can be started.
+        """
+        try:
+            task = json.dumps(msgspec.to_builtins(asked), allow_nan=False).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise BadRequest(f"{asked.field}: it is not JSON: {error}", field=asked.field, code=INVALID) from None
+        digest = hashlib.blake2b(task, digest_size=32).digest()
+        found = self._cache.get(digest)
+        if found is not None:
+            self._cache.move_to_end(digest)
+            return found
+        if digest not in self._running:
+            self._running[digest] = asyncio.create_task(self._computed(digest, task, asked.field))
+        return await asyncio.shield(self._running[digest])
+
+    def close(self) -> None:
+        """Kill every process."""
+        for task in (*self._running.values(), self._table, self._warming):
+            if task is not None:
+                task.cancel()
+        for process in [*self._processes]:
+            self._end(process)
+
+    # Tasks ------------------------------------------------------------------------------------------------
+
+    async def _computed(self, digest: bytes, task: bytes, field: str) -> Outcome:
+        client, cost = CLIENT.get(), 0.0
+        try:
+            await self._slots.take(client)
+            try:
+                outcome, is_final = await self._sent(task, field)
+                cost = outcome.cpu_seconds
+            finally:
+                self._slots.free(client, cost * _REST if cost > _HEAVY_SECONDS else 0.0)
+        finally:
+            del self._running[digest]
+        if is_final:
+            self._keep(digest, outcome)
+        return outcome
+
+    async def _sent(self, task: bytes, field: str) -> tuple[Outcome, bool]:
+        """Return what a process makes of a task, and whether another try would end in the same way."""
+        process = await self._take()
+        is_idle = False
+        try:
+            async with asyncio.timeout(self._seconds):
+                answer = await process.ask(task)
+            is_idle = True
+            return msgspec.msgpack.decode(answer, type=Outcome), True
+        except TimeoutError:
+            return self._refused(field, f"it takes more than {self._seconds:g} s"), False
+        except (OSError, EOFError):
+            code = process.exit_code()
+            _log.warning("the grammar of %s (%d bytes) ended its process, exit code %s", field, len(task), code)
+            if code == -signal.SIGXCPU:
+                return self._refused(field, f"it takes more than {CPU_SECONDS} s of processor time"), True
+            return self._refused(field, "it takes too much memory, or nests too deeply,"), True
+        finally:
+            if is_idle:
+                self._idle.append(process)
+            else:
+                self._end(process)
+                self.warm_up()
+
+    @staticmethod
+    def _refused(field: str, reason: str) -> Outcome:
+        return Outcome(message=f"{field}: {reason} to compile; make it smaller", field=field, code=INVALID)
+
+    def _keep(self, digest: bytes, outcome: Outcome) -> None:
+        self._cache[digest] = outcome
+        self._cached_bytes += len(outcome.grammar)
+        while len(self._cache) > _MAX_CACHED or (self._cached_bytes > _MAX_CACHED_BYTES and len(self._cache) > 1):
+            self._cached_bytes -= len(self._cache.popitem(last=False)[1].grammar)
+
+    # Processes --------------------------------------------------------------------------------------------
+
+    async def _take(self) -> _Process:
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive():
+                return process
+            self._end(process)
+        if self._table is None:
+            self._table = asyncio.create_task(asyncio.to_thread(self._encoded_table))
+        try:
+            table = await asyncio.shield(self._table)
+        except ValueError as error:
+            raise BadRequest(str(error), code=INVALID) from None
+        process = await _Process.start()
+        self._processes.add(process)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await process.ask(table)
+        except BaseException:
+            self._end(process)
+            raise
+        return process
+
+    async def _warm(self) -> None:
+        try:
+            self._idle.append(await self._take())
+        except (BadRequest, OSError, EOFError) as error:  # a timeout is an `OSError`
+            _log.warning("structured output cannot be served: %s", error or "its process ended while it started")
+        finally:
+            self._warming = None
+
+    def _encoded_table(self) -> bytes:
+        return msgspec.msgpack.encode(self._make_table())
+
+    def _end(self, process: _Process) -> None:
+        self._processes.discard(process)
+        process.kill()
+
+
+class _Process:
+    """One process and the socket to it."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, own: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = own
+
+    @classmethod
+    async def start(cls) -> _Process:
+        """Start a process that waits for the vocabulary. Raises `OSError`."""
+        own, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    # -P: no module of the folder in which somebody happens to start it.
+                    [sys.executable, "-P", "-m", "fd_core.structured.workers.child"],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,  # a panic may quote a grammar
+                    start_new_session=True,
+                )
+            except OSError:
+                own.close()
+                raise
+        return cls(process, *await asyncio.open_connection(sock=own))
+
+    async def ask(self, body: bytes) -> bytes:
+        """Send a frame and return the answer. Raises `OSError` or `EOFError` if the process ended."""
+        self._writer.write(LENGTH.pack(len(body)) + body)
+        await self._writer.drain()
+        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        return await self._reader.readexactly(size)
+
+    def is_alive(self) -> bool:
+        """Return True if it has not ended."""
+        return self._process.poll() is None
+
+    def exit_code(self) -> int:
+        """Return how a process ended whose socket is closed."""
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.wait()
+        self._writer.close()
+
+
+class _Slots:
+    """Slots for tasks, which clients that wait get in turns."""
+
+    def __init__(self, total: int, each: int) -> None:
+        self._free = total
+        self._each = each
+        self._used: Counter[str] = Counter()
+        """Slots of each client, those that rest included."""
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """By client, the client whose turn is next at the beginning."""
+
+    async def take(self, client: str) -> None:
+        """Wait for a slot."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._assign()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.free(client, 0.0)
+            raise
+
+    def free(self, client: str, rest: float) -> None:
+        """Give a slot back, which the client gets again after `rest` seconds."""
+        self._free += 1
+        if rest:
+            asyncio.get_running_loop().call_later(rest, self._rested, client)
+        else:
+            self._rested(client)
+        self._assign()
+
+    def _rested(self, client: str) -> None:
+        self._used[client] -= 1
+        if not self._used[client]:
+            del self._used[client]
+        self._assign()
+
+    def _assign(self) -> None:
+        for client in [*self._waiting]:
+            turns = self._waiting[client]
+            while turns and turns[0].cancelled():
+                turns.popleft()
+            if turns and self._free and self._used[client] < self._each:
+                self._free -= 1
+                self._used[client] += 1
+                turns.popleft().set_result(None)
+                self._waiting.move_to_end(client)
+            if not turns:
+                del self._waiting[client]
