@@ -18,6 +18,7 @@ __all__ = [
     "PHASE_NAMES",
     "Admission",
     "BlockGrant",
+    *("GRAMMAR_FAULT", "NOT_FINITE", "NO_CHOICE"),
     "Delta",
     "FinishReason",
     "IntArray",
@@ -51,10 +52,10 @@ def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
-TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopP = Annotated[float, Meta(ge=0.0, le=1.0)]
 MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=10.0)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10.0)]
 LogitBias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
@@ -81,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: Temperature = 1.0
     """0 means greedy: the most likely token, the lower id on a tie."""
     top_p: TopP = 1.0
+    """0 keeps the most likely token."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: MinP = 0.0
@@ -210,6 +212,14 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     """What `RequestSpec.adapter` says: its config and weights by their hex SHA-256."""
     path: str
     rank: int
+
+
+GRAMMAR_FAULT: Final = "its grammar "
+"""Errors of requests whose grammar cannot be used, or was left, begin so."""
+NO_CHOICE: Final = "no token can be chosen: "
+"""Errors of requests that forbid every token, or whose logits are no numbers, begin so."""
+NOT_FINITE: Final = "of its logits one is NaN or inf"
+"""Ends such an error where the request forbids nothing."""
 
 
 class FinishReason(enum.StrEnum):

@@ -31,6 +31,8 @@ from fd_core.runner.uploading import uploaded
 from fd_core.runner.warm_up import warm_up_plans
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.types import (
+    NO_CHOICE,
+    NOT_FINITE,
     Admission,
     IntArray,
     StepOutput,
@@ -269,10 +271,14 @@ class Runner:
         if not strange.any():
             return
         rows, width = launched.rows, self.limits.max_drafts + 1
-        failed = (strange[rows.cells(width)] & (np.arange(width) <= answer.accepted[:, None])).any(axis=1)
-        for slot in rows.slots[rows.sampling][failed].tolist():
-            why = self._grammars.trouble(slot) or "of its logits one is NaN or inf, or all are -inf"
-            self._fail(slot, f"no token can be chosen: {why}", int(launched.gens[slot]))
+        cells = rows.cells(width)
+        failed = strange[cells] & (np.arange(width) <= answer.accepted[:, None])
+        slots = rows.slots[rows.sampling]
+        for row in np.flatnonzero(failed.any(axis=1)).tolist():
+            slot = int(slots[row])
+            forbidden = bool((answer.peaks[cells][row][failed[row]] == -np.inf).all())
+            why = self._grammars.trouble(slot) or ("all of its logits are -inf" if forbidden else NOT_FINITE)
+            self._fail(slot, f"{NO_CHOICE}{why}", int(launched.gens[slot]))
 
     def _remember(self, launched: LaunchedStep, answer: StepAnswer) -> None:
         """Append what was delivered, and guess what comes next; a slot that was admitted anew has forgotten."""

@@ -21,7 +21,7 @@ from fd_core.metrics import counter
 from fd_core.runner.inputs import Rows
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.structured.matcher import TokenMatcher, mask_words
-from fd_core.types import Admission, IntArray
+from fd_core.types import GRAMMAR_FAULT, Admission, IntArray
 
 __all__ = ["MaskStats", "Masks", "SlotGrammars"]
 
@@ -117,7 +117,7 @@ class SlotGrammars:
             try:
                 matcher.consume(tokens[row, : accepted[row] + 1].tolist())
             except GrammarError as error:
-                yield slot, f"its grammar was left: {error}"
+                yield slot, f"{GRAMMAR_FAULT}was left: {error}"
 
     def shape_drafts(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
         """Change drafts int32[n, k] and counts int32[n] of `slots` in place, where a grammar knows better.

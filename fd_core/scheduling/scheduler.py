@@ -51,7 +51,7 @@ from fd_core.scheduling.requests import Event, Request, State, check_spec
 from fd_core.scheduling.residencies import Residencies
 from fd_core.scheduling.slots import SlotTable
 from fd_core.scheduling.waiting import WaitingQueue
-from fd_core.types import Delta, FinishReason, RequestSpec, StepOutput, StepPlan
+from fd_core.types import GRAMMAR_FAULT, Delta, FinishReason, RequestSpec, StepOutput, StepPlan
 
 __all__ = ["ContinuousBatchingScheduler", "SchedulerProbe"]
 
@@ -264,7 +264,7 @@ class ContinuousBatchingScheduler(Scheduler):
         request.advance(Event.FAIL_WAITING)
         self._ended(request, FinishReason.ERROR)
         end = self._output_side.end(request, FinishReason.ERROR)
-        return msgspec.structs.replace(end, error=f"its grammar cannot be used: {answer.error}")
+        return msgspec.structs.replace(end, error=f"{GRAMMAR_FAULT}cannot be used: {answer.error}")
 
     def _effects(self) -> Effects:
         operations, decisions = self._operations.take()

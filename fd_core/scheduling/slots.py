@@ -24,9 +24,9 @@ from fd_core.scheduling.tokens import DeliveredTokens
 from fd_core.scheduling.victims import RunningRequests
 from fd_core.types import IntArray
 
-__all__ = ["NO_TOKEN", "SlotStats", "SlotTable"]
+__all__ = ["NO_CHOICE", "SlotStats", "SlotTable"]
 
-NO_TOKEN = np.iinfo(np.int32).max
+NO_CHOICE = np.iinfo(np.int32).max
 """Fills unused entries of a slot's stop list; no vocabulary is that large."""
 
 
@@ -85,7 +85,7 @@ class SlotTable:
         """Leading blocks that were offered to the prefix index."""
         self.last_step = np.full(num_slots, -1, np.int64)
         """Last step in which the slot was scheduled."""
-        self.stops = np.full((num_slots, 1), NO_TOKEN, np.int32)
+        self.stops = np.full((num_slots, 1), NO_CHOICE, np.int32)
         """Token ids that end the request; widened when a request brings more."""
         self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         """Block tables; the first `num_blocks` entries of a row are valid."""
@@ -183,8 +183,8 @@ class SlotTable:
         params = request.spec.params
         ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *request.spec.eos_token_ids)
         if len(ids) > self.stops.shape[1]:
-            wider = np.full((self.num_slots, len(ids)), NO_TOKEN, np.int32)
+            wider = np.full((self.num_slots, len(ids)), NO_CHOICE, np.int32)
             wider[:, : self.stops.shape[1]] = self.stops
             self.stops = wider
-        self.stops[slot] = NO_TOKEN
+        self.stops[slot] = NO_CHOICE
         self.stops[slot, : len(ids)] = ids

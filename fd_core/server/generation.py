@@ -30,7 +30,17 @@ from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.contract import OutputParser
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, Thought
-from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.types import (
+    GRAMMAR_FAULT,
+    NO_CHOICE,
+    NOT_FINITE,
+    Delta,
+    FinishReason,
+    PrefillOutcome,
+    RequestSpec,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 __all__ = ["ChoiceStream", "Generation", "Job", "TextChunk"]
 
@@ -214,6 +224,16 @@ class ChoiceStream:
         """Of the prompt's tokens but the first, if they are wanted; known with the first chunk of each choice."""
         return self._scorer._scores
 
+    def _failure(self, reason: str) -> ApiError:
+        """Return the error of a text that the engine could not go on with: a 400 if the request leaves no way on."""
+        params = self._spec.params
+        narrowed = params.grammar or params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias
+        if reason.startswith(GRAMMAR_FAULT) or (
+            narrowed and reason.startswith(NO_CHOICE) and not reason.endswith(NOT_FINITE)
+        ):
+            return ApiError(400, f"the request cannot be answered: {reason}", code="no_way_on")
+        return ApiError(500, f"the generation failed: {reason}", kind="server_error")
+
     def _read(self, delta: Delta) -> TextChunk:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
@@ -228,9 +248,7 @@ class ChoiceStream:
         if ids:
             self._observe(len(ids))
         if reason is FinishReason.ERROR:
-            raise ApiError(
-                500, f"the generation failed: {delta.error or 'the engine gave no reason'}", kind="server_error"
-            )
+            raise self._failure(delta.error or "the engine gave no reason")
         if self._prompt_only and reason is not FinishReason.ABORT:
             return TextChunk("", (), (), None if reason is None else FinishReason.LENGTH.value)
         silent = reason is FinishReason.STOP and self._ends_silently(ids)

@@ -31,7 +31,7 @@ MAX_DEPTH: Final = 64
 """Levels of nested objects and lists in a schema, or of parentheses in a grammar."""
 MAX_CHOICES: Final = 4096
 MAX_TAGS: Final = 256
-MAX_MULTIPLE: Final = 100_000
+MAX_MULTIPLE: Final = 20_000
 """Least common multiple of all `multipleOf` in a schema, without decimal points: it takes as many states."""
 MAX_OPTIONAL: Final = 1000
 """Properties of one object that may be left out: compiling takes the square of their number."""

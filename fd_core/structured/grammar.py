@@ -32,6 +32,8 @@ def json_schema(
     JSON is written on one line with one blank behind commas and colons, or with what matches `whitespace_pattern`
     wherever white space is allowed. Raises `BadRequest` that names `field`.
     """
+    if schema is False:
+        raise BadRequest(f"{field}: no value fits the schema false", field=field)
     text = json.dumps(require_schema(schema, field))
     style: Any = JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
     try:

@@ -22,11 +22,11 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("min_tokens", -1),
     ("temperature", 2.5),
     ("temperature", -0.1),
-    ("top_p", 0.0),
+    ("top_p", -0.1),
     ("min_p", 1.5),
     ("presence_penalty", 3.0),
     ("frequency_penalty", -3.0),
-    ("repetition_penalty", 0.0),
+    ("repetition_penalty", 1e-300),
     ("logprobs", 21),
     ("prompt_logprobs", 21),
 ]
@@ -103,7 +103,7 @@ def test_an_engine_in_python_takes_no_parameter_out_of_range() -> None:
 
 
 @pytest.mark.parametrize(
-    "flag, value", [("--temperature", "3"), ("--top-p", "0"), ("--max-tokens", "0"), ("--seed", "-1")]
+    "flag, value", [("--temperature", "3"), ("--top-p", "1.5"), ("--max-tokens", "0"), ("--seed", "-1")]
 )
 def test_the_command_line_names_the_flag(flag: str, value: str) -> None:
     result = CliRunner().invoke(app, ["complete", "x", flag, value], env={"COLUMNS": "200"})

@@ -30,7 +30,7 @@ __all__ = ["main"]
 
 _MEMORY: Final = 2**31
 """Bytes of addresses, of which the libraries and the vocabulary take a few hundred million."""
-_STACK: Final = 2**20
+_STACK: Final = 3 * 2**19
 """Bytes. The engine compiles on threads with larger ones, so that a grammar whose rules nest too deeply ends this
 process and no other."""
 

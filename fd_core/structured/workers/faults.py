@@ -7,6 +7,7 @@ from typing import Any, Final
 
 __all__ = ["LISTED", "NAMED", "SINGLE", "faulty_place"]
 
+_CONTRADICTION: Final = "Unsatisfiable schema"
 _MAX_TRIES: Final = 64
 """Parts of a schema that are tried; the fault may lie deeper than is found with so many."""
 NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
@@ -14,9 +15,10 @@ LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE: Final = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 
 
-def faulty_place(schema: Any, reason: str, refusal: Callable[[Any], str | None]) -> str:
-    """Return the path below `schema` of the smallest part that is refused for the same `reason`; "" for all of it.
+def faulty_place(schema: Any, reason: str, refusal: Callable[[Any], str | None]) -> tuple[str, str]:
+    """Return the path below `schema` of the smallest part that is at fault, "" for all of it, and why that is refused.
 
+    Such a part is refused for the same `reason`, or if that is a contradiction, for another one that it needs.
     `refusal` says why a schema is refused, None if it is not.
     """
     path, tries = "", 0
@@ -24,13 +26,22 @@ def faulty_place(schema: Any, reason: str, refusal: Callable[[Any], str | None])
     while True:
         for place, part in _parts(schema):
             if tries == _MAX_TRIES:
-                return path
+                return path, reason
             tries += 1
-            if refusal({**shared, **part} if isinstance(part, Mapping) else part) == reason:
-                path, schema = path + place, part
+            found = refusal({**shared, **part} if isinstance(part, Mapping) else part)
+            if found is not None and (found == reason or _is_cause(found, reason, schema, place)):
+                path, schema, reason = path + place, part, found
                 break
         else:
-            return path
+            return path, reason
+
+
+def _is_cause(found: str, reason: str, schema: Mapping[str, Any], place: str) -> bool:
+    """Return True if no value fits the schema because none fits the part at `place`, which it needs."""
+    if not (found.startswith(_CONTRADICTION) and reason.startswith(_CONTRADICTION)):
+        return False
+    name, required = place.removeprefix(".properties."), schema.get("required")
+    return name == place or (isinstance(required, list) and name in required)
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:

@@ -46,7 +46,7 @@ class _Making:
             if warnings:
                 made, fault = self._made(asked)
         if fault is not None:
-            return Outcome(message=fault.message, field=fault.field, code=fault.code)
+            return Outcome(message=fault.message, field=fault.field, code=fault.code or INVALID)
         return Outcome(grammar=made, warnings=tuple(warnings), cpu_seconds=time.thread_time() - self._began)
 
     def _made(self, asked: FormAsked) -> tuple[str, BadRequest | None]:
@@ -57,14 +57,16 @@ class _Making:
             return "", _of_tool(asked.form, error)
         began = time.thread_time()
         reason = self._compile(made)
-        if reason is None and (took := time.thread_time() - began) > _COMPILE_SECONDS:
+        if reason is not None:
+            place, reason = self._explained(asked, reason)
+        elif (took := time.thread_time() - began) > _COMPILE_SECONDS:
+            place = asked.field
             reason = (
                 f"it takes {took:.1f} s of processor time to compile; at most {_COMPILE_SECONDS:g} s are allowed; "
                 "make it smaller"
             )
-        if reason is None:
+        else:
             return made, None
-        place, reason = self._explained(asked, reason)
         return "", _of_tool(asked.form, BadRequest(f"{place}: {reason}", field=place, code=INVALID))
 
     def _relaxed(self, asked: FormAsked) -> tuple[FormAsked, list[Unenforced]]:
@@ -115,7 +117,8 @@ class _Making:
             return place, reason
         if isinstance(form, SchemaForm) and form.spaces_field and self._refusal(schema) is None:
             return form.spaces_field, reason
-        return place + faulty_place(schema, reason, self._refusal), reason
+        path, reason = faulty_place(schema, reason, self._refusal)
+        return place + path, reason
 
     def _refusal(self, schema: Any) -> str | None:
         """Return why a schema cannot be compiled by itself; None if it can, or if there is no time to try."""
