@@ -156,6 +156,8 @@ class _Values:
         names = [named] if isinstance(named, str) else named
         if not isinstance(names, list):
             names = ["string", *sorted(KINDS - {"string"})]
+        if (unknown := next((name for name in names if name not in (*KINDS, "integer")), None)) is not None:
+            raise self.refusal(f"{place}.type", f"{str(unknown)[:40]!r} is no type")
         rest = [name for name in names if name != "string"]
         only = {word: value for word, value in schema.items() if word not in _OF_STRINGS}
         return (

@@ -63,7 +63,7 @@ def _answer(server: socket.socket, compiler: GrammarCompiler, task: bytes) -> No
     (yield_to_all_others if len(task) > LARGE_GRAMMAR else yield_to_others)()
     try:
         outcome = outcome_of(msgspec.convert(json.loads(task), FormAsked), compiler.refusal)
-    except (MemoryError, RecursionError):
+    except BaseException:  # noqa: BLE001 - the library panics with errors that are no `Exception`
         os._exit(1)
     write_frame(server, msgspec.msgpack.encode(outcome))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -55,6 +55,12 @@ class _Making:
             made = asked.grammar()
         except BadRequest as error:
             return "", _of_tool(asked.form, error)
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - a schema may have any value in any place
+            [place] = [call.place for call in calls] if len(calls := _calls(asked.form)) == 1 else [asked.field]
+            why = f"{place}: it cannot be read ({type(error).__name__}); some value in it has the wrong type"
+            return "", _of_tool(asked.form, BadRequest(why, field=place))
         began = time.thread_time()
         reason = self._compile(made)
         if reason is not None:
@@ -107,11 +113,10 @@ class _Making:
     def _explained(self, asked: FormAsked, reason: str) -> tuple[str, str]:
         """Return the place of the smallest part that cannot be compiled, and the reason."""
         form, place = asked.form, asked.field
-        parts = [(each.place, each.schema) for each in form.calls] if isinstance(form, CallsForm) else []
         schema: Any = form.schema if isinstance(form, SchemaForm) else None
-        for each, part in parts:
-            if refused := self._refusal(part):
-                place, schema, reason = each, dict(part), refused
+        for call in _calls(form):
+            if refused := self._refusal(call.schema):
+                place, schema, reason = call.place, call.schema, refused
                 break
         if schema is None:
             return place, reason
@@ -132,9 +137,13 @@ class _Making:
         return time.thread_time() - self._began > _EXPLAIN_SECONDS
 
 
+def _calls(form: Form) -> Sequence[CallAsked]:
+    return form.calls if isinstance(form, CallsForm) else ()
+
+
 def _of_tool(form: Form, error: BadRequest) -> BadRequest:
     """Return the error of a part of a form with the name of the tool whose schema it is."""
-    for call in form.calls if isinstance(form, CallsForm) else ():
+    for call in _calls(form):
         if call.name and error.field is not None and f"{error.field}.".startswith(f"{call.place}."):
             return BadRequest(f"{error} (tool {call.name[:128]!r})", field=error.field, code=error.code)
     return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from fd_core.structured.workers.faults import LISTED, NAMED, SINGLE
@@ -13,8 +13,8 @@ __all__ = ["Fault", "relaxed"]
 
 _MAX_PARTS: Final = 64
 """Parts of a schema that are left open one by one; beyond, all of it is."""
-_LAST: Final = frozenset({"type", "properties", "items", "required", "enum", "const", "$ref", "anyOf"})
-"""Keywords that say most about a value, so that others are left out before them."""
+_LAST: Final = ("required", "enum", "const", "items", "anyOf", "$ref", "properties", "type")
+"""Keywords that others are left out before, those that say most about a value at the end."""
 
 
 class Fault(NamedTuple):
@@ -57,14 +57,18 @@ def _leave_out(
         key, node, place = step
         kind = _kind(outer, key)
     if kind == "schema" and isinstance(node, dict):
-        for word in sorted(node, key=lambda each: each in _LAST):
+        for holder, word, where in _removable(node, place):
             if is_late():
                 break
-            kept = node.pop(word)
+            kept = holder[word]
+            if holder is node:
+                del node[word]
+            else:
+                holder[word] = {}
             after = fault_of(schema)
             if after != fault:
-                return f"{place}.{word}", after
-            node[word] = kept
+                return where, after
+            holder[word] = kept
     if parent is None:
         return root, None
     if outer == "schema" and kind == "value":
@@ -72,6 +76,15 @@ def _leave_out(
     else:
         parent[key] = {}
     return place, fault_of(schema)
+
+
+def _removable(node: dict[str, Any], place: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield what may be left out of a schema, the least important first: what holds it, its key and its place."""
+    for word in sorted(node, key=lambda each: _LAST.index(each) if each in _LAST else -1):
+        inner = node[word]
+        if word in NAMED and isinstance(inner, dict):
+            yield from ((inner, name, f"{place}.{word}.{name}") for name in [*inner])
+        yield node, word, f"{place}.{word}"
 
 
 def _step(node: Any, place: str, target: str) -> tuple[Any, Any, str] | None:
