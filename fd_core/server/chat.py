@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Final
 
@@ -10,11 +11,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.sampling_checks import check_structure
+from fd_core.server.api_limits import CHAT as CHAT_LIMITS
+from fd_core.server.api_limits import MAX_TOOL_NAME
 from fd_core.server.body import BodyFormat
 from fd_core.server.chat_deltas import deltas, message_of
 from fd_core.server.disconnect import unless_gone
 from fd_core.server.errors import invalid
-from fd_core.server.field_names import named_as_sent, other_names
+from fd_core.server.field_names import as_sent, named_as_sent, other_names
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.jobs import build_job, with_grammar
 from fd_core.server.logprobs import chat_logprobs
@@ -30,7 +33,7 @@ from fd_core.server.tool_grammars import constrained, demanded_form
 from fd_core.server.tools import answer_reading, offered_tools
 from fd_core.server.unsupported import CHAT
 from fd_core.structured.forms import FormAsked
-from fd_core.structured.workers.messages import Outcome
+from fd_core.structured.workers.messages import Outcome, Unenforced
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.events import Content
 
@@ -61,8 +64,11 @@ async def conversation_job(
     The other families say what they want as such a request, with the `names` of their fields, and get their answers as
     events in any case. Raises `ApiError`.
     """
-    with named_as_sent(other_names(body) if names is None else names):
-        return await _job(state, body, request, form or form_asked(body), events=names is not None)
+    sent = other_names(body) if names is None else names
+    with named_as_sent(sent):
+        job = await _job(state, body, request, form or form_asked(body), events=names is not None)
+    warnings = (Unenforced(*(as_sent(each.param, text, sent))) for each in job.warnings for text in [each.message])
+    return dataclasses.replace(job, warnings=tuple(warnings)) if job.warnings else job
 
 
 async def _job(state: ServerState, body: ChatRequest, request: Request, form: FormAsked | None, *, events: bool) -> Job:
@@ -70,7 +76,7 @@ async def _job(state: ServerState, body: ChatRequest, request: Request, form: Fo
     state.admit(1)
     logprobs = _logprobs(body)
     outcome = Outcome() if form is None else await state.grammars.checked(form)
-    tools = offered_tools(body)
+    tools = offered_tools(body, MAX_TOOL_NAME if events else CHAT_LIMITS.tool_name)
     reading = answer_reading(
         state,
         tools,

@@ -11,7 +11,7 @@ from fd_core.errors import BadRequest
 from fd_core.server.errors import ApiError, to_api_error
 from fd_core.server.request_schemas import GenerationRequest
 
-__all__ = ["MESSAGES_NAMES", "RESPONSES_NAMES", "named_as_sent", "other_names"]
+__all__ = ["MESSAGES_NAMES", "RESPONSES_NAMES", "as_sent", "named_as_sent", "other_names"]
 
 _ALIASES: Final = {
     "min_new_tokens": "min_tokens",
@@ -38,10 +38,16 @@ def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ApiError, BadRequest) as error:
         told = to_api_error(error)
-        given = told.param or ""
-        for usual, name in names.items():
-            sent, found = re.subn(rf"^{usual}\b", name, given)
-            if found:
-                told.param, told.message = sent, told.message.replace(given, sent)
-                break
+        if told.param:
+            told.param, told.message = as_sent(told.param, told.message, names)
         raise told from None
+
+
+def as_sent(param: str, message: str, names: Mapping[str, str]) -> tuple[str, str]:
+    """Return a field as the client named it, and a message with that name; messages may name what stands around it."""
+    for usual, name in names.items():
+        if found := re.match(rf"{usual}\b", param):
+            begin = found.expand(name)
+            sent = begin + param[found.end() :]
+            return sent, message.replace(param, sent) if param in message else message.replace(found[0], begin)
+    return param, message

@@ -7,19 +7,19 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from fd_core.server.api_limits import CHAT, MAX_STOP
 from fd_core.server.structured_fields import StructuredFields
 from fd_core.server.tool_fields import ToolChoice, Tools
 from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
 
 __all__ = [
-    *("MAX_CHOICES", "MAX_LISTED", "MAX_LOGIT_BIAS", "MAX_STOP", "MAX_STOP_CHARS", "AbortRequest", "ChatRequest"),
+    *("MAX_CHOICES", "MAX_LISTED", "MAX_LOGIT_BIAS", "MAX_STOP_CHARS", "AbortRequest", "ChatRequest"),
     *("CompletionRequest", "ContentPart", "DetokenizeRequest", "GenerationRequest", "Message"),
     *("StreamOptions", "TokenizeRequest"),
 ]
 
 MAX_CHOICES: Final = 128
 """Texts that one HTTP request may ask for: prompts times n."""
-MAX_STOP: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LISTED: Final = 1024
@@ -137,10 +137,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A piece of a message; only text is understood."""
+    """A piece of a message; only text, and what the assistant refused before, is understood."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -160,7 +161,7 @@ class Message(msgspec.Struct, kw_only=True):
     function_call: dict[str, Any] | None = None
 
 
-Messages = Annotated[list[Message], Meta(max_length=4096)]
+Messages = Annotated[list[Message], Meta(max_length=CHAT.messages)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=_MAX_IDS)]
 ChatTemplateSource = Annotated[str, Meta(max_length=_MAX_TEMPLATE_CHARS)]
 

@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 
 from fd_core.engine.messages import EngineInfo
 from fd_core.sampling_checks import check_ids, check_tokens
+from fd_core.server.api_limits import MAX_STOP
 from fd_core.server.errors import invalid
 from fd_core.server.request_schemas import (
     MAX_LOGIT_BIAS,
-    MAX_STOP,
     MAX_STOP_CHARS,
     ChatRequest,
     CompletionRequest,

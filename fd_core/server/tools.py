@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from fd_core.server.api_limits import MAX_TOOL_NAME
 from fd_core.server.errors import invalid
 from fd_core.server.state import ServerState
 from fd_core.server.tool_fields import Tool, ToolChoice
@@ -16,7 +17,7 @@ from fd_core.text.tool_prompt import shown_tool
 
 __all__ = ["OfferedTools", "answer_reading", "offered_tools"]
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class _Asks(Protocol):
@@ -39,7 +40,7 @@ class OfferedTools(NamedTuple):
     """Names of tools whose arguments keep their schema in any case."""
 
 
-def offered_tools(body: _Asks) -> OfferedTools | None:
+def offered_tools(body: _Asks, longest_name: int = MAX_TOOL_NAME) -> OfferedTools | None:
     """Return the tools of a request, None if none may be called.
 
     Raises `ApiError` (400) for tools without a usable name, two of one name, and a choice that is none of them.
@@ -49,9 +50,10 @@ def offered_tools(body: _Asks) -> OfferedTools | None:
         place, name = f"tools[{index}]", tool.function.name
         if tool.type != "function":
             raise invalid(f"{place}.type is {tool.type[:40]!r}; served are functions", f"{place}.type", "invalid_value")
-        if not _NAME.fullmatch(name):
+        if len(name) > longest_name or not _NAME.fullmatch(name):
             raise invalid(
-                f"{place}.function.name has to be 1 to 64 letters, digits, '_', '-' or '.'", f"{place}.function.name"
+                f"{place}.function.name has to be 1 to {longest_name} letters, digits, '_', '-' or '.'",
+                f"{place}.function.name",
             )
         if name in schemas:
             raise invalid(f"{place}.function.name is {name!r}, as that of another tool", f"{place}.function.name")

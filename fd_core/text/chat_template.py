@@ -287,6 +287,8 @@ def _part(part: Any, field: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])
     if kind not in _TEXT_PARTS:
         raise BadRequest(
             f"{field}.type is {str(kind)[:40]!r}; this model reads text only, type 'text'", field=f"{field}.type"

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.request_schemas import MAX_STOP, CacheSalt, Effort, Priority, StopString
+from fd_core.server.api_limits import MAX_STOP, MESSAGES
+from fd_core.server.request_schemas import CacheSalt, Effort, Priority, StopString
 from fd_core.server.tool_fields import MAX_TOOLS
 from fd_core.server.unsupported import Refusal, beside_chats
 from fd_core.structured.workers.messages import Unenforced
@@ -113,7 +114,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     """The body of /v1/messages/count_tokens: what makes up a prompt."""
 
     model: str
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=4096)]
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MESSAGES.messages)]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: CallChoice | None = None

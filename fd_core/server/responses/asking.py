@@ -16,7 +16,7 @@ from fd_core.structured.forms import FormAsked, SchemaForm
 __all__ = ["as_chat", "demanded_form", "earlier_messages"]
 
 _HARMLESS_INCLUDES: Final = frozenset({"reasoning.encrypted_content"})
-_TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
+_TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"})
 
 
 def earlier_messages(body: ResponsesRequest, store: ResponseStore, owner: str) -> tuple[Message, ...]:
@@ -131,14 +131,15 @@ def _call(item: InputItem, place: str) -> dict[str, Any]:
 def _text(content: str | list[InputPart] | None, place: str) -> str:
     if isinstance(content, str):
         return content
+    texts = [part.refusal if part.type == "refusal" else part.text for part in content or ()]
     for index, part in enumerate(content or ()):
-        if part.type not in _TEXTS or part.text is None:
+        if part.type not in _TEXTS or texts[index] is None:
             raise invalid(
                 f"{place}[{index}].type is {part.type[:40]!r}; only text is read here",
                 f"{place}[{index}].type",
                 "unsupported_parameter",
             )
-    return "\n".join(part.text or "" for part in content or ())
+    return "\n".join(text or "" for text in texts)
 
 
 def _tools(body: ResponsesRequest) -> list[Tool] | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from fd_core.server.api_limits import RESPONSES
 from fd_core.server.request_schemas import CacheSalt, Effort, Priority
 from fd_core.server.tool_fields import MAX_TOOLS
 from fd_core.server.unsupported import Refusal, beside_chats
@@ -15,14 +16,13 @@ from fd_core.types import TokenCount, TopP
 
 __all__ = ["REFUSED", "DeletedResponse", "InputItem", "ResponseAnswer", "ResponsesRequest"]
 
-_MAX_ITEMS: Final = 4096
-
 
 class InputPart(msgspec.Struct, kw_only=True):
     """A piece of an item; only text is understood."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
@@ -90,7 +90,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """The body of /v1/responses."""
 
     model: str | None = None
-    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=_MAX_ITEMS)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=RESPONSES.messages)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
