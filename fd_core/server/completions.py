@@ -41,7 +41,7 @@ async def create_completion(request: Request) -> Response:
     state.model_name(body.model)
     state.admit(1)
     with named_as_sent(other_names(body)):
-        outcome = await state.grammars.grammar(body)
+        outcome = await unless_gone(request, state.grammars.grammar(body))
         prompts = await unless_gone(request, completion_prompts(state, body))
         job = with_grammar(build_job(state, body, request, [each.ids for each in prompts], body.logprobs), outcome)
         check_structure(job.params[0])

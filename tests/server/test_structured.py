@@ -13,8 +13,11 @@ import jsonschema
 import openai
 import pytest
 
+from fd_core.errors import BadRequest
 from fd_core.server.evaluation_fields import EvaluationFields
 from fd_core.server.structured_fields import StructuredFields
+from fd_core.structured.grammar import json_schema
+from fd_core.structured.schemas import compilable
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from tests.engine.structured import SCHEMA
 from tests.server.fakes import FakeClient, LiveServer, live, samples
@@ -194,7 +197,7 @@ def test_hostile_forms_end_with_a_clear_error_or_clean_and_leave_nothing(
     if answer.status == 200:
         assert text_of(answer)[1] in ("stop", "length")
     else:
-        assert answer.status in (400, 500), answer.body
+        assert answer.status == 400, answer.body
         assert answer.error["message"]
     rests(null, 5)
 
@@ -253,3 +256,86 @@ def test_every_field_is_among_the_forms() -> None:
     asked = {name for fields, _ in FORMS for name in fields} | {"guided_json_object", "grammar"}
     ours = set(StructuredFields.__struct_fields__) - set(EvaluationFields.__struct_fields__)
     assert asked | {"guided_whitespace_pattern"} == ours
+
+
+def weapon(properties: int) -> dict[str, Any]:
+    """Two schemas that refer to each other by every property, of which one option has to be told from the other."""
+    names = [f"p{index}" for index in range(properties)]
+    one, other = (
+        {"type": "object", "required": names, "properties": {name: {"$ref": f"#/$defs/{target}"} for name in names}}
+        for target in ("b", "a")
+    )
+    return {"$defs": {"a": one, "b": other}, "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}
+
+
+WEAPONS: list[dict[str, Any]] = [
+    {"guided_json": weapon(10)},
+    {"guided_grammar": "start: T\nT: " + " & ".join(f"/(.*a{i}.*b.*)*/" for i in range(200))},
+    {
+        "guided_grammar": "\n".join(
+            ["start: r0", *(f'r{i}: r{i + 1} r{i + 1} | "a"' for i in range(3000)), 'r3000: "z"']
+        )
+    },
+    {"guided_json": {"patternProperties": {f"^a{i:04}.*b": {"type": "string"} for i in range(1500)}}},
+]
+
+
+@pytest.mark.parametrize("fields", WEAPONS, ids=["references", "intersections", "depth", "patterns"])
+def test_a_weapon_is_a_400_and_delays_no_other_schema(null: LiveServer, fields: dict[str, Any]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        weapons = [pool.submit(null.post, TEXT, {"prompt": "a", **fields}) for _ in range(2)]
+        served = 0
+        while not all(each.done() for each in weapons):
+            schema = {"type": "object", "properties": {f"n{served}": {"const": 1}}, "required": [f"n{served}"]}
+            assert null.post(TEXT, {"prompt": "a", "guided_json": schema, "max_tokens": 2}).status == 200
+            served += 1
+    for each in weapons:
+        answer = each.result()
+        assert (answer.status, answer.error["code"]) == (400, "invalid_grammar"), answer.body
+        assert answer.error["param"].startswith(next(iter(fields)))
+
+
+def test_options_within_each_other_are_told_apart_within_a_budget() -> None:
+    assert json_schema({"$defs": weapon(3)["$defs"], "$ref": "#/$defs/a"})
+    options = [{"enum": [*range(10 * index, 10 * index + 60_000)]} for index in range(2)]
+    mixed = {"oneOf": [*options, {"type": "string"}]}
+    with pytest.raises(BadRequest, match="tell apart") as error:
+        compilable(mixed, "schema")
+    assert error.value.field == "schema.oneOf"
+
+
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "types": {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    "lengths": {"type": "string", "minLength": 5, "maxLength": 2},
+    "no value": {"enum": []},
+    "no option": {"anyOf": []},
+    "range": {"type": "integer", "minimum": 5, "maximum": 2},
+    "pattern": {"type": "string", "pattern": "^abc$", "minLength": 5},
+    "const": {"const": 1, "type": "string"},
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_schema_that_nothing_fits_names_the_place(null: LiveServer, name: str) -> None:
+    inner = CONTRADICTIONS[name]
+    within = {"type": "object", "required": ["a"], "properties": {"a": inner}}
+    for schema, place in ((inner, ""), (within, ".properties.a")):
+        answer = null.post(TEXT, {"prompt": "a", "guided_json": schema})
+        assert (answer.status, answer.error["param"]) == (400, f"guided_json{place}")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_grammar": "start: /a/ nothing\nnothing: nothing"},
+        {"guided_grammar": 'start: "x" T\nT: /a+/ & /b+/'},
+        {"guided_regex": "abc", "allowed_token_ids": [1, 2]},
+        {"guided_regex": "abc", "bad_words": ["b"]},
+        {"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5]]},
+    ],
+    ids=str,
+)
+def test_a_request_that_leaves_no_token_is_a_400(null: LiveServer, fields: dict[str, Any]) -> None:
+    answer = null.post(TEXT, {"prompt": "a", "max_tokens": 9, **fields})
+    assert (answer.status, answer.error["code"]) == (400, "no_way_on"), answer.body
+    assert null.post(TEXT, {"prompt": "a", "max_tokens": 2}).status == 200

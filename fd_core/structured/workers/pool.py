@@ -55,6 +55,8 @@ class CompilePool:
         self._processes: set[_Process] = set()
         self._slots = _Slots(_PROCESSES, _SLOTS)
         self._running: dict[bytes, asyncio.Task[Outcome]] = {}
+        self._waiters: Counter[bytes] = Counter()
+        """How many wait for each of them."""
         self._cache: OrderedDict[bytes, Outcome] = OrderedDict()
         self._cached_bytes = 0
         self._warming: asyncio.Task[None] | None = None
@@ -79,31 +81,39 @@ class CompilePool:
         if found is not None:
             self._cache.move_to_end(digest)
             return found
-        if digest not in self._running:
-            self._running[digest] = asyncio.create_task(self._computed(digest, task, asked.field))
-        return await asyncio.shield(self._running[digest])
+        running = self._running.get(digest)
+        if running is None:
+            running = self._running[digest] = asyncio.create_task(self._computed(digest, task, asked.field))
+        self._waiters[digest] += 1
+        try:
+            return await asyncio.shield(running)
+        finally:
+            self._waiters[digest] -= 1
+            if not self._waiters[digest]:
+                del self._waiters[digest]
+                self._running.pop(digest, None)
+                running.cancel()  # nobody waits for it any more
 
     def close(self) -> None:
-        """Kill every process."""
+        """Kill every process, and wait until they are gone."""
         for task in (*self._running.values(), self._table, self._warming):
             if task is not None:
                 task.cancel()
-        for process in [*self._processes]:
-            self._end(process)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes.clear()
 
     # Tasks ------------------------------------------------------------------------------------------------
 
     async def _computed(self, digest: bytes, task: bytes, field: str) -> Outcome:
         client, cost = CLIENT.get(), 0.0
+        await self._slots.take(client)
         try:
-            await self._slots.take(client)
-            try:
-                outcome, is_final = await self._sent(task, field)
-                cost = outcome.cpu_seconds
-            finally:
-                self._slots.free(client, cost * _REST if cost > _HEAVY_SECONDS else 0.0)
+            outcome, is_final = await self._sent(task, field)
+            cost = outcome.cpu_seconds
         finally:
-            del self._running[digest]
+            self._slots.free(client, cost * _REST if cost > _HEAVY_SECONDS else 0.0)
         if is_final:
             self._keep(digest, outcome)
         return outcome
@@ -120,7 +130,7 @@ class CompilePool:
         except TimeoutError:
             return self._refused(field, f"it takes more than {self._seconds:g} s"), False
         except (OSError, EOFError):
-            code = process.exit_code()
+            code = process.wait()
             _log.warning("the grammar of %s (%d bytes) ended its process, exit code %s", field, len(task), code)
             if code == -signal.SIGXCPU:
                 return self._refused(field, f"it takes more than {CPU_SECONDS} s of processor time"), True
@@ -180,6 +190,8 @@ class CompilePool:
     def _end(self, process: _Process) -> None:
         self._processes.discard(process)
         process.kill()
+        # Its memory may take a while to be freed.
+        asyncio.get_running_loop().run_in_executor(None, process.wait)
 
 
 class _Process:
@@ -222,14 +234,13 @@ class _Process:
         """Return True if it has not ended."""
         return self._process.poll() is None
 
-    def exit_code(self) -> int:
-        """Return how a process ended whose socket is closed."""
+    def wait(self) -> int:
+        """Return the exit code of a process that was killed, or closed its socket."""
         return self._process.wait()
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once; `wait` returns when it is gone."""
         self._process.kill()
-        self._process.wait()
         self._writer.close()
 
 
@@ -254,6 +265,7 @@ class _Slots:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.free(client, 0.0)
+            self._assign()
             raise
 
     def free(self, client: str, rest: float) -> None:

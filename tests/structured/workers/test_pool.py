@@ -1,0 +1,212 @@
+"""Processes that compile grammars: limits, slots for each client, deaths, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fd_core.structured.forms import Form, FormAsked, SchemaForm, TextForm
+from fd_core.structured.vocabulary import VocabularyTable
+from fd_core.structured.workers.messages import Outcome
+from fd_core.structured.workers.pool import CompilePool, _Slots
+from fd_core.text.fair_thread import CLIENT
+
+TABLE = VocabularyTable([bytes([each]) for each in range(256)] + [b""], [256], [256])
+LONG = TextForm("grammar", "start: T\nT: " + " & ".join(f"/(.*a{i}.*b.*)*/" for i in range(200)))
+"""Takes far more processor time than a task may."""
+DEEP = TextForm(
+    "grammar", "\n".join(["start: r0", *(f'r{i}: r{i + 1} r{i + 1} | "a"' for i in range(3000)), 'r3000: "z"'])
+)
+"""Overflows the stack of the library."""
+
+
+def ordinary(name: str = "name") -> SchemaForm:
+    schema = {"type": "object", "properties": {name: {"type": "string"}}, "required": [name]}
+    return SchemaForm(schema=schema)
+
+
+def used(work: Any, **options: Any) -> Any:
+    """Run `work(pool)` and close the pool."""
+
+    async def main() -> Any:
+        pool = CompilePool(lambda: TABLE, **options)
+        try:
+            return await work(pool)
+        finally:
+            processes = [each._process for each in pool._processes]
+            pool.close()
+            assert all(each.returncode is not None for each in processes)
+
+    return asyncio.run(main())
+
+
+def run(pool: CompilePool, form: Form, client: str = "a") -> Coroutine[Any, Any, Outcome]:
+    async def one() -> Outcome:
+        CLIENT.set(client)
+        return await pool.run(FormAsked("field", form))
+
+    return one()
+
+
+def test_a_grammar_is_made_once_for_all_that_wait() -> None:
+    async def work(pool: CompilePool) -> None:
+        outcomes = await asyncio.gather(*(run(pool, ordinary(), str(index)) for index in range(20)))
+        assert {each.grammar for each in outcomes} == {ordinary().grammar("field")}
+        assert len(pool._processes) == 1
+        assert await run(pool, ordinary()) is outcomes[0]
+
+    used(work)
+
+
+def test_a_task_that_takes_too_long_ends_with_its_process_while_others_are_served() -> None:
+    async def work(pool: CompilePool) -> None:
+        await run(pool, ordinary("first"), "b")
+        weapon = asyncio.create_task(run(pool, LONG))
+        served = 0
+        while not weapon.done():
+            assert (await run(pool, ordinary(f"n{served}"), "b")).grammar
+            served += 1
+        outcome = await weapon
+        assert served > 3
+        assert (outcome.field, outcome.code) == ("field", "invalid_grammar")
+        assert "processor time" in outcome.message
+        began = time.monotonic()
+        assert await run(pool, LONG) == outcome  # known without another try
+        assert time.monotonic() - began < 0.5
+
+    used(work, seconds=120.0)
+
+
+def test_a_deadline_kills_the_process_and_is_no_verdict() -> None:
+    async def work(pool: CompilePool) -> None:
+        await run(pool, ordinary())
+        [process] = [each._process for each in pool._processes]
+        pool._seconds = 0.05
+        outcome = await run(pool, LONG)
+        assert "more than 0.05 s" in outcome.message
+        assert process.wait(30) == -signal.SIGKILL
+        assert not any(each.message for each in pool._cache.values())
+
+    used(work)
+
+
+def test_a_grammar_that_ends_its_process_is_refused_and_the_next_gets_another() -> None:
+    async def work(pool: CompilePool) -> None:
+        outcome = await run(pool, DEEP)
+        assert "nests too deeply" in outcome.message
+        assert (await run(pool, ordinary())).grammar
+
+    used(work)
+
+
+def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
+    async def work(pool: CompilePool) -> None:
+        await run(pool, ordinary())
+        [process] = pool._processes
+        process._process.kill()
+        process._process.wait()
+        assert (await run(pool, ordinary("other"))).grammar
+
+    used(work)
+
+
+def test_work_that_nobody_waits_for_ends() -> None:
+    async def work(pool: CompilePool) -> None:
+        await run(pool, ordinary())
+        [process] = [each._process for each in pool._processes]
+        waiting = [asyncio.create_task(run(pool, LONG)) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert not pool._running
+        while process.returncode is None:
+            await asyncio.sleep(0.01)
+        assert process.returncode == -signal.SIGKILL
+
+    used(work)
+
+
+def test_slots_go_to_clients_in_turns_and_none_has_all() -> None:
+    async def main() -> list[str]:
+        slots, order = _Slots(4, 3), []
+
+        async def one(client: str, rest: float = 0.0) -> None:
+            await slots.take(client)
+            order.append(client)
+            await asyncio.sleep(0)
+            slots.free(client, rest)
+
+        greedy = [asyncio.create_task(one("a", 30.0)) for _ in range(10)]
+        await asyncio.sleep(0.01)
+        assert order == ["a"] * 3  # whose slots rest now
+        await asyncio.gather(*(one(client) for client in "bcbc"))
+        for task in greedy:
+            task.cancel()
+        await asyncio.gather(*greedy, return_exceptions=True)
+        assert slots._free == 4 and not slots._waiting
+        return order
+
+    assert sorted(asyncio.run(main())[3:]) == ["b", "b", "c", "c"]
+
+
+def test_a_wait_for_a_slot_that_is_cancelled_takes_none() -> None:
+    async def main() -> None:
+        slots = _Slots(1, 1)
+        await slots.take("a")
+        waiting = asyncio.create_task(slots.take("b"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        slots.free("a", 0.0)
+        await asyncio.wait_for(slots.take("c"), 5)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_their_parent(number: signal.Signals) -> None:
+    program = (
+        "import asyncio\n"
+        "from tests.structured.workers.test_pool import *\n"
+        "async def main():\n"
+        "    pool = CompilePool(lambda: TABLE)\n"
+        "    await run(pool, ordinary())\n"
+        "    [process] = pool._processes\n"
+        "    task = asyncio.create_task(run(pool, LONG))\n"
+        "    await asyncio.sleep(0.2)\n"
+        "    print(process._process.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.send_signal(number)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and _runs(child):
+        time.sleep(0.02)
+    assert not _runs(child)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
