@@ -33,7 +33,7 @@ from fd_core.server.tool_grammars import constrained, demanded_form
 from fd_core.server.tools import answer_reading, offered_tools
 from fd_core.server.unsupported import CHAT
 from fd_core.structured.forms import FormAsked
-from fd_core.structured.workers.messages import Outcome, Unenforced
+from fd_core.structured.workers.messages import FormOutcome, Unenforced
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.events import Content
 
@@ -75,7 +75,7 @@ async def _job(state: ServerState, body: ChatRequest, request: Request, form: Fo
     state.model_name(body.model)
     state.admit(1)
     logprobs = _logprobs(body)
-    outcome = Outcome() if form is None else await state.grammars.checked(form)
+    outcome = FormOutcome() if form is None else await state.grammars.checked(form)
     tools = offered_tools(body, MAX_TOOL_NAME if events else CHAT_LIMITS.tool_name)
     reading = answer_reading(
         state,

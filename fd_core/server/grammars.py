@@ -12,7 +12,7 @@ from fd_core.server.errors import invalid, unavailable
 from fd_core.server.structured_fields import StructuredFields, form_asked
 from fd_core.structured.forms import FormAsked
 from fd_core.structured.vocabulary import vocabulary_table
-from fd_core.structured.workers.messages import Outcome
+from fd_core.structured.workers.messages import FormOutcome
 from fd_core.structured.workers.pool import CompilePool
 from fd_core.text.tokenizer import Tokenizer
 
@@ -35,12 +35,12 @@ class GrammarChecker:
         if self._served:
             self._pool.warm_up()
 
-    async def grammar(self, fields: StructuredFields) -> Outcome:
+    async def grammar(self, fields: StructuredFields) -> FormOutcome:
         """Return the grammar that a request asks for, see `checked`; an empty one for any text."""
         form = form_asked(fields)
-        return Outcome() if form is None else await self.checked(form)
+        return FormOutcome() if form is None else await self.checked(form)
 
-    async def checked(self, form: FormAsked) -> Outcome:
+    async def checked(self, form: FormAsked) -> FormOutcome:
         """Return the grammar of a form, compiled once to see that it can be, and what it leaves open.
 
         Raises `ApiError` (400) that names the place of a form that cannot be used or takes too long, and 503 where too

@@ -16,7 +16,7 @@ from fd_core.server.request_schemas import GenerationRequest
 from fd_core.server.sampling import bad_word_ids, sampling_params, stop_strings, text_cost
 from fd_core.server.spans import TRACE_HEADERS
 from fd_core.server.state import ServerState
-from fd_core.structured.workers.messages import Outcome
+from fd_core.structured.workers.messages import FormOutcome
 from fd_core.text.parsing.answer import AnswerReading
 
 __all__ = ["build_job", "with_grammar"]
@@ -86,7 +86,7 @@ def build_job(
     )
 
 
-def with_grammar(job: Job, outcome: Outcome) -> Job:
+def with_grammar(job: Job, outcome: FormOutcome) -> Job:
     """Return the job with texts that have to match the grammar of `outcome`; the job itself if it has none."""
     if not outcome.grammar:
         return job

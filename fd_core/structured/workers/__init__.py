@@ -1,6 +1,6 @@
 """Processes that make and compile the grammars of requests, so that work which takes too long can be killed.
 
-    server --Task--> CompilePool --socket--> one of a few processes --Outcome--> server
+    server --Task--> CompilePool --socket--> one of a few processes --FormOutcome--> server
 
 The engine compiles the same text again: whatever reaches it was compiled here within its limits.
 """

@@ -14,8 +14,8 @@ from fd_core.structured import grammar
 from fd_core.structured.calls import CallAsked
 from fd_core.structured.forms import CallsForm, Form, FormAsked, SchemaForm
 from fd_core.structured.workers.faults import faulty_place
-from fd_core.structured.workers.messages import INVALID, Outcome, Unenforced
-from fd_core.structured.workers.relaxing import Fault, relaxed
+from fd_core.structured.workers.messages import INVALID, FormOutcome, Unenforced
+from fd_core.structured.workers.relaxing import SchemaFault, relaxed
 
 __all__ = ["outcome_of"]
 
@@ -28,7 +28,7 @@ Refusal = Callable[[str], str | None]
 """Says why a grammar cannot be compiled, None if it can."""
 
 
-def outcome_of(asked: FormAsked, refusal: Refusal) -> Outcome:
+def outcome_of(asked: FormAsked, refusal: Refusal) -> FormOutcome:
     """Return the grammar of a form, or why there is none."""
     return _Making(refusal).outcome(asked)
 
@@ -38,7 +38,7 @@ class _Making:
         self._compile = refusal
         self._began = time.thread_time()
 
-    def outcome(self, asked: FormAsked) -> Outcome:
+    def outcome(self, asked: FormAsked) -> FormOutcome:
         made, fault = self._made(asked)
         warnings: list[Unenforced] = []
         if fault is not None:
@@ -46,8 +46,8 @@ class _Making:
             if warnings:
                 made, fault = self._made(asked)
         if fault is not None:
-            return Outcome(message=fault.message, field=fault.field, code=fault.code or INVALID)
-        return Outcome(grammar=made, warnings=tuple(warnings), cpu_seconds=time.thread_time() - self._began)
+            return FormOutcome(message=fault.message, field=fault.field, code=fault.code or INVALID)
+        return FormOutcome(grammar=made, warnings=tuple(warnings), cpu_seconds=time.thread_time() - self._began)
 
     def _made(self, asked: FormAsked) -> tuple[str, BadRequest | None]:
         """Return a grammar, or why it cannot be made and compiled."""
@@ -81,7 +81,7 @@ class _Making:
         warnings: list[Unenforced] = []
         if isinstance(form, SchemaForm) and not form.is_strict:
 
-            def fault_of_schema(schema: Any) -> Fault | None:
+            def fault_of_schema(schema: Any) -> SchemaFault | None:
                 return self._fault(FormAsked(field, msgspec.structs.replace(form, schema=schema)))
 
             schema, warnings = relaxed(form.schema, field, {}, fault_of_schema, self._is_late)
@@ -100,15 +100,15 @@ class _Making:
         return FormAsked(field, form), warnings
 
     def _relaxed_call(self, field: str, form: CallsForm, call: CallAsked) -> tuple[CallAsked, list[Unenforced]]:
-        def fault_of(schema: Any) -> Fault | None:
+        def fault_of(schema: Any) -> SchemaFault | None:
             return self._fault(FormAsked(field, msgspec.structs.replace(form, calls=[call._replace(schema=schema)])))
 
         schema, warnings = relaxed(call.schema, call.place, {"type": "object"}, fault_of, self._is_late)
         return call._replace(schema=schema), warnings
 
-    def _fault(self, asked: FormAsked) -> Fault | None:
+    def _fault(self, asked: FormAsked) -> SchemaFault | None:
         _, error = self._made(asked)
-        return None if error is None else Fault(error.field or asked.field, str(error))
+        return None if error is None else SchemaFault(error.field or asked.field, str(error))
 
     def _explained(self, asked: FormAsked, reason: str) -> tuple[str, str]:
         """Return the place of the smallest part that cannot be compiled, and the reason."""

@@ -8,7 +8,7 @@ from typing import IO, Final
 
 import msgspec
 
-__all__ = ["CPU_SECONDS", "INVALID", "LENGTH", "Outcome", "Unenforced", "read_frame", "write_frame"]
+__all__ = ["CPU_SECONDS", "INVALID", "LENGTH", "FormOutcome", "Unenforced", "read_frame", "write_frame"]
 
 INVALID: Final = "invalid_grammar"
 """The code of errors about a form."""
@@ -25,7 +25,7 @@ class Unenforced(msgspec.Struct, frozen=True):
     message: str
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class FormOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a task: a grammar that can be compiled, or why there is none."""
 
     grammar: str = ""

@@ -1,6 +1,6 @@
 """A few processes that make and compile grammars for a server, with limits of time, memory and slots for each client.
 
-    run --slot of the client--> process that is idle, or a new one --Outcome or its death--> cache
+    run --slot of the client--> process that is idle, or a new one --FormOutcome or its death--> cache
 
 A task that takes too long, or too much memory, ends with its process; the next task gets another one.
 """
@@ -24,7 +24,7 @@ import msgspec
 from fd_core.errors import BadRequest
 from fd_core.structured.forms import FormAsked
 from fd_core.structured.vocabulary import VocabularyTable
-from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, LENGTH, Outcome
+from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, LENGTH, FormOutcome
 from fd_core.text.fair_thread import CLIENT
 
 __all__ = ["CompilePool"]
@@ -53,11 +53,11 @@ class CompilePool:
         self._seconds = seconds
         self._idle: list[_Process] = []
         self._processes: set[_Process] = set()
-        self._slots = _Slots(_PROCESSES, _SLOTS)
-        self._running: dict[bytes, asyncio.Task[Outcome]] = {}
+        self._slots = _TaskSlots(_PROCESSES, _SLOTS)
+        self._running: dict[bytes, asyncio.Task[FormOutcome]] = {}
         self._waiters: Counter[bytes] = Counter()
         """How many wait for each of them."""
-        self._cache: OrderedDict[bytes, Outcome] = OrderedDict()
+        self._cache: OrderedDict[bytes, FormOutcome] = OrderedDict()
         self._cached_bytes = 0
         self._warming: asyncio.Task[None] | None = None
 
@@ -66,7 +66,7 @@ class CompilePool:
         if self._warming is None:
             self._warming = asyncio.create_task(self._warm())
 
-    async def run(self, asked: FormAsked) -> Outcome:
+    async def run(self, asked: FormAsked) -> FormOutcome:
         """Return what became of a form. Equal forms are compiled once, however many requests wait for them.
 
         Raises `BadRequest` if it cannot be sent, or the model's vocabulary not be used; `OSError`, `EOFError` or
@@ -106,7 +106,7 @@ class CompilePool:
 
     # Tasks ------------------------------------------------------------------------------------------------
 
-    async def _computed(self, digest: bytes, task: bytes, field: str) -> Outcome:
+    async def _computed(self, digest: bytes, task: bytes, field: str) -> FormOutcome:
         client, cost = CLIENT.get(), 0.0
         await self._slots.take(client)
         try:
@@ -118,7 +118,7 @@ class CompilePool:
             self._keep(digest, outcome)
         return outcome
 
-    async def _sent(self, task: bytes, field: str) -> tuple[Outcome, bool]:
+    async def _sent(self, task: bytes, field: str) -> tuple[FormOutcome, bool]:
         """Return what a process makes of a task, and whether another try would end in the same way."""
         process = await self._take()
         is_idle = False
@@ -126,7 +126,7 @@ class CompilePool:
             async with asyncio.timeout(self._seconds):
                 answer = await process.ask(task)
             is_idle = True
-            return msgspec.msgpack.decode(answer, type=Outcome), True
+            return msgspec.msgpack.decode(answer, type=FormOutcome), True
         except TimeoutError:
             return self._refused(field, f"it takes more than {self._seconds:g} s"), False
         except (OSError, EOFError):
@@ -143,10 +143,10 @@ class CompilePool:
                 self.warm_up()
 
     @staticmethod
-    def _refused(field: str, reason: str) -> Outcome:
-        return Outcome(message=f"{field}: {reason} to compile; make it smaller", field=field, code=INVALID)
+    def _refused(field: str, reason: str) -> FormOutcome:
+        return FormOutcome(message=f"{field}: {reason} to compile; make it smaller", field=field, code=INVALID)
 
-    def _keep(self, digest: bytes, outcome: Outcome) -> None:
+    def _keep(self, digest: bytes, outcome: FormOutcome) -> None:
         self._cache[digest] = outcome
         self._cached_bytes += len(outcome.grammar)
         while len(self._cache) > _MAX_CACHED or (self._cached_bytes > _MAX_CACHED_BYTES and len(self._cache) > 1):
@@ -244,7 +244,7 @@ class _Process:
         self._writer.close()
 
 
-class _Slots:
+class _TaskSlots:
     """Slots for tasks, which clients that wait get in turns."""
 
     def __init__(self, total: int, each: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from fd_core.structured.workers.faults import LISTED, NAMED, SINGLE
 from fd_core.structured.workers.messages import Unenforced
 
-__all__ = ["Fault", "relaxed"]
+__all__ = ["SchemaFault", "relaxed"]
 
 _MAX_PARTS: Final = 64
 """Parts of a schema that are left open one by one; beyond, all of it is."""
@@ -17,7 +17,7 @@ _LAST: Final = ("required", "enum", "const", "items", "anyOf", "$ref", "properti
 """Keywords that others are left out before, those that say most about a value at the end."""
 
 
-class Fault(NamedTuple):
+class SchemaFault(NamedTuple):
     """A part of a schema that cannot be enforced."""
 
     place: str
@@ -25,7 +25,7 @@ class Fault(NamedTuple):
 
 
 def relaxed(
-    schema: Any, place: str, anything: Any, fault_of: Callable[[Any], Fault | None], is_late: Callable[[], bool]
+    schema: Any, place: str, anything: Any, fault_of: Callable[[Any], SchemaFault | None], is_late: Callable[[], bool]
 ) -> tuple[Any, list[Unenforced]]:
     """Return a schema without what cannot be enforced, and what that was. Every value of the given one fits it.
 
@@ -47,8 +47,12 @@ def relaxed(
 
 
 def _leave_out(
-    schema: Any, root: str, fault: Fault, fault_of: Callable[[Any], Fault | None], is_late: Callable[[], bool]
-) -> tuple[str, Fault | None]:
+    schema: Any,
+    root: str,
+    fault: SchemaFault,
+    fault_of: Callable[[Any], SchemaFault | None],
+    is_late: Callable[[], bool],
+) -> tuple[str, SchemaFault | None]:
     """Take the faulty part out of a schema; return its place, which is `root` if it is all, and the next fault."""
     parent, key, outer = None, None, "schema"
     node, kind, place = schema, "schema", root

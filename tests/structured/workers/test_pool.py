@@ -17,8 +17,8 @@ import pytest
 
 from fd_core.structured.forms import Form, FormAsked, SchemaForm, TextForm
 from fd_core.structured.vocabulary import VocabularyTable
-from fd_core.structured.workers.messages import Outcome
-from fd_core.structured.workers.pool import CompilePool, _Slots
+from fd_core.structured.workers.messages import FormOutcome
+from fd_core.structured.workers.pool import CompilePool, _TaskSlots
 from fd_core.text.fair_thread import CLIENT
 
 TABLE = VocabularyTable([bytes([each]) for each in range(256)] + [b""], [256], [256])
@@ -50,8 +50,8 @@ def used(work: Any, **options: Any) -> Any:
     return asyncio.run(main())
 
 
-def run(pool: CompilePool, form: Form, client: str = "a") -> Coroutine[Any, Any, Outcome]:
-    async def one() -> Outcome:
+def run(pool: CompilePool, form: Form, client: str = "a") -> Coroutine[Any, Any, FormOutcome]:
+    async def one() -> FormOutcome:
         CLIENT.set(client)
         return await pool.run(FormAsked("field", form))
 
@@ -139,7 +139,7 @@ def test_work_that_nobody_waits_for_ends() -> None:
 
 def test_slots_go_to_clients_in_turns_and_none_has_all() -> None:
     async def main() -> list[str]:
-        slots, order = _Slots(4, 3), []
+        slots, order = _TaskSlots(4, 3), []
 
         async def one(client: str, rest: float = 0.0) -> None:
             await slots.take(client)
@@ -162,7 +162,7 @@ def test_slots_go_to_clients_in_turns_and_none_has_all() -> None:
 
 def test_a_wait_for_a_slot_that_is_cancelled_takes_none() -> None:
     async def main() -> None:
-        slots = _Slots(1, 1)
+        slots = _TaskSlots(1, 1)
         await slots.take("a")
         waiting = asyncio.create_task(slots.take("b"))
         await asyncio.sleep(0)
