@@ -99,9 +99,7 @@ class RouterPolicySuite:
 
     @pytest.mark.law("7.2")
     def test_it_chooses_a_candidate_and_equal_calls_give_equal_answers(self) -> None:
-        @settings(
-            max_examples=self.examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
-        )
+        @settings(max_examples=self.examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
         @given(calls=st.lists(_calls | _departures, min_size=1, max_size=8), shift=st.integers(1, 1000))
         def check(calls: list[_Choice | int], shift: int) -> None:
             one, other = self.new_policy(), self.new_policy()
