@@ -259,7 +259,7 @@ def sanitize(session: nox.Session) -> None:
         "FD_CXXFLAGS": " ".join(SANITIZED),
         "LD_PRELOAD": " ".join(runtimes),
         # The interpreter and torch keep memory until the end.
-        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     chosen = session.posargs or ("tests/ops/native", "--deselect", "tests/ops/native/test_build.py")
