@@ -272,11 +272,9 @@ class Runner:
             return
         rows, width = launched.rows, self.limits.max_drafts + 1
         cells = rows.cells(width)
-        failed = strange[cells] & (np.arange(width) <= answer.accepted[:, None])
-        slots = rows.slots[rows.sampling]
-        for row in np.flatnonzero(failed.any(axis=1)).tolist():
-            slot = int(slots[row])
-            forbidden = bool((answer.peaks[cells][row][failed[row]] == -np.inf).all())
+        failed = (strange[cells] & (np.arange(width) <= answer.accepted[:, None])).any(axis=1)
+        for slot, peaks in zip(rows.slots[rows.sampling][failed].tolist(), answer.peaks[cells][failed], strict=True):
+            forbidden = not (np.isnan(peaks) | (peaks == np.inf)).any()
             why = self._grammars.trouble(slot) or ("all of its logits are -inf" if forbidden else NOT_FINITE)
             self._fail(slot, f"{NO_CHOICE}{why}", int(launched.gens[slot]))
 
