@@ -10,6 +10,7 @@ import pytest
 from fd_core.server.batches.accounts import Account
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredFile
 from fd_core.server.errors import ApiError
+from tests.server.batches.faulty_disk import FaultyDisk, Killed
 
 LIMIT = 100_000
 
@@ -106,3 +107,30 @@ def test_keys_have_equal_shares_and_never_less_than_a_quarter(keys: int, share: 
     assert refused.value.status == 413
     account.add("alice", -share)
     assert account.used == account.used_by("alice") == 0
+
+
+def test_a_kill_at_any_call_of_the_end_of_a_batch_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    finished = False
+    for call in range(50):
+        folder = tmp_path / str(call)
+        store = BatchStore(folder, LIMIT)
+        store.begin(batch(1, in_progress_at=1), "alice")
+        for kind in ("output", "errors"):
+            (folder / f"{batch(1).id}_{kind}.jsonl.partial").write_bytes(b"{}\n")
+        try:
+            with FaultyDisk(folder, call, error=None).installed():
+                store.conclude(batch(1).id)
+            finished = True
+        except Killed:
+            pass
+        store.close()
+        again = BatchStore(folder, LIMIT)
+        left = again.batches[batch(1).id]
+        assert not len(again.files) or left.status == "finalizing" or left.ended, "its requests would be sent again"
+        ended = again.conclude(batch(1).id)
+        assert {ended.output_file_id, ended.error_file_id} == {*again.files} and len(again.files) == 2
+        assert again.used == on_disk(folder)
+        again.close()
+        if finished:
+            break
+    assert finished and call > 5
