@@ -81,6 +81,7 @@ def assert_short(opened: Door, what: str, head: bytes) -> None:
 
 
 @both
+@pytest.mark.timing
 def test_no_header_at_its_most_stops_the_loop(kind: str, tmp_path: Path) -> None:
     settings = {"batch_api": True, "batch_store": str(tmp_path)} if kind == "server" else {}
     with door(kind, **settings) as opened:
@@ -97,6 +98,7 @@ def test_no_header_at_its_most_stops_the_loop(kind: str, tmp_path: Path) -> None
 
 @both
 @pytest.mark.parametrize("line", ["a:\r\n", "X-Request-Id: a\r\n", "content-type: a\r\n"])
+@pytest.mark.timing
 def test_many_headers_do_not_stop_the_loop(kind: str, line: str) -> None:
     with door(kind) as opened:
         lines = line * (ROOM // len(line))

@@ -34,6 +34,7 @@ def hold(opened: Door, seconds: float) -> None:
 
 
 @both
+@pytest.mark.timing
 def test_health_is_answered_while_the_event_loop_is_busy(kind: str) -> None:
     port = free_port()
     with door(kind, health_port=port) as opened:
@@ -47,6 +48,7 @@ def test_health_is_answered_while_the_event_loop_is_busy(kind: str) -> None:
 
 
 @both
+@pytest.mark.timing
 def test_an_event_loop_that_is_stuck_shows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_STUCK_SECONDS", 0.6)
     port = free_port()
@@ -65,6 +67,7 @@ def test_a_dead_engine_shows() -> None:
         assert ask(port) == (503, b'{"status":"dead","reason":"the engine is not running"}')
 
 
+@pytest.mark.timing
 def test_other_requests_and_silent_connections_do_not_hold_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_CONNECTION_SECONDS", 0.5)
     port = free_port()

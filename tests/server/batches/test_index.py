@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +38,7 @@ def test_pages_are_those_of_a_plain_list(changes: list[tuple[str, str, str]], li
     assert index.page("c", 1, plain[0][0] if plain else "0") is None, "an entry of another owner is no place"
 
 
+@pytest.mark.timing
 def test_a_page_of_many_costs_as_much_as_one_of_few() -> None:
     def cost(stored: int) -> float:
         index: OwnedIndex[str] = OwnedIndex()

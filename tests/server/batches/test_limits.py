@@ -143,6 +143,7 @@ def test_a_batch_without_room_for_its_answers_keeps_those_it_has(tmp_path: Path)
         assert used(server) == on_disk(tmp_path)
 
 
+@pytest.mark.timing
 def test_a_limited_key_delays_no_batch_of_another_and_is_cancelled_at_once(tmp_path: Path) -> None:
     keys = {"name": "alice", "requests_per_minute": 9}, {"name": "bob"}
     with guarded(tmp_path, *keys, batch_api=True, batch_store=str(tmp_path / "store")) as server:
@@ -162,6 +163,7 @@ def test_a_limited_key_delays_no_batch_of_another_and_is_cancelled_at_once(tmp_p
         assert server.get(f"/v1/batches/{limited}", x_api_key="alice").json["request_counts"]["completed"] <= 5
 
 
+@pytest.mark.timing
 def test_a_full_disk_shows_in_health_and_batches_go_on_after_it(tmp_path: Path) -> None:
     with live(batch_api=True, batch_store=str(tmp_path)) as server:
         server.client.held = True
@@ -201,6 +203,7 @@ def test_lists_uploads_and_deletions_at_once_have_no_500(tmp_path: Path) -> None
         assert used(server) == on_disk(tmp_path)
 
 
+@pytest.mark.timing
 def test_a_file_deleted_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
     content = b"0123456789" * 2_000_000
     with live(batch_api=True, batch_store=str(tmp_path)) as server:

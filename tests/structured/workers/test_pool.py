@@ -68,6 +68,7 @@ def test_a_grammar_is_made_once_for_all_that_wait() -> None:
     used(work)
 
 
+@pytest.mark.timing
 def test_a_task_that_takes_too_long_ends_with_its_process_while_others_are_served() -> None:
     async def work(pool: CompilePool) -> None:
         await run(pool, ordinary("first"), "b")
