@@ -264,6 +264,8 @@ def sanitize(session: nox.Session) -> None:
     }
     chosen = session.posargs or ("tests/ops/native", "--deselect", "tests/ops/native/test_build.py")
     session.run("pytest", *chosen, "--timeout=900", env=environment)
+    if not session.posargs:
+        session.run("pytest", "tests/ops/native/test_build.py", "-k", "compiles", "-m", "soak or slow")
 
 
 CLIENTS = {
