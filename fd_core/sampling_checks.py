@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from fd_core.errors import BadRequest
 from fd_core.types import RequestSpec, SamplingParams
@@ -27,14 +28,21 @@ def check_ids(ids: Collection[Any], rows: int, field: str, text_of: Callable[[in
     """
     if not ids or ({*map(type, ids)} == {int} and min(ids) >= 0 and max(ids) < rows):
         return
-    wrong = next(each for each in ids if type(each) is not int or not 0 <= each < rows)
-    text = text_of(wrong) if type(wrong) is int and rows <= wrong <= _HIGHEST_ID else ""
+    found = [each for each in ids if not _is_integer(each) or not 0 <= each < rows]
+    if not found:  # integers of NumPy
+        return
+    wrong = found[0]
+    text = text_of(wrong) if _is_integer(wrong) and rows <= wrong <= _HIGHEST_ID else ""
     shown = f"{str(wrong)[:40]} ({text[:80]!r})" if text else str(wrong)[:40]
     raise BadRequest(
         f"{field}: token ids are 0 to {rows - 1}; it holds the token id {shown}, but the vocabulary has {rows} ids "
         "(embedding rows)",
         field=field,
     )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_request_ids(spec: RequestSpec, rows: int) -> None:
