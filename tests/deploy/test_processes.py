@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,19 +16,12 @@ import pytest
 
 from tests.deploy.manifests import NAMESPACE, objects, programs
 from tests.deploy.test_manifests import SECRET
+from tests.server.processes import free_port
 
 pytestmark = pytest.mark.skipif(not os.environ.get("FD_HELM"), reason="takes ten seconds; `nox -s deploy` runs it")
 ROLES = ("router", "mixed", "prefill", "decode")
 ELSEWHERE = ("--kv-store", "--kv-store-secret-file", "--tokenizer", "--kv-cache-dtype")
 """Redis, and a model that is not here."""
-
-
-def free_ports(count: int) -> list[int]:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in taken]
-    for each in taken:
-        each.close()
-    return ports
 
 
 @pytest.fixture
@@ -39,7 +31,7 @@ def router(tmp_path: Path) -> Iterator[str]:
         (tmp_path / name).write_text(f"{name}-of-a-test\n")
         (tmp_path / name).chmod(0o440)
     (tmp_path / "keys.toml").write_text('[[keys]]\nname = "alice"\nkey = "sk-of-a-test"\n')
-    *ports, admin, transfer = free_ports(6)
+    *ports, admin, transfer = (free_port() for _ in range(6))
     here = dict(zip(ROLES, ports, strict=True))
     made, running = programs(objects("pairs")), []
     for role in ROLES:

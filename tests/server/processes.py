@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,10 @@ GAUGES = (
     "kv_blocks_fenced",
     "active_requests",
 )
+
+
+_RANDOM = random.SystemRandom()
+"""Processes side by side must not choose the same ports, so no seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +96,15 @@ def process(
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Return a port on which nothing listens.
+
+    It lies below the range from which systems choose ports of outgoing connections: one of these could take the port
+    before the server listens, or connect to itself.
+    """
+    while True:
+        port = _RANDOM.randrange(20_000, 32_768)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _ready(server: Server) -> bool:
