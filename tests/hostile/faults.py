@@ -135,7 +135,7 @@ class Scene:
 
     @property
     def engine(self) -> int:
-        return next(iter(self.server.children()))
+        return self.server.engine()
 
     def of(self, role: str) -> Node:
         return next(worker for worker in self.workers if worker.role == role)

@@ -67,11 +67,16 @@ class Node:
         self.starts += 1
 
     def children(self) -> list[int]:
-        """Return the processes right below: a worker's engine."""
+        """Return the processes right below: a worker's engine, and those that compile grammars."""
         found: list[int] = []
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{self.pid}/task").iterdir():
                 found += map(int, (task / "children").read_text().split())
+        return found
+
+    def engine(self) -> int:
+        """Return the process of a worker's engine."""
+        (found,) = (pid for pid in self.children() if b"fd_core.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
         return found
 
     def usage(self) -> Usage:

@@ -59,7 +59,9 @@ def processes() -> tuple[int, int, int]:
     (server,) = (
         child for child in children(os.getpid()) if b"fd_core.cli" in Path(f"/proc/{child}/cmdline").read_bytes()
     )
-    (engine,) = children(server)
+    (engine,) = (
+        child for child in children(server) if b"fd_core.engine" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
     (rank,) = children(engine)
     return server, engine, rank
 

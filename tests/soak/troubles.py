@@ -105,8 +105,7 @@ async def _hang(cluster: Cluster, worker: Node, seconds: float, done: Executed) 
 
 async def _kill_engine(cluster: Cluster, worker: Node, seconds: float, done: Executed) -> None:
     epoch = (await cluster.metrics(worker))["engine_epoch"]
-    (engine,) = worker.children()
-    os.kill(engine, signal.SIGKILL)
+    os.kill(worker.engine(), signal.SIGKILL)
     ends = time.monotonic() + _RECOVERS_SECONDS
     while (await cluster.metrics(worker))["engine_epoch"] == epoch:
         assert time.monotonic() < ends, f"{worker.name} has no other engine:\n{worker.said()}"
