@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Protocol, runtime_checkable
 
+from fd_core.backends.cgroups import cpu_quota
 from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
@@ -206,8 +207,9 @@ class Backend(abc.ABC):
 
     @property
     def threads(self) -> int:
-        """Threads of a rank on the processor: `--num-threads`, or its share of what the process may use."""
-        return self.config.num_threads or max(1, len(os.sched_getaffinity(0)) // self.config.num_ranks)
+        """Threads of a rank on the processor: `--num-threads`, or its share of what the container may use."""
+        cores = len(os.sched_getaffinity(0))
+        return self.config.num_threads or max(1, min(cores, cpu_quota() or cores) // self.config.num_ranks)
 
     def dtype_asked_for(self, *offered: str) -> str | None:
         """Return the dtype that `--dtype` names, None for `auto`; `ConfigError` if it is not one of `offered`."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fd_core.backends.cgroups import memory_left
+
 __all__ = ["available_memory"]
 
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 _FALLBACK = 2 * 2**30
 
 
 def available_memory() -> int:
     """Return bytes that the system, or the container if that is smaller, can give without swapping."""
-    amounts = [_from_meminfo(), _from_cgroup()]
+    amounts = [_from_meminfo(), memory_left()]
     return min((amount for amount in amounts if amount is not None), default=_FALLBACK)
 
 
@@ -27,12 +27,3 @@ def _from_meminfo() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def _from_cgroup() -> int | None:
-    try:
-        limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
-        used = _CGROUP_USED.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return max(int(limit) - int(used), 0) if limit.isdigit() and used.isdigit() else None
