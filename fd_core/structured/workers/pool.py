@@ -73,7 +73,7 @@ class CompilePool:
         `TimeoutError` if no process can be started.
         """
         try:
-            task = json.dumps(msgspec.to_builtins(asked), allow_nan=False).encode()
+            task = _encoded(asked)
         except (ValueError, TypeError, RecursionError) as error:
             raise BadRequest(f"{asked.field}: it is not JSON: {error}", field=asked.field, code=INVALID) from None
         digest = hashlib.blake2b(task, digest_size=32).digest()
@@ -192,6 +192,13 @@ class CompilePool:
         process.kill()
         # Its memory may take a while to be freed.
         asyncio.get_running_loop().run_in_executor(None, process.wait)
+
+
+def _encoded(asked: FormAsked) -> bytes:
+    try:
+        return msgspec.json.encode(asked)
+    except OverflowError:  # an integer of more than 64 bits, for which the slower way has no limit
+        return json.dumps(msgspec.to_builtins(asked), allow_nan=False).encode()
 
 
 class _Process:
