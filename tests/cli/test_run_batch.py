@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
@@ -78,15 +77,14 @@ def test_answers_to_other_requests_are_not_mixed_in(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "'other'" in result.output
 
 
-@pytest.mark.timing
 def test_an_interrupted_run_goes_on_where_it_stopped_with_the_same_answers(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("\n".join(line(number, max_tokens=60, ignore_eos=True) for number in range(150)))
     command = [sys.executable, "-m", "fd_core.cli", "run-batch", "-i", "in", "-o", "out", *ENGINE]
     partial = tmp_path / "out.partial"
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
-        begun = time.monotonic()
+        deadline = time.monotonic() + 60
         while not (partial.exists() and partial.stat().st_size > 4000):
-            assert process.poll() is None and time.monotonic() - begun < 60
+            assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
     assert not (tmp_path / "out").exists()

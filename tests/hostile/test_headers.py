@@ -14,7 +14,7 @@ import fd_core
 from fd_core.server.doors.connections import MAX_HEAD_BYTES
 from fd_core.server.doors.headers import length_of, parameters
 from tests.hostile.doors import COMPLETIONS, KINDS, Door, door
-from tests.hostile.event_loop import TRIES, Beats
+from tests.hostile.event_loop import TRIES, Beats, reference
 from tests.hostile.limits import LONG
 
 both = pytest.mark.parametrize("kind", KINDS)
@@ -50,13 +50,6 @@ VALUES = {
 
 def test_the_list_holds_the_headers_that_are_read() -> None:
     assert {"content-type", "x-request-id", "access-control-request-headers", "x-session-id"} <= set(header_names())
-
-
-def reference() -> float:
-    """Return how long this machine takes for work that a usual one does in about 12 ms."""
-    begun = time.process_time()
-    sum(range(1_000_000))
-    return time.process_time() - begun
 
 
 def pause_of(opened: Door, head: bytes) -> float:
