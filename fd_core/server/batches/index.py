@@ -11,7 +11,7 @@ __all__ = ["OwnedIndex"]
 T = TypeVar("T")
 
 
-class _Entry(NamedTuple, Generic[T]):
+class _IndexEntry(NamedTuple, Generic[T]):
     number: int
     owner: str
     kind: str
@@ -22,7 +22,7 @@ class OwnedIndex(Generic[T]):
     """Values by id. Each has an owner, who alone sees it, and a kind, by which lists may be narrowed."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry[T]] = {}
+        self._entries: dict[str, _IndexEntry[T]] = {}
         self._lists: dict[tuple[str, str | None], list[tuple[int, str]]] = {}
         """Numbers and ids in the order in which they were added, by owner and kind; None stands for every kind."""
         self._added = 0
@@ -54,7 +54,7 @@ class OwnedIndex(Generic[T]):
             self._entries[name] = old._replace(value=value)
             return
         self._added += 1
-        self._entries[name] = _Entry(self._added, owner, kind, value)
+        self._entries[name] = _IndexEntry(self._added, owner, kind, value)
         for listed in ((owner, None), (owner, kind)):
             self._lists.setdefault(listed, []).append((self._added, name))
 

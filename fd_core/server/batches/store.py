@@ -123,7 +123,7 @@ class StoredBatch(msgspec.Struct, kw_only=True):
         return self.status in _ENDED
 
 
-class _Owned(msgspec.Struct):
+class _Ownership(msgspec.Struct):
     """The owner of a file or a batch; "" where there were no keys."""
 
     owner: str = ""
@@ -552,7 +552,7 @@ def _described(paths: Iterable[Path], kind: type[D], pattern: re.Pattern[str]) -
         if path.suffix == ".json" and pattern.fullmatch(path.stem):
             text = path.read_bytes()
             try:
-                value, owner = msgspec.json.decode(text, type=kind), msgspec.json.decode(text, type=_Owned).owner
+                value, owner = msgspec.json.decode(text, type=kind), msgspec.json.decode(text, type=_Ownership).owner
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 value, owner = None, ""
             if value is None or value.id != path.stem:

@@ -26,7 +26,7 @@ class StoredResponse:
 
 
 @dataclass(slots=True)
-class _Owned:
+class _OwnerAnswers:
     """Answers of one owner, the oldest first, with their bytes."""
 
     kept: OrderedDict[str, tuple[StoredResponse, int]] = field(default_factory=OrderedDict)
@@ -43,7 +43,7 @@ class ResponseStore:
     def __init__(self, capacity: int, max_bytes: int = MAX_BYTES) -> None:
         self.capacity = capacity
         self._max_bytes = max_bytes
-        self._owners: dict[str, _Owned] = {}
+        self._owners: dict[str, _OwnerAnswers] = {}
         self._count = 0
         self._bytes = 0
 
@@ -56,7 +56,7 @@ class ResponseStore:
         if size > self._max_bytes or not self.capacity:
             return
         self.delete(owner, stored.answer.id)  # clients choose request ids, and may use one again
-        owned = self._owners.setdefault(owner, _Owned())
+        owned = self._owners.setdefault(owner, _OwnerAnswers())
         owned.kept[stored.answer.id] = stored, size
         owned.bytes += size
         self._bytes += size
