@@ -30,6 +30,7 @@ PROMISED = {
     "fdcore_active_requests": ("gauge", []),
     "fdcore_adapter_generated_tokens": ("counter", ["adapter"]),
     "fdcore_adapter_generations": ("counter", ["adapter"]),
+    "fdcore_background_failures": ("counter", []),
     "fdcore_bodies_refused": ("counter", []),
     "fdcore_body_memory_bytes": ("gauge", []),
     "fdcore_budget_limit_tokens": ("counter", []),
