@@ -14,6 +14,7 @@ from tests.router.helpers import router_of
 
 WORKER = ["role", "worker"]
 PROMISED = {
+    "background_failures": ("counter", ["task"]),
     "accept_errors": ("counter", []),
     "answers": ("counter", ["path", "status"]),
     "attempts": ("counter", ["mode"]),
@@ -68,7 +69,8 @@ def test_the_metrics_are_those_promised_and_every_help_is_a_sentence() -> None:
     metrics.refusals["alice", "tokens"] += 1
     families = list(metrics.collect())
     labels = {one.name: {name for sample in one.samples for name in sample.labels} - {"le"} for one in families}
-    labels["fdcore_router_refused"] = {"reason"}  # nothing was refused: no sample shows the label
+    # Nothing failed or was refused: no sample shows the label.
+    labels |= {"fdcore_router_background_failures": {"task"}, "fdcore_router_refused": {"reason"}}
     shown = {one.name: (one.type, sorted(labels[one.name])) for one in families}
     assert shown == {f"fdcore_router_{name}": what for name, what in PROMISED.items()}
     helps = [family.documentation for family in families]
