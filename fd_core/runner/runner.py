@@ -324,7 +324,13 @@ class Runner:
                 return
 
     def _guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
-        """Place drafts int32[n, k], of which row i has counts[i], behind the texts of `slots`, as grammars allow."""
+        """Place drafts int32[n, k], of which row i has counts[i], behind the texts of `slots`, as grammars allow.
+
+        A row ends before its first id without an embedding row, which only a wrong drafter proposes.
+        """
+        unknown = drafts.astype(np.uint32) >= self.limits.vocab_size
+        if unknown.any():
+            counts = np.where(unknown.any(axis=1), np.minimum(counts, unknown.argmax(axis=1)), counts).astype(np.int32)
         if self._grammars:
             drafts, counts = drafts.copy(), counts.copy()
             self._grammars.shape_drafts(slots, drafts, counts)

@@ -181,6 +181,21 @@ def test_a_drafter_that_names_nobody_of_the_step_is_a_fault_of_the_engine() -> N
         Steps(Counting(), Astray()).run(0, 1, 2)
 
 
+@pytest.mark.parametrize("wrong", [VOCABULARY, 2**31 - 1, -1, -(2**31)])
+def test_drafts_are_cut_at_the_first_id_without_a_row(wrong: int) -> None:
+    class Beyond(Guessing):
+        def guess(self, slot: int, limit: int) -> IntArray:
+            found = super().guess(slot, limit)
+            found[1:] = wrong
+            return found
+
+    steps = Steps(Counting(), Beyond())
+    steps.run(0, 1, 2)
+    output = steps.run()
+    assert output.errors == () and steps.runner.batch.num_drafts.tolist() == [1, 1, 1]
+    assert [len(text) for text in steps.texts.values()] == [3, 3, 3], "the draft before it was verified"
+
+
 def test_sampling_parameters_that_cannot_be_used_end_their_request() -> None:
     steps = Steps(Counting(), None, logit_bias={VOCABULARY: 1.0})
     steps.run(0, 1, 2)
