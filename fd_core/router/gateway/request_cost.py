@@ -16,7 +16,7 @@ from fd_core.server.messages import asking as messages_asking
 from fd_core.server.messages import routes as messages
 from fd_core.server.messages.schemas import CountRequest
 from fd_core.server.pooled import distinct, pairs_of, read_texts
-from fd_core.server.pooling_schemas import EmbeddingRequest, PooledRequest
+from fd_core.server.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from fd_core.server.prompts import chat_prompt, completion_prompts
 from fd_core.server.request_schemas import MAX_CHOICES, ChatRequest, CompletionRequest
 from fd_core.server.responses import asking as responses_asking
@@ -80,7 +80,7 @@ class CostReader:
             return Cost(0, 0)
         require_json(content_type)
         decoded, _ = await body_format.decode_bounded(body, self.context or _UNKNOWN_CONTEXT)
-        if isinstance(decoded, PooledRequest):
+        if isinstance(decoded, EmbeddingRequest | ScoreRequest | RerankRequest):
             read = await self._pooled(decoded)
             return Cost(read, read)
         if isinstance(decoded, CompletionRequest):
@@ -117,11 +117,11 @@ class CostReader:
             )
         return request
 
-    async def _pooled(self, decoded: PooledRequest) -> int:
+    async def _pooled(self, decoded: EmbeddingRequest | ScoreRequest | RerankRequest) -> int:
         if isinstance(decoded, EmbeddingRequest):
             found = await read_texts(self, decoded.input, "input", decoded.add_special_tokens is not False)
         else:
-            pairs, name = pairs_of(decoded)  # type: ignore[arg-type]
+            pairs, name = pairs_of(decoded)
             found = await read_texts(self, distinct(pairs), name)
         return sum(len(each.ids) if each.text is None else self._tokens(len(each.ids)) for each in found)
 

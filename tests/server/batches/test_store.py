@@ -109,7 +109,7 @@ def test_keys_have_equal_shares_and_never_less_than_a_quarter(keys: int, share: 
     assert account.used == account.used_by("alice") == 0
 
 
-def test_a_kill_at_any_call_of_the_end_of_a_batch_loses_and_doubles_nothing(tmp_path: Path) -> None:
+def test_a_kill_while_a_batch_ends_loses_and_doubles_nothing(tmp_path: Path) -> None:
     finished = False
     for call in range(50):
         folder = tmp_path / str(call)

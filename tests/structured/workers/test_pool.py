@@ -69,7 +69,7 @@ def test_a_grammar_is_made_once_for_all_that_wait() -> None:
 
 
 @pytest.mark.timing
-def test_a_task_that_takes_too_long_ends_with_its_process_while_others_are_served() -> None:
+def test_a_task_that_takes_too_long_is_killed_while_others_are_served() -> None:
     async def work(pool: CompilePool) -> None:
         await run(pool, ordinary("first"), "b")
         weapon = asyncio.create_task(run(pool, LONG))
@@ -101,7 +101,7 @@ def test_a_deadline_kills_the_process_and_is_no_verdict() -> None:
     used(work)
 
 
-def test_a_grammar_that_ends_its_process_is_refused_and_the_next_gets_another() -> None:
+def test_a_grammar_that_crashes_its_process_is_refused() -> None:
     async def work(pool: CompilePool) -> None:
         outcome = await run(pool, DEEP)
         assert "nests too deeply" in outcome.message
