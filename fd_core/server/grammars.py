@@ -20,6 +20,8 @@ __all__ = ["GrammarChecker"]
 
 _WAIT_SECONDS: Final = 30.0
 """For a slot, a process and the work together."""
+_WARM_UP_SECONDS: Final = 2.0
+"""Pause after the start of a server, whose first requests need the processors themselves."""
 
 
 class GrammarChecker:
@@ -31,9 +33,9 @@ class GrammarChecker:
         self._pool = CompilePool(partial(vocabulary_table, tokenizer, info.vocab_size, info.eos_token_ids))
 
     def warm_up(self) -> None:
-        """Start a process, so that the first request need not wait for it."""
+        """Start a process soon, so that the first request with a form need not wait for it."""
         if self._served:
-            self._pool.warm_up()
+            self._pool.warm_up(_WARM_UP_SECONDS)
 
     async def grammar(self, fields: StructuredFields) -> FormOutcome:
         """Return the grammar that a request asks for, see `checked`; an empty one for any text."""

@@ -61,10 +61,10 @@ class CompilePool:
         self._cached_bytes = 0
         self._warming: asyncio.Task[None] | None = None
 
-    def warm_up(self) -> None:
-        """Start a process before the first task needs it."""
+    def warm_up(self, after: float = 0.0) -> None:
+        """Start a process before the first task needs it, in `after` seconds."""
         if self._warming is None:
-            self._warming = asyncio.create_task(self._warm())
+            self._warming = asyncio.create_task(self._warm(after))
 
     async def run(self, asked: FormAsked) -> FormOutcome:
         """Return what became of a form. Equal forms are compiled once, however many requests wait for them.
@@ -176,8 +176,9 @@ class CompilePool:
             raise
         return process
 
-    async def _warm(self) -> None:
+    async def _warm(self, after: float) -> None:
         try:
+            await asyncio.sleep(after)
             self._idle.append(await self._take())
         except (BadRequest, OSError, EOFError) as error:  # a timeout is an `OSError`
             _log.warning("structured output cannot be served: %s", error or "its process ended while it started")
