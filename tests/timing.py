@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-_CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "time"}
+_CLOCKS = {
+    *("time.monotonic", "time.perf_counter", "time.process_time", "time.thread_time", "time.time"),
+    "resource.getrusage",
+}
 
 
 def unmarked(paths: Iterable[Path]) -> list[str]:
@@ -144,9 +147,4 @@ def _is_elapsed(
 
 
 def _is_clock(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in _CLOCKS
-        and ast.unparse(node.func.value) == "time"
-    )
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in _CLOCKS

@@ -15,6 +15,7 @@ from fd_core.cli import foreign_flags
 from fd_core.cli.app import app
 from fd_core.cli.report import describe
 from fd_core.errors import ModelError
+from tests.speed import slowdown
 
 COMMANDS = [
     *(["serve"], ["chat"], ["complete"], ["models"], ["models", "list"], ["models", "pull"], ["plugins"], ["env"]),
@@ -51,8 +52,9 @@ def test_nothing_heavy_is_imported(statement):
     assert heavy_after(statement) == []
 
 
+@pytest.mark.timing
 def test_help_answers_in_under_half_a_second():
-    """Of processor time, which is all that the command needs and does not grow with what else the machine does."""
+    """Of processor time on a usual machine; the command waits for nothing else."""
 
     def seconds():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -60,7 +62,7 @@ def test_help_answers_in_under_half_a_second():
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 0.5
+    assert min(seconds() for _ in range(3)) < 0.5 * slowdown()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Final
 
 from tests.server.fakes import LiveServer
+from tests.speed import slowdown
 
 LONGEST_STALL: Final = 0.05
 """Seconds on a usual machine; what else runs on this one only adds, so the best of several tries counts."""
-USUAL_REFERENCE: Final = 0.012
-"""Seconds of `reference` on a usual machine."""
 TRIES: Final = 5
 
 
@@ -57,18 +56,11 @@ def stall(server: LiveServer, work: Callable[[], object]) -> float:
     return least(once)
 
 
-def reference() -> float:
-    """Return how long this machine takes now for work that a usual one does in `USUAL_REFERENCE`."""
-    begun = time.thread_time()
-    sum(range(1_000_000))
-    return time.thread_time() - begun
-
-
 def least(pause: Callable[[], float]) -> float:
     """Return the least of several pauses, in seconds of a usual machine; one that is short enough is the last."""
     found = float("inf")
     for _ in range(TRIES):
-        found = min(found, pause() / max(1.0, reference() / USUAL_REFERENCE))
+        found = min(found, pause() / slowdown())
         if found < LONGEST_STALL:
             break
     return found

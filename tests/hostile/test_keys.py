@@ -22,6 +22,7 @@ from fd_core.server.errors import ApiError
 from tests.hostile.limits import at_length
 from tests.server.fakes import LiveServer, live
 from tests.server.test_key_limits import key_file
+from tests.speed import slowdown
 
 MEGABYTE = 1 << 20
 
@@ -44,7 +45,7 @@ def test_ten_thousand_keys_cost_a_request_no_more_than_one(tmp_path: Path) -> No
     for key in (b"key-0", b"key-9999", b"unknown"):
         best = min(seconds(many, key) for _ in range(5))
         assert best < 5 * min(seconds(few, b"key-0") for _ in range(5)) + 20e-6
-        assert best < 0.0005
+        assert best < 0.0005 * slowdown()
 
 
 @pytest.mark.timing
@@ -62,7 +63,7 @@ def test_reading_ten_thousand_keys_again_stops_no_stream(tmp_path: Path) -> None
         return longest
 
     # One try of a few is enough, for the machine has other work as well.
-    assert any(asyncio.run(longest_pause()) < 0.1 for _ in range(3))
+    assert any(asyncio.run(longest_pause()) < 0.1 * slowdown() for _ in range(3))
     assert len(access.ring) == 10_000
 
 

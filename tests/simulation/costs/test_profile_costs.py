@@ -16,6 +16,7 @@ from fd_core.simulation.costs.naming import profile_named
 from fd_core.simulation.costs.profile import CostCurve, CostProfile, KVLink, StepTerms
 from fd_core.simulation.costs.profile_costs import costs_of, step_features
 from tests.simulation.costs.plans import Row, decodes, plan_of
+from tests.speed import slowdown
 
 H100 = profile_named("h100:llama-8b")
 FEW = CostCurve(counts=(0.0, 10.0, 20.0), seconds=(0.0, 1.0, 5.0))
@@ -109,7 +110,7 @@ def test_asking_takes_little_time(chunk: int) -> None:
                 costs.step(plan)
             yield (time.process_time() - begun) / 500
 
-    assert min(timed()) < 25e-6
+    assert min(timed()) < 25e-6 * slowdown()
 
 
 def test_arrays_of_a_plan_are_left_alone() -> None:

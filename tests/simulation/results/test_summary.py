@@ -17,6 +17,7 @@ from fd_core.simulation.results.shapes import over_time
 from fd_core.simulation.results.slo import parse_slo
 from fd_core.simulation.results.summary import jain, latencies_of, percentiles, summarize
 from tests.simulation.results.made_up import outcome, queued, run_of, waits_of
+from tests.speed import slowdown
 
 TIMES = st.floats(0, 1e6, allow_nan=False)
 
@@ -241,4 +242,4 @@ def test_many_outcomes_take_a_moment() -> None:
     many = msgspec.structs.replace(run, outcomes=run.outcomes * 25, waits=run.waits * 25)
     began = time.perf_counter()
     assert summarize(many, parse_slo("ttft_p99=0.5")).requests == 50_000
-    assert time.perf_counter() - began < 2.0  # 0.15 s where nothing else runs
+    assert time.perf_counter() - began < 2.0 * slowdown()  # 0.15 s where nothing else runs
