@@ -1,0 +1,214 @@
+"""Ways of a request through the code, traced: every function of `fd_core` that three scenarios enter.
+
+`python -m tests.walks` prints what each walk costs and its trace. `tests/test_walks.py` keeps the walks within budgets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Final, NamedTuple
+
+import msgspec
+
+ROOT: Final = Path(__file__).parents[1] / "fd_core"
+_PARTS: Final = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")
+"""Code that is not a function of its own."""
+_TRIES: Final = 3
+"""How often the event loop turns while a request is computed depends on the moment; the shortest trace counts."""
+
+
+class Call(NamedTuple):
+    """One entry of a function."""
+
+    thread: str
+    file: str
+    """Path below `fd_core`."""
+    function: str
+    """Qualified name."""
+
+
+class Walk(msgspec.Struct, frozen=True):
+    """What a scenario entered, in order."""
+
+    calls: tuple[Call, ...]
+
+    @property
+    def functions(self) -> int:
+        """Number of distinct functions."""
+        return len({call[1:] for call in self.calls})
+
+    @property
+    def files(self) -> int:
+        """Number of distinct files."""
+        return len({call.file for call in self.calls})
+
+    def cost(self) -> str:
+        """Return the figures that budgets bound."""
+        return f"{len(self.calls)} calls, {self.functions} functions, {self.files} files"
+
+
+class Recorder:
+    """Notes each function of `fd_core` that a thread enters while `records`; a coroutine counts once, not per turn."""
+
+    def __init__(self) -> None:
+        self.records = False
+        self._calls: list[Call] = []
+        self._suspended: dict[int, FrameType] = {}
+        self._files: dict[CodeType, str | None] = {}
+        self._between: tuple[str, str] | None = None
+
+    def between(self, first: str, last: str) -> None:
+        """Record from the entry of one function to that of another, once."""
+        self._between = first, last
+
+    def take(self) -> Walk:
+        """Return what was recorded since the last call."""
+        self.records = False
+        walk = Walk(tuple(self._calls))
+        self._calls, self._suspended = [], {}
+        return walk
+
+    @contextmanager
+    def installed(self) -> Iterator[Recorder]:
+        """Trace this thread and all that begin meanwhile."""
+        threading.setprofile(self._event)
+        sys.setprofile(self._event)
+        try:
+            yield self
+        finally:
+            threading.setprofile(None)  # type: ignore[arg-type]
+            sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, _argument: object) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        if self._between:
+            first, last = self._between
+            if not self.records and code.co_qualname.endswith(first):
+                self.records = True
+            elif self.records and code.co_qualname == last:
+                self._note(frame, code)
+                self.records, self._between = False, None
+                return
+        if self.records:
+            self._note(frame, code)
+
+    def _note(self, frame: FrameType, code: CodeType) -> None:
+        file = self._files[code] if code in self._files else self._files.setdefault(code, _file_of(code))
+        if file is None or self._suspended.get(id(frame)) is frame:
+            return
+        if code.co_flags & 0x2A0:  # a generator, a coroutine or an asynchronous generator
+            self._suspended[id(frame)] = frame
+        self._calls.append(Call(threading.current_thread().name, file, code.co_qualname))
+
+
+def _file_of(code: CodeType) -> str | None:
+    path = Path(code.co_filename)
+    if code.co_name in _PARTS or not path.is_relative_to(ROOT):
+        return None
+    return path.relative_to(ROOT).as_posix()
+
+
+def chat(recorder: Recorder, tokens: int) -> Walk:
+    """Stream a chat from the null backend, the engine in a thread; the third request and the two behind it."""
+    from tests.server.fakes import live
+    from tests.server.test_null_engine import null_client
+
+    def ask() -> None:
+        fields = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": tokens, "stream": True}
+        answer = server.post("/v1/chat/completions", {"model": "null", "seed": 1, "temperature": 0.0, **fields})
+        assert answer.status == 200
+        time.sleep(0.2)
+
+    walks = []
+    with live(null_client) as server:
+        ask()
+        ask()
+        for _ in range(_TRIES):
+            recorder.records = True
+            ask()
+            walks.append(recorder.take())
+    return min(walks, key=lambda walk: len(walk.calls))
+
+
+def preemption(recorder: Recorder) -> Walk:
+    """Run requests on too few KV blocks; from the choice of a victim until it is in the queue again."""
+    from tests.engine.helpers import null_engine
+    from tests.engine.stepping import greedy
+
+    walks = []
+    for _ in range(_TRIES):
+        engine = null_engine(num_kv_blocks=26, max_num_seqs=6)
+        for number in range(8):
+            engine.submit(greedy(f"r{number}", range(number, number + 40), 100))
+        recorder.between(".choose", "WaitingQueue.push")
+        while engine.has_work:
+            engine.step()
+        engine.close()
+        walks.append(recorder.take())
+        assert walks[-1].calls[-1].function == "WaitingQueue.push", "no request was preempted"
+    return min(walks, key=lambda walk: len(walk.calls))
+
+
+def prefill_to_decode(recorder: Recorder) -> Walk:
+    """Compute a prompt on one worker and go on from its KV on another."""
+    from tests.engine.stepping import greedy
+    from tests.engine.test_kv_transfer import pair
+
+    walks = []
+    with tempfile.TemporaryDirectory() as folder:
+        secret = Path(folder, "secret")
+        secret.write_bytes(b"of sixteen bytes")
+        secret.chmod(0o600)
+        with pair(str(secret)) as two:
+            for number in range(2 + _TRIES):
+                recorder.records = number >= 2
+                two.run(greedy(f"r{number}", range(number, number + 40), 2))
+                walks.append(recorder.take())
+    return min(walks[2:], key=lambda walk: len(walk.calls))
+
+
+SCENARIOS: Final[dict[str, Callable[[Recorder], Walk]]] = {
+    "Chat to token": lambda recorder: chat(recorder, 1),
+    "Nine tokens": lambda recorder: chat(recorder, 9),
+    "Preempted slot and back": preemption,
+    "Prefill to decode": prefill_to_decode,
+}
+
+
+def walks(names: Iterable[str] = SCENARIOS) -> dict[str, Walk]:
+    """Run scenarios under the tracer."""
+    with Recorder().installed() as recorder:
+        return {name: SCENARIOS[name](recorder) for name in names}
+
+
+def main() -> None:
+    """Print the walks; with `--json`, for the test."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*", default=list(SCENARIOS))
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    found = walks(asked.names)
+    if asked.json:
+        sys.stdout.write(msgspec.json.encode(found).decode())
+        return
+    for name, walk in found.items():
+        print(f"{name}: {walk.cost()}")
+        for (thread, file), calls in itertools.groupby(walk.calls, key=lambda call: call[:2]):
+            print(f"  {thread:16} {file:40} {', '.join(call.function for call in calls)}")
+    for name, walk in found.items():
+        print(f"{name}: {walk.cost()}")
+
+
+if __name__ == "__main__":
+    main()
