@@ -35,11 +35,11 @@ import numpy as np
 
 from benchmarks.harness.machine import describe
 from fd_core import LLM, SamplingParams
-from fd_core.cli.quantize import files_beside
+from fd_core.cli.models.quantize import files_beside
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantized_folder import write_quantized
-from fd_core.ops import torch_int8
+from fd_core.ops.torch import int8 as torch_int8
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "serve" / "quantization.md"

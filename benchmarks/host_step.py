@@ -28,7 +28,7 @@ from benchmarks.harness.machine import describe, load_average
 from fd_core.backends.null import NullModel
 from fd_core.config import EngineConfig, Limits
 from fd_core.ops.contract import Array, HostCopies, KVCache, PenaltyInput, SampleInput, StepInput
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.runner.launching import LaunchedStep
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.runner import Runner

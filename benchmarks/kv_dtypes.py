@@ -21,9 +21,9 @@ from benchmarks.harness.machine import describe, load_average
 from benchmarks.native_step import BLOCK_SIZE, Case, random_model, shares, step_of
 from fd_core.engine.llm import LLM
 from fd_core.ops.contract import KVCache, Ops
-from fd_core.ops.kv_int8 import quantize_kv
 from fd_core.ops.native import load_native_ops
 from fd_core.ops.native.pack import ProgramForward
+from fd_core.ops.numpy.kv_int8 import quantize_kv
 from fd_core.types import SamplingParams
 
 CASES = (Case("context 256", 32, 1, 256), Case("context 2,048", 32, 1, 2048))

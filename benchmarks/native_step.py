@@ -26,15 +26,15 @@ import torch
 
 from benchmarks.harness.machine import BandwidthProbe, describe, load_average
 from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
-from fd_core.models.llama import llama
+from fd_core.models.families.llama import llama
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.spec import decoder_spec
 from fd_core.ops.contract import Heads, KVCache, Norm, Ops, Rope, StepInput
 from fd_core.ops.native import load_native_ops
 from fd_core.ops.native.pack import NativeOps, ProgramForward
-from fd_core.runner.inputs import adapter_rows
-from fd_core.testing.arrays import packed_weight
-from fd_core.weights import Adapter, LowRank, PackedTensor, RawTensor, Weight
+from fd_core.ops.weights import Adapter, LowRank, PackedTensor, RawTensor, Weight
+from fd_core.runner.inputs.inputs import adapter_rows
+from fd_core.testing.models.arrays import packed_weight
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY = 576, 9, 3, 64, 1536, 30, 49152
 BLOCK_SIZE = 32

@@ -31,15 +31,15 @@ import numpy as np
 
 from benchmarks.harness.workloads import SHAPES
 from fd_core.config import EngineConfig
-from fd_core.engine.builder import load_engine
-from fd_core.engine.client import EngineClient
-from fd_core.engine.launch import open_client
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.clients.client import EngineClient
+from fd_core.engine.clients.launch import open_client
 from fd_core.engine.ranks.groups import joined_group, opened_group
 from fd_core.engine.ranks.leading import LeadingRunner
 from fd_core.engine.ranks.messages import RankStep, encode_order
 from fd_core.models.catalog import resolve_model
 from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting
-from fd_core.testing.texts import greedy, run
+from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import RequestSpec
 
 ROWS = (1, 8, 32, 128, 512)
@@ -88,7 +88,7 @@ def sums_of(kind: str, group: RankGroup) -> dict[int, float]:
         return {rows: typical(partial(group.all_reduce, x)) for rows, x in wholes.items()}
     import torch
 
-    from fd_core.ops.torch_group import TorchCollectives, gloo_group, shared_store
+    from fd_core.ops.torch.group import TorchCollectives, gloo_group, shared_store
 
     torch.set_num_threads(1)
     gloo = gloo_group(shared_store(group), group.parallel, group.host, 60.0)
@@ -106,7 +106,7 @@ def native_sums(group: RankGroup) -> dict[int, float]:
     from fd_core.ops.contract import StepInput
     from fd_core.ops.native import load_native_ops
     from fd_core.ops.native.program import ProgramRecorder, symbolic_step
-    from fd_core.weights import RawTensor
+    from fd_core.ops.weights import RawTensor
 
     ops = load_native_ops("float32", 1)
     assert ops is not None

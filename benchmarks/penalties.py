@@ -49,19 +49,19 @@ def native() -> Ops:
 
 
 def torch() -> Ops:
-    from fd_core.ops.torch_ops import TorchOps
+    from fd_core.ops.torch.ops import TorchOps
 
     return TorchOps()
 
 
 def numpy() -> Ops:
-    from fd_core.ops.numpy_ops import NumpyOps
+    from fd_core.ops.numpy.ops import NumpyOps
 
     return NumpyOps()
 
 
 def paddle() -> Ops:
-    from fd_core.ops.paddle_ops import PaddleOps
+    from fd_core.ops.paddle.ops import PaddleOps
 
     return PaddleOps()
 

@@ -36,10 +36,10 @@ from rich.table import Table
 
 import fd_core
 from fd_core import LLM, SamplingParams
+from fd_core.effects.operations import LoadDecision
 from fd_core.errors import FdError
-from fd_core.kv.effects import LoadDecision
-from fd_core.metrics import snapshot
-from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.types.metrics import snapshot
 
 HOST, MEMORY, DISK, REDIS = "host tier", "memory store", "disk", "redis"
 WAYS = {"host": HOST, "memory": MEMORY, "disk": DISK, "redis": REDIS}

@@ -39,7 +39,7 @@ import fd_core
 from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
 from fd_core.router.config import RouterConfig
-from fd_core.simulation.conversations import Conversation
+from fd_core.simulation.clients.conversations import Conversation
 from fd_core.simulation.costs.contract import Costs
 from fd_core.simulation.results.summary import RunSummary, summarize
 from fd_core.simulation.workloads.workload import read_workload

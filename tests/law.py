@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from fd_core.testing.law import RULES, SECTIONS_OF_THE_LAW
+from fd_core.testing.kit.law import RULES, SECTIONS_OF_THE_LAW
 from tests.mutants.catalog import MUTANTS
 
 __all__ = ["DOCUMENT", "marked_tests", "mutants_by_rule", "page"]

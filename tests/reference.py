@@ -15,10 +15,18 @@ from prometheus_client import Metric
 from typer.main import get_command
 
 from fd_core.cli.app import app
-from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, GATEWAY_FLAGS, ROUTER_FLAGS, SERVER_FLAGS, Flag
+from fd_core.cli.settings.flags import (
+    API_KEY_FILE,
+    CONFIG_FILE,
+    ENGINE_FLAGS,
+    GATEWAY_FLAGS,
+    ROUTER_FLAGS,
+    SERVER_FLAGS,
+    Flag,
+)
 from fd_core.config import ServerConfig
 from fd_core.disagg.stats import ReceiverStats, SenderStats
-from fd_core.engine.messages import LeaseStats
+from fd_core.engine.process.messages import LeaseStats
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.server.app import create_app
 from tests.router.gateway.test_metrics import router_of

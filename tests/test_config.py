@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig, resolve_limits
-from fd_core.constraints import make_settings
+from fd_core.config.constraints import make_settings
 from fd_core.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typer.main import get_command
 
 from benchmarks import documented_speed
 from fd_core.cli.app import app
-from fd_core.cli.flags import (
+from fd_core.cli.settings.flags import (
     API_KEY_FILE,
     CONFIG_FILE,
     ENGINE_FLAGS,

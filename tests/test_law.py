@@ -1,6 +1,6 @@
 """No rule of the law is without a test and a mutant, and docs/understand/law.md says which they are."""
 
-from fd_core.testing.law import RULES
+from fd_core.testing.kit.law import RULES
 from tests.law import DOCUMENT, marked_tests, mutants_by_rule, page
 
 

@@ -162,8 +162,8 @@ def preemption(recorder: Recorder) -> Walk:
 
 def prefill_to_decode(recorder: Recorder) -> Walk:
     """Compute a prompt on one worker and go on from its KV on another."""
+    from tests.engine.building.test_kv_transfer import pair
     from tests.engine.stepping import greedy
-    from tests.engine.test_kv_transfer import pair
 
     walks = []
     with tempfile.TemporaryDirectory() as folder:

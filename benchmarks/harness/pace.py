@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from fd_core.config import EngineConfig
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building.builder import load_engine
 from fd_core.models.catalog import resolve_model
 from fd_core.simulation.costs.calibrating import StepBench
 from fd_core.simulation.costs.cases import CaseRow, StepCase

@@ -13,9 +13,9 @@ from fd_core.models.loading.checkpoint import Checkpoint, TokenizerSource
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.registry import ARCHITECTURES
 from fd_core.models.spec import decoder_spec
+from fd_core.ops.weights import RawTensor, Weight
 from fd_core.simulation.costs.architectures import ModelShape
-from fd_core.testing.arrays import packed_weight
-from fd_core.weights import RawTensor, Weight
+from fd_core.testing.models.arrays import packed_weight
 
 __all__ = ["RandomCheckpoint", "config_of"]
 
@@ -63,7 +63,7 @@ class RandomCheckpoint(Checkpoint):
     """
 
     def __init__(self, shape: ModelShape, form: str = "bf16") -> None:
-        """`form`: `bf16`, or one of `fd_core.weights.WEIGHT_FORMATS` with a scale for 128 values."""
+        """`form`: `bf16`, or one of `fd_core.ops.weights.WEIGHT_FORMATS` with a scale for 128 values."""
         super().__init__(Path(shape.title), config_of(shape), {}, ())
         config = ModelConfig(dict(self.config))
         architecture = self.config["architectures"][0]

@@ -20,7 +20,7 @@ from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
-from fd_core.weights import Adapter, WeightUse
+from fd_core.ops.weights import Adapter, WeightUse
 
 __all__ = ["AdaptableModel", "Availability", "Backend", "LoadProgress", "Model", "cache_shape"]
 
@@ -130,8 +130,8 @@ class Backend(abc.ABC):
     """Why `make_ops` chose its dtype where `--dtype auto` left the choice to it; set there, shown to the user."""
 
     limits: Mapping[str, str] = MappingProxyType({})
-    """Abilities of `fd_core.testing.limits` that the backend lacks by its nature, each with the reason that the support
-    table shows. Preempted-slot signalling and the step token budget may not be among them."""
+    """Abilities of `fd_core.testing.kit.limits` that the backend lacks by its nature, each with the reason that
+    the support table shows. Preempted-slot signalling and the step token budget may not be among them."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

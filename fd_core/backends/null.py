@@ -145,7 +145,7 @@ class NullBackend(Backend):
 
     def make_ops(self) -> Ops:
         """The numpy pack samples and post-processes; the model itself uses no ops."""
-        from fd_core.ops.numpy_ops import NumpyOps
+        from fd_core.ops.numpy.ops import NumpyOps
 
         class NullOps(NumpyOps):
             """The numpy pack with the null cache, and without weights to quantize."""

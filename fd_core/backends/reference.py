@@ -34,7 +34,7 @@ class ReferenceBackend(Backend):
 
     def make_ops(self) -> Ops:
         """The numpy pack; refuses any dtype but float32."""
-        from fd_core.ops.numpy_ops import NumpyOps
+        from fd_core.ops.numpy.ops import NumpyOps
 
         self.dtype_asked_for("float32")
         self.dtype_reason = self.limits["bfloat16"]

@@ -7,26 +7,15 @@ from typing import Annotated
 import typer
 
 import fd_core
-from fd_core.cli import (
-    calibrate,
-    chat,
-    cluster,
-    conformance,
-    doctor,
-    env,
-    models,
-    plan,
-    plugins,
-    quantize,
-    route,
-    run_batch,
-    serve,
-    simulate,
-    tokenize,
-    trace,
-)
+from fd_core.cli import env
 from fd_core.cli.bench import commands as bench
-from fd_core.cli.foreign_flags import ServingCommand
+from fd_core.cli.chats import chat
+from fd_core.cli.models import models, quantize, tokenize
+from fd_core.cli.planning import calibrate, plan, simulate
+from fd_core.cli.plugins import conformance, doctor, plugins
+from fd_core.cli.serving import cluster, route, run_batch, serve
+from fd_core.cli.settings.foreign_flags import ServingCommand
+from fd_core.cli.trace_page import trace
 
 __all__ = ["app"]
 
@@ -74,6 +63,6 @@ def _common(
 ) -> None:
     """Hold the options that come before a command; without one, say what to type next."""
     if ctx.invoked_subcommand is None:
-        from fd_core.cli.welcome import show_welcome
+        from fd_core.cli.chats.welcome import show_welcome
 
         show_welcome()

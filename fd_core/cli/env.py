@@ -68,7 +68,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _caches() -> Iterator[tuple[str, str]]:
-    from fd_core.cache_dir import find_cache_dir
+    from fd_core.config.paths import find_cache_dir
     from fd_core.models.catalog import list_models
 
     folder = find_cache_dir()

@@ -16,7 +16,7 @@ __all__ = ["CONTENT", "ClusterSecrets", "router_spec", "worker_spec"]
 
 CONTENT: Final = "FD_CONTENT_OF_"
 """Begins the name of a variable that holds what the file of a setting would hold; the rest is the setting's name."""
-_PROGRAM: Final = ("-m", "fd_core.cli.sealed")
+_PROGRAM: Final = ("-m", "fd_core.cli.serving.sealed")
 
 
 @dataclass(frozen=True, slots=True)

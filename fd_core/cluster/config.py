@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from fd_core.constraints import CheckedStruct, Range, make_settings
+from fd_core.config.constraints import CheckedStruct, Range, make_settings
 from fd_core.errors import ConfigError
 from fd_core.router.workers import ROLES, Role
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from fd_core.constraints import CheckedStruct, Range, make_settings
+from fd_core.config.constraints import CheckedStruct, Range, make_settings
 from fd_core.router.workers import Role
 
 __all__ = ["GroupLoad", "LoadPolicy", "LoadPolicyOptions", "ScalingPolicy", "quantile"]

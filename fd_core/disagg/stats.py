@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from fd_core.metrics import counter
+from fd_core.types.metrics import counter
 
 __all__ = ["ReceiverStats", "SenderStats"]
 
@@ -31,7 +31,7 @@ class ReceiverStats(_SideStats, frozen=True, kw_only=True):
     peers: int = 0
     """Gauge: prefill workers that this worker is connected to."""
     outcomes: dict[str, int] = {}
-    """Completed fetches by `fd_core.kv.effects.Outcome`."""
+    """Completed fetches by `fd_core.effects.operations.Outcome`."""
     pieces: int = 0
     """Pieces that were checked and copied to the device."""
     bytes: Annotated[int, counter("kv_fetched_bytes", "KV bytes fetched from prefill workers.")] = 0

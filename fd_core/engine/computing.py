@@ -13,13 +13,14 @@ import msgspec
 
 from fd_core.backends.contract import Backend, Model, cache_shape
 from fd_core.config import EngineConfig, Limits, resolve_limits
-from fd_core.engine.client import StartProgress
+from fd_core.engine.building.rehearsal import rehearsed
+from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.messages import RankLoaded
-from fd_core.engine.rehearsal import rehearsed
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantization import require_formats
 from fd_core.ops.parallel import RankGroup, Stage
+from fd_core.ops.weights import ITEM_BYTES
 from fd_core.plugins import DRAFTER, POSTPROCESS, installed_plugins
 from fd_core.runner.drafting import Drafter, make_drafter
 from fd_core.runner.postprocess.contract import require_fit
@@ -28,7 +29,6 @@ from fd_core.structured.compiler import GrammarCompiler
 from fd_core.structured.vocabulary import grammar_vocabulary
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
-from fd_core.weights import ITEM_BYTES
 
 __all__ = ["Computing"]
 

@@ -11,24 +11,31 @@ from pathlib import Path
 import msgspec
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
-from fd_core.engine.adapters import EngineAdapters
+from fd_core.effects.operations import (
+    Effects,
+    GiveUp,
+    LeaseEnded,
+    PrefillJobArrived,
+    PrefillPaceMeasured,
+    PrefillTraced,
+)
+from fd_core.effects.port import EffectPort
+from fd_core.engine.building.kv_transfer import prefill_request, prefill_request_id
 from fd_core.engine.device import Device, RunnerDevice
-from fd_core.engine.kv_transfer import prefill_request, prefill_request_id
-from fd_core.engine.messages import EngineInfo, EngineStats, LeaseStats
+from fd_core.engine.loaded_adapters import EngineAdapters
 from fd_core.engine.prefill_pace import PrefillPace
+from fd_core.engine.process.messages import EngineInfo, EngineStats, LeaseStats
+from fd_core.engine.tracing.writer import TraceWriter
 from fd_core.errors import BadRequest
-from fd_core.kv.effects import Effects, GiveUp, LeaseEnded, PrefillJobArrived, PrefillPaceMeasured, PrefillTraced
-from fd_core.kv.events import KVEvent
-from fd_core.kv.port import EffectPort
 from fd_core.kv.tiers.stats import TierStats
+from fd_core.ops.weights import Adapter
 from fd_core.runner.observing import ObserverThread
 from fd_core.runner.runner import Runner
-from fd_core.sampling_checks import check_request_ids
 from fd_core.scheduling.contract import Scheduler, SchedulerHoldings
 from fd_core.structured.compiler import CompilerStats
-from fd_core.tracing.writer import TraceWriter
 from fd_core.types import AdapterInfo, Delta, FinishReason, PrefillJob, PrefillTrace, RequestSpec, StepOutput, StepPlan
-from fd_core.weights import Adapter
+from fd_core.types.checks import check_request_ids
+from fd_core.types.kv_events import KVEvent
 
 __all__ = ["AdmissionSink", "Engine", "EnginePort", "EngineProbe"]
 

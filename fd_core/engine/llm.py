@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import EngineConfig
-from fd_core.constraints import make_settings
-from fd_core.engine.assets import find_assets
-from fd_core.engine.builder import load_engine
+from fd_core.config.constraints import make_settings
+from fd_core.engine.building.assets import find_assets
+from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
-from fd_core.engine.messages import EngineInfo, EngineStats
+from fd_core.engine.process.messages import EngineInfo, EngineStats
 from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
 from fd_core.errors import BadRequest
-from fd_core.sampling_checks import check_ids, check_sampling
 from fd_core.types import Delta, FinishReason, Pooling, RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.types.checks import check_ids, check_sampling
 
 __all__ = ["LLM", "Completion"]
 

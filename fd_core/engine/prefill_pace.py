@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from fd_core.kv.effects import PrefillPaceMeasured
+from fd_core.effects.operations import PrefillPaceMeasured
 from fd_core.types import StepPlan
 
 __all__ = ["PrefillPace"]

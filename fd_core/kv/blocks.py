@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.kv.events import Recorder
-from fd_core.metrics import gauge
 from fd_core.types import IntArray, frozen
+from fd_core.types.kv_events import Recorder
+from fd_core.types.metrics import gauge
 
 __all__ = ["BlockPool", "BlockStats"]
 

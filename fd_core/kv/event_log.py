@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from fd_core.kv.events import Cleared, KVEvent, StoredBlocks
+from fd_core.types.kv_events import Cleared, KVEvent, StoredBlocks
 
 __all__ = ["KVEventLog"]
 

@@ -11,7 +11,7 @@ import runpy
 import sys
 
 from fd_core.launching.announcing import open_channel
-from fd_core.parent_watch import end_with_parent
+from fd_core.launching.parent_watch import end_with_parent
 
 __all__ = ["main"]
 

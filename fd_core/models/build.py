@@ -25,7 +25,7 @@ from fd_core.models.sharding import (
 )
 from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, VectorSpec
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
-from fd_core.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
+from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
 __all__ = ["ProgressSink", "build_decoder", "check_tensors"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fd_core.cache_dir import find_cache_dir
+from fd_core.config.paths import find_cache_dir
 from fd_core.errors import ModelError
 from fd_core.models.fetching import hub, packaged
 from fd_core.models.fetching.packaged import PackagedModel

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fd_core.models.adapters import AdapterWeights, LayerLoras, layer_loras, prepare_adapter
+from fd_core.models.adapter_weights import AdapterWeights, LayerLoras, layer_loras, prepare_adapter
 from fd_core.models.sharding import head_shares, stage_layers
 from fd_core.models.spec import DecoderSpec
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
-from fd_core.weights import Adapter, WeightUse
+from fd_core.ops.weights import Adapter, WeightUse
 
 __all__ = ["Attention", "Decoder", "DecoderModel", "Layer", "Mlp", "Moe"]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.ops.contract import Ops
-from fd_core.weights import PackedTensor, RawTensor
+from fd_core.ops.weights import PackedTensor, RawTensor
 
 __all__ = ["INT4_GROUP", "head_format", "quantize", "quantized", "require_formats"]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from fd_core.metrics import counter
+from fd_core.types.metrics import counter
 
 __all__ = ["CompilationStats"]
 

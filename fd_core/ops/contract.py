@@ -29,8 +29,8 @@ from fd_core.errors import ConfigError
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.parallel import Parallel, RankGroup, Stage
 from fd_core.ops.warm_up import WarmUpStep
+from fd_core.ops.weights import LowRank, RawTensor, Weight
 from fd_core.types import IntArray
-from fd_core.weights import LowRank, RawTensor, Weight
 
 __all__ = [
     "SCALE_BYTES",

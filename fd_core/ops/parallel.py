@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ConfigError
-from fd_core.patience import Patience
+from fd_core.ops.patience import Patience
 
 __all__ = [
     *("HEADER_BYTES", "SLOT_BYTES", "Parallel", "RankGroup", "RankMeeting", "RanksApart", "SharedMemoryGroup", "Stage"),

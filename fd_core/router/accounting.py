@@ -12,9 +12,9 @@ from typing import Annotated, Final
 import msgspec
 import numpy as np
 
-from fd_core.metrics import gauge
 from fd_core.router.places import Numbers, Places
 from fd_core.router.workers import RouterWorker
+from fd_core.types.metrics import gauge
 
 __all__ = ["IDLE", "WorkerLoad", "WorkerLoads"]
 

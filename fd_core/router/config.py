@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from fd_core.constraints import CheckedStruct, Prefix, Range, make_settings
+from fd_core.config.constraints import CheckedStruct, Prefix, Range, make_settings
 from fd_core.errors import ConfigError
 from fd_core.router.workers import Role
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 
-from fd_core.breaker import Breaker
 from fd_core.errors import BadRequest
+from fd_core.kv.breaker import Breaker
 
 if TYPE_CHECKING:
     from fd_core.router.config import RouterConfig

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, HostCopies, StepInput
-from fd_core.runner.inputs import Rows
-from fd_core.runner.last_tokens import Fed
+from fd_core.runner.inputs.inputs import Rows
+from fd_core.runner.inputs.last_tokens import Fed
 from fd_core.runner.pooling import PooledParts
-from fd_core.runner.prompt_scores import PromptScores
-from fd_core.runner.sampling import Sampled, SamplingWork
+from fd_core.runner.sampling.prompt_scores import PromptScores
+from fd_core.runner.sampling.sampler import Sampled, SamplingWork
 from fd_core.types import IntArray, LogprobRows, PooledRows, PromptLogprobRows, StepPlan
 
 __all__ = ["LaunchedStep", "Readings", "StepAnswer", "StepWork"]

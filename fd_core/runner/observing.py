@@ -20,8 +20,8 @@ from typing import Annotated, Final
 import msgspec
 
 from fd_core import signals
-from fd_core.metrics import counter
 from fd_core.types import StepOutput, StepPlan
+from fd_core.types.metrics import counter
 
 __all__ = ["Observer", "ObserverStats", "ObserverThread", "SampledRequest", "SampledStep"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops
-from fd_core.runner.inputs import Spans
+from fd_core.runner.inputs.inputs import Spans
 from fd_core.types import Admission, IntArray, PooledRows, Pooling
 
 __all__ = ["PooledPart", "PooledParts", "Pooler"]

@@ -13,21 +13,20 @@ import numpy.typing as npt
 
 from fd_core.backends.contract import LoadProgress, Model, cache_shape
 from fd_core.config import Limits
-from fd_core.metrics import snapshot
 from fd_core.ops.contract import Array, Ops, StepInput
-from fd_core.runner.adapters import RunnerAdapters
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
 from fd_core.runner.failures import FailedRequests
-from fd_core.runner.inputs import Rows, gather_inputs, resolve_rows
-from fd_core.runner.last_tokens import LastTokens
+from fd_core.runner.inputs.inputs import Rows, gather_inputs, resolve_rows
+from fd_core.runner.inputs.last_tokens import LastTokens
+from fd_core.runner.inputs.uploading import uploaded
 from fd_core.runner.launching import LaunchedStep, Readings, StepAnswer, StepWork, result_groups
+from fd_core.runner.placed_adapters import RunnerAdapters
 from fd_core.runner.pooling import Pooler
 from fd_core.runner.postprocess.contract import Postprocess
-from fd_core.runner.prompt_scores import PromptScorer
-from fd_core.runner.sampling import Sampled, Sampler
-from fd_core.runner.slot_grammars import Masks, MaskStats, SlotGrammars
-from fd_core.runner.uploading import uploaded
+from fd_core.runner.sampling.grammars import Masks, MaskStats, SlotGrammars
+from fd_core.runner.sampling.prompt_scores import PromptScorer
+from fd_core.runner.sampling.sampler import Sampled, Sampler
 from fd_core.runner.warm_up import warm_up_plans
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.types import (
@@ -38,6 +37,7 @@ from fd_core.types import (
     StepOutput,
     StepPlan,
 )
+from fd_core.types.metrics import snapshot
 
 __all__ = ["Runner"]
 

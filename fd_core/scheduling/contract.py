@@ -17,18 +17,18 @@ from typing import ClassVar
 import msgspec
 
 from fd_core.config import Limits
+from fd_core.effects.operations import Completion, Effects
 from fd_core.kv.blocks import BlockStats
-from fd_core.kv.effects import Completion, Effects
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.scheduling.drafts import DraftControl, DraftStats
-from fd_core.scheduling.kv_offloading import KeepKV, OffloadCounters
-from fd_core.scheduling.kv_transferring import TransferCounters
-from fd_core.scheduling.load_or_recompute import Pace
-from fd_core.scheduling.output_side import OutputCounters
+from fd_core.scheduling.operations.kv_offloading import KeepKV, OffloadCounters
+from fd_core.scheduling.operations.kv_transferring import TransferCounters
+from fd_core.scheduling.operations.load_or_recompute import Pace
 from fd_core.scheduling.phases import PhaseCounters
 from fd_core.scheduling.policies import SchedulingPolicy
-from fd_core.scheduling.residencies import SchedulerCounters
-from fd_core.scheduling.slots import SlotStats
+from fd_core.scheduling.running.drafts import DraftControl, DraftStats
+from fd_core.scheduling.running.output_side import OutputCounters
+from fd_core.scheduling.running.residencies import SchedulerCounters
+from fd_core.scheduling.running.slots import SlotStats
 from fd_core.scheduling.victims import VictimPolicy
 from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
 

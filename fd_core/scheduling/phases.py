@@ -17,8 +17,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from fd_core.metrics import counter
 from fd_core.types import PHASE_NAMES, Phase
+from fd_core.types.metrics import counter
 
 __all__ = ["PhaseClock", "PhaseCounters", "PhaseTimes"]
 

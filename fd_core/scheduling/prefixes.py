@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fd_core.kv.blocks import BlockPool
-from fd_core.kv.events import Recorder
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.requests import Request
 from fd_core.types import IntArray
+from fd_core.types.kv_events import Recorder
 
 __all__ = ["Prefixes"]
 

@@ -17,9 +17,9 @@ from typing import Final
 
 from fd_core.errors import BadRequest
 from fd_core.scheduling.phases import PhaseTimes
-from fd_core.scheduling.pooled_state import PooledState
-from fd_core.scheduling.prompt_logprobs import PromptLogprobs
-from fd_core.scheduling.tokens import TokenBuffer
+from fd_core.scheduling.running.pooled_state import PooledState
+from fd_core.scheduling.running.prompt_logprobs import PromptLogprobs
+from fd_core.scheduling.running.tokens import TokenBuffer
 from fd_core.types import FinishReason, PrefillOutcome, RequestSpec
 
 __all__ = ["TRANSITIONS", "Event", "QueuedRequest", "Request", "State"]

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fd_core.errors import BadRequest
-from fd_core.kv.blocks import BlockPool
-from fd_core.kv.effects import (
+from fd_core.effects.operations import (
     NO_EFFECTS,
     Completion,
     Effects,
@@ -32,26 +30,28 @@ from fd_core.kv.effects import (
     Saved,
     Sent,
 )
-from fd_core.kv.events import Recorder
-from fd_core.metrics import snapshot
-from fd_core.scheduling.admission_control import AdmissionControl
-from fd_core.scheduling.admissions import Admissions
+from fd_core.errors import BadRequest
+from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.contract import Scheduler, SchedulerHoldings, SchedulerSetup, SchedulerStats
-from fd_core.scheduling.drafts import DraftControl
-from fd_core.scheduling.grammars import GrammarCompiling
-from fd_core.scheduling.kv_offloading import Arrival, KeepKV, KVOffloading
-from fd_core.scheduling.kv_transferring import KVTransferring
-from fd_core.scheduling.operations import Operations
-from fd_core.scheduling.output_side import OutputSide
+from fd_core.scheduling.operations.grammars import GrammarCompiling
+from fd_core.scheduling.operations.kv_offloading import Arrival, KeepKV, KVOffloading
+from fd_core.scheduling.operations.kv_transferring import KVTransferring
+from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.phases import PhaseClock
-from fd_core.scheduling.plan import PlanBuilder
-from fd_core.scheduling.planner import Planner
 from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request, State, check_spec
-from fd_core.scheduling.residencies import Residencies
-from fd_core.scheduling.slots import SlotTable
-from fd_core.scheduling.waiting import WaitingQueue
+from fd_core.scheduling.running.drafts import DraftControl
+from fd_core.scheduling.running.output_side import OutputSide
+from fd_core.scheduling.running.plan import PlanBuilder
+from fd_core.scheduling.running.planner import Planner
+from fd_core.scheduling.running.residencies import Residencies
+from fd_core.scheduling.running.slots import SlotTable
+from fd_core.scheduling.waiting.admission_control import AdmissionControl
+from fd_core.scheduling.waiting.admissions import Admissions
+from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import GRAMMAR_FAULT, Delta, FinishReason, RequestSpec, StepOutput, StepPlan
+from fd_core.types.kv_events import Recorder
+from fd_core.types.metrics import snapshot
 
 __all__ = ["ContinuousBatchingScheduler", "SchedulerProbe"]
 

@@ -8,24 +8,35 @@ from pathlib import Path
 from fastapi import FastAPI
 
 import fd_core
-from fd_core.cache_dir import find_cache_dir
 from fd_core.config import ServerConfig
-from fd_core.engine.client import EngineClient
+from fd_core.config.paths import find_cache_dir
+from fd_core.engine.clients.client import EngineClient
 from fd_core.errors import ConfigError
-from fd_core.server import adapters, admin, chat, completions, embeddings, health, kv_events, models, openapi, tokenize
 from fd_core.server.access.control import AccessControl
+from fd_core.server.api import (
+    adapters,
+    admin,
+    chat,
+    completions,
+    embeddings,
+    health,
+    kv_events,
+    models,
+    openapi,
+    tokenize,
+)
+from fd_core.server.api.errors import install_handlers
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
-from fd_core.server.doors.hosts import HostRules
-from fd_core.server.errors import install_handlers
-from fd_core.server.gate import Gate
-from fd_core.server.grammars import GrammarChecker
+from fd_core.server.connections.gate import Gate
+from fd_core.server.connections.hosts import HostRules
 from fd_core.server.messages import routes as messages
-from fd_core.server.metrics import ServerMetrics
 from fd_core.server.responses import routes as responses
 from fd_core.server.responses.store import ResponseStore
-from fd_core.server.state import ServerState
+from fd_core.server.state.grammars import GrammarChecker
+from fd_core.server.state.metrics import ServerMetrics
+from fd_core.server.state.state import ServerState
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader

@@ -10,9 +10,9 @@ from typing import Final, Literal, get_args
 import msgspec
 
 from fd_core.kv.stores.contract import Trouble
-from fd_core.simulation.shared_store import SharedStore
-from fd_core.simulation.transfers import TransferNetwork
-from fd_core.simulation.worker import SimulatedWorker
+from fd_core.simulation.engines.worker import SimulatedWorker
+from fd_core.simulation.storage.shared_store import SharedStore
+from fd_core.simulation.storage.transfers import TransferNetwork
 from fd_core.simulation.world import World
 
 __all__ = ["FAULT_KINDS", "FaultKind", "SimulatedFault", "apply", "draw_faults", "over_at"]

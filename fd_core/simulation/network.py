@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fd_core.simulation.timeline import Timeline
+from fd_core.simulation.clock.timeline import Timeline
 
 __all__ = ["Network"]
 

@@ -15,31 +15,31 @@ from pathlib import Path
 from typing import Final
 
 from fd_core.config import EngineConfig, Limits
-from fd_core.kv.events import KVEvent
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.metrics import read_metrics
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest
 from fd_core.router.workers import Role
-from fd_core.simulation.clients import SimulatedClient
-from fd_core.simulation.conversations import Conversation, Piece
+from fd_core.simulation.clients.clients import SimulatedClient
+from fd_core.simulation.clients.conversations import Conversation, Piece
+from fd_core.simulation.clock.local_time import LocalTimeline
+from fd_core.simulation.clock.timeline import Timeline
+from fd_core.simulation.clock.waits import WaitAccount
 from fd_core.simulation.costs.contract import Costs
-from fd_core.simulation.device import AnswerOf, PlanComputer, ScriptedComputer
-from fd_core.simulation.engine import EngineParts, SimulatedEngineClient
+from fd_core.simulation.engines.device import AnswerOf, PlanComputer, ScriptedComputer
+from fd_core.simulation.engines.engine import EngineParts, SimulatedEngineClient
+from fd_core.simulation.engines.worker import SimulatedWorker, WorkerPlan
 from fd_core.simulation.gateway import SimulatedGateway
-from fd_core.simulation.kv_check import KVCheckedComputer
-from fd_core.simulation.local_time import LocalTimeline
 from fd_core.simulation.network import Network
-from fd_core.simulation.outside import make_outside
 from fd_core.simulation.results.outcomes import Absence, RequestOutcome, Run, WorkerSample
-from fd_core.simulation.shared_store import SharedStore
-from fd_core.simulation.timeline import Timeline
-from fd_core.simulation.transfers import TransferNetwork
-from fd_core.simulation.waits import WaitAccount
-from fd_core.simulation.worker import SimulatedWorker, WorkerPlan
+from fd_core.simulation.storage.kv_check import KVCheckedComputer
+from fd_core.simulation.storage.outside import make_outside
+from fd_core.simulation.storage.shared_store import SharedStore
+from fd_core.simulation.storage.transfers import TransferNetwork
 from fd_core.types import Delta, FinishReason, RequestSpec, StepPlan
+from fd_core.types.kv_events import KVEvent
+from fd_core.types.metrics import read_metrics
 
 __all__ = ["SimulatedDeployment", "SimulatedPool", "Stuck", "World"]
 

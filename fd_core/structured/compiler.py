@@ -18,7 +18,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from fd_core.kv.tally import Tally
-from fd_core.metrics import counter, gauge
+from fd_core.types.metrics import counter, gauge
 
 __all__ = ["LIMITS", "CompiledGrammar", "CompilerStats", "GrammarCompiler", "GrammarError", "for_people"]
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import ClassVar, Final
 
-from fd_core.kv.effects import Cancel, CompileGrammar, Completion, Effect, GrammarReady
-from fd_core.kv.pending import PendingOperations
-from fd_core.kv.port import CompletionQueue, EffectPort
-from fd_core.kv.thread_loop import ThreadLoop
-from fd_core.structured.background import LARGE_GRAMMAR, yield_to_all_others, yield_to_others
+from fd_core.effects.operations import Cancel, CompileGrammar, Completion, Effect, GrammarReady
+from fd_core.effects.pending import PendingOperations
+from fd_core.effects.port import CompletionQueue, EffectPort
+from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.structured.compiler import CompilerStats, GrammarCompiler, GrammarError
+from fd_core.structured.workers.background import LARGE_GRAMMAR, yield_to_all_others, yield_to_others
 
 __all__ = ["GrammarPort"]
 

@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from fd_core.errors import BadRequest, FdError, ModelError
-from fd_core.sampling_checks import check_ids
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.fair_thread import FairThread
 from fd_core.text.tokenizer import Tokenizer
+from fd_core.types.checks import check_ids
 
 __all__ = ["PromptReader", "PromptText", "split_prompts", "template_kwargs"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fd_core.backends.cpu import CpuBackend
-from fd_core.cli.summary import summary
+from fd_core.cli.serving.summary import summary
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.errors import ConfigError
 from tests.server.fakes import engine_info

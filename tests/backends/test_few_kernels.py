@@ -16,9 +16,9 @@ from fd_core.ops.contract import KVShape
 if find_spec("paddle") is None:
     pytest.skip("Paddle is not installed; `nox -s paddle` tests its pack", allow_module_level=True)
 
-from fd_core.ops.paddle_attention import PaddleKVCache
-from fd_core.ops.paddle_library import paddle
-from fd_core.ops.paddle_ops import PaddleOps
+from fd_core.ops.paddle.attention import PaddleKVCache
+from fd_core.ops.paddle.library import paddle
+from fd_core.ops.paddle.ops import PaddleOps
 from tests.backends.few_kernels import lacking
 
 
@@ -75,7 +75,7 @@ def test_bfloat16_keys_and_values_are_written_as_words(few_kernels):
 
 def test_many_tokens_choose_experts_part_by_part(few_kernels):
     """As many choices as the device cannot sort at once."""
-    from fd_core.testing.layers import Geometry, LayerOn
+    from fd_core.testing.models.layers import Geometry, LayerOn
 
     experts = LayerOn(PaddleOps(), Geometry(experts=5), [(1, 1)]).experts
     x = paddle.to_tensor(np.random.default_rng(1).standard_normal((9000, Geometry().hidden)).astype(np.float32))

@@ -185,7 +185,7 @@ def test_importing_paddle_leaves_signals_to_others_and_prints_nothing():
 import os, signal
 def handler(*_): print("mine", flush=True)
 signal.signal(signal.SIGTERM, handler)
-import fd_core.ops.paddle_library
+import fd_core.ops.paddle.library
 os.kill(os.getpid(), signal.SIGTERM)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 os.kill(os.getpid(), signal.SIGTERM)
@@ -196,7 +196,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 @needs_paddle
 def test_the_processor_has_no_bfloat16():
-    from fd_core.ops.paddle_ops import PaddleOps
+    from fd_core.ops.paddle.ops import PaddleOps
 
     with pytest.raises(ValueError, match="Paddle multiplies no bfloat16 matrices on the processor"):
         PaddleOps("bfloat16")

@@ -14,10 +14,10 @@ from harness.random_model import RandomCheckpoint
 from harness.stepping import limits_for
 
 from fd_core.models.registry import load_model, spec_of
-from fd_core.ops.torch_ops import TorchOps
+from fd_core.ops.torch.ops import TorchOps
+from fd_core.ops.weights import PackedTensor
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.simulation.costs.architectures import ARCHITECTURES, ModelShape
-from fd_core.weights import PackedTensor
 
 TINY = ModelShape("tiny", 2, 64, 4, 2, 16, 96, 300, 256)
 MIXTURE = ModelShape("tiny mixture", 2, 64, 4, 2, 16, 128, 300, 256, experts=8, experts_per_token=2)

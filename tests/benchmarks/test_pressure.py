@@ -7,7 +7,7 @@ from harness.engines import ENGINES
 from harness.stats import RequestResult, Run
 from harness.workloads import SHAPES, build
 
-from fd_core.engine.messages import EngineStats
+from fd_core.engine.process.messages import EngineStats
 
 COUNTERS = {"steps": 9, "preemptions": 2, "recomputed_tokens": 70, "computed_tokens": 500}
 

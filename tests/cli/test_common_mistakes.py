@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fd_core.cli import startup
-from fd_core.cli.api_client import ServerAnswer
 from fd_core.cli.app import app
+from fd_core.cli.chats.api_client import ServerAnswer
+from fd_core.cli.serving import startup
 from fd_core.config import EngineConfig, resolve_limits
-from fd_core.engine.engine_process import EngineProcess, Start
+from fd_core.engine.process.engine_process import EngineProcess, Start
 from fd_core.errors import ConfigError, FdError, ModelError
 from fd_core.models.catalog import resolve_model
-from fd_core.server import port_holder
-from fd_core.server.listening import bind_socket
+from fd_core.server.connections import port_holder
+from fd_core.server.connections.listening import bind_socket
 from tests.server.fakes import FakeClient, byte_tokenizer, live
 
 

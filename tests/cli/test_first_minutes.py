@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fd_core.cli import model_choice
 from fd_core.cli.app import app
-from fd_core.cli.model_choice import choose_model
+from fd_core.cli.models import model_choice
+from fd_core.cli.models.model_choice import choose_model
 from fd_core.errors import ConfigError, PluginError
 from fd_core.models.catalog import ListedModel
 from fd_core.plugins import Plugins

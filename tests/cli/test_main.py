@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 import fd_core
-from fd_core.cli import foreign_flags
 from fd_core.cli.app import app
 from fd_core.cli.report import describe
+from fd_core.cli.settings import foreign_flags
 from fd_core.errors import ModelError
 from tests.speed import slowdown
 
@@ -40,7 +40,7 @@ def heavy_after(statement):
     [
         "import fd_core",
         "import fd_core.types, fd_core.config, fd_core.hookspecs, fd_core.signals",
-        "import fd_core.scheduling.scheduler, fd_core.kv.blocks, fd_core.kv.prefix, fd_core.scheduling.output_side",
+        "import fd_core.scheduling.scheduler, fd_core.kv.blocks, fd_core.scheduling.running.output_side",
         "from fd_core.plugins import installed_plugins; installed_plugins()",
         "import fd_core.backends.null, fd_core.backends.reference, fd_core.runner.runner",
         "sys.argv = ['fdcore', '--help']; from fd_core.cli.main import main; main()",

@@ -21,9 +21,19 @@ from fd_core.disagg.connectors.contract import (
 from fd_core.disagg.decode.receiver import Receiver
 from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.prefill.sender import Sender
+from fd_core.effects.operations import (
+    Cancel,
+    Completion,
+    Fetch,
+    Fetched,
+    GiveUp,
+    LeaseEnded,
+    PrefillJobArrived,
+    Send,
+    Sent,
+)
+from fd_core.effects.port import CompletionQueue
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Cancel, Completion, Fetch, Fetched, GiveUp, LeaseEnded, PrefillJobArrived, Send, Sent
-from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.ops.contract import KVCache
 from fd_core.types import PrefillJob

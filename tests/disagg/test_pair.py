@@ -16,12 +16,12 @@ from fd_core.disagg.connectors.contract import ConnectorError, PutResult
 from fd_core.disagg.decode import connections
 from fd_core.disagg.decode.connections import Endpoint
 from fd_core.disagg.prefill import sender as sender_module
+from fd_core.effects.operations import Cancel, Completion, Fetch, Fetched, PrefillJobArrived, Send, Sent
 from fd_core.errors import ConfigError
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Cancel, Completion, Fetch, Fetched, PrefillJobArrived, Send, Sent
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.ops.contract import KVCache, KVShape
-from fd_core.ops.numpy_ops import NumpyKVCache
+from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.types import PrefillJob
 from tests.kv.tiers.scripted import ScriptedCache
 
@@ -190,7 +190,7 @@ def test_real_caches_hold_the_same_bits_afterwards(pack: str) -> None:
         caches = [NumpyKVCache(shape, 12) for _ in range(2)]
     else:
         torch = pytest.importorskip("torch")
-        from fd_core.ops.torch_attention import TorchKVCache
+        from fd_core.ops.torch.attention import TorchKVCache
 
         caches = [TorchKVCache(shape, 12, getattr(torch, pack.split()[1]), "cpu") for _ in range(2)]
     dtype = "bfloat16" if "bfloat16" in pack else "float32"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fd_core.cli.cluster import read_cluster_file
+from fd_core.cli.serving.cluster import read_cluster_file
 from fd_core.cluster.deployment import plans_of
 from fd_core.server.access.key_file import read_key_file
 from fd_core.simulation.workloads.workload import read_workload

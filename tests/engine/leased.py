@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from fd_core.backends.null import running_hashes
+from fd_core.effects.operations import Cancel, Effect, Effects, Fetch, Fetched, GiveUp, Load, Lookup, Save, Send, Sent
 from fd_core.engine.core import Engine
-from fd_core.kv.effects import Cancel, Effect, Effects, Fetch, Fetched, GiveUp, Load, Lookup, Save, Send, Sent
-from fd_core.testing.texts import Texts
+from fd_core.testing.stepping.texts import Texts
 from fd_core.types import IntArray, PrefillOutcome, RequestSpec, SamplingParams
 from tests.engine.stepping import How, Stepper
 

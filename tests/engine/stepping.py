@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from fd_core.backends.null import NullModel, running_hashes
+from fd_core.effects.operations import Effects, Load
 from fd_core.engine.core import Engine
-from fd_core.kv.effects import Effects, Load
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.testing import stepping
-from fd_core.testing.drafting import speculation
 from fd_core.testing.schedulers.tiers import OperationEnd as How
 from fd_core.testing.schedulers.tiers import ScriptedTiers
-from fd_core.testing.sizes import SMALL
-from fd_core.testing.texts import greedy
+from fd_core.testing.stepping import stepper as stepping
+from fd_core.testing.stepping.drafting import speculation
+from fd_core.testing.stepping.sizes import SMALL
+from fd_core.testing.stepping.texts import greedy
 from fd_core.types import RequestSpec
 from tests.engine.helpers import null_engine
 from tests.engine.knowing import KnowingDrafter

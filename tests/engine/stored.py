@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.testing.schedulers.tiers import ScriptedTiers
 from tests.engine.stepping import Stepper
 

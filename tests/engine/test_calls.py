@@ -10,14 +10,14 @@ import jsonschema
 import pytest
 
 from fd_core.config import EngineConfig
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building.builder import load_engine
 from fd_core.structured.calls import CallAsked, demanded_calls
-from fd_core.testing.checkpoints import LONG_CASE, write_checkpoint
+from fd_core.testing.models.checkpoints import LONG_CASE, write_checkpoint
 from fd_core.text.parsing.contract import ToolParser
-from fd_core.text.parsing.glm import GlmTools
-from fd_core.text.parsing.harmony import HarmonyTools
-from fd_core.text.parsing.pythonic import PythonicTools
-from fd_core.text.parsing.qwen_coder import QwenCoderTools
+from fd_core.text.parsing.formats.glm import GlmTools
+from fd_core.text.parsing.formats.harmony import HarmonyTools
+from fd_core.text.parsing.formats.pythonic import PythonicTools
+from fd_core.text.parsing.formats.qwen_coder import QwenCoderTools
 from fd_core.types import RequestSpec, SamplingParams
 from tests.engine.helpers import run
 from tests.structured.test_calls import calls_of, tokenizer

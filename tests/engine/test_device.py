@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.engine.device import Device, SocketDevice, ThreadDevice
-from fd_core.engine.frames import decode_output, encode_output
-from fd_core.engine.messages import EngineStats
+from fd_core.engine.process.frames import decode_output, encode_output
+from fd_core.engine.process.messages import EngineStats
 from fd_core.errors import EngineDead
-from fd_core.metrics import read_metrics
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.contract import Ops
 from fd_core.types import LogprobRows, StepOutput, StepPlan
+from fd_core.types.metrics import read_metrics
 from tests.engine.helpers import golden, null_engine, random_specs, run
 
 SPECS = random_specs(12, seed=23)

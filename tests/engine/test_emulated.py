@@ -8,8 +8,8 @@ import pytest
 
 from fd_core.backends.null import NullBackend
 from fd_core.config import EngineConfig, ServerConfig
-from fd_core.engine import builder
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building import builder
+from fd_core.engine.building.builder import load_engine
 from fd_core.plugins import ChosenBackend
 
 
@@ -45,6 +45,6 @@ def test_the_line_about_the_device_has_the_word(monkeypatch: pytest.MonkeyPatch,
     assert engine.info.emulated == (backend is not NullBackend)
     assert engine.info.device == device
 
-    from fd_core.cli.summary import summary
+    from fd_core.cli.serving.summary import summary
 
     assert dict(summary(engine.info, ServerConfig(), "http://localhost"))["Device"] == device

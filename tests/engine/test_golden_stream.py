@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fd_core.scheduling.slots import SlotStats
+from fd_core.scheduling.running.slots import SlotStats
 from tests.engine.helpers import golden, null_engine, random_specs, run
 
 SPECS = random_specs(30, seed=7)

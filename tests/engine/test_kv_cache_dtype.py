@@ -12,10 +12,10 @@ import pytest
 from fd_core.config import EngineConfig
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
-from fd_core.testing.target import Target
-from fd_core.testing.texts import greedy, run
+from fd_core.testing.kit.target import Target
+from fd_core.testing.stepping.texts import greedy, run
+from tests.engine.building.test_kv_transfer import Pair
 from tests.engine.helpers import null_engine
-from tests.engine.test_kv_transfer import Pair
 
 SPECS = [greedy(f"r{index}", range(index, index + 21), 12) for index in range(3)]
 ROOM: dict[str, Any] = {"num_kv_blocks": 60, "max_model_len": 80}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.config import SpeculativeConfig
-from fd_core.engine import builder
+from fd_core.engine.building import builder
 from fd_core.engine.core import Engine
 from fd_core.errors import PluginError
 from fd_core.runner import observing

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fd_core.kv.effects import Send
+from fd_core.effects.operations import Send
 from fd_core.scheduling.requests import State
 from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec
 from tests.engine.helpers import golden

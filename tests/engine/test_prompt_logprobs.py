@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from fd_core.backends.null import NullCache, NullModel
-from fd_core.engine.client import _merged
+from fd_core.engine.clients.client import _merged
 from fd_core.ops.contract import StepInput
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.runner import prompt_scores
-from fd_core.testing.arrays import step_input
-from fd_core.testing.stepping import parts_of
-from fd_core.testing.texts import Texts
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.runner.sampling import prompt_scores
+from fd_core.testing.models.arrays import step_input
+from fd_core.testing.stepping.stepper import parts_of
+from fd_core.testing.stepping.texts import Texts
 from fd_core.types import Delta, RequestSpec, SamplingParams
 from tests.engine.helpers import null_engine, run
 

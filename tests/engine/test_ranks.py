@@ -18,21 +18,21 @@ import pytest
 
 from fd_core.backends.null import NullBackend
 from fd_core.config import EngineConfig
-from fd_core.engine import builder
-from fd_core.engine.builder import load_engine
-from fd_core.engine.process import ProcessClient
+from fd_core.engine.building import builder
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.clients.process import ProcessClient
 from fd_core.engine.ranks import leading
 from fd_core.engine.ranks.messages import step_digest
 from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError, PluginError
 from fd_core.launching.spawn import SpawnLauncher
-from fd_core.testing.adapters import write_adapter
-from fd_core.testing.checkpoints import write_checkpoint
-from fd_core.testing.drafting import speculation
+from fd_core.testing.models.adapters import write_adapter
+from fd_core.testing.models.checkpoints import write_checkpoint
+from fd_core.testing.stepping.drafting import speculation
 from fd_core.types import StepOutput
+from tests.engine.clients.test_process import until
 from tests.engine.helpers import Texts, golden, null_engine, random_specs, run
 from tests.engine.knowing import KnowingDrafter
 from tests.engine.stepping import greedy
-from tests.engine.test_process import until
 from tests.engine.test_restarts import opened, read, run_test
 from tests.models.loading.tiny_gguf import LLAMA, write_gguf
 from tests.process_state import lives
@@ -151,7 +151,7 @@ def test_an_adapter_that_one_rank_cannot_hold_is_refused_and_held_by_none(
     # A rank that has no room for a second adapter.
     script = (
         "from fd_core.engine.ranks import child\n"
-        "from fd_core.runner.adapters import RunnerAdapters\n"
+        "from fd_core.runner.placed_adapters import RunnerAdapters\n"
         "replace = RunnerAdapters.replace\n"
         "def full(self, adapters):\n"
         "    adapters = list(adapters)\n"
@@ -325,7 +325,7 @@ import os
 import threading
 import time
 import msgspec, zmq
-from fd_core.engine.messages import Fault
+from fd_core.engine.process.messages import Fault
 from fd_core.engine.ranks.messages import LOOK, RankDoor, RankLoaded, RankReady, StepDigest, decode_order
 socket = zmq.Context().socket(zmq.PAIR)
 socket.connect(msgspec.json.decode(os.environ["FD_RANK_DOOR"], type=RankDoor).steps)

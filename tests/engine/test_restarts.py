@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 
 from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine import process, restarting
-from fd_core.engine.client import EngineClient
-from fd_core.engine.inproc import InprocClient
-from fd_core.engine.launch import open_client
-from fd_core.engine.process import ProcessClient
+from fd_core.engine.clients import process, restarting
+from fd_core.engine.clients.client import EngineClient
+from fd_core.engine.clients.inproc import InprocClient
+from fd_core.engine.clients.launch import open_client
+from fd_core.engine.clients.process import ProcessClient
 from fd_core.errors import EngineDead
 from fd_core.plugins import installed_plugins
 from fd_core.types import FinishReason, RequestSpec, TokenLogprobs
+from tests.engine.clients.test_process import until
 from tests.engine.faults import Faults
 from tests.engine.helpers import Texts, golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy
-from tests.engine.test_process import until
 from tests.server.processes import free_port
 from tests.server.processes import process as started_process
 

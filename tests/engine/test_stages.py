@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 
 from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.clients.process import ProcessClient
 from fd_core.engine.core import Engine
-from fd_core.engine.process import ProcessClient
 from fd_core.engine.ranks import leading
 from fd_core.errors import ConfigError
-from fd_core.scheduling.planner import Planner
-from fd_core.testing.checkpoints import write_checkpoint
+from fd_core.scheduling.running.planner import Planner
+from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.types import Pooling, RequestSpec, SamplingParams
+from tests.engine.building.test_kv_transfer import Pair
+from tests.engine.clients.test_process import until
 from tests.engine.helpers import null_engine, run
 from tests.engine.stepping import greedy
 from tests.engine.structured import GRAMMARS
 from tests.engine.test_kv_across_ranks import SPEC, held, ranks
-from tests.engine.test_kv_transfer import Pair
-from tests.engine.test_process import until
 from tests.engine.test_ranks import rank_of
 from tests.engine.test_restarts import opened, read, run_test
 from tests.process_state import lives

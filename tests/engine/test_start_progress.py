@@ -1,7 +1,7 @@
 """What an engine says while it starts."""
 
 from fd_core.config import EngineConfig
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building.builder import load_engine
 
 
 def test_preparing_kernels_is_told_before_it_begins_and_when_it_is_done():

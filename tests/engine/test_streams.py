@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from fd_core.config import EngineConfig
-from fd_core.engine.client import SingleEngineClient
-from fd_core.engine.messages import Abort, ClientMessage, EngineStats, StepEvents, Submit
+from fd_core.engine.clients.client import SingleEngineClient
+from fd_core.engine.process.messages import Abort, ClientMessage, EngineStats, StepEvents, Submit
 from fd_core.errors import EngineDead
 from fd_core.types import Delta, FinishReason
 from tests.engine.helpers import null_engine

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from fd_core.config import EngineConfig
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.engine.llm import LLM
 from fd_core.errors import BadRequest
-from fd_core.testing.checkpoints import ENGINE_CASE, write_checkpoint
+from fd_core.testing.models.checkpoints import ENGINE_CASE, write_checkpoint
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.types import FinishReason, Pooling, PrefillJob, Reasoning, RequestSpec, SamplingParams
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fd_core.config import EngineConfig
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.types import RequestSpec, SamplingParams
 from tests.engine.helpers import run

@@ -140,7 +140,7 @@ def test_values_of_others_in_the_same_namespace_are_not_found_and_not_used_under
     with monkeypatch.context() as patched:
         changes: dict[str, object] = {}
         if setting == "layout":
-            patched.setattr("fd_core.engine.kv_offload._LAYOUT", "another")
+            patched.setattr("fd_core.engine.building.kv_offload._LAYOUT", "another")
         elif setting == "secret":
             other = secret.with_name("other")
             other.write_text("the secret of somebody else")

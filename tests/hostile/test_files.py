@@ -19,8 +19,8 @@ from fd_core.errors import BadRequest, FdError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.loading.pooling import read_vector_settings
 from fd_core.models.registry import load_model
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.testing.checkpoints import CASES
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.models.checkpoints import CASES
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.tokenizer import load_tokenizer
 from tests.hostile.limits import MEGABYTE, at_length, tried

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import fd_core
-from fd_core.server.doors.connections import MAX_HEAD_BYTES
-from fd_core.server.doors.headers import length_of, parameters
+from fd_core.server.connections.connections import MAX_HEAD_BYTES
+from fd_core.server.connections.headers import length_of, parameters
 from tests.hostile.doors import COMPLETIONS, KINDS, Door, door
 from tests.hostile.event_loop import LONGEST_STALL, Beats, least
 from tests.hostile.limits import LONG
@@ -26,7 +26,7 @@ _PARSED = ("content-type", "origin")
 def header_names() -> list[str]:
     """Every header that the sources of servers and routers name, and those that libraries read."""
     found = {"connection", "cookie", "expect", "forwarded", "keep-alive", "te", "traceparent", "x-forwarded-for"}
-    for folder in ("server", "router", "disagg", "tracing"):
+    for folder in ("server", "router", "disagg", "engine/tracing"):
         for path in Path(fd_core.__file__).parent.joinpath(folder).rglob("*.py"):
             found |= {
                 name.lower()

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from fd_core.errors import BadRequest, FdError, ModelError
-from fd_core.server.prompts import chat_ids
-from fd_core.server.request_schemas import ChatRequest
+from fd_core.server.preprocess.prompts import chat_ids
+from fd_core.server.schemas.requests import ChatRequest
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.prompt_reader import PromptReader

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fd_core.kv.events import BEGINNING, Cleared, KVEvent, Removed, Stored
+from fd_core.types.kv_events import BEGINNING, Cleared, KVEvent, Removed, Stored
 
 SIZE = 2
 """Tokens in a block."""

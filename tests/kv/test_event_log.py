@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from fd_core.engine.messages import StepEvents
+from fd_core.engine.process.messages import StepEvents
 from fd_core.kv.event_log import KVEventLog
-from fd_core.kv.events import BEGINNING, Cleared, Removed, Stored
+from fd_core.types.kv_events import BEGINNING, Cleared, Removed, Stored
 from tests.engine.helpers import null_engine, random_specs, run
 from tests.kv.following import SIZE, Reader, ids
 from tests.server.fakes import FakeClient

@@ -1,5 +1,5 @@
 """The driver of a forward pass over a paged cache: the kit's."""
 
-from fd_core.testing.paged import BLOCK_SIZE, PagedDriver, Row
+from fd_core.testing.models.paged import BLOCK_SIZE, PagedDriver, Row
 
 __all__ = ["BLOCK_SIZE", "PagedDriver", "Row"]

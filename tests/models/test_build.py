@@ -14,8 +14,8 @@ from gguf.constants import GGMLQuantizationType
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.weights import PackedTensor, RawTensor, Weight, WeightUse
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.weights import PackedTensor, RawTensor, Weight, WeightUse
 from tests.models.loading.tiny_gguf import llama_tensors, write_gguf
 
 

@@ -8,9 +8,9 @@ import pytest
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.testing.checkpoints import write_checkpoint
-from fd_core.testing.paged import PagedDriver
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.models.checkpoints import write_checkpoint
+from fd_core.testing.models.paged import PagedDriver
 
 peft = pytest.importorskip("peft")
 EVERYTHING = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

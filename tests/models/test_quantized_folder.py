@@ -13,9 +13,9 @@ from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantization import quantized
 from fd_core.models.quantized_folder import write_quantized
 from fd_core.models.registry import load_model, spec_of
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.testing.checkpoints import write_checkpoint
-from fd_core.weights import WEIGHT_FORMATS, PackedTensor
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor
+from fd_core.testing.models.checkpoints import write_checkpoint
 
 NAN = "model.layers.1.mlp.down_proj.weight"
 

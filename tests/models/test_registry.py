@@ -8,7 +8,7 @@ from fd_core.errors import ConfigError, ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import ARCHITECTURES, load_model, spec_of
 from fd_core.ops.contract import KVShape
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from tests.models.tiny import CASES
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.rope import rope_spec, rope_tables
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from tests.models.tiny import LLAMA3_ROPE, YARN_ROPE
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0}

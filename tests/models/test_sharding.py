@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.models.adapters import adapters_bytes
+from fd_core.models.adapter_weights import adapters_bytes
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.models.sharding import head_shares, require_division, width_share
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import Parallel
-from fd_core.ops.torch_ops import TorchOps
-from fd_core.testing.adapters import EVERYTHING, write_adapter
-from fd_core.testing.checkpoints import write_checkpoint
-from fd_core.testing.ranks import on_ranks
-from fd_core.weights import PackedTensor
+from fd_core.ops.torch.ops import TorchOps
+from fd_core.ops.weights import PackedTensor
+from fd_core.testing.kit.ranks import on_ranks
+from fd_core.testing.models.adapters import EVERYTHING, write_adapter
+from fd_core.testing.models.checkpoints import write_checkpoint
 from tests.models.paged import PagedDriver
 
 CASES = ("llama-biases-wide-heads", "qwen2", "qwen3-moe", "gemma3", "ernie-moe")

@@ -11,8 +11,8 @@ from fd_core.errors import ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.ops.torch_ops import TorchOps
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.torch.ops import TorchOps
 from tests.models.paged import PagedDriver
 
 GENERATED = 5

@@ -10,10 +10,10 @@ from fd_core.errors import ConfigError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.models.sharding import stage_layers
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import Stage
-from fd_core.ops.torch_ops import TorchOps
-from fd_core.testing.checkpoints import CASES, write_checkpoint
+from fd_core.ops.torch.ops import TorchOps
+from fd_core.testing.models.checkpoints import CASES, write_checkpoint
 from tests.models.paged import PagedDriver
 
 PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]

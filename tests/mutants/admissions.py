@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 SCHEDULER = "scheduling/scheduler.py"
-ADMISSIONS = "scheduling/admissions.py"
-OFFLOADING = "scheduling/kv_offloading.py"
+ADMISSIONS = "scheduling/waiting/admissions.py"
+OFFLOADING = "scheduling/operations/kv_offloading.py"
 POLICIES = "scheduling/policies.py"
 PREFIXES = "scheduling/prefixes.py"
-WAITING = "scheduling/waiting.py"
+WAITING = "scheduling/waiting/queue.py"
 
 _WAIT = "2.6: whoever can compute does; a wait for the prefix of another request is bounded"
 _SHARE = "policy `fair`: tenants that ask get equal shares of the tokens that are used"

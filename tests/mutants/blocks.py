@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 SCHEDULER = "scheduling/scheduler.py"
-PLANNER = "scheduling/planner.py"
-ADMISSIONS = "scheduling/admissions.py"
-RESIDENCIES = "scheduling/residencies.py"
-OUTPUTS = "scheduling/output_side.py"
+PLANNER = "scheduling/running/planner.py"
+ADMISSIONS = "scheduling/waiting/admissions.py"
+RESIDENCIES = "scheduling/running/residencies.py"
+OUTPUTS = "scheduling/running/output_side.py"
 POOL = "kv/blocks.py"
 PREFIX = "kv/prefix.py"
-EVENTS = "kv/events.py"
+EVENTS = "types/kv_events.py"
 PREFIXES = "scheduling/prefixes.py"
 
 _RELEASE = "self._pool.release(slots.blocks(slot), int(slots.last_step[slot]))"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-PLANNER = "scheduling/planner.py"
-ADMISSIONS = "scheduling/admissions.py"
-BUDGET = "scheduling/budget.py"
+PLANNER = "scheduling/running/planner.py"
+ADMISSIONS = "scheduling/waiting/admissions.py"
+BUDGET = "scheduling/running/budget.py"
 
 _LIMIT = "        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)\n"
 _DECODES = "        self._decode(rows, draft)\n        self._continue_prefills(rows, draft)\n"
@@ -79,7 +79,7 @@ MUTANTS = (
         "refuse-a-budget-below-the-largest-decode-demand",
         "2.5: only a budget below 1 + k is refused",
         (
-            "config.py",
+            "config/__init__.py",
             _SMALLEST,
             "    if budget < config.max_num_seqs * (1 + max_drafts):\n",
         ),
@@ -87,7 +87,7 @@ MUTANTS = (
     mutant(
         "accept-a-budget-below-one-decode",
         "2.5: a configuration that cannot keep the rule is refused at start",
-        ("config.py", _SMALLEST, "    if budget < 1:\n"),
+        ("config/__init__.py", _SMALLEST, "    if budget < 1:\n"),
     ),
     mutant(
         "prefills-go-first",
@@ -162,18 +162,18 @@ MUTANTS = (
     mutant(
         "the-runner-does-not-count",
         "2: tokens are counted where the runner builds its input",
-        ("runner/inputs.py", "    if total > limits.max_num_batched_tokens:\n", "    if total < 0:\n"),
+        ("runner/inputs/inputs.py", "    if total > limits.max_num_batched_tokens:\n", "    if total < 0:\n"),
     ),
     mutant(
         "padding-is-not-charged",
         "2.1: the alignment that the backend declares is charged",
-        ("runner/inputs.py", "int(counts.sum()) if shape is None else shape[0] * shape[1]", "int(counts.sum())"),
+        ("runner/inputs/inputs.py", "int(counts.sum()) if shape is None else shape[0] * shape[1]", "int(counts.sum())"),
     ),
     mutant(
         "a-new-residency-is-charged-for-drafts-of-the-one-before",
         "2.1: the charge is the request's real number of drafts",
         (
-            "scheduling/slots.py",
+            "scheduling/running/slots.py",
             "= self.num_registered[slot] = self.drafts_ready[slot] = 0",
             "= self.num_registered[slot] = 0",
         ),
@@ -182,7 +182,7 @@ MUTANTS = (
         "drafts-of-an-earlier-gen-are-believed",
         "2.1, 1.5: an output applies to the gen that it names, and the charge is the real number of drafts",
         (
-            "scheduling/output_side.py",
+            "scheduling/running/output_side.py",
             "current = (self._slots.last_step <= plan.step) & (self._slots.gen == output.gens)",
             "current = self._slots.last_step <= plan.step",
         ),
@@ -190,7 +190,7 @@ MUTANTS = (
     mutant(
         "a-plan-can-be-written",
         "8: a scheduler returns frozen values",
-        ("scheduling/plan.py", "slots=frozen(slots.astype(np.int32))", "slots=slots.astype(np.int32)"),
+        ("scheduling/running/plan.py", "slots=frozen(slots.astype(np.int32))", "slots=slots.astype(np.int32)"),
     ),
     mutant(
         "every-request-is-expected-to-have-forced-tokens",

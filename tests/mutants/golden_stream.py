@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-PLANNER = "scheduling/planner.py"
-OUTPUTS = "scheduling/output_side.py"
-INPUTS = "runner/inputs.py"
+PLANNER = "scheduling/running/planner.py"
+OUTPUTS = "scheduling/running/output_side.py"
+INPUTS = "runner/inputs/inputs.py"
 BATCH = "runner/batch.py"
 RUNNER = "runner/runner.py"
-SAMPLING = "runner/sampling.py"
-PENALTIES = "runner/penalties.py"
-BANS = "runner/bans.py"
-LAST_TOKENS = "runner/last_tokens.py"
-SLOT_GRAMMARS = "runner/slot_grammars.py"
+SAMPLING = "runner/sampling/sampler.py"
+PENALTIES = "runner/sampling/penalties.py"
+BANS = "runner/sampling/bans.py"
+LAST_TOKENS = "runner/inputs/last_tokens.py"
+SLOT_GRAMMARS = "runner/sampling/grammars.py"
 MATCHER = "structured/matcher.py"
 
 MUTANTS = (
@@ -44,7 +44,7 @@ MUTANTS = (
         "a-cached-prefix-is-one-block-too-long",
         "4: what was not computed is not skipped",
         (
-            "scheduling/admissions.py",
+            "scheduling/waiting/admissions.py",
             "        cached = first * self._limits.block_size\n",
             "        cached = min((first + 1) * self._limits.block_size, request.num_tokens - 1)\n",
         ),
@@ -101,12 +101,12 @@ MUTANTS = (
     mutant(
         "a-draft-after-a-wrong-one-is-kept",
         "4: drafts are verified against the token that would have been sampled",
-        ("ops/numpy_sampling.py", "np.cumprod(right, axis=1).sum(axis=1)", "right.sum(axis=1)"),
+        ("ops/numpy/sampling.py", "np.cumprod(right, axis=1).sum(axis=1)", "right.sum(axis=1)"),
     ),
     mutant(
         "every-draft-is-kept",
         "4: drafts are verified against the token that would have been sampled",
-        ("ops/numpy_sampling.py", "right = (sampled[:, :k] == drafts) & (", "right = (drafts == drafts) & ("),
+        ("ops/numpy/sampling.py", "right = (sampled[:, :k] == drafts) & (", "right = (drafts == drafts) & ("),
     ),
     mutant(
         "the-token-after-the-drafts-is-lost",
@@ -144,7 +144,7 @@ MUTANTS = (
     mutant(
         "penalties-take-a-return-for-a-prompt",
         "4: after a preemption only the client's prompt is the prompt",
-        ("scheduling/plan.py", "prompt_len=request.prompt_len,", "prompt_len=request.num_tokens,"),
+        ("scheduling/running/plan.py", "prompt_len=request.prompt_len,", "prompt_len=request.num_tokens,"),
     ),
     mutant(
         "a-new-residency-keeps-stale-penalties",
@@ -218,7 +218,7 @@ MUTANTS = (
         "a-request-leaves-its-slot-without-its-last-tokens",
         "4: a preempted request continues with all tokens that were delivered",
         (
-            "scheduling/tokens.py",
+            "scheduling/running/tokens.py",
             "        self.take_delivered()\n        self._delivered, self._slot = None, -1\n",
             "        self._delivered, self._slot = None, -1\n",
         ),
@@ -226,7 +226,7 @@ MUTANTS = (
     mutant(
         "a-look-forgets-to-empty-the-row",
         "4: a token is delivered once",
-        ("scheduling/tokens.py", "        self._counts[slot] = 0\n", ""),
+        ("scheduling/running/tokens.py", "        self._counts[slot] = 0\n", ""),
     ),
     mutant(
         "a-draft-that-the-grammar-forbids-is-verified",
@@ -285,7 +285,7 @@ MUTANTS = (
         "a-prompt-that-something-is-asked-of-is-computed-elsewhere",
         "4: what is known of a prompt is computed again where something is asked of it",
         (
-            "scheduling/kv_transferring.py",
+            "scheduling/operations/kv_transferring.py",
             "not request.spec.prefill_at or request.needs_every_position",
             "not request.spec.prefill_at",
         ),

@@ -25,7 +25,7 @@ __all__ = [
 ROOT = Path(__file__).parents[2]
 
 _FOLDERS: dict[str, tuple[str, ...]] = {
-    "core": ("tests/test_signals.py", "tests/test_config.py", "tests/test_breaker.py"),
+    "core": ("tests/test_signals.py", "tests/test_config.py", "tests/kv/test_breaker.py"),
     "kv": ("tests/kv", "tests/kv/stores", "tests/kv/tiers"),
     "scheduling": ("tests/scheduling",),
     "runner": ("tests/runner",),
@@ -52,11 +52,11 @@ LONG = (
 LEFT_OUT = (
     "tests/disagg/test_faults.py",
     "tests/disagg/test_pair.py",
-    "tests/engine/test_process.py",
+    "tests/engine/clients/test_process.py",
     "tests/engine/test_restarts.py",
     "tests/router/gateway/test_disconnects.py",
-    "tests/router/gateway/test_forwarding.py",
-    "tests/router/gateway/test_kv_events.py",
+    "tests/router/gateway/requests/test_forwarding.py",
+    "tests/router/gateway/workers/test_kv_events.py",
     "tests/router/gateway/test_processes.py",
 )
 """Files that wait for processes, sockets and the clock; they add nothing about the protocol's core."""

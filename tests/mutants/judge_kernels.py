@@ -31,7 +31,7 @@ class Kernels:
         self._command = [compiler, *(flag for flag in build.compiler_flags("native") if flag != "-O3"), "-O1"]
         sources = folder / "ops" / "native" / "csrc"
         shutil.copytree(build._SOURCES, sources)
-        self._units = {source.stem: self._compile(source) for source in sources.glob("*.cpp")}
+        self._units = {source.stem: self._compile(source) for source in sources.rglob("*.cpp")}
 
     def link(self, **changed: Path) -> ctypes.CDLL:
         """Return the library, with other sources for some units."""

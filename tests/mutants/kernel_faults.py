@@ -6,8 +6,8 @@ from tests.mutants.mutant import mutant
 
 __all__ = ["KERNEL_FAULTS"]
 
-ATTENTION = "ops/native/csrc/attention.cpp"
-PLAN = "ops/native/csrc/attention_plan.cpp"
+ATTENTION = "ops/native/csrc/attention/attention.cpp"
+PLAN = "ops/native/csrc/attention/attention_plan.cpp"
 
 KERNEL_FAULTS = (
     mutant(

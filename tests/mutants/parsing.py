@@ -9,7 +9,7 @@ JSON = "text/parsing/json_calls.py"
 THINKING = "text/parsing/thinking.py"
 ANSWER = "text/parsing/answer.py"
 TAGGED = "text/parsing/tagged.py"
-PYTHONIC = "text/parsing/pythonic.py"
+PYTHONIC = "text/parsing/formats/pythonic.py"
 
 _SAME = "8.1: what is said of the pieces is what is said of the whole"
 _PROMPT = "8.2: text is held back only where it may be the beginning of a marker"

@@ -88,7 +88,7 @@ MUTANTS = (
         "memory-is-what-rank-0-has",
         "2.5: a configuration that cannot keep the rule is refused at start",
         (
-            "engine/builder.py",
+            "engine/building/builder.py",
             "min(self._loaded, key=lambda rank: rank.free_memory / rank.bytes_per_block)",
             "self._loaded[0]",
         ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-LEDGER = "engine/request_ledger.py"
-STREAMS = "engine/client.py"
+LEDGER = "engine/clients/request_ledger.py"
+STREAMS = "engine/clients/client.py"
 
 MUTANTS = (
     mutant(

@@ -26,7 +26,7 @@ MUTANTS = (
         "a-prefill-worker-is-not-told-the-salt",
         "5.3 and 6: a prefill worker keys its prefixes by the salt of the request, as the decode worker does",
         (
-            "scheduling/kv_transferring.py",
+            "scheduling/operations/kv_transferring.py",
             "tokens, first, spec.cache_salt,",
             'tokens, first, "",',
         ),
@@ -44,7 +44,7 @@ MUTANTS = (
     mutant(
         "a-prefill-worker-is-not-told-the-adapter",
         "5.3 and 6: a prefill worker computes with the adapter of the request",
-        ("scheduling/kv_transferring.py", ", adapter=spec.adapter", ""),
+        ("scheduling/operations/kv_transferring.py", ", adapter=spec.adapter", ""),
     ),
     mutant(
         "a-slot-keeps-the-adapter-of-the-residency-before",
@@ -54,6 +54,6 @@ MUTANTS = (
     mutant(
         "an-unloaded-adapter-leaves-the-requests-that-use-it",
         "4: the text of a request depends on its own adapter",
-        ("engine/adapters.py", "used = named.union(self._users.values())", "used = named"),
+        ("engine/loaded_adapters.py", "used = named.union(self._users.values())", "used = named"),
     ),
 )

@@ -7,13 +7,13 @@ from tests.mutants.mutant import mutant
 SIGNALS = "signals.py"
 POSTPROCESS = "runner/postprocess/numpy_matrix.py"
 SCHEDULER = "scheduling/scheduler.py"
-PLANNER = "scheduling/planner.py"
-ADMISSIONS = "scheduling/admissions.py"
-RESIDENCIES = "scheduling/residencies.py"
-OUTPUTS = "scheduling/output_side.py"
+PLANNER = "scheduling/running/planner.py"
+ADMISSIONS = "scheduling/waiting/admissions.py"
+RESIDENCIES = "scheduling/running/residencies.py"
+OUTPUTS = "scheduling/running/output_side.py"
 RUNNER = "runner/runner.py"
 ENGINE = "engine/core.py"
-FRAMES = "engine/frames.py"
+FRAMES = "engine/process/frames.py"
 
 _STALE_TAKE_BACK = "            if output.gens[slot] != gen or slots.gen[slot] != gen:\n"
 _FRAME = "isinstance(read, _Failure) else read\n"
@@ -147,7 +147,7 @@ MUTANTS = (
         "no-step-for-an-empty-batch",
         "1.3: a step whose whole batch was revoked still yields an output",
         (
-            "scheduling/plan.py",
+            "scheduling/running/plan.py",
             "return not (self._slots or self._revocations or self._admissions)",
             "return not (self._slots or self._admissions)",
         ),
@@ -184,13 +184,13 @@ MUTANTS = (
     mutant(
         "a-draining-slot-counts-as-free",
         "1.4: while DRAINING a request keeps its slot",
-        ("scheduling/slots.py", "free = ~self.occupied", "free = ~(self.running | self.loading)"),
+        ("scheduling/running/slots.py", "free = ~self.occupied", "free = ~(self.running | self.loading)"),
     ),
     mutant(
         "what-to-prefill-is-fixed-before-the-release",
         "1.4: what is to prefill on return is computed after the -9",
         (
-            "scheduling/slots.py",
+            "scheduling/running/slots.py",
             "self._delivered.append(rows, tokens, counts)",
             "self._delivered.append(rows, tokens, np.where(self.running[rows], counts, 0))",
         ),
@@ -237,7 +237,7 @@ MUTANTS = (
     mutant(
         "a-new-residency-keeps-the-gen",
         "1.5: the gen grows each time a request is admitted to a slot",
-        ("scheduling/slots.py", "        self.gen[slot] += 1\n", "        self.gen[slot] = 1\n"),
+        ("scheduling/running/slots.py", "        self.gen[slot] += 1\n", "        self.gen[slot] = 1\n"),
     ),
     mutant(
         "eos-in-flight-while-draining-is-requeued",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-ADMISSIONS = "scheduling/admissions.py"
-RESIDENCIES = "scheduling/residencies.py"
-OFFLOADING = "scheduling/kv_offloading.py"
-OPERATIONS = "scheduling/operations.py"
-SLOTS = "scheduling/slots.py"
+ADMISSIONS = "scheduling/waiting/admissions.py"
+RESIDENCIES = "scheduling/running/residencies.py"
+OFFLOADING = "scheduling/operations/kv_offloading.py"
+OPERATIONS = "scheduling/operations/registry.py"
+SLOTS = "scheduling/running/slots.py"
 CORE = "engine/core.py"
-KV_OFFLOAD = "engine/kv_offload.py"
+KV_OFFLOAD = "engine/building/kv_offload.py"
 OFFLOAD = "kv/tiers/offload.py"
 COPIER = "kv/tiers/copier.py"
 READER = "kv/tiers/reader.py"
-PORT = "kv/port.py"
-PENDING = "kv/pending.py"
+PORT = "effects/port.py"
+PENDING = "effects/pending.py"
 GUARDED_STORE = "kv/tiers/guarded_store.py"
 ENVELOPE = "kv/stores/envelope.py"
 
@@ -194,7 +194,7 @@ MUTANTS = (
     mutant(
         "loading-is-never-weighed",
         "5.6: the engine measures both and decides",
-        ("scheduling/load_or_recompute.py", "load * self._trust < recompute", "True"),
+        ("scheduling/operations/load_or_recompute.py", "load * self._trust < recompute", "True"),
     ),
     mutant(
         "stored-for-ever-although-a-lookup-missed-it",

@@ -197,9 +197,8 @@ def test_a_copy_of_the_package_has_the_sources_of_its_kernels() -> None:
     """Some tests of engines compute with them; what was compiled before is found by these sources."""
     with pristine() as copy:
         where = Path("fd_core/ops/native/csrc")
-        assert [path.name for path in sorted((copy / where).iterdir())] == sorted(
-            path.name for path in (ROOT / where).iterdir()
-        )
+        copied, own = (sorted(path.name for path in (at / where).rglob("*")) for at in (copy, ROOT))
+        assert copied == own
 
 
 def test_a_copy_whose_tests_cannot_be_imported_is_a_fault(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-SLOTS = "scheduling/slots.py"
-SAMPLING = "runner/sampling.py"
+SLOTS = "scheduling/running/slots.py"
+SAMPLING = "runner/sampling/sampler.py"
 
 _LAW = "1.9: token id 0 is a token"
 
@@ -52,7 +52,7 @@ MUTANTS = (
         "draft-zero-is-never-right",
         _LAW,
         (
-            "ops/numpy_sampling.py",
+            "ops/numpy/sampling.py",
             "right = (sampled[:, :k] == drafts) & (",
             "right = (sampled[:, :k] == drafts) & (drafts > 0) & (",
         ),

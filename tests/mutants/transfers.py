@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-ADMISSIONS = "scheduling/admissions.py"
-RESIDENCIES = "scheduling/residencies.py"
-OPERATIONS = "scheduling/operations.py"
-TRANSFERRING = "scheduling/kv_transferring.py"
-CONTROL = "scheduling/admission_control.py"
+ADMISSIONS = "scheduling/waiting/admissions.py"
+RESIDENCIES = "scheduling/running/residencies.py"
+OPERATIONS = "scheduling/operations/registry.py"
+TRANSFERRING = "scheduling/operations/kv_transferring.py"
+CONTROL = "scheduling/waiting/admission_control.py"
 REQUESTS = "scheduling/requests.py"
 
 _HELD = "3.2: a block leaves fenced only when no network operation reads or writes it"

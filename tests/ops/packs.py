@@ -9,9 +9,9 @@ from importlib.util import find_spec
 import pytest
 
 from fd_core.ops.contract import Ops
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.ops.torch_ops import TorchOps
-from fd_core.testing.arrays import on_device, raw, sample_input, step_input
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.torch.ops import TorchOps
+from fd_core.testing.models.arrays import on_device, raw, sample_input, step_input
 
 __all__ = ["FORMS", "INSTALLED", "PACKS", "on_device", "raw", "sample_input", "step_input"]
 
@@ -19,7 +19,7 @@ __all__ = ["FORMS", "INSTALLED", "PACKS", "on_device", "raw", "sample_input", "s
 def _paddle() -> Ops:
     if find_spec("paddle") is None:
         pytest.skip("Paddle is not installed; `nox -s paddle` tests its pack")
-    from fd_core.ops.paddle_ops import PaddleOps
+    from fd_core.ops.paddle.ops import PaddleOps
 
     return PaddleOps()
 

@@ -9,14 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fd_core.engine.kv_offload import kv_identity  # noqa: E402 - only where torch is installed
+from fd_core.engine.building.kv_offload import kv_identity  # noqa: E402 - only where torch is installed
 from fd_core.kv.block_format import BlockFormat  # noqa: E402
 from fd_core.ops.contract import KVShape  # noqa: E402
-from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
-from fd_core.ops.torch_ops import TorchOps  # noqa: E402
-from fd_core.testing.arrays import Values, sample_input  # noqa: E402
-from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
-from fd_core.weights import RawTensor  # noqa: E402
+from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
+from fd_core.ops.torch.ops import TorchOps  # noqa: E402
+from fd_core.ops.weights import RawTensor  # noqa: E402
+from fd_core.testing.models.arrays import Values, sample_input  # noqa: E402
+from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from tests.ops.packs import on_device  # noqa: E402
 
 SHAPE = KVShape(2, 3, 10, 5)

@@ -17,17 +17,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from fd_core import patience
 from fd_core.engine.ranks.groups import opened_group
 from fd_core.errors import ConfigError
-from fd_core.ops import parallel
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops import parallel, patience
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
-from fd_core.testing.ranks import gloo_ranks, on_ranks, shared_memory_ranks
+from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
 
 pytest.importorskip("torch")
 
-from fd_core.ops.torch_group import TorchCollectives, TorchGroup, gloo_group, shared_store
+from fd_core.ops.torch.group import TorchCollectives, TorchGroup, gloo_group, shared_store
 
 Make = Callable[[int, float], Sequence[RankGroup]]
 each_transport = pytest.mark.parametrize("make", [shared_memory_ranks, gloo_ranks])
@@ -66,7 +65,7 @@ def test_tensors_add_up_in_the_order_of_ranks_however_many_there_are(
     """Sent whole to all ranks, or added up in parts: the same bits, rounded once."""
     import torch
 
-    monkeypatch.setattr("fd_core.ops.torch_group._WHOLE_BYTES", most)
+    monkeypatch.setattr("fd_core.ops.torch.group._WHOLE_BYTES", most)
 
     def work(group: RankGroup) -> list[Any]:
         gloo = gloo_group(shared_store(group), group.parallel, group.host, 20.0)
@@ -185,7 +184,7 @@ KILLED = """
 import sys
 import msgspec, numpy as np
 from fd_core.ops.parallel import Parallel, RankMeeting
-from fd_core.ops.torch_group import TorchGroup
+from fd_core.ops.torch.group import TorchGroup
 group = TorchGroup.join(Parallel(1, 2), msgspec.json.decode(sys.argv[1], type=RankMeeting), 60.0)
 group.all_reduce(np.ones((1, 8), np.float32))
 print("met", flush=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fd_core.ops.parallel import RanksApart, SharedMemoryGroup
-from fd_core.testing.ranks import on_ranks
+from fd_core.testing.kit.ranks import on_ranks
 
 SHAPES = [(1 + step % 3, 40) for step in range(30)]
 

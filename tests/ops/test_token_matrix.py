@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.signals import Outcome, read
 from tests.ops.packs import PACKS
-from tests.runner.test_inputs import LIMITS
+from tests.runner.inputs.test_inputs import LIMITS
 
 
 @st.composite

@@ -21,7 +21,7 @@ WANTED = {
         "cli/trace_page/page.html",
         "testing/report/page.html",
         "simulation/costs/profiles/smollm2-cpu.json",
-        "cli/scaffold/templates/plugin.py.tmpl",
+        "cli/plugins/scaffold/templates/plugin.py.tmpl",
     )
 }
 """Files that are no Python and without which something fails only when it is used; one of each kind."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import fd_core
-from fd_core.cache_dir import find_cache_dir
+from fd_core.config.paths import find_cache_dir
 from tests.releases.archives import Distribution, distributions, faults, read_archive, tracked
 
 ROOT = Path(__file__).parents[2]

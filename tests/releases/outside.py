@@ -12,7 +12,7 @@ from fd_core.config import EngineConfig
 from fd_core.hookspecs import CONTRACT_VERSION, Entry, hookimpl
 from fd_core.kv.stores.contract import Bytes, KVStore, StoreStats
 from fd_core.ops.contract import Ops
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest

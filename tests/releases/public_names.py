@@ -11,7 +11,14 @@ from typing import Any
 
 import fd_core
 from fd_core import hookspecs
-from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, GATEWAY_FLAGS, ROUTER_FLAGS, SERVER_FLAGS
+from fd_core.cli.settings.flags import (
+    API_KEY_FILE,
+    CONFIG_FILE,
+    ENGINE_FLAGS,
+    GATEWAY_FLAGS,
+    ROUTER_FLAGS,
+    SERVER_FLAGS,
+)
 from tests.reference import FOLDER
 
 RECORD = Path(__file__).with_name("public_names.txt")

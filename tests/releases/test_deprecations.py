@@ -9,7 +9,7 @@ import pytest
 import fd_core
 from fd_core import deprecations
 from fd_core.cli.report import tells_old_names
-from fd_core.cli.settings import merge
+from fd_core.cli.settings.settings import merge
 from fd_core.deprecations import KEPT_MINOR_VERSIONS, OLD_NAMES, OldName, OldNameWarning, replaced, warn_once
 
 OLD = OldName("FD_OLD", "set FD_NEW", since="0.1", until="0.4")

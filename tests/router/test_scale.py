@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fd_core.kv.events import BEGINNING, Stored
 from fd_core.router import builtin
 from fd_core.router.router import Router
 from fd_core.router.selection import NoWorker
+from fd_core.types.kv_events import BEGINNING, Stored
 from tests.router.helpers import add, chosen, refused, request, router_of, serve
 
 PROMPT = list(range(64))

@@ -13,7 +13,7 @@ import numpy as np
 
 from fd_core.backends.null import NullCache, NullModel
 from fd_core.ops.contract import Array, Forward, HostCopies, KVCache, KVShape, StepInput
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.types import IntArray
 

@@ -12,7 +12,7 @@ import pytest
 from fd_core.backends.null import NullModel
 from fd_core.config import Limits
 from fd_core.ops.contract import Array, KVCache, StepInput
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.runner.drafting import Drafter, PerSlotDrafter, SlotError
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner

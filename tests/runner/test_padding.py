@@ -15,12 +15,12 @@ from fd_core.backends.contract import Model
 from fd_core.backends.reference import ReferenceBackend
 from fd_core.config import EngineConfig, Limits
 from fd_core.ops.contract import KVShape, StepInput
-from fd_core.ops.numpy_ops import NumpyKVCache, NumpyOps
+from fd_core.ops.numpy.ops import NumpyKVCache, NumpyOps
 from fd_core.runner.batch import PersistentBatch
-from fd_core.runner.inputs import BudgetExceeded, Rows, gather_inputs, resolve_rows
+from fd_core.runner.inputs.inputs import BudgetExceeded, Rows, gather_inputs, resolve_rows
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
-from fd_core.testing.checkpoints import write_checkpoint
+from fd_core.testing.models.checkpoints import write_checkpoint
 from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepPlan
 
 K = 3

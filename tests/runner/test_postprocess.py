@@ -4,10 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from fd_core.cli.summary import summary
+from fd_core.cli.serving.summary import summary
 from fd_core.config import ServerConfig
 from fd_core.errors import PluginError
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.testing.postprocessors import PostprocessTarget

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from fd_core.kv.effects import Effect, Effects
+from fd_core.effects.operations import Effect, Effects
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID

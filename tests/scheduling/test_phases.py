@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.config import Limits
-from fd_core.kv.effects import Found, Load, Loaded, Lookup, Save, Saved
-from fd_core.metrics import read_metrics
+from fd_core.effects.operations import Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.scheduling.contract import SchedulerSetup
-from fd_core.scheduling.kv_offloading import KeepKV
-from fd_core.scheduling.plan import PlanBuilder
+from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
+from fd_core.scheduling.running.plan import PlanBuilder
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import LatestArrival
 from fd_core.types import PHASE_NAMES, Delta, Phase, RequestSpec, SamplingParams
+from fd_core.types.metrics import read_metrics
 from tests.scheduling.driving import add, answer, next_plan, planned, take_effects
 from tests.scheduling.test_scheduler import HASHER
 

@@ -17,7 +17,7 @@ from fd_core.scheduling.policies import FairShare, Priority, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest, Request
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, RunningRequests
-from fd_core.scheduling.waiting import WaitingQueue
+from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import RequestSpec, SamplingParams
 from tests.scheduling.driving import commit, output_of, planned
 

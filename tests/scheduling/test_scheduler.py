@@ -6,13 +6,22 @@ import msgspec
 import pytest
 
 from fd_core.config import Limits
+from fd_core.effects.operations import (
+    NO_EFFECTS,
+    Cancel,
+    Found,
+    Load,
+    Loaded,
+    LoadPaceMeasured,
+    Lookup,
+    PrefillPaceMeasured,
+)
 from fd_core.errors import BadRequest
-from fd_core.kv.effects import NO_EFFECTS, Cancel, Found, Load, Loaded, LoadPaceMeasured, Lookup, PrefillPaceMeasured
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.contract import SchedulerSetup
-from fd_core.scheduling.drafts import DraftControl
-from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Fcfs, Priority, SchedulingPolicy
+from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import LatestArrival
 from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, StepPlan

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.server.fakes import Answer, LiveServer, live, samples
-from tests.server.test_disconnect import eventually
+from tests.server.stream.test_disconnect import eventually
 
 PATH = "/v1/completions"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fd_core.engine.data_parallel import DataParallelClient
+from fd_core.engine.clients.data_parallel import DataParallelClient
 from tests.server.fakes import FakeClient, LiveServer, live, samples
 
 

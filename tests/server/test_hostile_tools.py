@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.parsing.glm import GlmTools
-from fd_core.text.parsing.harmony import HarmonyTools
-from fd_core.text.parsing.hermes import HermesTools
-from fd_core.text.parsing.pythonic import PythonicTools
-from fd_core.text.parsing.qwen_coder import QwenCoderTools
+from fd_core.text.parsing.formats.glm import GlmTools
+from fd_core.text.parsing.formats.harmony import HarmonyTools
+from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.pythonic import PythonicTools
+from fd_core.text.parsing.formats.qwen_coder import QwenCoderTools
 from tests.server.fakes import FakeClient, LiveServer, live
 from tests.speed import slowdown
 

@@ -9,18 +9,18 @@ import msgspec
 from prometheus_client import Metric
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
-from fd_core.engine.messages import EngineStats, LeaseStats
-from fd_core.metrics import declared_metrics
+from fd_core.engine.process.messages import EngineStats, LeaseStats
 from fd_core.ops.compilations import CompilationStats
 from fd_core.runner.observing import ObserverStats
-from fd_core.runner.slot_grammars import MaskStats
+from fd_core.runner.sampling.grammars import MaskStats
 from fd_core.scheduling.contract import SchedulerStats
-from fd_core.scheduling.kv_transferring import TransferCounters
-from fd_core.scheduling.load_or_recompute import Pace
+from fd_core.scheduling.operations.kv_transferring import TransferCounters
+from fd_core.scheduling.operations.load_or_recompute import Pace
 from fd_core.scheduling.phases import PhaseCounters
-from fd_core.server.metrics import ServerMetrics
+from fd_core.server.state.metrics import ServerMetrics
 from fd_core.structured.compiler import CompilerStats
 from fd_core.types import AdapterInfo
+from fd_core.types.metrics import declared_metrics
 from tests.server.fakes import FakeClient, live, samples
 from tests.server.test_kv_metrics import KV
 

@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from fd_core.config import EngineConfig
-from fd_core.engine.client import EngineClient
-from fd_core.engine.launch import open_client
-from fd_core.engine.process import ProcessClient
+from fd_core.engine.clients.client import EngineClient
+from fd_core.engine.clients.launch import open_client
+from fd_core.engine.clients.process import ProcessClient
 from tests.server.fakes import LiveServer, live, samples
-from tests.server.test_disconnect import eventually, leave
+from tests.server.stream.test_disconnect import eventually, leave
 
 PATH = "/v1/completions"
 IDLE = (

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fd_core.runner.prompt_scores import PromptScorer
+from fd_core.runner.sampling.prompt_scores import PromptScorer
 from tests.engine.test_prompt_logprobs import right
 from tests.server.fakes import LiveServer, live
+from tests.server.stream.test_disconnect import eventually
 from tests.server.test_abort import Background
-from tests.server.test_disconnect import eventually
 from tests.server.test_null_engine import null_client
 
 PATH = "/v1/completions"

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from fd_core import LLM, SamplingParams
 from fd_core.cli.app import app
 from fd_core.errors import BadRequest
-from fd_core.sampling_checks import check_sampling
-from fd_core.server.request_schemas import CompletionRequest
+from fd_core.server.schemas.requests import CompletionRequest
+from fd_core.types.checks import check_sampling
 from tests.server.fakes import LiveServer
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from fd_core.router.config import RouterConfig
-from fd_core.simulation.conversations import Piece, UserTurn
+from fd_core.simulation.clients.conversations import Piece, UserTurn
 from fd_core.simulation.faults import apply, draw_faults
-from fd_core.simulation.shared_store import SharedStore
+from fd_core.simulation.storage.shared_store import SharedStore
 from fd_core.simulation.world import World
 from tests.simulation.helpers import PlainCosts, conversations, group, world
-from tests.simulation.test_outside import BLOCK_BYTES, settle
+from tests.simulation.storage.test_outside import BLOCK_BYTES, settle
 
 FATES = {
     "as sent": lambda number: (0.0,),

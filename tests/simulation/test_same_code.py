@@ -19,9 +19,9 @@ import fd_core
 import fd_core.simulation
 from fd_core.config import EngineConfig
 from fd_core.disagg.lease import DecodeEnd, PrefillEnd
+from fd_core.engine.clients.request_ledger import RequestLedger
 from fd_core.engine.core import Engine
-from fd_core.engine.request_ledger import RequestLedger
-from fd_core.engine.service import EngineService
+from fd_core.engine.process.service import EngineService
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.attempts import Attempts, Unreached

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fd_core.config import EngineConfig
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building.builder import load_engine
 from fd_core.models.catalog import resolve_model
 from tests.simulation.same_plans import computed_plans, messages, simulated_plans
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fd_core.simulation.scripted import REJECT_EVERY, PrefillBurst, SteadyDecode
+from fd_core.simulation.engines.scripted import REJECT_EVERY, PrefillBurst, SteadyDecode
 
 
 def decoding(count=5, steps=20, num_drafts=0, block_size=4, waiting_tokens=0):

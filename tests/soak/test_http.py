@@ -18,7 +18,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from fd_core.tracing.reader import read_trace
+from fd_core.engine.tracing.reader import read_trace
 from tests.server.processes import Server, serving
 
 pytestmark = pytest.mark.soak

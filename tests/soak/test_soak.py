@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.models.catalog import resolve_model
 from fd_core.types import FinishReason, RequestSpec, SamplingParams

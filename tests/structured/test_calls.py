@@ -20,15 +20,15 @@ from fd_core.structured.calls import CallAsked, chosen_calls, demanded_calls
 from fd_core.structured.compiler import GrammarCompiler
 from fd_core.structured.vocabulary import grammar_vocabulary
 from fd_core.text.parsing.contract import ToolParser
-from fd_core.text.parsing.deepseek import DeepSeekTools, DeepSeekV31Tools
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Thought, joined
-from fd_core.text.parsing.glm import GlmTools
-from fd_core.text.parsing.harmony import HarmonyTools
-from fd_core.text.parsing.hermes import ErnieTools, HermesTools
-from fd_core.text.parsing.llama import LlamaJsonTools
-from fd_core.text.parsing.mistral import MistralTools
-from fd_core.text.parsing.pythonic import PythonicTools
-from fd_core.text.parsing.qwen_coder import QwenCoderTools
+from fd_core.text.parsing.formats.deepseek import DeepSeekTools, DeepSeekV31Tools
+from fd_core.text.parsing.formats.glm import GlmTools
+from fd_core.text.parsing.formats.harmony import HarmonyTools
+from fd_core.text.parsing.formats.hermes import ErnieTools, HermesTools
+from fd_core.text.parsing.formats.llama import LlamaJsonTools
+from fd_core.text.parsing.formats.mistral import MistralTools
+from fd_core.text.parsing.formats.pythonic import PythonicTools
+from fd_core.text.parsing.formats.qwen_coder import QwenCoderTools
 from fd_core.text.token_bytes import Decoding, byte_level
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 

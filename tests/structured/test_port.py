@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
-from fd_core.kv.effects import Cancel, CompileGrammar, Completion, GrammarReady
-from fd_core.kv.port import CompletionQueue
-from fd_core.structured.background import LARGE_GRAMMAR
+from fd_core.effects.operations import Cancel, CompileGrammar, Completion, GrammarReady
+from fd_core.effects.port import CompletionQueue
 from fd_core.structured.compiler import CompilerStats, GrammarError
 from fd_core.structured.port import GrammarPort
+from fd_core.structured.workers.background import LARGE_GRAMMAR
 
 LARGE = "x" * (LARGE_GRAMMAR + 1)
 

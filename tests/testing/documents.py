@@ -21,9 +21,9 @@ SERVES = """
 import sys
 from pathlib import Path
 
-from fd_core.testing.golden import Golden
-from fd_core.testing.target import parse_target
-from fd_core.testing.texts import greedy, run
+from fd_core.testing.models.golden import Golden
+from fd_core.testing.kit.target import parse_target
+from fd_core.testing.stepping.texts import greedy, run
 
 field, name, folder = sys.argv[1:]
 target = parse_target("reference", Path(folder))

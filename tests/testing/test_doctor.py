@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fd_core.ops.contract import KVCache, Ops
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.doctor.checks import CHECKS, SIZES
 from fd_core.testing.doctor.examine import copy_bandwidth, examine
 from fd_core.testing.doctor.model import OpFinding
@@ -167,7 +167,7 @@ def test_the_largest_size_is_timed_beside_what_must_move():
 PARTS = """
 import os, signal, time
 from fd_core.backends.contract import Availability, Backend
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 
 class Ops(NumpyOps):
     def rms_norm(self, x, norm):

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 import pytest
 
 from fd_core.errors import PluginError
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.ops.torch_ops import TorchOps
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.torch.ops import TorchOps
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
-from fd_core.testing.law import RULES
+from fd_core.testing.kit.law import RULES
 from fd_core.testing.postprocessors import PostprocessTarget, find_postprocessor, kit_cases
 from fd_core.testing.schedulers.breaches import LawBroken
 from tests.testing.wrong.postprocessing import WRONG

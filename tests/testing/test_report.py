@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from fd_core.cli.app import app
 from fd_core.errors import ConfigError
+from fd_core.testing.kit.target import environment_of, parse_target
 from fd_core.testing.report.model import Card, ConformanceReport, Result, read_report
 from fd_core.testing.report.page import html_of, markdown_of
 from fd_core.testing.report.terminal import print_report
-from fd_core.testing.target import environment_of, parse_target
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,7 @@ def test_reports_of_several_environments_stand_side_by_side():
 def test_the_pytest_plugin_imports_nothing_heavy():
     # pytest itself is there before any plugin of its own is loaded.
     code = (
-        "import pytest, sys; before = set(sys.modules); import fd_core.testing.plugin;"
+        "import pytest, sys; before = set(sys.modules); import fd_core.testing.kit.plugin;"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before};"
         "assert not new & {'numpy', 'msgspec', 'hypothesis', 'torch', 'zmq', 'rich'}, new"
     )
@@ -153,7 +153,7 @@ def test_what_cannot_be_run_is_said_in_one_line(backend, words):
 
 
 def test_a_file_gets_a_line_of_progress_now_and_then(monkeypatch):
-    monkeypatch.setattr("fd_core.cli.conformance._TELLS_SECONDS", 0.0)
+    monkeypatch.setattr("fd_core.cli.plugins.conformance._TELLS_SECONDS", 0.0)
     ended = CliRunner().invoke(app, ["conformance", "null", "--quick", "-k", "test_signals"])
     assert ended.exit_code == 0
     assert re.search(r"null: \d+ tests", ended.stderr)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fd_core.testing.connectors.suite import ConnectorSuite
-from fd_core.testing.law import RULES
+from fd_core.testing.kit.law import RULES
 from fd_core.testing.router_policies.suite import RouterPolicySuite
 from fd_core.testing.stores.suite import StoreSuite
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fd_core.testing.law import RULES
+from fd_core.testing.kit.law import RULES
 from fd_core.testing.report.model import OF_OTHERS_THAN_SCHEDULERS
 from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_cases
 from fd_core.testing.schedulers.breaches import LawBroken

@@ -7,7 +7,7 @@ import pytest
 from fd_core.errors import BadRequest
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.events import CallBegun
-from fd_core.text.parsing.hermes import HermesTools
+from fd_core.text.parsing.formats.hermes import HermesTools
 from fd_core.text.tool_prompt import shown_tool
 
 PLAIN = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")

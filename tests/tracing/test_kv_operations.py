@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fd_core.config import Limits
-from fd_core.kv.effects import Cancel, Effects, Fetch, Fetched, Load, Loaded, Save, Saved
+from fd_core.effects.operations import Cancel, Effects, Fetch, Fetched, Load, Loaded, Save, Saved
+from fd_core.engine.tracing.format import StepLine, TraceHeader
+from fd_core.engine.tracing.writer import TraceWriter
 from fd_core.scheduling.contract import SchedulerHoldings
-from fd_core.tracing.format import StepLine, TraceHeader
-from fd_core.tracing.writer import TraceWriter
 from fd_core.types import PrefillJob, StepOutput, StepPlan
 from tests.tracing.test_writer import lines_of
 

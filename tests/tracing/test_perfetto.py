@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fd_core.engine.messages import EngineStats
-from fd_core.kv.effects import Effects, Loaded
-from fd_core.tracing.perfetto import perfetto_events, perfetto_json
-from fd_core.tracing.reader import TraceContents, read_trace
-from tests.cli.test_trace import fdcore, kept, trace_of  # noqa: F401 - `kept` is a fixture
+from fd_core.effects.operations import Effects, Loaded
+from fd_core.engine.process.messages import EngineStats
+from fd_core.engine.tracing.perfetto import perfetto_events, perfetto_json
+from fd_core.engine.tracing.reader import TraceContents, read_trace
+from tests.cli.trace_page.test_trace import fdcore, kept, trace_of  # noqa: F401 - `kept` is a fixture
 from tests.engine.test_speculation import SPECS
 from tests.tracing.test_kv_operations import Run, load
 

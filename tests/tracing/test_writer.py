@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
+from fd_core.engine.tracing import format as trace_format
+from fd_core.engine.tracing import writer
+from fd_core.engine.tracing.format import StepLine
+from fd_core.engine.tracing.writer import StepRecord, line_of
 from fd_core.errors import ConfigError
 from fd_core.scheduling.contract import SchedulerHoldings
-from fd_core.tracing import format as trace_format
-from fd_core.tracing import writer
-from fd_core.tracing.format import StepLine
-from fd_core.tracing.writer import StepRecord, line_of
 from fd_core.types import Admission, Delta, FinishReason, Revocation, SamplingParams, StepOutput, StepPlan
 from tests.engine.helpers import golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy

@@ -15,7 +15,6 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from fd_core.kv.events import BEGINNING, KVEvent, KVPage, Removed, Stored, StoredBlocks
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.config import RouterConfig
 from fd_core.router.gateway.metrics import GatewayMetrics
@@ -23,6 +22,7 @@ from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.router.workers import RouterWorker
 from fd_core.types import IntArray
+from fd_core.types.kv_events import BEGINNING, KVEvent, KVPage, Removed, Stored, StoredBlocks
 
 __all__ = ["Events", "Load", "Placing", "events", "placing", "shown"]
 

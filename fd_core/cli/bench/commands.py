@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fd_core.cli.flags import CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
 from fd_core.cli.report import reports_errors
+from fd_core.cli.settings.flags import CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
 from fd_core.errors import ConfigError, FdError
 
 if TYPE_CHECKING:
@@ -140,11 +140,11 @@ def serve(
     json: Json = None,
 ) -> None:
     """Requests over HTTP to a running server: latencies as its users see them, and goodput."""
-    from fd_core.cli.api_client import ApiClient
     from fd_core.cli.bench.measuring import measure
     from fd_core.cli.bench.results import objectives, report
     from fd_core.cli.bench.workload import arrivals, from_file, synthetic
-    from fd_core.cli.settings import client_key
+    from fd_core.cli.chats.api_client import ApiClient
+    from fd_core.cli.settings.settings import client_key
 
     console = _prepare(json)
     limits = objectives(goodput or [])
@@ -346,9 +346,9 @@ def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM
     import msgspec
     from rich.console import Console
 
-    from fd_core.cli.settings import merge
-    from fd_core.cli.startup import startup_bars
-    from fd_core.engine.assets import find_assets
+    from fd_core.cli.serving.startup import startup_bars
+    from fd_core.cli.settings.settings import merge
+    from fd_core.engine.building.assets import find_assets
     from fd_core.engine.llm import LLM
 
     config = merge(model, given, os.environ, default_model="smollm2").engine

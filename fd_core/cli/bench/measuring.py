@@ -13,8 +13,8 @@ from fd_core.errors import FdError
 from fd_core.types import Delta, SamplingParams
 
 if TYPE_CHECKING:
-    from fd_core.cli.api_client import ApiClient
     from fd_core.cli.bench.workload import Ask
+    from fd_core.cli.chats.api_client import ApiClient
     from fd_core.engine.llm import LLM
 
 __all__ = ["generate", "measure"]

@@ -13,7 +13,7 @@ import numpy as np
 from fd_core.cli.bench.results import microseconds
 from fd_core.cli.bench.workload import synthetic_ids
 from fd_core.errors import ConfigError
-from fd_core.simulation.scripted import PrefillBurst, SteadyDecode
+from fd_core.simulation.engines.scripted import PrefillBurst, SteadyDecode
 
 __all__ = [
     *("DRAFTS", "RUNNING", "RUNNING_BESIDE_QUEUE", "VOCAB_SIZE", "WARM_UP", "StepTimes"),

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.engine.tracing.cells import KINDS, kinds_of_cells, matrix_of_letters
+from fd_core.engine.tracing.format import COUNT_LETTERS, IDLE, total
+from fd_core.engine.tracing.reader import EXITS, Position, TraceContents
 from fd_core.pages.assembling import assemble
-from fd_core.tracing.cells import KINDS, kinds_of_cells, matrix_of_letters
-from fd_core.tracing.format import COUNT_LETTERS, IDLE, total
-from fd_core.tracing.reader import EXITS, Position, TraceContents
 
 __all__ = ["cells", "columns", "page"]
 

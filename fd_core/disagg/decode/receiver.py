@@ -23,13 +23,13 @@ from fd_core.disagg.messages import AbortLease, FromDecode, FromPrefill, KVPiece
 from fd_core.disagg.stats import ReceiverStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Unfit, Wire
+from fd_core.effects.job_loop import MakeLoop
+from fd_core.effects.operations import Cancel, Completion, Effect, Fetch, Fetched
+from fd_core.effects.pending import PendingOperations
+from fd_core.effects.port import CompletionQueue
+from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Cancel, Completion, Effect, Fetch, Fetched
-from fd_core.kv.job_loop import MakeLoop
-from fd_core.kv.pending import PendingOperations
-from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.envelope import Damaged, Envelope
-from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.ops.contract import KVCache
 from fd_core.types import PrefillOutcome
 

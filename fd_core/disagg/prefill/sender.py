@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.config.logs import ACCESS_LOGGER, one_word
 from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, Connector, KVOutbox
 from fd_core.disagg.kv_compatibility import KVCompatibility, difference
 from fd_core.disagg.lease import Action, PrefillEnd, Say, SendPiece, wanted
@@ -23,9 +24,8 @@ from fd_core.disagg.prefill.lease import PrefillLease
 from fd_core.disagg.stats import SenderStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Wire
-from fd_core.errors import FdError
-from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import (
+from fd_core.effects.job_loop import MakeLoop
+from fd_core.effects.operations import (
     Cancel,
     Completion,
     Effect,
@@ -36,12 +36,12 @@ from fd_core.kv.effects import (
     Send,
     Sent,
 )
-from fd_core.kv.job_loop import MakeLoop
-from fd_core.kv.pending import PendingOperations
-from fd_core.kv.port import CompletionQueue
+from fd_core.effects.pending import PendingOperations
+from fd_core.effects.port import CompletionQueue
+from fd_core.effects.thread_loop import ThreadLoop
+from fd_core.errors import FdError
+from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.envelope import Envelope
-from fd_core.kv.thread_loop import ThreadLoop
-from fd_core.logs import ACCESS_LOGGER, one_word
 from fd_core.ops.contract import KVCache
 from fd_core.types import IntArray, PrefillTrace
 

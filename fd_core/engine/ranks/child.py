@@ -18,9 +18,10 @@ from typing import Final
 import msgspec
 import zmq
 
-from fd_core.engine.client import StartProgress
+from fd_core.config.logs import configure_logs
+from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.computing import Computing
-from fd_core.engine.messages import Fault
+from fd_core.engine.process.messages import Fault
 from fd_core.engine.ranks.groups import joined_group
 from fd_core.engine.ranks.messages import (
     LOOK,
@@ -44,10 +45,9 @@ from fd_core.engine.ranks.messages import (
 )
 from fd_core.engine.ranks.stages import EarlierStageRunner, shared_memory
 from fd_core.errors import FdError
-from fd_core.logs import configure_logs
 from fd_core.ops.contract import KVCache
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
-from fd_core.runner.adapters import RunnerAdapters
+from fd_core.runner.placed_adapters import RunnerAdapters
 from fd_core.runner.runner import Runner
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from fd_core.errors import ConfigError
 from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting, SharedMemoryGroup, group_memory
 
 if TYPE_CHECKING:
-    from fd_core.ops.torch_group import TorchGroup
+    from fd_core.ops.torch.group import TorchGroup
 
 __all__ = ["joined_group", "opened_group"]
 
@@ -46,7 +46,7 @@ def joined_group(parallel: Parallel, place: str | RankMeeting, seconds: float) -
 
 def _torch_group() -> type[TorchGroup]:
     try:
-        from fd_core.ops.torch_group import TorchGroup
+        from fd_core.ops.torch.group import TorchGroup
     except ImportError as error:
         raise ConfigError(
             f"ranks exchange over gloo with torch, which cannot be imported: {error}",

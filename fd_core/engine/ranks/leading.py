@@ -28,7 +28,7 @@ import zmq
 
 from fd_core.backends.contract import LoadProgress, Model
 from fd_core.config import EngineConfig, Limits
-from fd_core.engine.messages import Fault
+from fd_core.engine.process.messages import Fault
 from fd_core.engine.ranks.groups import opened_group
 from fd_core.engine.ranks.messages import (
     LOOK,
@@ -54,12 +54,12 @@ from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginE
 from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.parallel import RankMeeting, RanksApart
-from fd_core.patience import Patience
+from fd_core.ops.patience import Patience
+from fd_core.ops.weights import Adapter
 from fd_core.plugins import LAUNCHER, installed_plugins
-from fd_core.runner.adapters import RunnerAdapters
+from fd_core.runner.placed_adapters import RunnerAdapters
 from fd_core.runner.runner import Runner
 from fd_core.types import IntArray, StepOutput, StepPlan
-from fd_core.weights import Adapter
 
 __all__ = ["JoinedKVCache", "LeadingRunner", "RankProcesses", "joined_shape", "require_ranks"]
 

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import EngineConfig, Limits
-from fd_core.engine.frames import decode_array, encode_array
-from fd_core.engine.messages import Fault
+from fd_core.engine.process.frames import decode_array, encode_array
+from fd_core.engine.process.messages import Fault
 from fd_core.ops.parallel import RankMeeting
+from fd_core.ops.weights import Adapter, WeightUse
 from fd_core.types import IntArray, StepOutput, StepPlan
-from fd_core.weights import Adapter, WeightUse
 
 __all__ = [
     *("LOOK", "RANK_DOOR", "SIGN", "WARM_UP", "AdaptersHeld", "BlockCopy", "HoldAdapters", "RankDoor", "RankLimits"),

@@ -14,13 +14,13 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from fd_core.config.paths import user_path
+from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.disk_eviction import DiskEviction, DiskReservations
 from fd_core.kv.stores.disk_folder import inside, opened, room_in, size_of_value, space_of_value, value_name
 from fd_core.kv.stores.location import StoreLocation
-from fd_core.sizes import format_size
-from fd_core.user_path import user_path
 
 __all__ = ["DiskStore"]
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl
 
+from fd_core.config.sizes import parse_size
 from fd_core.errors import ConfigError
-from fd_core.sizes import parse_size
 
 __all__ = ["StoreLocation", "parse_location"]
 

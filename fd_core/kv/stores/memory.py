@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
+from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.location import StoreLocation
-from fd_core.sizes import format_size
 
 __all__ = ["MemoryStore"]
 

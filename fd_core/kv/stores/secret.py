@@ -12,9 +12,8 @@ from typing import Final
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from fd_core.cache_dir import find_cache_dir
+from fd_core.config.paths import find_cache_dir, user_path
 from fd_core.errors import ConfigError
-from fd_core.user_path import user_path
 
 __all__ = ["derive", "load_secret"]
 

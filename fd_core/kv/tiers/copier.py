@@ -8,10 +8,10 @@ from functools import partial
 
 import numpy as np
 
+from fd_core.effects.job_loop import JobLoop
+from fd_core.effects.operations import Found, Load, Loaded, Lookup, NotStored, Save, Saved
+from fd_core.effects.pending import PendingOperations
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Found, Load, Loaded, Lookup, NotStored, Save, Saved
-from fd_core.kv.job_loop import JobLoop
-from fd_core.kv.pending import PendingOperations
 from fd_core.kv.tally import Tally
 from fd_core.kv.tiers.host import HostArray, HostTier
 from fd_core.kv.tiers.rates import Rate

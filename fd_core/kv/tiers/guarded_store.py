@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from fd_core.breaker import Breaker, BreakerState
+from fd_core.kv.breaker import Breaker, BreakerState
 from fd_core.kv.stores.contract import KVStore, StoreError, Trouble
 from fd_core.kv.tally import Tally
 

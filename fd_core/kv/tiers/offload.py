@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import ClassVar, NamedTuple
 
-from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import (
+from fd_core.effects.job_loop import JobLoop, MakeLoop
+from fd_core.effects.operations import (
     Cancel,
     Completion,
     Effect,
@@ -21,13 +21,13 @@ from fd_core.kv.effects import (
     Save,
     Saved,
 )
-from fd_core.kv.job_loop import JobLoop, MakeLoop
-from fd_core.kv.pending import PendingOperations
-from fd_core.kv.port import CompletionQueue, EffectPort
+from fd_core.effects.pending import PendingOperations
+from fd_core.effects.port import CompletionQueue, EffectPort
+from fd_core.effects.thread_loop import ThreadLoop
+from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tally import Tally
-from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.copier import Copier
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostTier

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Final, get_args
 
 import msgspec
 
-from fd_core.breaker import BreakerState
+from fd_core.kv.breaker import BreakerState
 from fd_core.kv.stores.contract import Trouble
-from fd_core.metrics import counter, gauge, state
+from fd_core.types.metrics import counter, gauge, state
 
 __all__ = ["TierStats"]
 

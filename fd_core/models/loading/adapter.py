@@ -17,8 +17,8 @@ from fd_core.models.loading.checkpoint import PICKLE_HINT
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.json_file import read_json_object
 from fd_core.models.loading.mapped_file import StoredTensor
-from fd_core.models.loading.safetensors_format import read_safetensors
-from fd_core.weights import RAW_TYPES, Adapter, LowRank, RawTensor
+from fd_core.models.loading.safetensors.format import read_safetensors
+from fd_core.ops.weights import RAW_TYPES, Adapter, LowRank, RawTensor
 
 __all__ = ["read_adapter"]
 

@@ -29,7 +29,7 @@ from fd_core.models.loading.tokenizer_source import (
     TokenizerSource,
     end_tokens,
 )
-from fd_core.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
+from fd_core.ops.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
 
 __all__ = [
     "Checkpoint",
@@ -184,7 +184,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return _open_folder(path)
     suffix = path.suffix.lower()
     if suffix == ".gguf":
-        from fd_core.models.loading.gguf_checkpoint import GgufCheckpoint
+        from fd_core.models.loading.gguf.checkpoint import GgufCheckpoint
 
         return GgufCheckpoint(path)
     if suffix in PICKLE_SUFFIXES:
@@ -201,7 +201,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _open_folder(folder: Path) -> Checkpoint:
     files = sorted(entry for entry in folder.iterdir() if entry.is_file())
     if any(entry.suffix == ".safetensors" or entry.name.endswith(".safetensors.index.json") for entry in files):
-        from fd_core.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
+        from fd_core.models.loading.safetensors.checkpoint import SafetensorsCheckpoint
 
         return SafetensorsCheckpoint(folder)
     ggufs = [entry for entry in files if entry.suffix.lower() == ".gguf"]

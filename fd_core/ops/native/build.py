@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from fd_core.cache_dir import find_cache_dir
+from fd_core.config.paths import find_cache_dir
 
 __all__ = [
     "INSTRUCTION_SETS",
@@ -106,8 +106,8 @@ def compiler_flags(isa: str) -> tuple[str, ...]:
 def library_path(isa: str) -> Path:
     """Return where the library of an instruction set is kept: named by sources, flags and processor."""
     digest = hashlib.sha256()
-    for source in sorted(_SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for source in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
+        digest.update(source.relative_to(_SOURCES).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update("\0".join((*compiler_flags(isa), _processor())).encode())
     return library_folder() / f"fd_native-{isa}-{digest.hexdigest()[:16]}.so"
 
@@ -157,11 +157,12 @@ def _compile(isa: str, path: Path) -> None:
 
         def compiled(source: Path) -> Path:
             unit = Path(folder, source.stem + ".o")
-            _run([compiler, *compiler_flags(isa), "-c", source, "-o", unit])
+            _run([compiler, *compiler_flags(isa), "-I", _SOURCES, "-c", source, "-o", unit])
             return unit
 
         library = Path(folder, path.name)
-        _run([compiler, *compiler_flags(isa), "-shared", *pool.map(compiled, _SOURCES.glob("*.cpp")), "-o", library])
+        units = pool.map(compiled, sorted(_SOURCES.rglob("*.cpp")))
+        _run([compiler, *compiler_flags(isa), "-shared", *units, "-o", library])
         library.replace(path)
     logger.info("compiled the kernels in %.0f s", time.monotonic() - begun)
 

@@ -61,8 +61,8 @@ from fd_core.ops.native.program import (
 from fd_core.ops.native.weights import Arena, NativeLinear, NativeLora, pack, pack_lora
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.philox import uniform
-from fd_core.ops.torch_ops import TorchOps
-from fd_core.weights import FP8, WEIGHT_FORMATS, LowRank, RawTensor, Weight
+from fd_core.ops.torch.ops import TorchOps
+from fd_core.ops.weights import FP8, WEIGHT_FORMATS, LowRank, RawTensor, Weight
 
 __all__ = ["NativeOps", "ProgramForward"]
 

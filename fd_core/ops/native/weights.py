@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fd_core.ops.native.library import PackedForm, checked
 from fd_core.ops.native.program import Runtime
-from fd_core.weights import LowRank, PackedTensor, RawTensor, Weight
+from fd_core.ops.weights import LowRank, PackedTensor, RawTensor, Weight
 
 __all__ = ["Arena", "NativeLinear", "NativeLora", "pack", "pack_lora"]
 

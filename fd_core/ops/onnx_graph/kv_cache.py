@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from fd_core.ops.contract import KVShape
-from fd_core.ops.numpy_ops import NumpyKVCache
+from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 
 __all__ = ["OnnxKVCache", "TracedCache", "TracedLayer", "bound"]

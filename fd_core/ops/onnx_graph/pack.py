@@ -31,7 +31,7 @@ from fd_core.ops.contract import (
     Rope,
     StepInput,
 )
-from fd_core.ops.numpy_ops import NumpyLinear, NumpyOps
+from fd_core.ops.numpy.ops import NumpyLinear, NumpyOps
 from fd_core.ops.onnx_graph import attention
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol, TraceError
 from fd_core.ops.onnx_graph.kv_cache import OnnxKVCache, TracedCache, TracedLayer, bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 from fd_core.config import ListenConfig
-from fd_core.constraints import Range
+from fd_core.config.constraints import Range
 from fd_core.router.workers import ROLES, Role
 
 __all__ = ["GatewayConfig"]

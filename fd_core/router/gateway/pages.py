@@ -12,10 +12,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
 from fd_core.pages.assembling import assemble, page_headers
-from fd_core.router.gateway.answers import json_response
+from fd_core.router.gateway.requests.answers import json_response
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import ROLES, WorkerState
-from fd_core.server.response_schemas import HealthAnswer, VersionAnswer
+from fd_core.server.schemas.responses import HealthAnswer, VersionAnswer
 
 __all__ = ["PAGES"]
 

@@ -10,16 +10,16 @@ import aiohttp
 
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.metrics import GatewayMetrics
-from fd_core.router.gateway.request_cost import CostReader
-from fd_core.router.gateway.route_requests import RouteRequestReader
-from fd_core.router.gateway.timeouts import WorkerTimeouts
+from fd_core.router.gateway.requests.request_cost import CostReader
+from fd_core.router.gateway.requests.route_requests import RouteRequestReader
+from fd_core.router.gateway.requests.timeouts import WorkerTimeouts
 from fd_core.router.router import Router
 from fd_core.router.selection import Mode
 from fd_core.server.access.control import AccessControl
-from fd_core.server.doors.bodies import BodyBudget
-from fd_core.server.draining import Drain
-from fd_core.server.spans import RequestSpans
-from fd_core.server.supervision import Supervisor
+from fd_core.server.connections.bodies import BodyBudget
+from fd_core.server.state.draining import Drain
+from fd_core.server.state.spans import RequestSpans
+from fd_core.server.state.supervision import Supervisor
 
 __all__ = ["GatewayState", "PairingLog"]
 

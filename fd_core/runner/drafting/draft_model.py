@@ -13,7 +13,7 @@ from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVShape, Ops, SampleInput
 from fd_core.runner.drafting.contract import FLAG, DraftContext, Drafter
 from fd_core.runner.drafting.slot_blocks import SlotBlocks
-from fd_core.runner.inputs import Spans, build_inputs
+from fd_core.runner.inputs.inputs import Spans, build_inputs
 from fd_core.types import IntArray
 
 __all__ = ["DraftModelDrafter"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from fd_core.logs import ACCESS_LOGGER, one_word
+from fd_core.config.logs import ACCESS_LOGGER, one_word
 from fd_core.server.access.record import RequestRecord
 
 __all__ = ["CLIENT_LEFT", "log_access"]

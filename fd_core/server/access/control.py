@@ -16,7 +16,7 @@ from fd_core.server.access.keys import ApiKey, KeyRing, scoped
 from fd_core.server.access.limits import KeyAccount, KeyLimits, LimitReached, SlidingWindow
 from fd_core.server.access.record import RequestRecord
 from fd_core.server.access.routes import Right, find_route
-from fd_core.server.errors import ApiError, no_such_path
+from fd_core.server.api.errors import ApiError, no_such_path
 
 __all__ = ["AccessControl", "limit_error", "limit_headers"]
 

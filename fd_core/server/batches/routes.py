@@ -16,16 +16,16 @@ from msgspec import Meta
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from fd_core.server.api.errors import ApiError, invalid
+from fd_core.server.api.openapi import endpoint
 from fd_core.server.batches.form import boundary_of, read_form
 from fd_core.server.batches.lines import ENDPOINTS
 from fd_core.server.batches.running import in_thread
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent, StoredFile, cannot_keep
-from fd_core.server.body import BodyFormat
-from fd_core.server.doors.headers import length_of, refuse_encoding
-from fd_core.server.errors import ApiError, invalid
-from fd_core.server.openapi import endpoint
-from fd_core.server.state import state_of
+from fd_core.server.connections.headers import length_of, refuse_encoding
+from fd_core.server.preprocess.body import BodyFormat
+from fd_core.server.state.state import state_of
 
 __all__ = ["router"]
 

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import msgspec
 
-from fd_core.server.blocks import Added, AnswerBlock, BlockStep, BlockWriter, Opened, blocks_of
-from fd_core.server.errors import ApiError
-from fd_core.server.generation import ChoiceStream, Job, TextChunk
+from fd_core.server.api.errors import ApiError
 from fd_core.server.messages.schemas import MessagesAnswer, MessagesUsage
-from fd_core.server.response_format import AnswerFormat, CollectedText, json_text
-from fd_core.server.response_schemas import Usage
+from fd_core.server.schemas.responses import Usage
+from fd_core.server.stream.blocks import Added, AnswerBlock, BlockStep, BlockWriter, Opened, blocks_of
+from fd_core.server.stream.generation import ChoiceStream, Job, TextChunk
+from fd_core.server.stream.response_format import AnswerFormat, CollectedText, json_text
 from fd_core.types import FinishReason
 
 __all__ = ["MessagesFormat"]

@@ -8,10 +8,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.body import BodyFormat
-from fd_core.server.chat import conversation_job
-from fd_core.server.disconnect import unless_gone
-from fd_core.server.field_names import MESSAGES_NAMES, named_as_sent
+from fd_core.server.api.chat import conversation_job
+from fd_core.server.api.openapi import endpoint
 from fd_core.server.messages.answering import MessagesFormat
 from fd_core.server.messages.asking import as_chat, demanded_form
 from fd_core.server.messages.schemas import (
@@ -22,10 +20,12 @@ from fd_core.server.messages.schemas import (
     MessagesRequest,
     TokenCountAnswer,
 )
-from fd_core.server.openapi import endpoint
-from fd_core.server.prompts import chat_prompt
-from fd_core.server.state import state_of
-from fd_core.server.streaming import GenerationResponse
+from fd_core.server.preprocess.body import BodyFormat
+from fd_core.server.preprocess.field_names import MESSAGES_NAMES, named_as_sent
+from fd_core.server.preprocess.prompts import chat_prompt
+from fd_core.server.state.state import state_of
+from fd_core.server.stream.disconnect import unless_gone
+from fd_core.server.stream.streaming import GenerationResponse
 
 __all__ = ["BODY", "router"]
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.api_limits import MAX_STOP, MESSAGES
-from fd_core.server.request_schemas import CacheSalt, Effort, Priority, StopString
-from fd_core.server.tool_fields import MAX_TOOLS
-from fd_core.server.unsupported import Refusal, beside_chats
+from fd_core.server.preprocess.api_limits import MAX_STOP, MESSAGES
+from fd_core.server.preprocess.tool_fields import MAX_TOOLS
+from fd_core.server.schemas.requests import CacheSalt, Effort, Priority, StopString
+from fd_core.server.schemas.unsupported import Refusal, beside_chats
 from fd_core.structured.workers.messages import Unenforced
 from fd_core.types import TokenCount, TopP
 

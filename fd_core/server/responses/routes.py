@@ -8,20 +8,20 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.body import BodyFormat
-from fd_core.server.chat import conversation_job
-from fd_core.server.disconnect import unless_gone
-from fd_core.server.errors import ApiError
-from fd_core.server.field_names import RESPONSES_NAMES
-from fd_core.server.openapi import endpoint
-from fd_core.server.prompts import require_effort
-from fd_core.server.request_schemas import Message
+from fd_core.server.api.chat import conversation_job
+from fd_core.server.api.errors import ApiError
+from fd_core.server.api.openapi import endpoint
+from fd_core.server.preprocess.body import BodyFormat
+from fd_core.server.preprocess.field_names import RESPONSES_NAMES
+from fd_core.server.preprocess.prompts import require_effort
 from fd_core.server.responses.answering import ResponsesFormat
 from fd_core.server.responses.asking import as_chat, demanded_form, earlier_messages
 from fd_core.server.responses.schemas import REFUSED, DeletedResponse, ResponseAnswer, ResponsesRequest
 from fd_core.server.responses.store import StoredResponse
-from fd_core.server.state import state_of
-from fd_core.server.streaming import GenerationResponse
+from fd_core.server.schemas.requests import Message
+from fd_core.server.state.state import state_of
+from fd_core.server.stream.disconnect import unless_gone
+from fd_core.server.stream.streaming import GenerationResponse
 
 __all__ = ["BODY", "router"]
 

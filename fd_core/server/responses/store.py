@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from fd_core.server.request_schemas import Message
 from fd_core.server.responses.schemas import ResponseAnswer
+from fd_core.server.schemas.requests import Message
 
 __all__ = ["ResponseStore", "StoredResponse"]
 

@@ -26,8 +26,8 @@ import numpy as np
 import fd_core
 from fd_core.config import EngineConfig, Limits
 from fd_core.engine.core import Engine
-from fd_core.engine.messages import EngineMessage, Submit
-from fd_core.engine.service import EngineService
+from fd_core.engine.process.messages import EngineMessage, Submit
+from fd_core.engine.process.service import EngineService
 from fd_core.errors import ConfigError, FdError
 from fd_core.runner.batch import PersistentBatch
 from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_READ, ASSUMED_STORE_WRITE

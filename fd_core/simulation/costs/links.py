@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from fd_core.cache_dir import find_cache_dir
+from fd_core.config.paths import find_cache_dir
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location

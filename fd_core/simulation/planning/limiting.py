@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from fd_core.simulation.clock.waits import WAIT_TITLES
 from fd_core.simulation.costs.profile import CostProfile
 from fd_core.simulation.costs.profile_costs import curve_function
 from fd_core.simulation.planning.shapes import DeploymentShape
@@ -14,7 +15,6 @@ from fd_core.simulation.results.report import ReportedRun
 from fd_core.simulation.results.slo import parse_slo
 from fd_core.simulation.results.summary import ObjectiveCheck, RunSummary
 from fd_core.simulation.results.tables import duration_text
-from fd_core.simulation.waits import WAIT_TITLES
 
 __all__ = ["LimitFound", "check_margin", "check_text", "limit_of", "slo_margin"]
 

@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 
 from fd_core.errors import ConfigError
+from fd_core.simulation.clock.waits import WAIT_TITLES, WAITS
 from fd_core.simulation.results.summary import LatencyFigures, RunSummary
-from fd_core.simulation.waits import WAIT_TITLES, WAITS
 
 __all__ = [
     *(

@@ -80,6 +80,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Which costs were used, and whether they were measured or calculated."""
     waits: bytes = b""
     """Where the time of each request went: float32[requests, 2, reasons], seconds, in the order of `outcomes`, before
-    the first token and behind it, by `fd_core.simulation.waits.WAITS`. Empty if nothing tells."""
+    the first token and behind it, by `fd_core.simulation.clock.waits.WAITS`. Empty if nothing tells."""
     absences: tuple[Absence, ...] = ()
     """In the order of their ends; those of the end of the run are there too."""

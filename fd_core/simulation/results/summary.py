@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.simulation.clock.waits import WAITS
 from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.results.slo import Slo
-from fd_core.simulation.waits import WAITS
 
 __all__ = [
     *(
@@ -102,7 +102,7 @@ class WaitFigures(msgspec.Struct, frozen=True):
     """Seconds that a request spent for one reason, means."""
 
     reason: str
-    """Of `fd_core.simulation.waits.WAITS`, `computing` among them."""
+    """Of `fd_core.simulation.clock.waits.WAITS`, `computing` among them."""
     before: float
     """Of completed requests before their first tokens; over all reasons that is the mean TTFT."""
     before_slowest: float

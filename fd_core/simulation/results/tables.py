@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fd_core.simulation.clock.waits import WAIT_TITLES
 from fd_core.simulation.results.comparing import (
     FIGURES,
     USUAL_FIGURES,
@@ -26,7 +27,6 @@ from fd_core.simulation.results.report import (
     shown,
 )
 from fd_core.simulation.results.summary import RunSummary
-from fd_core.simulation.waits import WAIT_TITLES
 
 __all__ = ["duration_text", "figure_text", "print_report"]
 

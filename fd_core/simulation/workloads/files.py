@@ -10,8 +10,8 @@ from typing import BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
-from fd_core.sizes import format_size
 
 __all__ = ["MAX_FILE_BYTES", "MAX_LINES", "MAX_LINE_BYTES", "lines_of", "number_rows", "opened", "wrong_line"]
 

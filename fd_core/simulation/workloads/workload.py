@@ -14,7 +14,7 @@ from typing import Final, overload
 import msgspec
 
 from fd_core.errors import ConfigError
-from fd_core.simulation.conversations import Conversation, UserTurn
+from fd_core.simulation.clients.conversations import Conversation, UserTurn
 from fd_core.simulation.workloads.arrivals import arrival_times
 from fd_core.simulation.workloads.contents import Contents, MadeContents, clients_of
 from fd_core.simulation.workloads.draws import Draws

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, Rope
-from fd_core.ops.kv_int8 import dequantize_kv
-from fd_core.runner.inputs import adapter_rows
-from fd_core.testing.arrays import Values, activations, on_device, penalty_input, raw, sample_input, step_input
-from fd_core.testing.layers import Geometry, LayerOn
-from fd_core.weights import ITEM_BYTES, LowRank
+from fd_core.ops.numpy.kv_int8 import dequantize_kv
+from fd_core.ops.weights import ITEM_BYTES, LowRank
+from fd_core.runner.inputs.inputs import adapter_rows
+from fd_core.testing.models.arrays import Values, activations, on_device, penalty_input, raw, sample_input, step_input
+from fd_core.testing.models.layers import Geometry, LayerOn
 
 __all__ = ["CHECKS", "SIZES", "OpCheck", "Prepared", "Size"]
 

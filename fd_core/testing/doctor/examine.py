@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ConfigError, FdError
+from fd_core.launching.parent_watch import end_with_parent
 from fd_core.ops.contract import Array, Ops
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.parent_watch import end_with_parent
-from fd_core.testing.arrays import assert_near
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.doctor.checks import CHECKS, SIZES, OpCheck, Size
 from fd_core.testing.doctor.model import OpFinding, PackDescribed, PackRefused, ProbeBegun
-from fd_core.testing.target import parse_target
+from fd_core.testing.kit.target import parse_target
+from fd_core.testing.models.arrays import assert_near
 
 __all__ = ["copy_bandwidth", "examine"]
 

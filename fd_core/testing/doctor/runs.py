@@ -18,7 +18,7 @@ import fd_core
 from fd_core.errors import ConfigError
 from fd_core.testing.doctor.checks import CHECKS
 from fd_core.testing.doctor.model import DoctorReport, OpFinding, PackDescribed, PackRefused, ProbeBegun
-from fd_core.testing.target import parse_target
+from fd_core.testing.kit.target import parse_target
 
 __all__ = ["run_doctor"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from fd_core.plugins import REASONING_PARSER, TOOL_PARSER, Kind
-from fd_core.testing.cases import KitCase, cases_of
+from fd_core.testing.models.cases import KitCase, cases_of
 from fd_core.testing.parsers.suite import (
     test_calls,
     test_characters,

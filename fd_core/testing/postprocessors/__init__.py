@@ -8,7 +8,7 @@
 plugin.
 """
 
-from fd_core.testing.cases import KitCase, cases_of
+from fd_core.testing.models.cases import KitCase, cases_of
 from fd_core.testing.postprocessors.suite import test_device, test_flight, test_matrix
 from fd_core.testing.postprocessors.target import PostprocessTarget, find_postprocessor
 

@@ -11,7 +11,7 @@ from fd_core.config import Limits
 from fd_core.ops.contract import Ops
 from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess
-from fd_core.testing.target import parse_target
+from fd_core.testing.kit.target import parse_target
 
 __all__ = ["PostprocessTarget", "find_postprocessor"]
 

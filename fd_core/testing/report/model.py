@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from fd_core.testing.law import RULES
+from fd_core.testing.kit.law import RULES
 
 __all__ = [
     "OF_OTHERS_THAN_SCHEDULERS",

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from fd_core.testing import plugin
+from fd_core.testing.kit import plugin
 from fd_core.testing.report.model import CaseOutcome, Result
 
 if TYPE_CHECKING:
+    from fd_core.testing.kit.target import Target
     from fd_core.testing.parsers.target import ParserTarget
     from fd_core.testing.postprocessors.target import PostprocessTarget
     from fd_core.testing.schedulers.target import SchedulerTarget
-    from fd_core.testing.target import Target
 
 __all__ = ["BackendDescribed", "CaseStarted", "CasesLeftOut", "RecordedEvent", "identity_of", "read_events"]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import fd_core
+from fd_core.testing.kit.target import environment_of
 from fd_core.testing.report.model import (
     OF_OTHERS_THAN_SCHEDULERS,
     PARSER_SECTIONS,
@@ -26,7 +27,6 @@ from fd_core.testing.report.model import (
     Result,
 )
 from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CasesLeftOut, CaseStarted, read_events
-from fd_core.testing.target import environment_of
 
 __all__ = ["BACKENDS", "KITS", "Kit", "run_suite"]
 

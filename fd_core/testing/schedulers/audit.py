@@ -12,7 +12,7 @@ from typing import Final
 
 from fd_core import signals
 from fd_core.config import Limits
-from fd_core.kv.effects import (
+from fd_core.effects.operations import (
     Cancel,
     Completion,
     Effects,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from fd_core.testing.law import RULES
+from fd_core.testing.kit.law import RULES
 
 __all__ = ["LawBroken", "broken", "require"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from fd_core.testing.cases import KitCase, cases_of
-from fd_core.testing.requirements import lacks
+from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.models.cases import KitCase, cases_of
 from fd_core.testing.schedulers.suite import (
     test_blocks,
     test_budget,

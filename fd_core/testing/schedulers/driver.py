@@ -10,24 +10,24 @@ from typing import Any, Final
 import numpy as np
 
 from fd_core.config import Limits
+from fd_core.effects.operations import Completion
 from fd_core.errors import FdError
-from fd_core.kv.effects import Completion
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.runner.inputs import BudgetExceeded
+from fd_core.runner.inputs.inputs import BudgetExceeded
 from fd_core.scheduling.contract import SchedulerSetup
-from fd_core.scheduling.drafts import DraftControl
-from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Fcfs, SchedulingPolicy
+from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.victims import FewestTokens
-from fd_core.testing.drafting import KnowingDrafter
 from fd_core.testing.schedulers.audit import Auditor, Stay
 from fd_core.testing.schedulers.breaches import broken, require
 from fd_core.testing.schedulers.peers import ScriptedPeers
 from fd_core.testing.schedulers.scripts import make_runner, whole_text
 from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.schedulers.tiers import OperationEnd
-from fd_core.testing.sizes import SMALL
-from fd_core.testing.texts import Texts
+from fd_core.testing.stepping.drafting import KnowingDrafter
+from fd_core.testing.stepping.sizes import SMALL
+from fd_core.testing.stepping.texts import Texts
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
 __all__ = ["Driver", "drive"]

@@ -6,14 +6,14 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.testing.schedulers.audit import WHERES
 from fd_core.testing.schedulers.driver import Driver, drive
 from fd_core.testing.schedulers.peers import elsewhere, job_for
 from fd_core.testing.schedulers.scripts import PROMPTS, many_specs
 from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.schedulers.tiers import OperationEnd
-from fd_core.testing.sizes import SMALL
+from fd_core.testing.stepping.sizes import SMALL
 from fd_core.types import RequestSpec
 
 __all__ = ["run_hostile_orders"]

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from fd_core.kv.effects import Completion, Effect, Fetch, Fetched, Send, Sent
+from fd_core.effects.operations import Completion, Effect, Fetch, Fetched, Send, Sent
 from fd_core.testing.schedulers.scripts import kv_of
 from fd_core.testing.schedulers.tiers import Operation, OperationEnd, ScriptedTiers
-from fd_core.testing.texts import greedy
+from fd_core.testing.stepping.texts import greedy
 from fd_core.types import PrefillJob, RequestSpec
 
 __all__ = ["ScriptedPeers", "elsewhere", "job_for"]

@@ -17,7 +17,7 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.runner.drafting import Drafter
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
-from fd_core.testing.texts import greedy
+from fd_core.testing.stepping.texts import greedy
 from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams, StepPlan
 
 __all__ = ["PROMPTS", "kv_of", "make_runner", "many_specs", "text_with_zero", "whole_text"]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.kv.effects import (
+from fd_core.effects.operations import (
     Cancel,
     Completion,
     Effect,

@@ -14,7 +14,7 @@ import pytest
 
 pytest.register_assert_rewrite("fd_core.testing.stores.suite", "fd_core.testing.stores.machine")
 
-from fd_core.testing.requirements import OPEN, Requirement, closed, lacks  # noqa: E402 -- after the call above
+from fd_core.testing.kit.requirements import OPEN, Requirement, closed, lacks  # noqa: E402 -- after the call above
 from fd_core.testing.stores.back_door import BackDoor  # noqa: E402 -- after the call above
 from fd_core.testing.stores.suite import StoreSuite  # noqa: E402 -- after the call above
 

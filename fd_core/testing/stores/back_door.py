@@ -6,7 +6,7 @@ import abc
 from contextlib import AbstractContextManager
 
 from fd_core.kv.stores.contract import Trouble
-from fd_core.testing.requirements import lacks
+from fd_core.testing.kit.requirements import lacks
 
 __all__ = ["BackDoor"]
 

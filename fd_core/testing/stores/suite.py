@@ -16,7 +16,7 @@ import pytest
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, Trouble
 from fd_core.kv.stores.location import StoreLocation, parse_location
-from fd_core.testing.requirements import OPEN, Requirement, lacks
+from fd_core.testing.kit.requirements import OPEN, Requirement, lacks
 from fd_core.testing.stores.back_door import BackDoor
 from fd_core.testing.stores.calls import LIMIT, SLACK, TIMEOUT, as_bytes, key_of, usable_again, value_of
 from fd_core.testing.stores.machine import run_beside_a_dict

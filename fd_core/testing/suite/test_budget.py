@@ -12,11 +12,11 @@ import pytest
 
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, StepInput
-from fd_core.testing.golden import Golden
-from fd_core.testing.requirements import thorough_but
-from fd_core.testing.stepping import Stepper
-from fd_core.testing.target import Target
-from fd_core.testing.texts import greedy
+from fd_core.testing.kit.requirements import thorough_but
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.golden import Golden
+from fd_core.testing.stepping.stepper import Stepper
+from fd_core.testing.stepping.texts import greedy
 
 KS = [0, 1, 3, 5]
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 90, (8, 16)).tolist()

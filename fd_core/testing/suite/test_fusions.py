@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import Ops
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.testing.arrays import PACKED_TOLERANCE, Values, activations, assert_near
-from fd_core.testing.layers import Geometry, LayerOn
-from fd_core.testing.requirements import require_format, thorough_but
-from fd_core.weights import WEIGHT_FORMATS
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.weights import WEIGHT_FORMATS
+from fd_core.testing.kit.requirements import require_format, thorough_but
+from fd_core.testing.models.arrays import PACKED_TOLERANCE, Values, activations, assert_near
+from fd_core.testing.models.layers import Geometry, LayerOn
 
 REQUIRES = ("primitives", "kv_transfer")
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fd_core.testing.golden import Golden
-from fd_core.testing.requirements import thorough_but
-from fd_core.testing.stepping import parts_of
-from fd_core.testing.target import Target
-from fd_core.testing.texts import greedy, run
+from fd_core.testing.kit.requirements import thorough_but
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.golden import Golden
+from fd_core.testing.stepping.stepper import parts_of
+from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams, TokenLogprobs
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

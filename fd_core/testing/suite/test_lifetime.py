@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fd_core.engine.launch import open_client
-from fd_core.engine.process import ProcessClient
+from fd_core.engine.clients.launch import open_client
+from fd_core.engine.clients.process import ProcessClient
 from fd_core.errors import ConfigError
 from fd_core.plugins import BACKEND, installed_plugins
-from fd_core.testing.golden import Golden
-from fd_core.testing.limits import ABILITIES
-from fd_core.testing.memory import MEBI, resident
-from fd_core.testing.target import Target
-from fd_core.testing.texts import greedy, run
+from fd_core.testing.kit.limits import ABILITIES
+from fd_core.testing.kit.memory import MEBI, resident
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.golden import Golden
+from fd_core.testing.stepping.texts import greedy, run
 
 
 def test_limits_are_known_and_have_reasons(target: Target) -> None:
-    assert set(target.limits) <= set(ABILITIES), "a limit must be an ability of fd_core.testing.limits"
+    assert set(target.limits) <= set(ABILITIES), "a limit must be an ability of fd_core.testing.kit.limits"
     assert all(len(reason) > 5 for reason in target.limits.values())
 
 

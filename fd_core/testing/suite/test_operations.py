@@ -13,9 +13,11 @@ import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Lora, Norm, Ops, Rope
-from fd_core.ops.kv_int8 import dequantize_kv, quantize_kv
-from fd_core.runner.inputs import adapter_rows
-from fd_core.testing.arrays import (
+from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
+from fd_core.ops.weights import WEIGHT_FORMATS, LowRank, RawTensor
+from fd_core.runner.inputs.inputs import adapter_rows
+from fd_core.testing.kit.requirements import require_format
+from fd_core.testing.models.arrays import (
     PACKED_TOLERANCE,
     Values,
     activations,
@@ -25,8 +27,6 @@ from fd_core.testing.arrays import (
     raw,
     step_input,
 )
-from fd_core.testing.requirements import require_format
-from fd_core.weights import WEIGHT_FORMATS, LowRank, RawTensor
 
 REQUIRES = ("primitives",)
 

@@ -21,12 +21,12 @@ from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import spec_of
 from fd_core.ops.contract import Ops
 from fd_core.ops.parallel import RankGroup
-from fd_core.testing.adapters import write_adapter
-from fd_core.testing.arrays import Values
-from fd_core.testing.paged import PagedDriver
-from fd_core.testing.ranks import gloo_ranks, on_ranks, shared_memory_ranks
-from fd_core.testing.requirements import lacks
-from fd_core.testing.target import Target
+from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
+from fd_core.testing.kit.requirements import lacks
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.adapters import write_adapter
+from fd_core.testing.models.arrays import Values
+from fd_core.testing.models.paged import PagedDriver
 
 REQUIRES = ("primitives",)
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fd_core.ops.contract import Ops, SampleInput
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.philox import uniform
-from fd_core.testing.arrays import on_device, penalty_input, sample_input
+from fd_core.testing.models.arrays import on_device, penalty_input, sample_input
 from fd_core.types import IntArray
 
 Floats = npt.NDArray[np.float32]

@@ -18,11 +18,11 @@ import pytest
 from fd_core.runner.launching import LaunchedStep
 from fd_core.scheduling.requests import State
 from fd_core.signals import Outcome
-from fd_core.testing.golden import Golden
-from fd_core.testing.requirements import thorough_but
-from fd_core.testing.steps import ByHand, SentStepper, device_of
-from fd_core.testing.target import Target
-from fd_core.testing.texts import greedy, run
+from fd_core.testing.kit.requirements import thorough_but
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.golden import Golden
+from fd_core.testing.stepping.steps import ByHand, SentStepper, device_of
+from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
 KS = [0, 1, 3, 5]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from fd_core.config import EngineConfig
 from fd_core.ops.contract import Array, Lora
-from fd_core.ops.torch_ops import TorchOps
-from fd_core.weights import LowRank
+from fd_core.ops.torch.ops import TorchOps
+from fd_core.ops.weights import LowRank
 
 from fd_gpu_cuda.device import out_of_memory
 from fd_gpu_cuda.kernel_table import Kernels

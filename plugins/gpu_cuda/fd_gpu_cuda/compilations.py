@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fd_core.cache_dir import find_cache_dir
+from fd_core.config.paths import find_cache_dir
 from fd_core.ops.compilations import CompilationStats
 
 __all__ = ["Compilations", "use_cache_folder"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from fd_core.ops.contract import SCALE_BYTES, Array, Heads, StepInput
-from fd_core.ops.torch_attention import TorchLayer, quantize_heads
+from fd_core.ops.torch.attention import TorchLayer, quantize_heads
 from torch.nn import functional
 
 from fd_gpu_cuda.kv_cache import CudaLayer

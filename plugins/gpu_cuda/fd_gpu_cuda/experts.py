@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from fd_core.ops.contract import Activation, Array, Experts
-from fd_core.ops.torch_ops import TorchLinear, TorchOps, route
-from fd_core.weights import Weight
+from fd_core.ops.torch.ops import TorchLinear, TorchOps, route
+from fd_core.ops.weights import Weight
 
 from fd_gpu_cuda.packed import PackedLinear, PackedPart, pack_stack
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, Lora, Norm, StepInput
-from fd_core.ops.torch_ops import TorchOps
+from fd_core.ops.torch.ops import TorchOps
 
 from fd_gpu_cuda.kernel_table import AddNorm, Kernels
 from fd_gpu_cuda.kv_cache import CudaLayer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fd_core.ops.contract import Activation, Array, Heads, Norm, StepInput
-from fd_core.ops.torch_sampling import TorchSampling
+from fd_core.ops.torch.sampling import TorchSampling
 from fd_core.runner.postprocess.torch_matrix import write_token_matrix
 
 from fd_gpu_cuda.experts import ExpertsKernel

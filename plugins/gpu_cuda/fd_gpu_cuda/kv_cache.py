@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from fd_core.ops.contract import SCALE_BYTES, Array, KVShape
-from fd_core.ops.torch_attention import TorchKVCache
+from fd_core.ops.torch.attention import TorchKVCache
 from fd_core.types import IntArray
 
 from fd_gpu_cuda.device import Cuda

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fd_core.backends.contract import Model
 from fd_core.config import EngineConfig, step_budget
-from fd_core.runner.prompt_scores import SCORED_CELLS
+from fd_core.runner.sampling.prompt_scores import SCORED_CELLS
 
 if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda

@@ -22,9 +22,9 @@ from fd_core.ops.contract import (
     StepInput,
 )
 from fd_core.ops.parallel import RankGroup
-from fd_core.ops.torch_ops import TorchLinear, widened
+from fd_core.ops.torch.ops import TorchLinear, widened
 from fd_core.ops.warm_up import WarmUpStep
-from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
+from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
 from fd_gpu_cuda.adapters import AdaptedOps
 from fd_gpu_cuda.compilations import Compilations
@@ -42,7 +42,7 @@ from fd_gpu_cuda.uploads import upload_packed
 from fd_gpu_cuda.warm_up import warm_up_steps
 
 if TYPE_CHECKING:
-    from fd_core.ops.torch_group import TorchCollectives
+    from fd_core.ops.torch.group import TorchCollectives
 
 __all__ = ["CudaOps"]
 
@@ -108,7 +108,7 @@ class CudaOps(SamplingOps, MixtureOps, AdaptedOps, FusedOps):
     def _connected(self, group: RankGroup) -> TorchCollectives:
         """Return the ranks' collectives; they connect when they are first needed, which no capture is."""
         if self._collectives is None:
-            from fd_core.ops.torch_group import TorchCollectives, shared_store
+            from fd_core.ops.torch.group import TorchCollectives, shared_store
 
             connection = self._cuda.connect(shared_store(group), group.parallel, group.patience)
             self._collectives, self._cuda.ranks = TorchCollectives(connection, group.parallel), group

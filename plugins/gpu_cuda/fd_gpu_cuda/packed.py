@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from fd_core.ops.contract import Array
-from fd_core.weights import FP8, PackedTensor, RawTensor, Weight
+from fd_core.ops.weights import FP8, PackedTensor, RawTensor, Weight
 
 __all__ = ["PackedLinear", "PackedPart", "PackedProduct", "pack_linear", "pack_stack"]
 

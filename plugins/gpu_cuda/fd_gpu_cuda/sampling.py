@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fd_core.ops.contract import Array, PenaltyInput, SampleInput
-from fd_core.ops.torch_sampling import TorchSampling
+from fd_core.ops.torch.sampling import TorchSampling
 
 from fd_gpu_cuda.kernel_table import Kernels
 

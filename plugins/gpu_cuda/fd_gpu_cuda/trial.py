@@ -19,8 +19,8 @@ import torch
 from fd_core.errors import PluginError
 from fd_core.models.decoder import DecoderModel, Layer, Moe
 from fd_core.ops.contract import Array, KVCache, KVShape, Lora, StepInput
-from fd_core.runner.inputs import adapter_rows
-from fd_core.weights import LowRank
+from fd_core.ops.weights import LowRank
+from fd_core.runner.inputs.inputs import adapter_rows
 
 from fd_gpu_cuda.kernel_table import Kernels
 from fd_gpu_cuda.providers import Operation, Untried

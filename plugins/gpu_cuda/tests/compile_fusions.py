@@ -10,7 +10,7 @@ import torch
 from compiling import Compiler
 from extent import everything
 from fd_core.ops.contract import Activation, Heads, Norm, Rope
-from fd_core.testing.arrays import step_input
+from fd_core.testing.models.arrays import step_input
 
 from fd_gpu_cuda.kernels.activations import gate
 from fd_gpu_cuda.kernels.heads import rotate_and_store

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import torch
 from fake_driver import FakeDriver
-from fd_core.ops.torch_ops import TorchOps
-from fd_core.testing.arrays import on_device, penalty_input, sample_input
+from fd_core.ops.torch.ops import TorchOps
+from fd_core.testing.models.arrays import on_device, penalty_input, sample_input
 
 from fd_gpu_cuda.kernels.sampler import TritonSampling
 

@@ -11,8 +11,8 @@ import torch
 from capture import RecordedGroup, record, require_no_capture
 from fd_core.ops.contract import Activation, Array, Experts, Heads, HostCopies, StepInput
 from fd_core.ops.parallel import Parallel
-from fd_core.ops.torch_group import gloo_group
-from fd_core.ops.torch_ops import TorchOps, route
+from fd_core.ops.torch.group import gloo_group
+from fd_core.ops.torch.ops import TorchOps, route
 from plain_adapters import plain_lora
 from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store
 from torch.utils._python_dispatch import TorchDispatchMode

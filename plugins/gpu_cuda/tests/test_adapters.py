@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fd_core.models.loading.adapter import read_adapter  # noqa: E402 - only where torch is installed
-from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
-from fd_core.testing.adapters import write_adapter  # noqa: E402
-from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.testing.models.adapters import write_adapter  # noqa: E402
+from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from processor import Processor, make_ops  # noqa: E402
 from test_steps import LIMITS, MIXED, conversation, load  # noqa: E402
 

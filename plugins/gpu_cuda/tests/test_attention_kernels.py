@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from fd_core.ops.contract import Heads, KVShape, Rope, StepInput  # noqa: E402 - only where both are installed
-from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
-from fd_core.ops.torch_ops import TorchOps  # noqa: E402
-from fd_core.testing.arrays import TOLERANCE, Values, assert_near, on_device, step_input  # noqa: E402
+from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
+from fd_core.ops.torch.ops import TorchOps  # noqa: E402
+from fd_core.testing.models.arrays import TOLERANCE, Values, assert_near, on_device, step_input  # noqa: E402
 from interpreting import dots_in_order, integers_become_bfloat16  # noqa: E402, F401
 from processor import make_ops, plain_attention  # noqa: E402
 

@@ -16,8 +16,8 @@ from extent import everything
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from fd_core.testing.adapters import write_adapter
-from fd_core.testing.checkpoints import write_checkpoint
+from fd_core.testing.models.adapters import write_adapter
+from fd_core.testing.models.checkpoints import write_checkpoint
 
 
 def answer(script: str, *words: str, cache: Path) -> Any:

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from fd_core.config import EngineConfig  # noqa: E402 - only where torch and Triton are installed
-from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
-from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from processor import Processor  # noqa: E402
 from test_steps import LIMITS, conversation  # noqa: E402
 

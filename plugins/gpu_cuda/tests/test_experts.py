@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 
 from fd_core.config import Limits  # noqa: E402 - only where both are installed
 from fd_core.ops.contract import Experts, Ops  # noqa: E402 - only where both are installed
-from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
-from fd_core.ops.torch_ops import route  # noqa: E402
-from fd_core.testing.arrays import Values, packed_weight, raw  # noqa: E402
-from fd_core.weights import FP8, Weight  # noqa: E402
+from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
+from fd_core.ops.torch.ops import route  # noqa: E402
+from fd_core.ops.weights import FP8, Weight  # noqa: E402
+from fd_core.testing.models.arrays import Values, packed_weight, raw  # noqa: E402
 from interpreting import dots_in_order  # noqa: E402, F401 - a fixture
 from processor import PLAIN, Processor  # noqa: E402
 

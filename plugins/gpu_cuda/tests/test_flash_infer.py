@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fd_core.ops.contract import Heads, HostStep, Rope, StepInput  # noqa: E402 - only where torch is installed
-from fd_core.ops.torch_attention import TorchLayer  # noqa: E402
-from fd_core.testing.arrays import Values, step_input  # noqa: E402
+from fd_core.ops.torch.attention import TorchLayer  # noqa: E402
+from fd_core.testing.models.arrays import Values, step_input  # noqa: E402
 from processor import Processor, ids, plain_attention  # noqa: E402
 
 from fd_gpu_cuda.flash_infer import FlashInferAttention, page_lists  # noqa: E402

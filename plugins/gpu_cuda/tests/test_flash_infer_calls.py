@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fd_core.ops.contract import Heads, HostStep, Rope  # noqa: E402 - only where torch is installed
-from fd_core.ops.torch_attention import TorchLayer  # noqa: E402
+from fd_core.ops.torch.attention import TorchLayer  # noqa: E402
 from processor import Processor, ids  # noqa: E402
 
 from fd_gpu_cuda.flash_infer import FlashInferAttention  # noqa: E402

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from fd_core.ops.contract import Heads, Norm, Ops, Rope  # noqa: E402 - only where both are installed
-from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
-from fd_core.ops.torch_ops import TorchOps  # noqa: E402
-from fd_core.testing.arrays import Values, activations, assert_near, on_device, raw, step_input  # noqa: E402
-from fd_core.testing.layers import Geometry, LayerOn  # noqa: E402
+from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
+from fd_core.ops.torch.ops import TorchOps  # noqa: E402
+from fd_core.testing.models.arrays import Values, activations, assert_near, on_device, raw, step_input  # noqa: E402
+from fd_core.testing.models.layers import Geometry, LayerOn  # noqa: E402
 from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store  # noqa: E402
 from processor import PLAIN, Processor  # noqa: E402
 

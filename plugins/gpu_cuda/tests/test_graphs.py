@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 from fd_core.backends.contract import Model  # noqa: E402 - only where torch is installed
 from fd_core.config import EngineConfig, Limits  # noqa: E402
 from fd_core.ops.contract import Ops, StepInput  # noqa: E402
-from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
-from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from fd_core.types import Admission, BlockGrant, SamplingParams, StepPlan  # noqa: E402
 from processor import OnProcessor, Processor, ids, make_ops  # noqa: E402
 

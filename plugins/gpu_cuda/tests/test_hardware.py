@@ -13,15 +13,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fd_core.config import EngineConfig  # noqa: E402 - only where torch is installed
-from fd_core.engine.builder import load_engine  # noqa: E402
-from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
-from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.engine.building.builder import load_engine  # noqa: E402
+from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
+from fd_core.ops.torch.ops import TorchOps  # noqa: E402
+from fd_core.ops.weights import WEIGHT_FORMATS  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
-from fd_core.testing.arrays import activations, on_device, packed_weight, sample_input  # noqa: E402
-from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
-from fd_core.testing.texts import greedy, run  # noqa: E402
-from fd_core.weights import WEIGHT_FORMATS  # noqa: E402
+from fd_core.testing.models.arrays import activations, on_device, packed_weight, sample_input  # noqa: E402
+from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.testing.stepping.texts import greedy, run  # noqa: E402
 from test_steps import CASES, LIMITS, MIXED, conversation  # noqa: E402
 
 from fd_gpu_cuda.backend import CudaBackend  # noqa: E402

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from fd_core.ops.contract import KVShape  # noqa: E402 - only where both are installed
-from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
-from fd_core.testing.arrays import Values  # noqa: E402
+from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
+from fd_core.testing.models.arrays import Values  # noqa: E402
 from processor import Processor, make_ops  # noqa: E402
 
 from fd_gpu_cuda.kernels.kv_write import write_kv  # noqa: E402

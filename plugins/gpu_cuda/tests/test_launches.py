@@ -16,12 +16,12 @@ pytest.importorskip("triton")
 
 from fd_core.config import EngineConfig, Limits  # noqa: E402 - only where both are installed
 from fd_core.models.loading.adapter import read_adapter  # noqa: E402
-from fd_core.runner.inputs import adapter_rows  # noqa: E402
+from fd_core.runner.inputs.inputs import adapter_rows  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
-from fd_core.testing.adapters import write_adapter  # noqa: E402
-from fd_core.testing.arrays import on_device, step_input  # noqa: E402
-from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.testing.models.adapters import write_adapter  # noqa: E402
+from fd_core.testing.models.arrays import on_device, step_input  # noqa: E402
+from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from launches import counted  # noqa: E402
 from processor import PLAIN, OnProcessor, Processor  # noqa: E402
 from test_steps import LIMITS as LIMITS_OF_STEPS  # noqa: E402

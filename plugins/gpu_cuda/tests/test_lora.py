@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from fd_core.ops.contract import Lora  # noqa: E402 - only where both are installed
-from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
-from fd_core.runner.inputs import adapter_rows  # noqa: E402
-from fd_core.testing.arrays import Values, on_device, packed_weight, step_input  # noqa: E402
-from fd_core.weights import LowRank  # noqa: E402
+from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
+from fd_core.ops.weights import LowRank  # noqa: E402
+from fd_core.runner.inputs.inputs import adapter_rows  # noqa: E402
+from fd_core.testing.models.arrays import Values, on_device, packed_weight, step_input  # noqa: E402
 from interpreting import dots_in_order  # noqa: E402, F401 - a fixture
 from launches import counted  # noqa: E402
 from processor import PLAIN, Processor  # noqa: E402

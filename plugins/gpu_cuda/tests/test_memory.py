@@ -13,12 +13,12 @@ pytest.importorskip("torch")
 
 import torch
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig
-from fd_core.engine.rehearsal import rehearsed
+from fd_core.engine.building.rehearsal import rehearsed
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import StepInput
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.runner.runner import Runner
-from fd_core.testing.checkpoints import write_checkpoint
+from fd_core.testing.models.checkpoints import write_checkpoint
 from processor import OnProcessor, Processor, make_ops
 
 from fd_gpu_cuda.memory import GRAPH_BYTES, NCCL_BYTES, calculated, measured, step_bytes

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from fd_core.testing.arrays import packed_weight  # noqa: E402 - only where both are installed
-from fd_core.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor  # noqa: E402
+from fd_core.ops.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor  # noqa: E402
+from fd_core.testing.models.arrays import packed_weight  # noqa: E402 - only where both are installed
 from interpreting import dots_in_order  # noqa: E402, F401 - a fixture
 from processor import plain_product  # noqa: E402
 

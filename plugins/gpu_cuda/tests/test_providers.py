@@ -18,11 +18,11 @@ from fd_core.config import EngineConfig  # noqa: E402 - only where torch is inst
 from fd_core.errors import PluginError  # noqa: E402
 from fd_core.models.decoder import DecoderModel  # noqa: E402
 from fd_core.ops.contract import Heads, KVShape, Rope  # noqa: E402
-from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
-from fd_core.testing.arrays import Values, on_device, step_input  # noqa: E402
-from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.testing.models.arrays import Values, on_device, step_input  # noqa: E402
+from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from processor import PLAIN, OnProcessor, Processor, make_ops, plain_attention  # noqa: E402
 from test_steps import LIMITS, MIXED, conversation  # noqa: E402
 

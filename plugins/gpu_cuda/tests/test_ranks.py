@@ -15,8 +15,8 @@ from fd_core.errors import ConfigError
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.runner.runner import Runner
-from fd_core.testing.checkpoints import write_checkpoint
-from fd_core.testing.ranks import gloo_ranks, on_ranks, shared_memory_ranks
+from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
+from fd_core.testing.models.checkpoints import write_checkpoint
 from processor import OnProcessor, Processor, make_ops
 from test_steps import CASES, LIMITS, MIXED, conversation
 

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from fd_core.ops.contract import SampleInput  # noqa: E402 - only where both are installed
-from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
-from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
+from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import write_token_matrix  # noqa: E402
-from fd_core.testing.arrays import on_device, penalty_input, sample_input  # noqa: E402
+from fd_core.testing.models.arrays import on_device, penalty_input, sample_input  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402

@@ -15,13 +15,13 @@ from fd_core.backends.contract import Model  # noqa: E402 - only where torch is 
 from fd_core.config import EngineConfig, Limits, resolve_limits  # noqa: E402
 from fd_core.engine.device import LaunchingDevice, ThreadDevice, make_device  # noqa: E402
 from fd_core.ops.contract import Ops  # noqa: E402
-from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
-from fd_core.ops.torch_ops import TorchOps  # noqa: E402
-from fd_core.runner.inputs import BudgetExceeded  # noqa: E402
+from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
+from fd_core.ops.torch.ops import TorchOps  # noqa: E402
+from fd_core.runner.inputs.inputs import BudgetExceeded  # noqa: E402
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
-from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepPlan  # noqa: E402
 from processor import OnProcessor, Processor, ids, make_ops, nothing_waits  # noqa: E402
 

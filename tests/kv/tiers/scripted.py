@@ -9,13 +9,13 @@ from unittest import mock
 
 import numpy as np
 
+from fd_core.effects.operations import Found, Loaded, LoadPaceMeasured, NotStored, Saved
+from fd_core.effects.port import CompletionQueue
+from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Found, Loaded, LoadPaceMeasured, NotStored, Saved
-from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.contract import KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import StoreLocation
-from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.offload import KVOffload, SealedStore
 from fd_core.ops.contract import KVCache, KVShape
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fd_core.kv.effects import Cancel, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.effects.operations import Cancel, Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.kv.tiers.offload import KVOffload
 
 from .scripted import BLOCK_BYTES, FAULTS, Rig, chain, content

@@ -8,8 +8,8 @@ import weakref
 import numpy as np
 import pytest
 
+from fd_core.effects.operations import Cancel, Found, Load, Loaded, LoadPaceMeasured, Lookup, NotStored, Save, Saved
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Cancel, Found, Load, Loaded, LoadPaceMeasured, Lookup, NotStored, Save, Saved
 from fd_core.kv.stores.contract import Trouble
 
 from .scripted import BLOCK_BYTES, FAULTS, Rig, chain, content

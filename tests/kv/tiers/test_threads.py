@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from fd_core.kv.effects import Cancel, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.effects.operations import Cancel, Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.kv.stores.contract import StoreError, Trouble
 
 from .scripted import BLOCK_BYTES, FAULTS, Rig, chain, content

@@ -13,8 +13,8 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import spec_of
-from fd_core.testing.adapters import write_adapter
-from fd_core.testing.checkpoints import write_checkpoint
+from fd_core.testing.models.adapters import write_adapter
+from fd_core.testing.models.checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="module")

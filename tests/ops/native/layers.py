@@ -1,5 +1,5 @@
 """One layer with random weights on any pack: the kit's."""
 
-from fd_core.testing.layers import ROWS, Geometry, LayerOn
+from fd_core.testing.models.layers import ROWS, Geometry, LayerOn
 
 __all__ = ["ROWS", "Geometry", "LayerOn"]

@@ -5,8 +5,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.testing.arrays import Values, assert_near, on_device, step_input
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.models.arrays import Values, assert_near, on_device, step_input
 from tests.ops.native.layers import Geometry, LayerOn
 
 SPAN, CHUNK = 512, 40
@@ -82,7 +82,7 @@ def test_a_value_that_is_no_number_is_seen_from_every_span(native, dtype):
 def split_row(compiled):
     """Return `split_row`, compiled apart: [n] float32 to high bytes, low bytes, scale and start."""
     library = compiled(
-        '#include "attention_int8.h"\n',
+        '#include "attention/attention_int8.h"\n',
         "void split(const float* x, int count, int half, signed char* bytes, fd::SplitRow* row) {\n"
         "    *row = fd::split_row(x, count, half, bytes);\n}\n",
     )

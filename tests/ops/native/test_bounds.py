@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fd_core.runner.inputs import adapter_rows
-from fd_core.testing.arrays import on_device, penalty_input, sample_input
+from fd_core.runner.inputs.inputs import adapter_rows
+from fd_core.testing.models.arrays import on_device, penalty_input, sample_input
 from tests.ops.native.layers import Geometry, LayerOn
 from tests.ops.native.test_program import model_on
 

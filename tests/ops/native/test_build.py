@@ -76,8 +76,13 @@ def test_an_instruction_set_that_is_not_run_here_compiles(isa, tmp_path):
     if compiler is None or platform.machine() != "x86_64":
         pytest.skip(f"the processor lacks {lacking}, and there is no compiler for it")
     flags = [flag for flag in build.compiler_flags(isa) if flag != "-O3"]
-    sources = sorted((Path(build.__file__).parent / "csrc").glob("*.cpp"))
-    subprocess.run([compiler, *flags, "-O0", "-c", *sources], check=True, timeout=200, cwd=tmp_path)
+    folder = Path(build.__file__).parent / "csrc"
+    subprocess.run(
+        [compiler, *flags, "-O0", "-I", folder, "-c", *sorted(folder.rglob("*.cpp"))],
+        check=True,
+        timeout=200,
+        cwd=tmp_path,
+    )
 
 
 def test_tiles_of_amx_compile_to_their_instructions(tmp_path):
@@ -85,8 +90,9 @@ def test_tiles_of_amx_compile_to_their_instructions(tmp_path):
     compiler = shutil.which("c++")
     if compiler is None or platform.machine() != "x86_64":
         pytest.skip("needs a compiler for x86-64")
-    source, text = Path(build.__file__).parent / "csrc" / "packed.cpp", tmp_path / "packed.s"
-    subprocess.run([compiler, *build.compiler_flags("amx"), "-S", source, "-o", text], check=True, timeout=120)
+    folder, text = Path(build.__file__).parent / "csrc", tmp_path / "packed.s"
+    command = [compiler, *build.compiler_flags("amx"), "-I", folder, "-S", folder / "linear" / "packed.cpp", "-o", text]
+    subprocess.run(command, check=True, timeout=120)
     assert {"tdpbsud", "tileloadd", "tilestored"} <= set(text.read_text().split())
 
 

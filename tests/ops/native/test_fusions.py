@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fd_core.ops.contract import Ops
-from fd_core.runner.inputs import adapter_rows
-from fd_core.testing.arrays import Values
+from fd_core.runner.inputs.inputs import adapter_rows
+from fd_core.testing.models.arrays import Values
 from fd_core.testing.suite import test_operations
 from fd_core.testing.suite.test_fusions import GEOMETRIES
 from tests.ops.native.layers import Geometry, LayerOn

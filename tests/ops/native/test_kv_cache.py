@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from fd_core.ops.contract import KVShape
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=10, block_size=5)
 

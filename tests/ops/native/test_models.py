@@ -5,7 +5,7 @@ import pytest
 
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from tests.models.paged import PagedDriver
 from tests.models.tiny import CASES
 

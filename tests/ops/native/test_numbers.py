@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fd_core.ops.contract import KVShape, Norm
-from fd_core.ops.kv_int8 import quantize_kv
-from fd_core.testing.arrays import on_device, raw, sample_input
+from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.testing.models.arrays import on_device, raw, sample_input
 from tests.ops.native.layers import Geometry, LayerOn
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
@@ -30,7 +30,7 @@ def numbers(compiled):
         "half_each": ("uint16_t", "float", "y[i] = half_to_float(x[i])"),
     }
     library = compiled(
-        '#include "dot.h"\nusing namespace fd;\n',
+        '#include "base/dot.h"\nusing namespace fd;\n',
         "".join(
             f"void {name}(const {of}* x, int n, {to}* y) {{ for (int i = 0; i < n; i += {step}) {body}; }}\n"
             for functions, step in ((vectors, "kLanes"), (scalars, "1"))

@@ -6,10 +6,10 @@ import torch
 
 from fd_core.ops.contract import Ops
 from fd_core.ops.native.pack import NativeOps
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.testing.arrays import packed_weight
-from fd_core.testing.layers import Geometry, LayerOn
-from fd_core.weights import PackedTensor, RawTensor
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.weights import PackedTensor, RawTensor
+from fd_core.testing.models.arrays import packed_weight
+from fd_core.testing.models.layers import Geometry, LayerOn
 from tests.ops.native.test_program import model_on
 
 # Of each instruction set a library is built, which takes seconds.

@@ -8,10 +8,10 @@ from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.native.pack import NativeOps
 from fd_core.ops.parallel import RanksApart
-from fd_core.testing.adapters import EVERYTHING, write_adapter
-from fd_core.testing.arrays import packed_weight
-from fd_core.testing.checkpoints import write_checkpoint
-from fd_core.testing.ranks import gloo_ranks, on_ranks, shared_memory_ranks
+from fd_core.testing.kit.ranks import gloo_ranks, on_ranks, shared_memory_ranks
+from fd_core.testing.models.adapters import EVERYTHING, write_adapter
+from fd_core.testing.models.arrays import packed_weight
+from fd_core.testing.models.checkpoints import write_checkpoint
 from tests.models.paged import PagedDriver
 
 CASES = ("llama-biases-wide-heads", "qwen3-moe", "gemma3", "ernie-moe")

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.ops.contract import Heads, KVShape, Rope
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.onnx_graph.attention import plan as plan_of
 from fd_core.ops.onnx_graph.pack import OnnxOps
-from fd_core.testing.arrays import step_input
+from fd_core.testing.models.arrays import step_input
 
 BLOCK = 4
 ROWS = st.lists(

@@ -6,8 +6,8 @@ import pytest
 import fd_core.ops.onnx_graph.session as sessions
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.ops.numpy_sampling import NumpySampling
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.numpy.sampling import NumpySampling
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol, TraceError
 from fd_core.ops.onnx_graph.pack import OnnxOps
 from fd_core.ops.onnx_graph.session import CPU, Provider, Session

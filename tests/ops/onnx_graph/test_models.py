@@ -13,9 +13,9 @@ from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model
-from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.onnx_graph.pack import OnnxOps, SessionForward
-from fd_core.testing.arrays import step_input
+from fd_core.testing.models.arrays import step_input
 from tests.models.paged import PagedDriver
 from tests.models.test_draft_model_packs import engine, specs, texts
 from tests.models.tiny import CASES

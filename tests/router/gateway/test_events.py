@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fd_core.router.gateway.relaying import EventCutter
+from fd_core.router.gateway.requests.relaying import EventCutter
 
 STREAM = b"".join(b'data: {"i": %d, "t": "x\\n"}\n\n' % index for index in range(30)) + b"data: [DONE]\n\n"
 

@@ -18,7 +18,7 @@ from fd_core.server.access.routes import ROUTES
 from fd_core.server.access.tenants import TENANT_HEADER, Tenant, sign_tenant
 from tests.router.gateway.fakes import routed
 from tests.server.fakes import LiveServer, live
-from tests.server.test_disconnect import eventually
+from tests.server.stream.test_disconnect import eventually
 from tests.server.test_key_limits import key_file
 
 KEYS = ({"name": "alice"}, {"name": "bob"}, {"name": "root", "admin": True})

@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from fd_core.logs import one_word
+from fd_core.config.logs import one_word
 from tests.server.fakes import LiveServer, live
-from tests.server.test_disconnect import eventually
+from tests.server.stream.test_disconnect import eventually
 from tests.server.test_key_limits import key_file
 from tests.server.test_owners import begin, ended, upload
 

@@ -8,7 +8,7 @@ import pytest
 
 from fd_core.server.access.control import AccessControl
 from fd_core.server.access.keys import ApiKey, KeyRing
-from fd_core.server.errors import ApiError
+from fd_core.server.api.errors import ApiError
 
 BASIC = b"Basic bm9ib2R5OmE="  # nobody:a
 

@@ -17,8 +17,8 @@ from fd_core.server.access.control import AccessControl
 from fd_core.server.access.keys import ApiKey
 from fd_core.server.access.record import RequestRecord
 from fd_core.server.access.routes import ROUTES, find_route
+from fd_core.server.api.errors import ApiError
 from fd_core.server.app import create_app
-from fd_core.server.errors import ApiError
 from tests.server.fakes import FakeClient, byte_tokenizer, chat_template
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fd_core.server.api.errors import ApiError
 from fd_core.server.batches.form import boundary_of, read_form
-from fd_core.server.errors import ApiError
 
 
 def body_of(fields: dict[str, bytes], boundary: bytes = b"b") -> bytes:

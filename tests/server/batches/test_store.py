@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fd_core.server.api.errors import ApiError
 from fd_core.server.batches.accounts import Account
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredFile
-from fd_core.server.errors import ApiError
 from tests.server.batches.faulty_disk import FaultyDisk, Killed
 
 LIMIT = 100_000

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine.builder import load_engine
+from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
 from fd_core.runner.runner import Runner

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from fd_core.ops.contract import KVCache
-from fd_core.simulation.device import PlanComputer
-from fd_core.simulation.worker import SimulatedWorker
+from fd_core.simulation.engines.device import PlanComputer
+from fd_core.simulation.engines.worker import SimulatedWorker
 from fd_core.types import StepOutput, StepPlan
 from tests.simulation.hostile.computing import AuditedComputer, PlanWatch
 

@@ -13,12 +13,12 @@ import numpy as np
 from fd_core.backends.null import NullBackend, NullModel
 from fd_core.config import EngineConfig, Limits
 from fd_core.ops.contract import KVCache, StepInput
+from fd_core.ops.weights import Adapter
 from fd_core.runner.drafting import PerSlotDrafter
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
 from fd_core.signals import PREEMPTED_TOKEN_ID
 from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, StepOutput, StepPlan
-from fd_core.weights import Adapter
 
 __all__ = ["ADAPTERS", "AuditedComputer", "BrokenLaw", "Foreseeing", "Oracle", "adapted", "null_runner"]
 

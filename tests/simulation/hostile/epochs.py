@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from fd_core.engine.client import DeltaStream
-from fd_core.engine.messages import ClientMessage, StepEvents, Submit
-from fd_core.engine.request_ledger import MAX_DEATHS, MAX_DEATHS_IN_VAIN
-from fd_core.simulation.engine import SimulatedEngineClient
+from fd_core.engine.clients.client import DeltaStream
+from fd_core.engine.clients.request_ledger import MAX_DEATHS, MAX_DEATHS_IN_VAIN
+from fd_core.engine.process.messages import ClientMessage, StepEvents, Submit
+from fd_core.simulation.engines.engine import SimulatedEngineClient
 from fd_core.types import FinishReason, RequestSpec
 from tests.simulation.hostile.computing import BrokenLaw
 

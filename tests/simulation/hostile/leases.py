@@ -27,10 +27,7 @@ from fd_core.disagg.messages import (
     Open,
     Refuse,
 )
-from fd_core.engine.core import Engine, EnginePort
-from fd_core.engine.kv_transfer import prefill_request_id
-from fd_core.kv.blocks import BlockPool
-from fd_core.kv.effects import (
+from fd_core.effects.operations import (
     Cancel,
     Completion,
     Effect,
@@ -42,11 +39,14 @@ from fd_core.kv.effects import (
     Save,
     Send,
 )
-from fd_core.kv.port import CompletionQueue, EffectPort
+from fd_core.effects.port import CompletionQueue, EffectPort
+from fd_core.engine.building.kv_transfer import prefill_request_id
+from fd_core.engine.core import Engine, EnginePort
+from fd_core.kv.blocks import BlockPool
 from fd_core.ops.contract import KVCache
 from fd_core.scheduling.requests import Request
-from fd_core.scheduling.slots import SlotTable
-from fd_core.simulation.timeline import Timeline
+from fd_core.scheduling.running.slots import SlotTable
+from fd_core.simulation.clock.timeline import Timeline
 from fd_core.types import IntArray, StepPlan
 from tests.simulation.hostile.computing import BrokenLaw, adapted
 

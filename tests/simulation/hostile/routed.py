@@ -10,7 +10,7 @@ import msgspec
 
 from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Role
-from fd_core.simulation.conversations import Conversation, Piece, UserTurn
+from fd_core.simulation.clients.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.faults import FaultKind, SimulatedFault
 from fd_core.types import SamplingParams
 from tests.simulation.hostile.accidents import Accident, AccidentKind

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from fd_core.ops.numpy_ops import NumpyLinear
-from fd_core.runner.inputs import adapter_rows
-from fd_core.weights import FP8, PackedTensor
+from fd_core.ops.numpy.ops import NumpyLinear
+from fd_core.ops.weights import FP8, PackedTensor
+from fd_core.runner.inputs.inputs import adapter_rows
 from tests.testing.wrong.fault import wrong
 
 

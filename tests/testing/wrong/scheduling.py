@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fd_core.effects.operations import NO_EFFECTS, Cancel, Fetch, Fetched, GiveUp, Loaded, Send
 from fd_core.errors import ConfigError
-from fd_core.kv.effects import NO_EFFECTS, Cancel, Fetch, Fetched, GiveUp, Loaded, Send
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler

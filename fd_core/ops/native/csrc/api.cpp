@@ -1,7 +1,7 @@
 // The functions that Python calls through ctypes. Handles are opaque pointers. Nothing is thrown: where memory runs out, a
 // function returns null or 0; where an index or a size is out of bounds, kRefused, and `fd_refusal` has the text.
 
-#include "moe.h"
+#include "linear/moe.h"
 #include "sampling.h"
 
 namespace fd {

@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "threads.h"
+#include "base/threads.h"
 
 namespace fd {
 

@@ -1,8 +1,8 @@
 // The fused operations of a layer; see `fd_core.ops.contract.Ops` for what each computes.
 #pragma once
 
-#include "attention.h"
-#include "packed.h"
+#include "attention/attention.h"
+#include "linear/packed.h"
 
 namespace fd {
 

@@ -7,15 +7,15 @@
 #include <string>
 #include <vector>
 
-#include "attention_plan.h"
-#include "bounds.h"
+#include "attention/attention_plan.h"
+#include "base/bounds.h"
 #include "group.h"
-#include "kv.h"
-#include "linear.h"
-#include "lora.h"
-#include "memory.h"
-#include "rows.h"
-#include "threads.h"
+#include "attention/kv.h"
+#include "linear/linear.h"
+#include "linear/lora.h"
+#include "base/memory.h"
+#include "base/rows.h"
+#include "base/threads.h"
 
 namespace fd {
 

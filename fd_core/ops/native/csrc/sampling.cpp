@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "simd.h"
+#include "base/simd.h"
 
 namespace fd {
 namespace {

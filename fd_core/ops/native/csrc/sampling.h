@@ -2,8 +2,8 @@
 // results to the last bit.
 #pragma once
 
-#include "bounds.h"
-#include "threads.h"
+#include "base/bounds.h"
+#include "base/threads.h"
 
 namespace fd {
 

@@ -10,6 +10,7 @@ import msgspec
 
 from fd_core.errors import ConfigError
 from fd_core.pages.assembling import assemble
+from fd_core.simulation.clock.waits import WAIT_TITLES
 from fd_core.simulation.results.comparing import FIGURES, USUAL_FIGURES, VERDICTS, SeedInterval, SettingsComparison
 from fd_core.simulation.results.report import (
     LOAD,
@@ -24,8 +25,7 @@ from fd_core.simulation.results.report import (
 from fd_core.simulation.results.shapes import SHARES, TimeBins
 from fd_core.simulation.results.slo import MEASURES
 from fd_core.simulation.results.summary import RunSummary
-from fd_core.simulation.waits import WAIT_TITLES
-from fd_core.simulation.whole_file import write_whole
+from fd_core.simulation.workloads.whole_file import write_whole
 
 __all__ = ["facts_of", "page_of", "write_page"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.plugins import REASONING_PARSER, TOOL_PARSER
-from fd_core.testing.choosing import chosen, run_for_each
+from fd_core.testing.kit.choosing import chosen, run_for_each
 from fd_core.testing.parsers.target import ParserTarget, find_parser
 
 

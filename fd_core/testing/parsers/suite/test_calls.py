@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.parsers.target import ParserTarget, SampleAnswer, Words, meaning_of
-from fd_core.testing.requirements import lacks
 from fd_core.testing.schedulers.breaches import require
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
 

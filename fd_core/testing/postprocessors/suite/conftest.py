@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.testing.choosing import chosen, run_for_each
+from fd_core.testing.kit.choosing import chosen, run_for_each
 from fd_core.testing.postprocessors.target import PostprocessTarget, find_postprocessor
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.testing.choosing import chosen, run_for_each
-from fd_core.testing.requirements import lacks
+from fd_core.testing.kit.choosing import chosen, run_for_each
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.cases import QUICK_EXAMPLES
 from fd_core.testing.schedulers.target import SchedulerTarget, find_scheduler
 

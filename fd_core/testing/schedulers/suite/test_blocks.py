@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from fd_core.errors import BadRequest
-from fd_core.testing.requirements import lacks
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.breaches import require
 from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
 from fd_core.testing.schedulers.suite.test_signals import drains, long_ones, until_somebody_drains
 from fd_core.testing.schedulers.target import SchedulerTarget
-from fd_core.testing.texts import greedy
+from fd_core.testing.stepping.texts import greedy
 
 KS = [0, 1, 3, 5]
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Priority
-from fd_core.testing.requirements import lacks
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.breaches import require
 from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
 from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.schedulers.tiers import OperationEnd
-from fd_core.testing.texts import greedy
+from fd_core.testing.stepping.texts import greedy
 from fd_core.types import RequestSpec, StepPlan
 
 KS = [0, 1, 3, 5]

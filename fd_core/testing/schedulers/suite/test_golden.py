@@ -10,7 +10,7 @@ from fd_core.testing.schedulers.driver import drive, prompt_of
 from fd_core.testing.schedulers.machine import run_hostile_orders
 from fd_core.testing.schedulers.scripts import many_specs, whole_text
 from fd_core.testing.schedulers.target import SchedulerTarget
-from fd_core.testing.texts import greedy
+from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason, Pooling
 
 

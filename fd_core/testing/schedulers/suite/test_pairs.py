@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fd_core.kv.effects import Fetch, Send
-from fd_core.testing.requirements import lacks
+from fd_core.effects.operations import Fetch, Send
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.breaches import broken, require
 from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
 from fd_core.testing.schedulers.machine import run_hostile_orders
@@ -15,7 +15,7 @@ from fd_core.testing.schedulers.scripts import whole_text
 from fd_core.testing.schedulers.suite.test_signals import long_ones
 from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.schedulers.tiers import OperationEnd
-from fd_core.testing.texts import greedy
+from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason, StepPlan
 
 FAILURES = [OperationEnd.IN_PART, OperationEnd.BADLY]

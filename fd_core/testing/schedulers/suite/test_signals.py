@@ -8,15 +8,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID, MalformedOutput
-from fd_core.testing.requirements import lacks
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.breaches import broken, require
 from fd_core.testing.schedulers.driver import Driver, drive
 from fd_core.testing.schedulers.scripts import PROMPTS, text_with_zero, whole_text
 from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.schedulers.tiers import OperationEnd
-from fd_core.testing.texts import greedy
+from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason, RequestSpec, StepPlan
 
 KS = [0, 1, 3, 5]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.kv.effects import Load, LoadPaceMeasured, Lookup, PrefillPaceMeasured, Save
-from fd_core.scheduling.kv_offloading import KeepKV
-from fd_core.testing.requirements import lacks
+from fd_core.effects.operations import Load, LoadPaceMeasured, Lookup, PrefillPaceMeasured, Save
+from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.breaches import require
 from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
 from fd_core.testing.schedulers.suite.test_signals import long_ones
 from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.schedulers.tiers import OperationEnd
-from fd_core.testing.texts import greedy
+from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason
 
 ENDS = list(OperationEnd)

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import KVShape, Norm, Ops
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.testing.arrays import Values, activations, assert_near, raw, step_input
-from fd_core.testing.layers import Geometry, LayerOn
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.models.arrays import Values, activations, assert_near, raw, step_input
+from fd_core.testing.models.layers import Geometry, LayerOn
 
 REQUIRES = ("primitives", "kv_transfer")
 

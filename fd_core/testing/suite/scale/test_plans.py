@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fd_core.testing.checkpoints import LONG_CASE
-from fd_core.testing.judging import Judge
-from fd_core.testing.plans import RandomPlans
-from fd_core.testing.target import Target
+from fd_core.testing.kit.judging import Judge
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.checkpoints import LONG_CASE
+from fd_core.testing.stepping.plans import RandomPlans
 from fd_core.types import RequestSpec, SamplingParams
 
 ROOM: dict[str, Any] = {

@@ -9,11 +9,11 @@ import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import Ops, SampleInput
-from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.testing.arrays import on_device, penalty_input, sample_input
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.arrays import on_device, penalty_input, sample_input
 from fd_core.testing.postprocessors.matrices import Matrices, random_rows
 from fd_core.testing.postprocessors.target import PostprocessTarget
-from fd_core.testing.target import Target
 from fd_core.types import IntArray
 
 Floats = npt.NDArray[np.float32]

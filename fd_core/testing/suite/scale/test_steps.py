@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from fd_core.signals import Outcome
-from fd_core.testing.checkpoints import LONG_CASE, WIDE_CASE
-from fd_core.testing.judging import Judge
-from fd_core.testing.steps import ByHand
-from fd_core.testing.target import Target
-from fd_core.testing.texts import greedy, run
+from fd_core.testing.kit.judging import Judge
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.checkpoints import LONG_CASE, WIDE_CASE
+from fd_core.testing.stepping.steps import ByHand
+from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import RequestSpec, SamplingParams
 
 SLOTS = 67

@@ -18,7 +18,7 @@ _NO_KEY = tl.constexpr(-(0x7FFFFFFF << 32))
 def choose(logits: Array, experts: Experts) -> tuple[Array, Array]:
     """Return the experts of each token int32[T, top_k] and their weights float32[T, top_k] of logits [T, experts].
 
-    As `fd_core.ops.torch_ops.route`: by the softmax of the logits, corrected for the choice only; the lower id first on
+    As `fd_core.ops.torch.ops.route`: by the softmax of the logits, corrected for the choice only; the lower id first on
     a tie. Experts of a token that is not finite are real ones, with weights that are not finite.
     """
     tokens, count = logits.shape

@@ -1,0 +1,1 @@
+"""Talking to a model at the terminal: `fdcore chat` and `fdcore complete`."""

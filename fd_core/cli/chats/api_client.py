@@ -1,0 +1,151 @@
+"""A small client of OpenAI-compatible servers, for commands that talk to a running one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from fd_core.errors import ConfigError, FdError
+from fd_core.router.gateway.requests.relaying import read_up_to
+
+__all__ = ["ApiClient", "Chunk", "ServerAnswer", "base_url"]
+
+_LONGEST_LINE = 1 << 20
+_LONGEST_LIST = 16 << 20
+"""Bytes of the list of models; what lies behind is not read."""
+_STOP_LINE = b"[DONE]"
+_LIST_SECONDS = 30.0
+"""A server that says by then which models it serves is one; an answer may take as long as it takes."""
+
+
+class ServerAnswer(FdError):
+    """A server refused a request, broke off an answer or cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One piece of a streamed answer."""
+
+    text: str
+    at: float
+    """When it arrived, in seconds of `time.perf_counter`."""
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    """Set with `completion_tokens` in the piece that carries the usage."""
+    completion_tokens: int | None = None
+
+
+def base_url(text: str) -> str:
+    """Return the address of a server without a trailing `/` or `/v1`. Raises `ConfigError`."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"{text!r} is not the address of a server", field="--url", hint="http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class ApiClient:
+    """A connection to one server; an asynchronous context manager."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = base_url(url)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def __aenter__(self) -> Self:
+        """Open the connection pool, which has no bound."""
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+            read_bufsize=_LONGEST_LINE,
+            trust_env=True,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def models(self) -> list[str]:
+        """Return the names of the models served."""
+        try:
+            wait = aiohttp.ClientTimeout(total=_LIST_SECONDS)
+            async with self._session.get(f"{self.url}/v1/models", timeout=wait) as response:
+                body = await read_up_to(response.content, _LONGEST_LIST)
+                if response.status != 200:
+                    raise _refused(response.status, body, self.url)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+        try:
+            return [str(card["id"]) for card in msgspec.json.decode(body)["data"]]
+        except (msgspec.DecodeError, TypeError, LookupError) as error:
+            raise ServerAnswer("the server does not answer like an OpenAI server", field=self.url) from error
+
+    async def stream(self, path: str, request: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+        """Send a completion or chat request and return the answer's pieces. Raises `ServerAnswer`."""
+        body = msgspec.json.encode({**request, "stream": True, "stream_options": {"include_usage": True}})
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(f"{self.url}{path}", data=body, headers=headers) as response:
+                if response.status != 200:
+                    raise _refused(response.status, await read_up_to(response.content, _LONGEST_LINE), self.url)
+                async for line in response.content:
+                    at = time.perf_counter()
+                    name, _, value = line.strip().partition(b":")
+                    if name != b"data":
+                        continue
+                    if value.strip() == _STOP_LINE:
+                        return
+                    yield _chunk(value, at, self.url)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+        except ValueError as error:
+            raise ServerAnswer("the answer has a line that is too long", field=self.url) from error
+        raise ServerAnswer("the answer ended before it was complete", field=self.url)
+
+    def _unreachable(self, error: Exception) -> ServerAnswer:
+        reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else str(error) or type(error).__name__
+        return ServerAnswer(f"cannot talk to the server: {reason}", field=self.url, hint="is it running?")
+
+
+def _chunk(data: bytes, at: float, url: str) -> Chunk:
+    try:
+        event = msgspec.json.decode(data)
+        if "error" in event:
+            raise ServerAnswer(_refusal(None, data), field=url)
+        usage = event.get("usage") or {}
+        choice = event["choices"][0] if event.get("choices") else {}
+        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        return Chunk(
+            text=str(text),
+            at=at,
+            finish_reason=choice.get("finish_reason"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            completion_tokens=usage.get("completion_tokens"),
+        )
+    except (msgspec.DecodeError, AttributeError, TypeError, LookupError) as error:
+        raise ServerAnswer("the answer is not a stream of OpenAI events", field=url) from error
+
+
+def _refused(status: int, body: bytes, url: str) -> ServerAnswer:
+    hint = "give the server's key with --api-key-file FILE or in FD_API_KEY" if status == 401 else None
+    return ServerAnswer(_refusal(status, body), field=url, hint=hint)
+
+
+def _refusal(status: int | None, body: bytes) -> str:
+    """Return what the server said was wrong, from OpenAI's error shape if it has it."""
+    try:
+        message = str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, TypeError, LookupError):
+        message = body[:200].decode(errors="replace").strip() or "no explanation"
+    return message if status is None else f"the server answered {status}: {message}"

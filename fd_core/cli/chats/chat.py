@@ -1,0 +1,224 @@
+"""`fdcore chat` and `fdcore complete`: use a model in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fd_core.cli.chats.conversation import ChatHistory
+from fd_core.cli.planning.speed import AnswerSpeed
+from fd_core.cli.report import harmless, plain, reports_errors, say
+from fd_core.cli.settings.flags import CHAT_FLAGS, CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
+from fd_core.cli.settings.typed_messages import kept_history, typed_messages
+from fd_core.errors import BadRequest, ConfigError, FdError
+
+if TYPE_CHECKING:
+    from fd_core.cli.chats.chat_backend import ChatBackend, SamplingOptions
+    from fd_core.cli.chats.loop_thread import LoopThread
+
+__all__ = ["chat", "complete"]
+
+Url = Annotated[
+    str | None, typer.Option(help="URL of a running server to use instead of loading a model.", metavar="URL")
+]
+MaxTokens = Annotated[int | None, typer.Option(help="Longest answer in tokens.", metavar="N", show_default=False)]
+Temperature = Annotated[
+    float, typer.Option(help="Randomness of sampling, 0 to 2; 0 always takes the most likely token.", metavar="T")
+]
+TopP = Annotated[float, typer.Option(help="Probability mass to sample from, above 0 and at most 1.", metavar="P")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of sampling; the same seed repeats an answer.", metavar="N", show_default=False)
+]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="smollm2, a folder, a .gguf file or a Hugging Face name.", metavar="MODEL"),
+]
+
+_HELP = "/help shows what else can be typed, Ctrl-C stops an answer, Ctrl-D leaves"
+_BOTH = "is for a model loaded here, and with --url the server's own settings hold"
+
+
+@reports_errors
+@takes_flags(ENGINE_FLAGS, CHAT_FLAGS, (CONFIG_FILE,))
+def chat(
+    given: Given,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False)] = None,
+    url: Url = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="System message at the beginning of the conversation.", metavar="TEXT", show_default=False),
+    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    seed: Seed = None,
+) -> None:
+    """Chat with a model in the terminal.
+
+    MODEL is smollm2 if none is named; --url talks to a running server instead. A new line sends the message, unless it
+    ends in a backslash; three quotes begin and end a message of several lines. /help shows the commands: /reset,
+    /system, /save, /load and /quit; Ctrl-C stops an answer. Typed lines are kept in the cache folder for the arrow
+    keys, but not those for a server that asks for a key.
+    """
+    options = _sampling(max_tokens, temperature, top_p, seed)
+    with _chat_backend(model, url, given, chats=True) as (loop, backend, name):
+        if sys.stdin.isatty():
+            print(f"{plain(name)}: {_HELP}", file=sys.stderr)
+        with kept_history(_history(url, given)):
+            _converse(loop, backend, ChatHistory(system), options)
+
+
+@reports_errors
+@takes_flags(ENGINE_FLAGS, CHAT_FLAGS, (CONFIG_FILE,))
+def complete(
+    given: Given,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; `-` reads it from the standard input.")],
+    model: Model = None,
+    url: Url = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+) -> None:
+    """Continue a text."""
+    options = _sampling(128 if max_tokens is None else max_tokens, temperature, top_p, seed)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with _chat_backend(model, url, given) as (loop, backend, _):
+        for piece in loop.iterate(backend.complete(text, options)):
+            _put(piece)
+        _put("\n")
+
+
+def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: int | None) -> SamplingOptions:
+    """Return what the flags say. Raises `ConfigError` that names the flag out of its range."""
+    from fd_core.cli.chats.chat_backend import SamplingOptions
+    from fd_core.types.checks import check_sampling
+
+    options = SamplingOptions(max_tokens, temperature, top_p, seed)
+    try:
+        check_sampling(options.params(2**31 - 1))
+    except BadRequest as error:
+        field = error.field or ""
+        flag = "--" + field.replace("_", "-")
+        raise ConfigError(flag + error.message.removeprefix(field), field=flag) from None
+    return options
+
+
+@contextlib.contextmanager
+def _chat_backend(
+    model: str | None, url: str | None, given: Given, *, chats: bool = False
+) -> Iterator[tuple[LoopThread, ChatBackend, str]]:
+    """Yield the chat backend, with the event loop that it lives on and its name for people.
+
+    Raises `ModelError` for a model that is to chat and cannot, before its weights are loaded.
+    """
+    from fd_core.cli.chats.loop_thread import LoopThread
+
+    with LoopThread() as loop, contextlib.ExitStack() as stack:
+        parts = _local(loop, stack, model, given, chats) if url is None else _remote(loop, stack, url, model, given)
+        yield loop, *parts
+
+
+def _remote(
+    loop: LoopThread, stack: contextlib.ExitStack, url: str, model: str | None, given: Given
+) -> tuple[ChatBackend, str]:
+    from fd_core.cli.chats.api_client import ApiClient
+    from fd_core.cli.chats.chat_backend import ServerChatBackend
+    from fd_core.cli.settings.settings import client_key
+
+    keys = ("api_keys", CLIENT_KEY_FILE.field)
+    engine_flags = [
+        flag.flag for flag in (*ENGINE_FLAGS, *CHAT_FLAGS) if flag.field in given and flag.field not in keys
+    ]
+    if engine_flags:
+        raise ConfigError(f"--url and {engine_flags[0]} contradict each other: {engine_flags[0]} {_BOTH}")
+    api = stack.enter_context(loop.entered(ApiClient(url, client_key(given, os.environ))))
+    name = model or next(iter(loop.run(api.models())), None)
+    if name is None:
+        raise FdError("the server serves no model", field=api.url)
+    return ServerChatBackend(api, name), f"{name} at {api.url}"
+
+
+def _local(
+    loop: LoopThread, stack: contextlib.ExitStack, model: str | None, given: Given, chats: bool
+) -> tuple[ChatBackend, str]:
+    from fd_core.cli.settings.settings import merge
+    from fd_core.engine.process.engine_process import begun_process
+
+    settings = merge(model, given, os.environ, default_model="smollm2")
+    where = settings.server.engine
+    begun = stack.enter_context(loop.entered(begun_process(settings.engine.backend, wanted=where == "process")))
+
+    from rich.console import Console
+
+    from fd_core.cli.chats.chat_backend import EngineChatBackend, no_template
+    from fd_core.cli.serving.startup import find_model, running_engine, startup_bars
+
+    with startup_bars(Console(stderr=True)) as bars:
+        found = find_model(settings.engine, settings.server.chat_template, bars)
+        if chats and found.template is None:
+            raise no_template(found.config.model)
+        client = stack.enter_context(loop.entered(running_engine(found, where, bars, begun=begun)))
+    return EngineChatBackend(client, found.tokenizer, found.template), found.config.model
+
+
+def _converse(loop: LoopThread, backend: ChatBackend, conversation: ChatHistory, options: SamplingOptions) -> None:
+    """Read messages and answer them until the input ends."""
+    for text in typed_messages():
+        line = text.strip()
+        if line in ("/quit", "/exit"):
+            return
+        try:
+            told = conversation.command(line) if text.startswith("/") else None
+        except FdError as error:
+            say(error)
+            continue
+        if told is not None:
+            print(harmless(told), file=sys.stderr)
+        elif line:
+            answer, whole = _answer(loop, backend, conversation.asked(text), options)
+            if answer or whole:
+                conversation.answered(text, answer)
+
+
+def _answer(
+    loop: LoopThread, backend: ChatBackend, messages: list[dict[str, Any]], options: SamplingOptions
+) -> tuple[str, bool]:
+    """Print one answer and return its text and whether it came to its end; Ctrl-C stops it."""
+    pieces: list[str] = []
+    whole = False
+    speed = AnswerSpeed()
+    try:
+        for piece in loop.iterate(backend.chat(messages, options, speed.count)):
+            pieces.append(piece)
+            _put(piece)
+        whole = True
+    except KeyboardInterrupt:
+        print(" [stopped]", file=sys.stderr, end="")
+    except FdError as error:
+        if not sys.stdin.isatty():
+            raise
+        say(error)
+    _put("\n")
+    if sys.stdin.isatty() and (told := speed.told()):
+        print(told, file=sys.stderr)
+    return "".join(pieces), whole
+
+
+def _history(url: str | None, given: Given) -> Path | None:
+    """Return the file of typed lines; None where a key leads to the server: what is said there stays there."""
+    from fd_core.cli.settings.settings import client_key
+    from fd_core.config.paths import find_cache_dir
+
+    return None if url is not None and client_key(given, os.environ) else find_cache_dir() / "chat_history"
+
+
+def _put(text: str) -> None:
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()

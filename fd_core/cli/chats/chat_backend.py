@@ -1,0 +1,152 @@
+"""What answers a chat in the terminal: an engine started for the command, or a running server."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from fd_core.cli.chats.api_client import ApiClient
+from fd_core.errors import BadRequest, FdError, ModelError
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.detokenizer import IncrementalDetokenizer
+from fd_core.text.tokenizer import Tokenizer
+from fd_core.types import Delta, RequestSpec, SamplingParams
+
+if TYPE_CHECKING:
+    from fd_core.engine.clients.client import EngineClient
+
+__all__ = ["ChatBackend", "EngineChatBackend", "SamplingOptions", "ServerChatBackend", "no_template"]
+
+Message = Mapping[str, Any]
+TokenCount = Callable[[int], None]
+
+
+def _uncounted(tokens: int) -> None:
+    """Count nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How the tokens of an answer are sampled and how many there may be."""
+
+    max_tokens: int | None = None
+    """None: as long as the model can."""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    """None: another answer each time."""
+
+    def params(self, room: int) -> SamplingParams:
+        """Return the parameters of an answer of at most `room` tokens."""
+        return SamplingParams(
+            max_tokens=room if self.max_tokens is None else min(room, self.max_tokens),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=secrets.randbits(64) if self.seed is None else self.seed,
+        )
+
+
+def no_template(model: str) -> ModelError:
+    """Return the error of a model that is to chat and cannot."""
+    return ModelError(
+        f"{model} has no chat template, so it continues texts and does not chat",
+        field="model",
+        hint="use `fdcore complete`, take a model tuned to instructions, or give --chat-template FILE",
+    )
+
+
+class ChatBackend(Protocol):
+    """Generates text chunk by chunk; closing the iterator early stops the generation."""
+
+    def chat(
+        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount = _uncounted
+    ) -> AsyncGenerator[str, None]:
+        """Answer a conversation; `count` is told of tokens when they come, of 0 where only their text is known."""
+
+    def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
+        """Continue a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChatBackend:
+    """Generates with an engine of this process's own."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    def chat(
+        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount = _uncounted
+    ) -> AsyncGenerator[str, None]:
+        """Answer a conversation."""
+        if self.template is None:
+            raise no_template(self.client.info.model)
+        return self._generate(self.tokenizer.encode(self.template.render(messages), add_special=False), options, count)
+
+    def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
+        """Continue a text."""
+        return self._generate(self.tokenizer.encode(prompt), options)
+
+    async def _generate(
+        self, prompt: list[int], options: SamplingOptions, count: TokenCount = _uncounted
+    ) -> AsyncGenerator[str, None]:
+        info = self.client.info
+        room = info.max_model_len - len(prompt)
+        if not prompt:
+            raise BadRequest("the prompt is empty")
+        if room < 1:
+            raise BadRequest(
+                f"the text has {len(prompt):,} tokens and the model holds {info.max_model_len:,} with its answer",
+                hint="shorten it, or /reset the chat",
+            )
+        spec = RequestSpec(
+            request_id=secrets.token_hex(8),
+            prompt=tuple(prompt),
+            params=options.params(room),
+            eos_token_ids=info.eos_token_ids,
+        )
+        text = IncrementalDetokenizer(self.tokenizer)
+        async with contextlib.aclosing(cast(AsyncGenerator[Delta, None], self.client.submit(spec))) as deltas:
+            async for delta in deltas:
+                count(len(delta.token_ids))
+                yield text.push(delta.token_ids).text
+                if delta.error is not None:
+                    raise FdError(delta.error)
+        yield text.flush().text
+
+
+@dataclass(frozen=True, slots=True)
+class ServerChatBackend:
+    """Generates with an OpenAI-compatible server."""
+
+    api: ApiClient
+    model: str
+
+    def chat(
+        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount = _uncounted
+    ) -> AsyncGenerator[str, None]:
+        """Answer a conversation."""
+        return self._generate("/v1/chat/completions", {"messages": list(messages)}, options, count)
+
+    def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
+        """Continue a text."""
+        # Unlike chats, completions have a short default length in this API.
+        longest = {} if options.max_tokens else {"max_tokens": 256}
+        return self._generate("/v1/completions", {"prompt": prompt, **longest}, options)
+
+    async def _generate(
+        self, path: str, asked: dict[str, Any], options: SamplingOptions, count: TokenCount = _uncounted
+    ) -> AsyncGenerator[str, None]:
+        request = {**asked, "model": self.model, "temperature": options.temperature, "top_p": options.top_p}
+        if options.max_tokens is not None:
+            request["max_tokens"] = options.max_tokens
+        if options.seed is not None:
+            request["seed"] = options.seed
+        async with contextlib.aclosing(self.api.stream(path, request)) as chunks:
+            async for chunk in chunks:
+                if chunk.text or chunk.completion_tokens:
+                    count(chunk.completion_tokens or 0)
+                yield chunk.text

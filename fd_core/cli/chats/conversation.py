@@ -1,0 +1,112 @@
+"""A conversation in the terminal: its messages, and the commands that change, keep and bring it back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from fd_core.config.paths import user_path
+from fd_core.errors import ConfigError
+
+__all__ = ["HELP", "ChatHistory"]
+
+Message = dict[str, Any]
+
+HELP: Final = '''\
+/reset        forget the conversation
+/system TEXT  set the system message; without TEXT, show it
+/save FILE    write the conversation as JSON
+/load FILE    go on with a conversation that was saved
+/help         show this
+/quit         leave, as Ctrl-D does; Ctrl-C stops an answer
+A line that ends in \\ goes on in the next one; """ begins and ends a message of several lines.'''
+
+
+class ChatHistory:
+    """The messages of one conversation. A message of the system, if there is one, comes first and outlives a reset."""
+
+    def __init__(self, system: str | None = None) -> None:
+        self.system = system or None
+        self._turns: list[Message] = []
+
+    @property
+    def messages(self) -> list[Message]:
+        """Every message, as requests carry them."""
+        start: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*start, *self._turns]
+
+    def asked(self, text: str) -> list[Message]:
+        """Return the messages with a question at their end, which is not remembered."""
+        return [*self.messages, {"role": "user", "content": text}]
+
+    def answered(self, text: str, answer: str) -> None:
+        """Remember a question and its answer."""
+        self._turns += ({"role": "user", "content": text}, {"role": "assistant", "content": answer})
+
+    def command(self, line: str) -> str | None:
+        """Do what a line beginning with `/` says, and return what to tell; None for a line that is a message.
+
+        `/quit` is not done here. Raises `ConfigError` for a file that cannot be used, and for a command that is none.
+        """
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        match name:
+            case "/help":
+                return HELP
+            case "/reset":
+                self._turns.clear()
+                return "forgotten"
+            case "/system":
+                self.system = rest or self.system
+                return f"system: {self.system or 'none'}"
+            case "/save" | "/load":
+                if not rest:
+                    raise ConfigError(f"{name} needs the name of a file", field=name)
+                path = user_path(rest, name)
+                return self._save(path) if name == "/save" else self._load(path)
+            case _ if name[1:].isalpha() and name.startswith("/"):
+                raise ConfigError(f"there is no {name}", hint="/help shows what there is; a space before / sends it")
+        return None
+
+    def _save(self, path: Path) -> str:
+        messages = self.messages
+        content = json.dumps({"messages": messages}, indent=1, ensure_ascii=False) + "\n"
+        try:
+            if path.exists():
+                _read(path, "/save")  # another file is not overwritten
+            path.write_bytes(content.encode())
+        except (OSError, ValueError) as error:
+            raise _unusable("/save", "write", path, error) from error
+        return f"saved {len(messages)} messages in {path}"
+
+    def _load(self, path: Path) -> str:
+        messages = _read(path, "/load")
+        first = messages[0] if messages else {}
+        self.system = first["content"] if first.get("role") == "system" else None
+        self._turns = messages if self.system is None else messages[1:]
+        return f"{len(messages)} messages of {path}"
+
+
+def _read(path: Path, command: str) -> list[Message]:
+    """Return the messages of a saved conversation. Raises `ConfigError` for the command that reads it."""
+    messages: list[Message] = []
+    try:
+        if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+            raise ConfigError(f"{path} is not a file", field=command)
+        messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
+        valid = isinstance(messages, list) and all(
+            isinstance(each["role"], str) and isinstance(each["content"], str) for each in messages
+        )
+    except OSError as error:
+        raise _unusable(command, "read", path, error) from error
+    except (ValueError, TypeError, LookupError, RecursionError):
+        valid = False
+    if not valid:
+        raise ConfigError(f"{path} is not a saved conversation", hint="name another file")
+    return messages
+
+
+def _unusable(command: str, what: str, path: Path, error: OSError | ValueError) -> ConfigError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return ConfigError(f"cannot {what} {path}: {reason.lower()}", field=command)

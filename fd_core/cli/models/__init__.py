@@ -1,0 +1,1 @@
+"""Commands on models: which there are, fetching, quantizing, tokenizing."""

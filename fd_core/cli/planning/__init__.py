@@ -1,0 +1,1 @@
+"""Commands that tell in advance: `plan`, `calibrate`, `simulate`."""

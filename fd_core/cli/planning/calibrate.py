@@ -1,0 +1,180 @@
+"""`fdcore calibrate`: measure what steps cost here, for `fdcore simulate`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fd_core.cli.report import reports_errors
+from fd_core.cli.settings.flags import CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fd_core.simulation.costs.calibrating import Progress
+    from fd_core.simulation.costs.profile import CostProfile
+
+__all__ = ["calibrate"]
+
+
+@reports_errors
+@takes_flags(ENGINE_FLAGS, (CONFIG_FILE,))
+def calibrate(
+    given: Given,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", show_default=False, help="Model to measure; smollm2 if none is named."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            show_default=False,
+            help="File for the profile; by default one in the cache folder, which is found by its name.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the profile; by default MODEL-BACKEND.", metavar="NAME", show_default=False),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Time for the steps that are measured.", metavar="SECONDS")
+    ] = 25.0,
+    max_spread: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=10,
+            metavar="SHARE",
+            help="How far half of the repetitions of a step may be from their median before nothing is written.",
+        ),
+    ] = 0.2,
+) -> None:
+    """Run steps of MODEL here, fit what they cost, and write it as a profile for `fdcore simulate`.
+
+    The machine should do nothing else meanwhile.
+    """
+    import datetime
+
+    from rich.console import Console
+
+    from fd_core.cli.env import processor
+    from fd_core.cli.serving.startup import find_model, startup_bars
+    from fd_core.cli.settings.settings import merge
+    from fd_core.engine.building.builder import load_engine
+    from fd_core.simulation.costs.calibrating import Calibration, require_alone
+    from fd_core.simulation.costs.calibrating import calibrate as measure
+    from fd_core.simulation.costs.naming import calibrated_path
+    from fd_core.simulation.costs.profile import write_profile
+    from fd_core.simulation.workloads.whole_file import require_writable
+
+    config = require_alone(merge(model, given, os.environ, default_model="smollm2").engine)
+    if output is not None:
+        require_writable(output, "-o")
+    console = Console()
+    with startup_bars(Console(stderr=True)) as bars:
+        found = find_model(config, None, bars)
+        engine = load_engine(found.config, found.path, progress=bars)
+        try:
+            named = name or f"{Path(engine.info.model).stem.lower()}-{engine.info.backend}"
+            path = output or calibrated_path(named)
+            today = datetime.datetime.now(datetime.UTC).date().isoformat()
+            how = Calibration(named, processor(), seconds, max_spread, today, config.tensor_parallel_size)
+            profile = measure(engine, found.tokenizer.encode, how, bars)
+        finally:
+            engine.close()
+        profile = _with_surroundings(profile, config.model, given, bars)
+    write_profile(profile, path)
+    _show(console, profile)
+    console.print(f"Written to {path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _with_surroundings(profile: CostProfile, model: str, given: Given, bars: Progress) -> CostProfile:
+    """Return the profile with what else can be measured on this machine: a server, transfers, a store on the disk."""
+    import msgspec
+
+    from fd_core.cli.planning.measured_server import serving_times
+    from fd_core.errors import FdError
+    from fd_core.simulation.costs.calibrating import ASSUMED_LINKS, ASSUMED_SERVING
+    from fd_core.simulation.costs.links import disk_links, transfer_link
+
+    notes = [note for note in profile.notes if note not in (ASSUMED_LINKS, ASSUMED_SERVING)]
+    bars("server and links", 0, 2)
+    try:
+        request = serving_times([model, *_typed(given)], profile.request, profile.limits.max_model_len)
+        notes.append("Receiving a request and delivery are the processor time of a server's process, over HTTP.")
+    except FdError as error:
+        request = profile.request
+        notes += [ASSUMED_SERVING, f"They were not measured: {error.message}."[:500].replace("\n", " ")]
+    bars("server and links", 1, 2)
+    transfer = transfer_link(profile.bytes_per_block)
+    reads, writes = disk_links(profile.bytes_per_block)
+    bars("server and links", 2, 2)
+    return msgspec.structs.replace(
+        profile, notes=tuple(notes), request=request, transfer=transfer, store_read=reads, store_write=writes
+    )
+
+
+def _typed(given: Given) -> list[str]:
+    """Return the engine's settings as they are typed behind `fdcore serve`."""
+    words = []
+    for flag in (*ENGINE_FLAGS, CONFIG_FILE):
+        value = given.get(flag.field)
+        if isinstance(value, bool):
+            words.append(flag.flag if value else f"--no-{flag.key}")
+        elif value is not None:
+            for one in value if flag.repeated else [value]:
+                words += [flag.flag, str(one)]
+    return words
+
+
+def _show(console: Console, profile: CostProfile) -> None:
+    from rich.table import Table
+
+    errors = Table(
+        "Steps held out", "Number", "Mean error", "99th percentile", title=f"{profile.name}: {profile.device}"
+    )
+    for error in profile.error:
+        errors.add_row(error.kind, str(error.steps), f"{error.mean:.1%}", f"{error.p99:.1%}")
+    console.print(errors)
+    terms = Table("What costs", "Time")
+    for what, taken in _terms(profile):
+        terms.add_row(what, _time(taken))
+    console.print(terms)
+    console.print(f"Half of the repetitions were within {profile.spread:.1%} of their median.", highlight=False)
+
+
+def _terms(profile: CostProfile) -> list[tuple[str, float]]:
+    step, request = profile.step, profile.request
+    curve = step.by_tokens
+    tokens = [
+        (f"{count:g} tokens", seconds)
+        for count, seconds in zip(curve.counts, curve.seconds, strict=True)
+        if count in (8, 64, 512, 2048)
+    ]
+    return [
+        ("a step, before all else", step.constant + curve.seconds[0]),
+        *tokens,
+        ("the first row that samples", step.by_sampled_rows.seconds[1]),
+        ("a row", step.per_row),
+        ("1,000 positions read", 1000 * step.per_context_token),
+        ("1,000 pairs of a token and a position", 1000 * step.per_query_key),
+        *([("a draft", step.per_draft)] if profile.limits.max_drafts else []),
+        ("a turn of the loop", request.turn),
+        ("a row of a turn", request.turn_per_row),
+        ("receiving a request", request.receive),
+        ("1,000 tokens of a text", 1000 * request.receive_per_token),
+        ("delivering a token", request.delivery),
+        ("a KV block to the host", profile.host_copy.seconds(profile.bytes_per_block)),
+        ("a KV block to another worker", profile.transfer.seconds(profile.bytes_per_block)),
+        ("a KV block from the disk", profile.store_read.seconds(profile.bytes_per_block)),
+    ]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

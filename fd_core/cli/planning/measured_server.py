@@ -1,0 +1,117 @@
+"""What a server's own process takes for requests and for tokens that it delivers, measured over HTTP here."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from fd_core.errors import FdError
+from fd_core.simulation.costs.calibrating import usual
+from fd_core.simulation.costs.profile import RequestTerms
+
+__all__ = ["serving_times"]
+
+_START_SECONDS: Final = 600.0
+_ANSWER_SECONDS: Final = 120.0
+_REPEATS: Final = 5
+_TOKENS: Final = 48
+_TEXT: Final = "The quick brown fox jumps over the lazy dog, and 42 others watch it. " * 60
+
+
+def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: int) -> RequestTerms:
+    """Return `request` with the times of a server that `fdcore serve FLAGS` starts, on a port of its own.
+
+    They are its processor's time: its engine is another process. Raises `FdError` if it cannot be measured.
+    """
+    if not hasattr(time, "clock_gettime"):
+        raise FdError("the processor time of another process cannot be read here")
+    from fd_core.server.connections.listening import bind_socket
+
+    with bind_socket("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    fdcore = [sys.executable, "-P", "-m", "fd_core.cli"]
+    command = [*fdcore, "serve", *flags, "--port", str(port), "--host", "127.0.0.1"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FD_API_KEY")}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    try:
+        server = _ServerUnderTest(process, port)
+        server.wait()
+        long_text = _TEXT[: max_model_len // 2]  # no tokenizer makes more tokens than characters of it
+        tokens = max(2, min(_TOKENS, max_model_len // 4))
+        server.take(long_text, tokens)  # not timed: what is imported and compiled at the first request
+        # In turns, so that what else the server does meanwhile weighs on all three alike.
+        kinds = (("A fox.", 1), (long_text, 1), ("A fox.", tokens))
+        taken = [[server.take(f"{number} {text}", count) for text, count in kinds] for number in range(_REPEATS)]
+        short, long, talking = zip(*taken, strict=True)
+    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+        raise FdError(f"a server that was started for it did not answer: {error}") from error
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    once = usual([one.seconds for one in short])
+    delivery = max(0.0, usual([one.seconds for one in talking]) - once) / (tokens - 1)
+    per_token = max(0.0, usual([one.seconds for one in long]) - once) / (long[0].prompt - short[0].prompt)
+    receive = max(0.0, once - delivery - per_token * short[0].prompt)
+    return msgspec.structs.replace(request, receive=receive, receive_per_token=per_token, delivery=delivery)
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedRequest:
+    """One request."""
+
+    seconds: float
+    """Processor time of the server's process."""
+    prompt: int
+    """Tokens of its prompt."""
+
+
+class _ServerUnderTest:
+    """A server, over one connection."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self._process = process
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_SECONDS)
+        # The clock of another process's processor time has this number on Linux.
+        self._clock = ~process.pid << 3 | 2
+
+    def wait(self) -> None:
+        """Wait until the server is ready."""
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise FdError("a server that was started for it did not get ready")
+            try:
+                self._connection.request("GET", "/ready")
+                answer = self._connection.getresponse()
+                answer.read()
+                if answer.status == 200:
+                    return
+            except OSError:
+                self._connection.close()
+            time.sleep(0.1)
+
+    def take(self, text: str, tokens: int) -> _TimedRequest:
+        """Have a text continued by `tokens` tokens, as a stream."""
+        asked = {"prompt": text, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+        body = json.dumps(asked | {"stream_options": {"include_usage": True}})
+        begun = time.clock_gettime(self._clock)
+        self._connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        lines = answer.read().decode().splitlines()
+        seconds = time.clock_gettime(self._clock) - begun
+        if answer.status != 200:
+            raise ValueError(f"HTTP {answer.status}: {' '.join(lines)[:200]}")
+        usage = [event["usage"] for line in lines if line.startswith("data: {") if (event := json.loads(line[6:]))]
+        return _TimedRequest(seconds, [each for each in usage if each][-1]["prompt_tokens"])

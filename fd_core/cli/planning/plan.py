@@ -1,0 +1,465 @@
+"""`fdcore plan`: the cheapest deployment that holds an SLO, found by search over simulations."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from fd_core.cli.report import INTERRUPTED, interrupts_end_it, reports_errors
+from fd_core.cli.settings.flags import ENGINE_FLAGS, Given, takes_flags
+
+if TYPE_CHECKING:
+    from fd_core.simulation.costs.profile import CostProfile
+    from fd_core.simulation.planning.bounds import Demand
+    from fd_core.simulation.planning.search import PlanShape
+    from fd_core.simulation.planning.shapes import DeploymentShape
+    from fd_core.simulation.results.slo import Slo
+    from fd_core.simulation.workloads.workload import Workload
+
+__all__ = ["plan"]
+
+_GIVEN: Final = frozenset(
+    {
+        *("max_model_len", "block_size", "num_kv_blocks", "kv_cache_memory", "enable_prefix_caching", "scheduler"),
+        *("scheduling_policy", "victim_policy", "pipeline_depth"),
+    }
+)
+_ENGINE: Final = tuple(flag for flag in ENGINE_FLAGS if flag.field in _GIVEN)
+_MOST_RUNS: Final = 10_000
+_MOST_DEVICES: Final = 10_000
+_MOST_JOBS: Final = 1024
+_FOUND_NONE: Final = 1
+"""Exit code if no plan holds the SLO."""
+
+
+@reports_errors
+@takes_flags(_ENGINE)
+def plan(
+    given: Given,
+    slo: Annotated[
+        str,
+        typer.Option(metavar="LIMITS", help="Service level objective in seconds, such as ttft_p99=0.5,tpot_p99=0.05."),
+    ],
+    workload: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[WORKLOAD]",
+            help="What clients ask for, as `fdcore simulate` takes it. See docs/study/workloads.md.",
+        ),
+    ] = None,
+    trace_file: Annotated[
+        str | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Instead of WORKLOAD, a trace of `fdcore serve --trace`; of another kind with it: mooncake:FILE.",
+        ),
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PROFILE",
+            help="What steps cost, as `fdcore simulate` takes it; several are candidates beside one another.",
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="D1,D2", help="Devices to calculate profiles of, such as h100.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Model to calculate with, such as llama-70b.")
+    ] = None,
+    tp: Annotated[str, typer.Option(metavar="N1,N2", help="Tensor parallel sizes of calculated profiles.")] = "1,2,4,8",
+    roles: Annotated[
+        str,
+        typer.Option(metavar="R1,R2", help="`mixed` workers, or prefill and decode workers in a ratio such as 1:2."),
+    ] = "mixed,1:1,1:2,2:1",
+    max_num_seqs: Annotated[str, typer.Option(metavar="N1,N2", help="Batches to try. [default: the profile's]")] = "",
+    max_num_batched_tokens: Annotated[
+        str, typer.Option(metavar="N1,N2", help="Step token budgets to try. [default: the profile's]")
+    ] = "",
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MONEY", help="Price of a device for an hour; DEVICE=MONEY for each if there are several kinds."
+        ),
+    ] = None,
+    max_devices: Annotated[
+        int, typer.Option(metavar="N", min=1, max=_MOST_DEVICES, help="Devices that may be used.")
+    ] = 64,
+    max_runs: Annotated[int, typer.Option(metavar="N", min=1, max=_MOST_RUNS, help="Simulations at most.")] = 300,
+    time_limit: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="Time that the search may take.")
+    ] = 900.0,
+    jobs: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=_MOST_JOBS, help="Processes. [default: one for each processor core]"),
+    ] = None,
+    first: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Requests that a candidate is tried with first; the answer is tried with all."
+        ),
+    ] = 200,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="First seed of workload and routers.")] = 0,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Seeds that the answer is tried with.")] = 3,
+    runners_up: Annotated[int, typer.Option(metavar="N", min=0, max=20, help="Other plans that are shown.")] = 3,
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help="HTML page that shows the plans.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="File that receives the answer; - is stdout.")
+    ] = None,
+) -> None:
+    """Find how many workers of which kind hold an SLO at least cost: by simulations of the production engine.
+
+    Equal arguments give equal answers, whatever the number of processes, if neither time nor runs are used up. Ctrl-C
+    shows the best so far. Exit code 1: no plan holds the SLO.
+    """
+    with interrupts_end_it():
+        from rich.console import Console
+
+        from fd_core.cli.planning.simulate import write_output
+        from fd_core.simulation.planning.answer import PlanAsked, answer_json, answer_of, page_report, print_answer
+        from fd_core.simulation.planning.bounds import demand_of
+        from fd_core.simulation.planning.search import PlanSearch
+        from fd_core.simulation.planning.shapes import parse_roles, setup_of, shapes_of
+        from fd_core.simulation.results.slo import parse_slo
+        from fd_core.simulation.workloads.whole_file import require_writable
+        from fd_core.simulation.workloads.workload import read_workload
+
+    for path, flag in ((page, "--page"), (json, "--json")):
+        if path is not None and str(path) != "-":
+            require_writable(path, flag)
+    limits, began = parse_slo(slo), time.monotonic()
+    text = _workload_text(workload, trace_file)
+    engine = _parsed(given)
+    profiles, left_out = _profiles(profile or [], devices, model, tp)
+    prices = _prices(price or [], profiles)
+    shapes = shapes_of(
+        profiles,
+        parse_roles(roles),
+        _numbers(max_num_seqs, "--max-num-seqs"),
+        _numbers(max_num_batched_tokens, "--max-num-batched-tokens"),
+    )
+    # What contradicts itself is said before anything runs.
+    longest = {}
+    for shape in shapes:
+        made = setup_of(shape, 1, profiles[shape.profile], engine).deployment(shape.described(1))
+        longest[shape] = min(group.limits.max_model_len for group in made.groups)
+    asked = read_workload(text, seed)
+    demand = demand_of(asked)
+    _require_possible(limits, profiles, demand, longest)
+    sizes, kept = _sized(profiles, demand, limits, prices, max_devices, longest)
+    search = PlanSearch(
+        sizes,
+        range(seed, seed + seeds),
+        shortened=len(demand.new_tokens) > first,
+        runners_up=runners_up,
+        most_load=_most_load(asked),
+    )
+    about = PlanAsked(
+        slo=str(limits),
+        workload=asked.description,
+        workload_text=shlex.quote(text),
+        command=shlex.join(["fdcore", *sys.argv[1:]]),
+        priced=bool(price),
+        left_out=left_out,
+        calculated=any(each.origin == "calculated" for each in profiles.values()),
+        seeds=search.seeds,
+    )
+    searching = _Searching(
+        search, kept, engine, text, first, demand.rate or 1.0, limits, prices, max_runs, began + time_limit
+    )
+    unfinished = searching.go(jobs or len(os.sched_getaffinity(0)), Console(stderr=True))
+    answer = answer_of(
+        about,
+        search,
+        kept,
+        searching.runs,
+        profiles,
+        unfinished=unfinished,
+        excluded=len(shapes) - len(kept),
+        runners_up=runners_up,
+    )
+    if json is None or str(json) != "-":
+        print_answer(answer, Console())
+    if json is not None:
+        write_output(json, answer_json(answer), "--json")
+    if page is not None and searching.runs:
+        from fd_core.simulation.results.page.pack import write_page
+
+        write_page(page, page_report(about, searching.runs, answer, limits))
+    if unfinished == _INTERRUPTED:
+        raise typer.Exit(INTERRUPTED)
+    if answer.best is None:
+        raise typer.Exit(_FOUND_NONE)
+
+
+_INTERRUPTED: Final = "it was interrupted"
+
+
+class _Searching:
+    """Drives a search: makes jobs of its trials, shows how far it is, and stops where it has to."""
+
+    def __init__(
+        self,
+        search: Any,
+        shapes: Sequence[DeploymentShape],
+        engine: dict[str, Any],
+        workload: str,
+        first: int,
+        rate: float,
+        slo: Slo,
+        prices: Mapping[str, float],
+        max_runs: int,
+        deadline: float,
+    ) -> None:
+        self.runs: dict[Any, Any] = {}
+        self._search, self._shapes, self._engine, self._workload = search, shapes, engine, workload
+        self._first, self._rate, self._slo, self._prices = first, rate, slo, prices
+        self._max_runs, self._deadline = max_runs, deadline
+
+    def go(self, jobs: int, console: Any) -> str:
+        """Search; return why it is not finished, nothing if it is."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        from fd_core.cli.planning.plan_processes import OutOfTime, PlanProcesses
+        from fd_core.simulation.planning.limiting import slo_margin
+
+        processes = PlanProcesses(jobs, self._deadline)
+        columns = (
+            SpinnerColumn(),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
+        trials, margins = self._search.trials(), None
+        try:
+            with Progress(*columns, console=console, transient=True) as bar:
+                task = bar.add_task("simulations at most", total=self._max_runs)
+                while True:
+                    batch = next(trials) if margins is None else trials.send(margins)
+                    bar.update(task, description=self._described(batch))
+                    if len(self.runs) + len(batch) > self._max_runs:
+                        return f"it may make {self._max_runs} simulations (--max-runs)"
+                    found = processes.run([self._job(trial) for trial in batch], lambda: bar.advance(task))
+                    self.runs |= zip(batch, found, strict=True)
+                    margins = [slo_margin(run) for run in found]
+        except StopIteration:
+            return ""
+        except OutOfTime:
+            return "its time is over (--time-limit)"
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+        finally:
+            processes.close()
+
+    def _described(self, batch: Sequence[Any]) -> str:
+        trial, ranking = batch[0], self._search.ranking()
+        best = ""
+        if ranking:
+            best = f"; best: {self._shapes[ranking[0]].described(self._search.units[ranking[0]])}"
+        what = "all requests" if trial.whole else f"first {self._first} requests"
+        return f"{what}{f', {trial.load:g} times the load' if trial.load != 1 else ''}{best}"
+
+    def _job(self, trial: Any) -> Any:
+        from fd_core.simulation.planning.jobs import PlanJob
+
+        shape = self._shapes[trial.shape]
+        return PlanJob(
+            shape=shape,
+            units=trial.units,
+            engine=self._engine,
+            workload=self._workload,
+            seed=trial.seed,
+            requests=None if trial.whole else self._first,
+            load=trial.load,
+            rate=round(self._rate * trial.load, 6),
+            slo=self._slo,
+            price=self._prices[shape.profile] * shape.ranks,
+        )
+
+
+def _parsed(given: Given) -> dict[str, Any]:
+    from fd_core.cli.planning.simulate import parse_given
+
+    return parse_given(given)
+
+
+def _workload_text(workload: str | None, trace_file: str | None) -> str:
+    from fd_core.errors import ConfigError
+    from fd_core.simulation.workloads.settings import KINDS
+
+    if (workload is None) == (trace_file is None):
+        raise ConfigError(
+            "no workload is named" if workload is None else "a workload and a trace are named; one of them can be",
+            field="WORKLOAD" if workload is None else "--trace",
+            hint="for example poisson:rate=4,requests=1000, or --trace FILE",
+        )
+    if trace_file is None:
+        return str(workload)
+    return trace_file if trace_file.partition(":")[0] in KINDS else f"trace:{trace_file}"
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    from fd_core.errors import ConfigError
+
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isascii() and word.isdecimal() and 1 <= int(word) <= 1 << 20 for word in words):
+        raise ConfigError(f"{flag}: {text!r:.60} are not whole numbers from 1", field=flag, hint="for example 64,256")
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _profiles(
+    named: Sequence[str], devices: str | None, model: str | None, tp: str
+) -> tuple[dict[str, CostProfile], dict[str, str]]:
+    """Return the profiles by name, and why combinations of devices and sizes were left out."""
+    from fd_core.errors import ConfigError
+    from fd_core.simulation.costs.naming import profile_named
+
+    if (devices is None) != (model is None):
+        raise ConfigError(
+            "--devices and --model belong together", field="--devices", hint="for example h100 and llama-70b"
+        )
+    found = {name: profile_named(name) for name in named}
+    left_out: dict[str, str] = {}
+    for device in (devices or "").split(",") if devices else []:
+        for size in _numbers(tp, "--tp"):
+            name = f"{device.strip()}:{model}:tp={size}"
+            try:
+                found[name] = profile_named(name)
+            except ConfigError as error:
+                left_out[name] = error.message
+                if "is known to calculate" in error.message:
+                    raise
+    if not found:
+        raise ConfigError(
+            "; ".join(left_out.values()) or "no profile is named",
+            field="--profile",
+            hint="for example --profile h100:llama-70b:tp=4, or --devices h100 --model llama-70b",
+        )
+    return found, left_out
+
+
+def _prices(given: Sequence[str], profiles: Mapping[str, CostProfile]) -> dict[str, float]:
+    """Return the price of a device of each profile. Raises `ConfigError` if one has none and another has."""
+    from fd_core.errors import ConfigError
+
+    by_kind: dict[str, float] = {}
+    for text in given:
+        kind, _, number = text.rpartition("=")
+        try:
+            by_kind[kind] = float(number)
+        except ValueError:
+            by_kind[kind] = -1.0
+        if not 0 < by_kind[kind] < 1e9:
+            raise ConfigError(f"--price {text!r:.60} is no price above 0", field="--price", hint="2.5, or h100=2.5")
+    kinds = {name: name.partition(":")[0] for name in profiles}
+    if len(set(kinds.values())) == 1 and not given:
+        return dict.fromkeys(profiles, 1.0)
+    for name, kind in kinds.items():
+        if kind not in by_kind and ("" not in by_kind or len(set(kinds.values())) > 1):
+            raise ConfigError(
+                f"{name} has no price, and different devices cannot be compared without",
+                field="--price",
+                hint=f"--price {kind}=2.5 for each kind",
+            )
+    return {name: by_kind.get(kind, by_kind.get("", 1.0)) for name, kind in kinds.items()}
+
+
+def _most_load(workload: Workload) -> float:
+    """Return the largest factor of a load that there can be, of those that are tried."""
+    from fd_core.errors import ConfigError
+    from fd_core.simulation.planning.search import LOADS
+
+    for load in reversed(LOADS):
+        try:
+            workload.scaled(load)
+        except ConfigError:
+            continue
+        return load
+    return 1.0
+
+
+def _require_possible(
+    slo: Slo, profiles: Mapping[str, CostProfile], demand: Demand, longest: Mapping[DeploymentShape, int]
+) -> None:
+    """Raise `ConfigError` for a limit that no profile holds even for requests that are alone."""
+    from fd_core.errors import ConfigError
+    from fd_core.simulation.planning.bounds import least_possible
+
+    if not len(demand.new_tokens):
+        raise ConfigError("no request comes, so nothing is to be planned", field="WORKLOAD", hint="raise its duration")
+    most = max(longest.values())
+    for each in slo.objectives:
+        least = {
+            shape: least_possible(
+                each, profiles[shape.profile], demand, shape.max_num_batched_tokens, slo.attainment or 1.0, length
+            )
+            for shape, length in longest.items()
+        }
+        best = min(least, key=least.__getitem__)
+        if least[best] == math.inf:
+            count = int((demand.prompt_tokens >= most).sum())
+            raise ConfigError(
+                f"{each.name}={each.limit:g} cannot be held by any plan: {count:,} of {len(demand.prompt_tokens):,} "
+                f"prompts have {most:,} tokens or more, and every worker refuses them",
+                field="--max-model-len",
+                hint="raise it as far as the model and KV blocks allow, or leave such requests out",
+            )
+        if least[best] > each.limit:
+            raise ConfigError(
+                f"{each.name}={each.limit:g} cannot be held by any plan: where every request is alone on its worker it "
+                f"is {least[best]:.4g} s at least, with {best.profile} ({profiles[best.profile].label})",
+                field="--slo",
+                hint=f"allow more than {least[best]:.4g}, or name faster devices or larger --tp",
+            )
+
+
+def _sized(
+    profiles: Mapping[str, CostProfile],
+    demand: Demand,
+    slo: Slo,
+    prices: Mapping[str, float],
+    max_devices: int,
+    longest: Mapping[DeploymentShape, int],
+) -> tuple[list[PlanShape], list[DeploymentShape]]:
+    """Return the shapes that may hold the SLO, with their bounds. Raises `ConfigError` if there is none."""
+    from fd_core.errors import ConfigError
+    from fd_core.simulation.planning.bounds import fewest_workers, least_possible
+    from fd_core.simulation.planning.search import PlanShape
+
+    sizes: list[PlanShape] = []
+    kept: list[DeploymentShape] = []
+    fewest_devices: list[int] = []
+    for shape, length in longest.items():
+        own = profiles[shape.profile]
+        budget = shape.max_num_batched_tokens
+        alone = (
+            least_possible(each, own, demand, budget, slo.attainment or 1.0, length) <= each.limit
+            for each in slo.objectives
+        )
+        if not all(alone):
+            continue
+        mixed, prefill, decode = fewest_workers(own, demand, slo, shape.max_num_seqs, budget)
+        least = max(-(-prefill // shape.prefill), -(-decode // shape.decode)) if shape.prefill else mixed
+        fewest_devices.append(least * shape.devices)
+        if least * shape.devices > max_devices:
+            continue
+        sizes.append(PlanShape(prices[shape.profile] * shape.devices, least, max_devices // shape.devices))
+        kept.append(shape)
+    if not kept:
+        needed = min(fewest_devices, default=0)
+        raise ConfigError(
+            f"{max_devices} devices hold {slo} with none of {len(longest)} kinds of deployment: "
+            + (f"{needed} are needed at the very least" if needed else "each is too slow even for a request alone"),
+            field="--max-devices" if needed else "--slo",
+        )
+    return sizes, kept

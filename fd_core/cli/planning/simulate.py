@@ -1,0 +1,362 @@
+"""`fdcore simulate`: what a deployment does under a load, on a device that is described and not there."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from fd_core.cli.report import interrupts_end_it, reports_errors
+from fd_core.cli.settings.flags import ENGINE_FLAGS, ROUTER_FLAGS, Given, takes_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fd_core.simulation.results.report import ReportedRun
+    from fd_core.simulation.results.slo import Slo
+    from fd_core.simulation.setups import Setup
+    from fd_core.simulation.workloads.workload import Workload
+
+__all__ = ["parse_given", "simulate", "write_output"]
+
+_STUDIED: Final = frozenset(
+    {
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory"),
+        *("enable_prefix_caching", "scheduler", "scheduling_policy", "victim_policy", "pipeline_depth", "speculative"),
+        *("save_preempted_kv", "host_kv_memory", "kv_store_timeout", "watchdog_seconds", "kv_events", "lease_seconds"),
+        *("trace", "trace_limit"),
+    }
+)
+_ENGINE: Final = tuple(flag for flag in ENGINE_FLAGS if flag.field in _STUDIED)
+_ROUTER: Final = tuple(flag for flag in ROUTER_FLAGS if "config" not in flag.field)
+_FLAGS: Final = {flag.field: flag for flag in (*_ROUTER, *_ENGINE)}
+_COUNTS: Final = ("workers", "prefill", "decode", "routers")
+"""Numbers of `Setup` that may be varied."""
+_LOAD: Final = "load"
+"""Factor of the workload that may be varied."""
+_MAX_RUNS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """A setting that takes several values in turn."""
+
+    name: str
+    values: tuple[tuple[str, Any], ...]
+    """Each as it was written, and what it means."""
+
+
+@reports_errors
+@takes_flags(_ENGINE, _ROUTER)
+def simulate(
+    given: Given,
+    workload: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKLOAD",
+            help="What clients ask for: KIND:key=value,... such as poisson:rate=4,requests=1000, a recorded trace such "
+            "as mooncake:FILE, or a TOML or JSON file with the same keys. See docs/study/workloads.md.",
+        ),
+    ] = "poisson:rate=2,requests=500",
+    profile: Annotated[
+        str,
+        typer.Option(
+            metavar="PROFILE",
+            help="What steps cost: a profile that `fdcore calibrate` wrote, a file, or DEVICE:MODEL to calculate one, "
+            "such as h100:llama-70b:tp=8.",
+        ),
+    ] = "smollm2-cpu",
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Workers that prefill and decode. [default: 1]")
+    ] = None,
+    prefill: Annotated[int, typer.Option(metavar="N", help="Prefill workers, of pairs.")] = 0,
+    decode: Annotated[int, typer.Option(metavar="N", help="Decode workers, of pairs.")] = 0,
+    routers: Annotated[int | None, typer.Option(metavar="N", help="Routers; a worker alone has none.")] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=V1,V2",
+            help="Run with each value of a setting: any flag of this command without its dashes, workers, prefill, "
+            "decode, routers, profile, or load, a factor of the arrivals. Several --vary run every combination.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="First seed of workload and routers.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(metavar="N", min=1, max=1000, help="Runs of each setting, with seeds that follow.")
+    ] = 1,
+    slo: Annotated[
+        str | None,
+        typer.Option(metavar="LIMITS", help="Service level objective in seconds, such as ttft_p99=0.5,tpot_p99=0.05."),
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="FIGURE", help="Figure by which settings are compared, such as ttft_p99.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(metavar="MONEY", min=0, help="Price of a worker for an hour.")] = None,
+    acceptance: Annotated[
+        float,
+        typer.Option(metavar="SHARE", min=0, max=1, help="Chance of a draft to be kept, for --speculative-config."),
+    ] = 0.7,
+    shared_store: Annotated[
+        bool, typer.Option("--shared-store", help="Keep KV in a store that all workers share.")
+    ] = False,
+    latency: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Time that anything takes over the network.")
+    ] = 0.0002,
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help="HTML page that shows everything.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="File that receives all figures; - is stdout.")
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Compare every token of every answer with the model's.")] = True,
+) -> None:
+    """Simulate a deployment: the production scheduler, router, KV accounting and admission under a virtual clock.
+
+    Only the device, the network and the time are made up. Equal arguments give equal results, byte for byte. A
+    scheduler or a policy of one's own may be a file: --scheduler mine.py:MyScheduler, which `fdcore serve` takes, too.
+    """
+    with interrupts_end_it():
+        from rich.console import Console
+
+        from fd_core.simulation.costs.naming import profile_named
+        from fd_core.simulation.results.comparing import figure_named
+        from fd_core.simulation.results.report import Report, report_json
+        from fd_core.simulation.results.slo import parse_slo
+        from fd_core.simulation.results.tables import print_report
+        from fd_core.simulation.setups import Setup
+        from fd_core.simulation.workloads.whole_file import require_writable
+        from fd_core.simulation.workloads.workload import read_workload
+
+    for path, flag in ((page, "--page"), (json, "--json")):
+        if path is not None and str(path) != "-":
+            require_writable(path, flag)
+    limits = None if slo is None else parse_slo(slo)
+    if by is not None:
+        figure_named(by, slo=limits is not None, price=price is not None)
+    asked, axes = read_workload(workload, seed), [_axis(text) for text in vary or ()]
+    settings = parse_given(given)
+    setup = Setup(
+        profile=profile_named(profile),
+        workers=(0 if prefill or decode else 1) if workers is None else workers,
+        prefill=prefill,
+        decode=decode,
+        routers=routers,
+        engine={name: value for name, value in settings.items() if name in _STUDIED},
+        router={name: value for name, value in settings.items() if name not in _STUDIED},
+        acceptance=acceptance,
+        shared_store=shared_store,
+        latency=latency,
+    )
+    console = Console(stderr=True)
+    _require_known_policies(setup, axes)
+    runs = _run_all(setup, axes, workload, range(seed, seed + seeds), limits, price, check, console)
+    report = Report(
+        title=asked.description,
+        runs=tuple(runs),
+        slo=limits,
+        settings={
+            "profile": setup.profile.label,
+            "workload": asked.description,
+            **{name: str(value) for name, value in settings.items()},
+        },
+        command=shlex.join(["fdcore", *sys.argv[1:]]),
+        by=by,
+        traces={"steps": str(settings["trace"])} if "trace" in settings else {},
+    )
+    if json is None or str(json) != "-":
+        print_report(report, Console())
+    if json is not None:
+        write_output(json, report_json(report), "--json")
+    if page is not None:
+        from fd_core.simulation.results.page.pack import write_page
+
+        write_page(page, report)
+
+
+def parse_given(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of flags that were typed. Raises `ConfigError` for one that cannot be."""
+    from fd_core.errors import ConfigError
+
+    found = {}
+    for name, value in given.items():
+        try:
+            found[name] = _FLAGS[name].parse(value)
+        except ValueError as error:
+            raise ConfigError(f"{_FLAGS[name].flag}: {error}", field=_FLAGS[name].flag) from error
+    return found
+
+
+def _axis(text: str) -> _Axis:
+    """Read NAME=V1,V2. Raises `ConfigError` for a setting that cannot be varied."""
+    from fd_core.errors import ConfigError
+
+    name, mark, listed = text.partition("=")
+    name = name.strip().removeprefix("--").replace("-", "_")
+    words = [word.strip() for word in listed.split(",") if word.strip()]
+    if not mark or not words:
+        raise ConfigError(
+            f"--vary {text!r:.80} names no values", field="--vary", hint="for example max_num_seqs=8,16,32"
+        )
+    if name in _FLAGS:
+        return _Axis(name, tuple((word, parse_given({name: word})[name]) for word in words))
+    if name == "profile":
+        from fd_core.simulation.costs.naming import profile_named
+
+        return _Axis(name, tuple((word, profile_named(word)) for word in words))
+    try:
+        if name == _LOAD:
+            return _Axis(name, tuple((word, _factor(word)) for word in words))
+        if name in _COUNTS:
+            return _Axis(name, tuple((word, int(word)) for word in words))
+    except ValueError:
+        raise ConfigError(f"--vary {name}: {listed!r:.80} are not numbers above 0", field="--vary") from None
+    known = sorted([*_FLAGS, *_COUNTS, "profile", _LOAD])
+    raise ConfigError(
+        f"there is no setting {name!r:.60} that can be varied", field="--vary", hint=f"one of {', '.join(known)}"
+    )
+
+
+def _factor(word: str) -> float:
+    value = float(word)
+    if not 0 < value < 1e6:
+        raise ValueError(word)
+    return value
+
+
+def _require_known_policies(setup: Setup, axes: Sequence[_Axis]) -> None:
+    """Raise `PluginError` for a scheduler or policy that is not there, before anything is simulated."""
+    from fd_core.plugins import ROUTER_POLICY, SCHEDULER, SCHEDULING_POLICY, VICTIMS, Kind, installed_plugins
+
+    kinds: dict[str, Kind[Any]] = {
+        "scheduler": SCHEDULER,
+        "scheduling_policy": SCHEDULING_POLICY,
+        "victim_policy": VICTIMS,
+        **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), ROUTER_POLICY),
+    }
+    named = [*setup.engine.items(), *setup.router.items()]
+    named += [(axis.name, value) for axis in axes for _, value in axis.values]
+    for name, value in named:
+        if name in kinds:
+            installed_plugins().load(kinds[name], str(value))
+
+
+def _combinations(axes: Sequence[_Axis]) -> Iterator[dict[str, tuple[str, Any]]]:
+    for chosen in itertools.product(*(axis.values for axis in axes)):
+        yield {axis.name: pair for axis, pair in zip(axes, chosen, strict=True)}
+
+
+def _changed(setup: Setup, chosen: Mapping[str, tuple[str, Any]]) -> Setup:
+    engine, router, own = dict(setup.engine), dict(setup.router), {}
+    for name, (_, value) in chosen.items():
+        if name == _LOAD:
+            continue
+        if name in _STUDIED:
+            engine[name] = value
+        elif name in _FLAGS:
+            router[name] = value
+        else:
+            own[name] = value
+    return replace(setup, engine=engine, router=router, **own)
+
+
+def _run_all(
+    setup: Setup,
+    axes: Sequence[_Axis],
+    workload: str,
+    seeds: range,
+    slo: Slo | None,
+    price: float | None,
+    check: bool,
+    console: Console,
+) -> list[ReportedRun]:
+    """Run every combination with every seed, under a progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from fd_core.errors import ConfigError
+    from fd_core.plugins import installed_plugins
+    from fd_core.simulation.results.report import reported
+    from fd_core.simulation.workloads.workload import read_workload
+    from fd_core.simulation.world import World
+
+    combinations = list(_combinations(axes))
+    if len(combinations) * len(seeds) > 1 and setup.engine.get("trace"):
+        raise ConfigError("several runs would write one trace", field="--trace", hint="leave out --vary and --seeds")
+    if len(combinations) * len(seeds) > _MAX_RUNS:
+        raise ConfigError(
+            f"{len(combinations) * len(seeds):,} runs are asked for; {_MAX_RUNS:,} can be", field="--vary"
+        )
+    # What contradicts itself is said before anything runs.
+    cases = [(chosen, _changed(setup, chosen)) for chosen in combinations]
+    for chosen, changed in cases:
+        changed.deployment(_label(chosen))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    runs: list[ReportedRun] = []
+    gc.set_threshold(50_000, 50, 100)  # a simulation makes little that refers to itself
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("simulating", total=None)
+        for number, (chosen, changed) in enumerate(cases):
+            for seed in seeds:
+                asked = _scaled(read_workload(workload, seed), chosen)
+                total = asked.num_requests
+                at = number * len(seeds) + seed - seeds.start + 1
+                label = f"run {at} of {len(cases) * len(seeds)}"
+                bar.reset(task, total=total, description=label)
+                world = World(changed.deployment(_label(chosen), check=check), installed_plugins(), seed)
+
+                def ended(world: World = world) -> None:
+                    if len(world.outcomes) % 50 == 0:
+                        bar.update(task, completed=len(world.outcomes))
+
+                world.on_event = ended
+                run = world.run(asked)
+                runs.append(
+                    reported(
+                        run,
+                        _label(chosen),
+                        _values(chosen, asked),
+                        slo=slo,
+                        price_per_worker_hour=price,
+                        devices_per_worker=changed.profile.ranks,
+                    )
+                )
+    return runs
+
+
+def _scaled(workload: Workload, chosen: Mapping[str, tuple[str, Any]]) -> Workload:
+    return workload.scaled(chosen[_LOAD][1]) if _LOAD in chosen else workload
+
+
+def _label(chosen: Mapping[str, tuple[str, Any]]) -> str:
+    """Name what is compared: settings whose values are words."""
+    words = [f"{name}={Path(word).name}" for name, (word, value) in chosen.items() if not _is_number(value)]
+    return ", ".join(words) or "as asked"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _values(chosen: Mapping[str, tuple[str, Any]], workload: Workload) -> dict[str, float | str]:
+    """Return where on the axes of numbers a run lies."""
+    found: dict[str, float | str] = {}
+    for name, (_, value) in chosen.items():
+        if name == _LOAD and workload.settings.rate:
+            found["rate"] = float(workload.settings.rate)
+        elif _is_number(value):
+            found[name] = float(value)
+    return found
+
+
+def write_output(path: Path, content: bytes, flag: str) -> None:
+    """Write a file that a flag names; `-` is standard output. Raises `ConfigError` if that cannot be."""
+    from fd_core.simulation.workloads.whole_file import write_whole
+
+    if str(path) == "-":
+        sys.stdout.buffer.write(content)
+    else:
+        write_whole(path, content, flag)

@@ -1,0 +1,164 @@
+"""`fdcore plugins` and `fdcore install`: what plugins there are, what is wrong with them, how another one gets here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from fd_core.cli.plugins.scaffold import Framework, PluginKind
+from fd_core.cli.report import plain, reports_errors
+from fd_core.errors import ConfigError, PluginError
+
+__all__ = ["app", "install"]
+
+app = typer.Typer(invoke_without_command=True)
+
+_DISTRIBUTION: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:==[A-Za-z0-9.!+]+)?")
+
+
+@app.callback()
+@reports_errors
+def plugins(context: typer.Context) -> None:
+    """Show what plugins offer, find out what is wrong with one, or begin one."""
+    if context.invoked_subcommand is None:
+        _show()
+
+
+@app.command("list")
+@reports_errors
+def list_() -> None:
+    """Show what every plugin offers, and the plugins that cannot be used."""
+    _show()
+
+
+@app.command()
+@reports_errors
+def check(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="An entry point, a distribution or a backend. [default: all]")
+    ] = None,
+) -> None:
+    """Explain what is wrong with installed plugins.
+
+    Each is imported and asked in a process of its own. Ends with code 4 if something is wrong.
+    """
+    from fd_core.cli.plugins.plugin_check import check_plugins
+
+    checked = check_plugins(name)
+    wrong = [paragraph for each in checked for paragraph in each.paragraphs()]
+    for paragraph in wrong:
+        print(f"{plain(paragraph)}\n")
+    if wrong:
+        raise typer.Exit(PluginError.exit_code)
+    for each in checked:
+        print(plain(f"{each.distribution} {each.version}: {', '.join(dict.fromkeys(each.seen.names))}"))
+        for answer in each.seen.answers:
+            print(f"  {plain(answer)}")
+    print(f"{len(checked)} plugin{'' if len(checked) == 1 else 's'} checked, nothing is wrong")
+
+
+@app.command()
+@reports_errors
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What users will write after the flag that takes it.")],
+    kind: Annotated[PluginKind, typer.Option("--kind", help="What the plugin offers.")],
+    framework: Annotated[
+        Framework | None,
+        typer.Option("--framework", help="Whose operations a backend begins with. [default: numpy]"),
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="DIR", help="Folder of the project. [default: NAME, which is made]")
+    ] = None,
+) -> None:
+    """Write the project of a plugin that passes its conformance kit as written.
+
+    A backend begins on the processor. Nothing is overwritten.
+    """
+    from fd_core.cli.plugins.scaffold.project import write_project
+
+    project = write_project(name, kind, framework, into)
+    print(f"wrote {project.folder}; next:", *project.next, sep="\n  ")
+
+
+@reports_errors
+def install(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A plugin of this project, or any distribution.")],
+) -> None:
+    """Install a plugin into this environment.
+
+    NAME is one of the project's plugins or any distribution on the package index. Afterwards it shows what the plugin
+    offers, and why a part of it cannot run here.
+    """
+    target = _requirement(name)
+    if importlib.util.find_spec("pip") is None:
+        raise PluginError(
+            "this environment has no pip", hint=f"install {target} with the tool that made the environment"
+        )
+    ended = subprocess.run([sys.executable, "-m", "pip", "install", "--", target], check=False)
+    if ended.returncode != 0:
+        raise PluginError(f"pip could not install {target}; its own words are above", hint=_which(name))
+    # This process has seen the environment as it was; a fresh one shows it as it is.
+    check = [sys.executable, "-P", "-m", "fd_core.cli", "plugins", "check", _distribution(name)]
+    checked = subprocess.run(check, check=False)
+    if checked.returncode != 0:
+        raise typer.Exit(checked.returncode)
+
+
+def _distribution(name: str) -> str:
+    """Return the distribution that a name to install is of."""
+    from fd_core.plugins import KNOWN_PLUGINS
+
+    return KNOWN_PLUGINS.get(name, name.partition("==")[0])
+
+
+def _which(name: str) -> str | None:
+    """Return what to do where pip cannot install a name: names of the project's plugins, if it is none of them."""
+    from fd_core.plugins import KNOWN_PLUGINS
+
+    return None if name in KNOWN_PLUGINS else f"the project's own plugins are {', '.join(KNOWN_PLUGINS)}"
+
+
+def _requirement(name: str) -> str:
+    """Return what to ask pip for: a plugin of this checkout, or a distribution. Raises `ConfigError`.
+
+    Nothing that pip could take for an option, an address or a path elsewhere gets through.
+    """
+    from fd_core.plugins import KNOWN_PLUGINS
+
+    if name in KNOWN_PLUGINS:
+        folder = Path(__file__).parents[3] / "plugins" / name
+        if not (folder / "pyproject.toml").is_file():
+            # Falling back to the index would install whatever a stranger publishes under the name.
+            raise ConfigError(f"the plugin {name} is not part of this version", field="NAME")
+        return str(folder)
+    if not _DISTRIBUTION.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not the name of a distribution",
+            field="NAME",
+            hint=f"{', '.join(KNOWN_PLUGINS)}, or a name such as fd-mychip or fd-mychip==1.2",
+        )
+    return name
+
+
+def _show() -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from fd_core.plugins import KINDS, installed_plugins
+
+    plugins = installed_plugins()
+    console = Console()
+    table = Table("Kind", "Name", "From", "About")
+    for kind in KINDS:
+        for offer in plugins.offered(kind).values():
+            table.add_row(kind.word, offer.name, escape(str(offer.origin)), escape(offer.entry.summary))
+    console.print(table)
+    for problem in plugins.problems:
+        console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)

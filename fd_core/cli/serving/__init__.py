@@ -1,0 +1,1 @@
+"""Commands that serve: `serve`, `route`, `cluster` and `run-batch`."""

@@ -1,0 +1,225 @@
+"""`fdcore cluster`: a whole deployment from one file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fd_core.cli.report import interrupts_end_it, plain, reports_errors
+
+if TYPE_CHECKING:
+    import socket
+
+    from rich.console import Console
+
+    from fd_core.cli.settings.flags import Flag
+    from fd_core.cluster.config import ClusterConfig, RouterGroup, WorkerGroup
+    from fd_core.cluster.deployment import Deployment
+    from fd_core.cluster.page import DeploymentStatus
+
+__all__ = ["app", "read_cluster_file", "shown_status"]
+
+app = typer.Typer(no_args_is_help=True)
+
+_FILE_HELP = "TOML file that describes the deployment."
+
+
+@app.callback()
+def cluster() -> None:
+    """Serve a whole deployment from one file: routers and workers, restarted when they die, scaled by load."""
+
+
+@app.command()
+@reports_errors
+def serve(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", show_default=False, help=_FILE_HELP)],
+    check: Annotated[
+        bool, typer.Option("--check", help="Only check the file and the variables that it names.")
+    ] = False,
+) -> None:
+    """Start what FILE.toml describes, watch over it, and end it all with Ctrl-C.
+
+    Routers and workers are processes of `fdcore route` and `fdcore serve`. What dies is started again; groups with
+    `min` and `max` grow and shrink with the load. Requests never pass through this command.
+    """
+    with interrupts_end_it():
+        from rich.console import Console
+
+        from fd_core.cli.serving.serve import loop_factory
+        from fd_core.cluster.commands import ClusterSecrets, router_spec, worker_spec
+        from fd_core.cluster.deployment import ClusterFailed, Deployment
+        from fd_core.config.logs import configure_logs
+        from fd_core.plugins import LAUNCHER, SCALING_POLICY, installed_plugins
+        from fd_core.server.connections.listening import bind_socket
+
+    config, variables = read_cluster_file(file), dict(os.environ)
+    plugins = installed_plugins()
+    policies = {
+        name: plugins.load(SCALING_POLICY, group.policy)(group.scaling)
+        for name, group in config.worker_groups.items()
+        if group.max is not None
+    }
+    # What a process cannot be started without is said before any is.
+    router_spec("router", config, 0, ClusterSecrets(), variables)
+    for name in config.worker_groups:
+        worker_spec(name, config, name, ClusterSecrets(), variables)
+    launcher_class = plugins.load(LAUNCHER, config.launcher)
+    if check:
+        print(f"{file} can be served")
+        return
+    configure_logs("info", "text", access=False)
+    console = Console(stderr=True)
+    with bind_socket(config.host, config.port, flag="port", host_flag="host") as sock:
+        deployment = Deployment(config, launcher_class(), policies, variables)
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(_serve(deployment, sock, console))
+    if deployment.controller.failure:
+        raise ClusterFailed(deployment.controller.failure, deployment.controller.exit_code)
+
+
+@app.command()
+@reports_errors
+def status(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", show_default=False, help=_FILE_HELP)],
+) -> None:
+    """Show the processes of the deployment that `fdcore cluster serve FILE.toml` runs on this machine."""
+    import urllib.error
+    import urllib.request
+
+    import msgspec
+
+    from fd_core.cluster.page import DeploymentStatus
+    from fd_core.errors import FdError
+    from fd_core.server.connections.listening import ANY_ADDRESS
+
+    config = read_cluster_file(file)
+    host = "127.0.0.1" if config.host in ANY_ADDRESS else config.host
+    url = f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+    try:
+        with urllib.request.urlopen(f"{url}/status.json", timeout=10) as answer:  # noqa: S310  # http, as above
+            shown = msgspec.json.decode(answer.read(), type=DeploymentStatus)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise FdError(f"no deployment answers at {url}: {error}", hint="`fdcore cluster serve` has to run") from None
+    for line in shown_status(shown):
+        print(plain(line))
+
+
+def read_cluster_file(file: Path) -> ClusterConfig:
+    """Return the deployment of a file, with its settings checked. Raises `ConfigError` that names the field."""
+    from fd_core.cli.settings.settings import read_table
+    from fd_core.cluster.config import cluster_config
+    from fd_core.errors import ConfigError
+
+    try:
+        config = cluster_config(read_table(file))
+        _check_settings(config)
+    except ConfigError as error:
+        field = None if error.field == "--config" else error.field
+        message = error.message.removeprefix("--config: ")
+        named = f"{file}: {field}: {message}" if field else message
+        raise ConfigError(named, field=field, hint=error.hint) from None
+    return config
+
+
+def _check_settings(config: ClusterConfig) -> None:
+    """Refuse what `fdcore serve` or `fdcore route` would refuse."""
+    from fd_core.cli.settings.flags import ENGINE_FLAGS, GATEWAY_FLAGS, ROUTER_FLAGS, SERVER_FLAGS
+    from fd_core.cli.settings.router_settings import merge_route
+    from fd_core.cli.settings.settings import merge
+
+    given = _given(config.router_group, "router", (*GATEWAY_FLAGS, *ROUTER_FLAGS))
+    with _named("router.settings"):
+        merge_route({**given, "workers": ["http://127.0.0.1:1"]}, {})
+    for name, group in config.worker_groups.items():
+        given = _given(group, f"workers.{name}", (*ENGINE_FLAGS, *SERVER_FLAGS))
+        with _named(f"workers.{name}.settings"):
+            merge(config.model, {**given, "role": group.role}, {})
+
+
+def _given(group: RouterGroup | WorkerGroup, where: str, flags: Sequence[Flag]) -> dict[str, Any]:
+    """Return the settings of a group by field, as a command line would give them."""
+    from fd_core.errors import ConfigError
+
+    known = {flag.key: flag for flag in flags}
+    for table, keys in (("settings", group.settings), ("secrets", group.secrets)):
+        for key in keys:
+            if key.replace("_", "-") not in known:
+                close = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else "settings are named like the flags"
+                raise ConfigError(f"there is no setting {key!r}", field=f"{where}.{table}", hint=hint)
+    return {known[key.replace("_", "-")].field: value for key, value in group.settings.items()}
+
+
+@contextlib.contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Name the table of the file in errors of settings."""
+    from fd_core.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(error.message, field=field, hint=error.hint) from None
+
+
+async def _serve(deployment: Deployment, sock: socket.socket, console: Console) -> None:
+    """Run a deployment until it is told to stop, and say what it is once it serves."""
+    from fd_core.cli.serving.summary import show_summary
+    from fd_core.cluster.page import DeploymentPage
+    from fd_core.server.connections.listening import port_errors, signals_stop
+
+    config, stop, hurry = deployment.config, asyncio.Event(), asyncio.Event()
+    with port_errors(config.host, sock, "port"):
+        page = DeploymentPage(deployment, time.monotonic, sock)
+    try:
+        with signals_stop(stop, hurry):
+            rows = _summary(deployment)
+            await deployment.run(
+                stop, hurry, lambda: show_summary(console, [*_urls(deployment), *rows], "fdcore serves a deployment")
+            )
+    finally:
+        await page.close()
+
+
+def _urls(deployment: Deployment) -> list[tuple[str, str]]:
+    return [("URL" if not number else "", f"{url}/v1") for number, url in enumerate(deployment.urls)]
+
+
+def _summary(deployment: Deployment) -> list[tuple[str, str]]:
+    config = deployment.config
+    return [
+        ("Model", config.model),
+        ("Launcher", config.launcher),
+        *((f"Workers {name}", _workers(group)) for name, group in config.worker_groups.items()),
+        ("Status", f"http://{config.host}:{config.port}/status.json, or `fdcore cluster status`"),
+    ]
+
+
+def _workers(group: WorkerGroup) -> str:
+    fewest, most = group.bounds
+    if fewest == most:
+        return f"{fewest} {group.role}"
+    return f"{fewest} to {most} {group.role}, by the policy {group.policy}"
+
+
+def shown_status(status: DeploymentStatus) -> Iterator[str]:
+    """Yield the lines that show a deployment to people."""
+    yield f"{status.model}: {status.not_ready or 'ready'}"
+    for name, group in status.groups.items():
+        said = [f"{group.ready} of {group.target} ready"]
+        if group.role != "router":
+            said += [f"{group.running} running", f"{group.waiting} waiting", f"{group.kv_usage:.0%} of KV in use"]
+        if group.ttft_seconds is not None:
+            said.append(f"first token within {group.ttft_seconds:g} s for 9 of 10")
+        if group.reason:
+            said.append(f"given up: {group.reason}")
+        yield f"{name} ({group.role}): {', '.join(said)}"
+        for each in group.processes:
+            yield f"  {each.name}  {each.phase} for {each.seconds:.0f} s  {each.url} {each.node}".rstrip()

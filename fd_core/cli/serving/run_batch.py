@@ -1,0 +1,156 @@
+"""`fdcore run-batch`: the requests of a file, answered by a model that is loaded for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from fd_core.cli.report import interrupts_end_it, reports_errors
+from fd_core.cli.settings.flags import CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
+from fd_core.errors import ConfigError, EngineDead
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fd_core.cli.settings.settings import Settings
+    from fd_core.server.batches.lines import BatchLine
+    from fd_core.server.batches.output import AnswerFile
+    from fd_core.server.batches.running import BatchProgress
+
+__all__ = ["run_batch"]
+
+_SERVER: Final = (
+    *("served_model_names", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
+    *("engine", "log_level"),
+)
+"""Settings of the server that matter where nobody connects."""
+
+
+@reports_errors
+@takes_flags(ENGINE_FLAGS, [flag for flag in SERVER_FLAGS if flag.field in _SERVER], (CONFIG_FILE,))
+def run_batch(
+    given: Given,
+    source: Annotated[
+        Path, typer.Option("--input", "-i", metavar="FILE", help="Requests in OpenAI's batch format, one a line.")
+    ],
+    target: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File that receives the answers, one a line.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", show_default="smollm2", help="smollm2, a folder, a .gguf file or a Hugging Face name."
+        ),
+    ] = None,
+) -> None:
+    """Answer every request of a file in OpenAI's batch format, and write one line for each.
+
+    Answers come in the order in which they are ready; custom_id tells whose they are. They stand in FILE.partial until
+    all are there, and a run that was interrupted goes on from it. A line that is wrong gets a line that says why. The
+    exit code is 1 if a request failed.
+    """
+    from fd_core.cli.settings.settings import merge
+
+    settings = merge(model, given, os.environ, default_model="smollm2")
+    os.environ["FD_LOG_LEVEL"] = settings.server.log_level
+    if source.resolve() == target.resolve():
+        raise ConfigError("the output would replace the input", field="--output", hint="name another file")
+    with interrupts_end_it():
+        from rich.console import Console
+
+        from fd_core.cli.serving.serve import loop_factory
+        from fd_core.server.batches.output import AnswerFile
+
+    console = Console(stderr=True)
+    with AnswerFile(target) as answers, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        progress = runner.run(_run(settings, source, answers, console))
+    print(f"{target}: {progress.completed} answered, {progress.failed} failed")
+    if progress.failed:
+        raise typer.Exit(1)
+
+
+async def _run(settings: Settings, source: Path, answers: AnswerFile, console: Console) -> BatchProgress:
+    """Load the model, send what has no answer yet, and show how far it is."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    from fd_core.cli.serving.startup import choose_parsers, find_model, running_engine, startup_bars
+    from fd_core.server.app import create_app
+    from fd_core.server.batches.asgi import AsgiAnswer, ask
+    from fd_core.server.batches.lines import BatchAnswer, BatchLine, read_requests
+    from fd_core.server.batches.running import BatchProgress, run_requests
+
+    longest = settings.server.max_body_bytes
+    try:
+        with source.open("rb") as file:
+            requests = [BatchLine(each.number, each.custom_id) for each in read_requests(file, longest)]
+    except OSError as error:
+        raise ConfigError(f"cannot read {source}: {error.strerror}", field="--input") from error
+    _check_resumable(requests, answers)
+    done = list(answers.known.values())
+    progress = BatchProgress(len(requests), sum(each.ok for each in done), sum(not each.ok for each in done))
+    async with contextlib.AsyncExitStack() as stack:
+        with startup_bars(console) as bars:
+            model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
+            engines = settings.server.data_parallel_size
+            client = await stack.enter_async_context(
+                running_engine(model, settings.server.engine, bars, engines=engines)
+            )
+        server = settings.server
+        chosen = choose_parsers(
+            server.tool_call_parser, server.reasoning_parser, model.template, client.info.architecture
+        )
+        app = create_app(server, client, model.tokenizer, model.template, parsers=chosen.parsers)
+        stack.callback(app.state.fd.prompt_reader.close)
+        stack.callback(app.state.fd.grammars.close)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        shown = Bars(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        stack.enter_context(shown)
+        bar = shown.add_task("Requests", total=progress.total, completed=progress.done)
+        file = stack.enter_context(source.open("rb"))
+
+        async def sent(path: str, body: bytes, request_id: str) -> AsgiAnswer:
+            answer = await ask(app, path, body, request_id, owner="")
+            if answer.status == 503 and not client.alive and not client.restarts:
+                raise EngineDead("the engine is gone; run the command again to go on where it stopped")
+            return answer
+
+        def take(answer: BatchAnswer) -> None:
+            answers.write(answer)
+            progress.completed += answer.ok
+            progress.failed += not answer.ok
+            shown.update(bar, completed=progress.done)
+
+        slots = client.info.max_num_seqs
+        try:
+            await run_requests(
+                read_requests(file, longest),
+                sent,
+                take,
+                slots=asyncio.Semaphore(slots + slots // 2 + 1),
+                known=answers.known,
+            )
+        except ExceptionGroup as group:
+            first = group.exceptions[0]
+            if isinstance(first, OSError):
+                raise ConfigError(f"cannot write the answers: {first}", field="--output") from None
+            raise first from None
+    answers.finish()
+    return progress
+
+
+def _check_resumable(requests: list[BatchLine], answers: AnswerFile) -> None:
+    """Raise `ConfigError` if the answers that are there belong to other requests."""
+    ids = {request.id: request.custom_id for request in requests}
+    for known in answers.known.values():
+        if ids.get(known.id, "") != known.custom_id:
+            raise ConfigError(
+                f"{answers.path}.partial has the answer to {known.custom_id!r}, which the input does not have there",
+                field="--output",
+                hint="delete it, or name another file",
+            )

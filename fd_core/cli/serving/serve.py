@@ -1,0 +1,178 @@
+"""`fdcore serve`: an OpenAI-compatible server over one model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from fd_core.cli.report import interrupts_end_it, outlive_hangups, reports_errors
+from fd_core.cli.settings.flags import CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
+from fd_core.errors import EngineDead
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from fd_core.cli.settings.settings import Settings
+    from fd_core.config import EngineConfig
+    from fd_core.engine.clients.client import EngineClient
+    from fd_core.server.state.spans import RequestSpans
+
+__all__ = ["loop_factory", "opened_spans", "serve"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS: Final = 0.5
+"""Pause between two looks at whether an engine is gone for good."""
+
+
+@reports_errors
+@takes_flags(ENGINE_FLAGS, SERVER_FLAGS, (CONFIG_FILE,))
+def serve(
+    given: Given,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", show_default=False, help="smollm2, a folder, a .gguf file or a Hugging Face name."
+        ),
+    ] = None,
+) -> None:
+    """Serve MODEL with an OpenAI-compatible API.
+
+    Every setting may also come from an environment variable (FD_MAX_NUM_SEQS for --max-num-seqs) or from the TOML
+    file of --config; flags win over the environment, the environment over the file.
+    """
+    from fd_core.cli.models.model_choice import choose_model
+    from fd_core.cli.settings.settings import merge
+
+    settings = merge(model, given, os.environ, ask_model=lambda: choose_model("fdcore serve"))
+    outlive_hangups(settings.server.api_key_file)
+    # Processes that are started from here have no use for the secret.
+    os.environ.pop("FD_API_KEY", None)
+    # The engine's process takes from its environment how it logs.
+    os.environ |= {
+        "FD_LOG_LEVEL": settings.server.log_level,
+        "FD_LOG_FORMAT": settings.server.log_format,
+        "FD_ACCESS_LOG": "1" if settings.server.access_log else "0",
+    }
+
+    with interrupts_end_it():
+        from fd_core.config.logs import configure_logs
+        from fd_core.server.connections.listening import bind_socket, raise_descriptor_limit
+
+        importlib.import_module("fd_core.engine.process.engine_process")
+        runner = asyncio.Runner(loop_factory=loop_factory())
+
+    configure_logs(settings.server.log_level, settings.server.log_format, access=settings.server.access_log)
+    if settings.server.log_level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    raise_descriptor_limit()
+    with bind_socket(settings.server.host, settings.server.port) as listener, runner:
+        runner.run(_serve(settings, listener))
+
+
+def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack) -> RequestSpans | None:
+    """Return what makes spans, until `stack` closes; None without an endpoint. Raises `ConfigError`."""
+    if endpoint is None:
+        return None
+    from fd_core.server.state.spans import open_spans
+
+    spans = open_spans(endpoint, service)
+    stack.callback(spans.close)
+    return spans
+
+
+async def _serve(settings: Settings, listener: socket.socket) -> None:
+    """Load, say what was loaded, serve until told to stop, drain."""
+    from fd_core.engine.process.engine_process import begun_process
+
+    where, engines = settings.server.engine, settings.server.data_parallel_size
+    async with contextlib.AsyncExitStack() as stack:
+        # The engine's process imports its framework while this one imports what follows and looks for the model.
+        alone = where == "process" and engines == 1
+        begun = await stack.enter_async_context(begun_process(settings.engine.backend, wanted=alone))
+
+        from rich.console import Console
+
+        from fd_core.cli.serving.startup import choose_parsers, find_model, running_engine, startup_bars
+        from fd_core.cli.serving.summary import show_summary, summary
+        from fd_core.launching.announcing import announce
+        from fd_core.server.connections.hosts import HostRules
+        from fd_core.server.connections.listening import settle
+        from fd_core.server.connections.tls import ServingTls
+
+        # What cannot be used is said before anything is fetched or loaded.
+        ServingTls.of(settings.server)
+        HostRules(settings.server.host, settings.server.allowed_hosts, settings.server.allowed_origins)
+        closing = stack.enter_context(contextlib.ExitStack())
+        spans = opened_spans(settings.server.otlp_traces_endpoint, "fdcore-serve", closing)
+        console = Console(stderr=True)
+        with startup_bars(console) as bars:
+            model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
+            server = asyncio.create_task(asyncio.to_thread(importlib.import_module, "fd_core.server.serve"))
+            client = await stack.enter_async_context(running_engine(model, where, bars, engines=engines, begun=begun))
+        serve_http = (await server).serve_http
+        chosen = choose_parsers(
+            settings.server.tool_call_parser,
+            settings.server.reasoning_parser,
+            model.template,
+            client.info.architecture,
+        )
+
+        def ready(url: str) -> None:
+            show_summary(
+                console, summary(client.info, settings.server, url, tools=chosen.tools, reasoning=chosen.reasoning)
+            )
+            settle()
+            announce(url)
+
+        stop = asyncio.Event()
+        watching = asyncio.create_task(_stop_when_gone(client, stop))
+        closing.callback(watching.cancel)
+        await serve_http(
+            settings.server,
+            client,
+            model.tokenizer,
+            model.template,
+            ticket_key=_ticket_key(settings.engine),
+            parsers=chosen.parsers,
+            spans=spans,
+            sock=listener,
+            on_ready=ready,
+            stop=stop,
+        )
+        if any(engine.gone for engine in client.engines):
+            raise EngineDead(f"the server ended because {client.missing}")
+
+
+async def _stop_when_gone(client: EngineClient, stop: asyncio.Event) -> None:
+    """Set `stop` once no engine will be started in place of one that died: whoever runs the server starts it anew."""
+    while not any(engine.gone for engine in client.engines):
+        await asyncio.sleep(_LOOK_SECONDS)
+    log.error("an engine is gone for good: the server ends, and what runs on other engines may go on until then")
+    stop.set()
+
+
+def _ticket_key(engine: EngineConfig) -> bytes | None:
+    """Return the key of what a router tells this worker; None unless it takes prompts that others compute."""
+    if engine.role != "decode":
+        return None
+    from fd_core.disagg.keys import ticket_key
+
+    return ticket_key(engine.transfer_secret_file)
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's factory where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,0 +1,180 @@
+"""From settings to an engine at work: find the model, read its tokenizer, load, and show how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from fd_core.config import EngineConfig
+from fd_core.engine.building.assets import find_assets
+from fd_core.models.fetching.progress import ProgressSink
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.parsing.answer import Parsers
+from fd_core.text.parsing.choosing import parsers_for
+from fd_core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fd_core.engine.clients.client import EngineClient
+    from fd_core.engine.process.engine_process import EngineProcess
+
+__all__ = [
+    "ChosenParsers",
+    "LocalModel",
+    "StartupBars",
+    "choose_parsers",
+    "find_model",
+    "running_engine",
+    "startup_bars",
+]
+
+_PHASES: Final = {
+    "prepare": "Preparing kernels (compiled once, about a minute)",
+    "load": "Loading weights",
+    "warmup": "Warming up",
+    "quantize": "Quantizing",
+}
+_BYTES_PHASES: Final = ("load", "quantize")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine, ready to be loaded by an engine."""
+
+    config: EngineConfig
+    """The settings, with the model's name for people in place of what was typed."""
+    path: Path | None
+    """None for a backend that needs no checkpoint."""
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """None if the model cannot chat."""
+
+
+class StartupBars(ProgressSink):
+    """Draws a bar for each thing that takes a while: a download, the weights, the warm-up.
+
+    Called, it is the `StartProgress` of engines.
+    """
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._download: TaskID | None = None
+        self._phases: dict[str, TaskID] = {}
+
+    def start(self, description: str, total_bytes: int | None) -> None:
+        """Begin a download."""
+        self._download = self._bars.add_task(description, total=total_bytes, amount="")
+
+    def advance(self, count: int) -> None:
+        """Count downloaded bytes."""
+        if self._download is not None:
+            self._bars.advance(self._download, count)
+            task = next(task for task in self._bars.tasks if task.id == self._download)
+            self._bars.update(self._download, amount=_megabytes(int(task.completed), task.total))
+
+    def finish(self) -> None:
+        """End the download's bar."""
+        if self._download is not None:
+            self._bars.stop_task(self._download)
+            self._download = None
+
+    def warn(self, text: str) -> None:
+        """Print a line that stays."""
+        self._bars.console.print(text, style="bold yellow", markup=False, highlight=False)
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """Show how far a phase of the engine's start is."""
+        if phase not in self._phases:
+            self._phases[phase] = self._bars.add_task(_PHASES.get(phase, phase), total=total, amount="")
+        amount = _megabytes(done, total) if phase in _BYTES_PHASES else f"{done}/{total}"
+        self._bars.update(self._phases[phase], completed=done, total=total, amount=amount)
+
+
+@contextlib.contextmanager
+def startup_bars(console: Console) -> Iterator[StartupBars]:
+    """Show bars while the block runs; on anything but a terminal, show none."""
+    bars = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}", markup=False),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bars:
+        yield StartupBars(bars)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenParsers:
+    """The parsers of a model's answers, and what the summary says of each."""
+
+    parsers: Parsers
+    tools: str
+    reasoning: str
+
+
+def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, architecture: str) -> ChosenParsers:
+    """Return the parsers of those names; `auto` takes what fits the chat template, `none` takes none.
+
+    Raises `PluginError` for a name that nobody offers.
+    """
+    from fd_core.plugins import REASONING_PARSER, TOOL_PARSER, installed_plugins
+
+    fits = parsers_for(None, knows_tools=False)
+    if template is not None:
+        with_tools = template.for_tools
+        calls = parsers_for(with_tools.source, with_tools.knows_tools, architecture)
+        fits = calls._replace(reasoning=parsers_for(template.source or with_tools.source, True, architecture).reasoning)
+    loaded: list[Any] = []
+    said = []
+    for kind, asked, fitting in ((TOOL_PARSER, tools, fits.tools), (REASONING_PARSER, reasoning, fits.reasoning)):
+        name = {"auto": fitting, "none": None}.get(asked, asked)
+        loaded.append(None if name is None else installed_plugins().load(kind, name))
+        said.append((name or "none") + (" (fits the chat template)" if asked == "auto" and name else ""))
+        if asked == "auto" and name is None:
+            said[-1] = f"none: no {kind.word} is known for this chat template; {kind.flag} names one"
+    return ChosenParsers(Parsers(*loaded), *said)
+
+
+def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBars) -> LocalModel:
+    """Fetch the model if need be, read its tokenizer and check its chat template.
+
+    Raises `ConfigError`, `ModelError` or `PluginError`.
+    """
+    found = find_assets(config, bars)
+    template = ChatTemplate.of(found.tokenizer, chat_template)
+    return LocalModel(msgspec.structs.replace(found.config, model=found.name), found.path, found.tokenizer, template)
+
+
+@contextlib.asynccontextmanager
+async def running_engine(
+    model: LocalModel,
+    where: str,
+    bars: StartupBars | None = None,
+    *,
+    engines: int = 1,
+    begun: EngineProcess | None = None,
+) -> AsyncIterator[EngineClient]:
+    """Start engines for the block and stop them afterwards; `where` and `begun` are those of `open_client`."""
+    from fd_core.engine.clients.launch import open_client
+
+    client = await open_client(model.config, model.path, where=where, engines=engines, progress=bars, begun=begun)
+    if bars is not None and client.info.emulated:
+        bars.warn(f"Backend {client.info.backend} is emulated, slow and no sign of what the hardware does.")
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def _megabytes(done: int, total: float | None) -> str:
+    return f"{done / 1e6:,.0f} MB" if total is None else f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"

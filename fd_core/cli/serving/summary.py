@@ -1,0 +1,129 @@
+"""What `fdcore serve` says once it serves. No secrets: keys are counted, never shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from fd_core.config import ServerConfig
+from fd_core.config.sizes import format_size
+from fd_core.engine.process.messages import EngineInfo
+from fd_core.ops.weights import RAW_TYPES, WEIGHT_FORMATS, WeightUse
+
+__all__ = ["clients", "show_summary", "summary"]
+
+_LOUD: Final = "WARNING: "
+"""Begins a value that people should not overlook."""
+
+
+def summary(
+    info: EngineInfo, server: ServerConfig, url: str, *, tools: str = "none", reasoning: str = "none"
+) -> list[tuple[str, str]]:
+    """Return what an engine runs and within which limits, as labels and values.
+
+    `tools` and `reasoning` name the parsers of answers.
+    """
+    tokens = info.num_kv_blocks * info.block_size
+    names = ", ".join(server.served_model_names or (info.model,))
+    return [
+        ("URL", f"{url}/v1"),
+        ("Model", names if names == info.model else f"{names} ({info.model})"),
+        *([("LoRA adapters", _adapters(info))] if info.adapters or info.lora_folder else []),
+        ("Architecture", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters"),
+        ("Backend", f"{info.backend} ({info.backend_reason})"),
+        ("Device", info.device),
+        *([("Engines", _engines(info, server.data_parallel_size))] if server.data_parallel_size > 1 else []),
+        ("Scheduler", info.scheduler),
+        *([("Postprocess", info.postprocess)] if info.postprocess else []),
+        ("dtype", f"{info.dtype} ({info.dtype_reason})" if info.dtype_reason else info.dtype),
+        *([("Weights", _weights(info))] if info.weights else []),
+        (
+            "KV cache",
+            f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens hold {tokens:,} tokens "
+            f"({info.kv_cache_bytes / 1e6:,.0f} MB of {info.kv_dtype})",
+        ),
+        ("KV on the host", format_size(info.host_kv_bytes) if info.host_kv_bytes else "none"),
+        ("KV store", _store(info)),
+        *([("Role", _role(info))] if info.role != "mixed" else []),
+        ("max_num_seqs", f"{info.max_num_seqs:,}" + (" in all" if server.data_parallel_size > 1 else "")),
+        ("max_num_batched_tokens", f"{info.max_num_batched_tokens:,}"),
+        ("max_model_len", _context(info, max(1, server.data_parallel_size))),
+        ("Tool calls", tools),
+        ("Reasoning", reasoning),
+        ("Clients", clients(server.host, server.api_keys, server.api_key_file)),
+        *([("Registers with", server.router)] if server.router else []),
+    ]
+
+
+def show_summary(console: Console, rows: list[tuple[str, str]], title: str = "fdcore serves") -> None:
+    """Print the summary."""
+    table = Table(show_header=False, title=title, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(label, value, style="bold red" if value.startswith(_LOUD) else None)
+    console.print(table, markup=False, highlight=False)
+    console.print("Ctrl-C stops it after running requests have ended.")
+
+
+def _engines(info: EngineInfo, count: int) -> str:
+    return (
+        f"{count}, each on its share of the machine with {info.max_num_seqs // count:,} slots; requests are placed by "
+        "cached prefix and load"
+    )
+
+
+def _context(info: EngineInfo, engines: int) -> str:
+    """Return the longest context, and what keeps it below what the model was made for if the KV cache does."""
+    held = info.num_kv_blocks // engines * info.block_size
+    if info.max_model_len == held < info.model_max_len:
+        return f"{held:,}: all that the KV cache holds; the model was made for {info.model_max_len:,}"
+    return f"{info.max_model_len:,}"
+
+
+def _adapters(info: EngineInfo) -> str:
+    loaded = ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in info.adapters) or "none yet"
+    return loaded if info.lora_folder is None else f"{loaded}; others may be loaded from {info.lora_folder}"
+
+
+def _weights(info: EngineInfo) -> str:
+    """Say which weights are computed as they are stored, and why the others are not."""
+    return "; ".join(_weight_use(info, use) for use in info.weights)
+
+
+def _weight_use(info: EngineInfo, use: WeightUse) -> str:
+    size = f"{use.parameters / 1e6:,.1f} M, {use.nbytes / 1e6:,.0f} MB"
+    if use.table:
+        return f"embedding in {use.computed} ({size})"
+    if use.computed == use.stored:
+        return f"{use.stored} as stored ({size})"
+    if use.computed in WEIGHT_FORMATS:
+        return f"{use.stored} quantized to {use.computed} ({size})"
+    if use.stored in RAW_TYPES:
+        return f"{use.stored} in {use.computed} ({size})"
+    why = ", ".join(info.weight_formats) or "no packed weights"
+    return f"{use.stored} expanded to {use.computed} ({size}), because {info.backend} computes {why}"
+
+
+def _store(info: EngineInfo) -> str:
+    if info.kv_store is None:
+        return "none: KV ends with the engine"
+    return info.kv_store if info.kv_store_answers else _LOUD + info.kv_store
+
+
+def _role(info: EngineInfo) -> str:
+    if info.role == "prefill":
+        return f"prefill: computes prompts for decode workers, which reach it at port {info.kv_port}"
+    return f"decode: prompts come from the prefill workers that a router names, through {info.kv_connector}"
+
+
+def clients(host: str, keys: Sequence[str], file: str | None) -> str:
+    """Return where clients are served, and what they have to send."""
+    if file is not None:
+        return f"at {host}, with an API key of {file}" + (f" or one of {len(keys)} others" if keys else "")
+    if not keys:
+        return f"at {host}, without a key"
+    return f"at {host}, with {'the API key' if len(keys) == 1 else f'one of {len(keys)} API keys'}"

@@ -1,0 +1,1 @@
+"""Flags, variables and files of settings, and how their values are read."""

@@ -1,0 +1,541 @@
+"""Every setting that people can give, once: its flag, its field, how it is read and what it means.
+
+Flags, environment variables (`FD_` and the field in capitals) and keys of a settings file all come from this table.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import typer
+
+from fd_core.cli.settings import values
+from fd_core.cli.settings.values import Parser
+from fd_core.config import EngineConfig, ServerConfig
+from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
+from fd_core.config.sizes import format_size
+from fd_core.router.config import RouterConfig
+from fd_core.router.gateway.config import GatewayConfig
+
+__all__ = [
+    *("CHAT_FLAGS", "CLIENT_KEY_FILE", "CONFIG_FILE", "ENGINE_FLAGS", "GATEWAY_FLAGS", "ROUTER_FLAGS", "SERVER_FLAGS"),
+    *("TRANSFER_SECRET_FILE", "Flag", "Given", "takes_flags"),
+]
+
+Command = Callable[..., None]
+Given = Mapping[str, Any]
+"""What the command line gave: field to raw value, absent if not given."""
+
+
+_STRUCTS: Final[tuple[type[CheckedStruct], ...]] = (RouterConfig, GatewayConfig, EngineConfig, ServerConfig)
+_RULES: Final = {name: rule for struct in _STRUCTS for name, rule in rules_of(struct).items()}
+_DEFAULTS: Final = {
+    name: default
+    for struct in _STRUCTS
+    for name, default in zip(reversed(struct.__struct_fields__), reversed(struct.__struct_defaults__), strict=False)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting."""
+
+    field: str
+    """Field of one of the settings: `EngineConfig`, `ServerConfig`, `GatewayConfig` or `RouterConfig`."""
+    help: str
+    metavar: str | None = None
+    """What stands for the value in the help; None for a switch."""
+    parser: Parser | None = None
+    """Reads values that the field's own type and constraint do not tell how to read."""
+    name: str = ""
+    """Flag; from the field if empty."""
+    short: str = ""
+    """Another name that it may be typed by."""
+    repeated: bool = False
+
+    @property
+    def rule(self) -> Rule:
+        """What the field may hold; anything for a flag without a field."""
+        return _RULES.get(self.field, Rule(object, False, None))
+
+    def parse(self, value: Any) -> Any:
+        """Return what `value`, text or a typed value of a settings file, means.
+
+        Raises `ValueError` with a phrase that completes "NAME: ...".
+        """
+        return (self.parser or self.rule.read)(value)
+
+    @property
+    def flag(self) -> str:
+        """The flag as typed, such as `--max-num-seqs`."""
+        return self.name or "--" + self.field.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable, such as `FD_MAX_NUM_SEQS`."""
+        return "FD_" + self.flag.removeprefix("--").replace("-", "_").upper()
+
+    @property
+    def key(self) -> str:
+        """The key in a settings file, such as `max-num-seqs`."""
+        return self.flag.removeprefix("--")
+
+    @property
+    def described(self) -> str:
+        """The help text with the choices and the default."""
+        constraint = self.rule.constraint
+        choices = f" Choices: {', '.join(constraint.words)}." if isinstance(constraint, OneOf) else ""
+        default = _DEFAULTS.get(self.field)
+        if default in (None, (), ""):
+            return self.help + choices
+        shown = format_size(default) if isinstance(constraint, ByteSize) else _shown(default)
+        return f"{self.help}{choices} [default: {shown}]"
+
+    @property
+    def annotation(self) -> Any:
+        """The parameter type that makes typer offer the flag."""
+        if self.metavar is None:
+            declared = f"{self.flag}/--no-{self.key}"
+            return Annotated[bool | None, typer.Option(declared, help=self.described, show_default=False)]
+        kind: Any = list[str] if self.repeated else str
+        return Annotated[
+            kind | None,
+            typer.Option(
+                self.flag, *filter(None, (self.short,)), help=self.described, metavar=self.metavar, show_default=False
+            ),
+        ]
+
+
+TRANSFER_SECRET_FILE: Final = Flag(
+    "transfer_secret_file",
+    "File with the secret shared by prefill workers, decode workers and their router; by default the user's own.",
+    "FILE",
+)
+"""For workers of pairs and for the router that brings them together."""
+
+ENGINE_FLAGS: Final = (
+    Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available.", "NAME"),
+    Flag("dtype", "Number type in which the model computes.", "TYPE"),
+    Flag("quantization", "What weights of linear layers become at loading; `auto` leaves them as stored.", "FORM"),
+    Flag("kv_cache_dtype", "Number type of keys and values: auto for the model's own, or int8 to halve them.", "TYPE"),
+    Flag(
+        "attention_backend",
+        "What computes attention on backends that have a choice; auto takes the first that computes right.",
+        "NAME",
+    ),
+    Flag(
+        "max_model_len",
+        "Longest request, prompt and output together, in tokens; by default the model's own limit.",
+        "TOKENS",
+    ),
+    Flag("max_num_seqs", "Requests that run at the same time.", "N"),
+    Flag("max_num_batched_tokens", "Most tokens computed in one step; by default the backend's own choice.", "TOKENS"),
+    Flag("block_size", "Tokens in one KV block.", "TOKENS"),
+    Flag("num_kv_blocks", "Number of blocks in the KV cache.", "N"),
+    Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi.", "SIZE"),
+    Flag(
+        "gpu_memory_utilization", "Share of free device memory used for the KV cache, above 0 and at most 1.", "SHARE"
+    ),
+    Flag("enable_prefix_caching", "Reuse the KV of prompts with a common beginning."),
+    Flag(
+        "lora_modules",
+        "LoRA adapter in PEFT's form that is served as a model of its own, as NAME=FOLDER or "
+        """'{"name": NAME, "path": FOLDER}'; may be repeated.""",
+        "NAME=FOLDER",
+        repeated=True,
+    ),
+    Flag("lora_folder", "Folder from which /v1/load_lora_adapter may load adapters; by default none.", "FOLDER"),
+    Flag("max_loras", "Adapters that are loaded at a time.", "N"),
+    Flag("max_lora_rank", "Largest rank of an adapter.", "N"),
+    Flag("scheduler", "What plans steps: continuous or a plugin's scheduler.", "NAME"),
+    Flag(
+        "scheduling_policy",
+        "Order in which waiting requests are admitted: fcfs, priority, fair or a plugin's policy.",
+        "NAME",
+    ),
+    Flag(
+        "victim_policy",
+        "Which running request is preempted when KV blocks run out: cheapest, youngest or a plugin's policy.",
+        "NAME",
+    ),
+    Flag(
+        "postprocess",
+        "What turns sampled tokens into a step's output on the device; by default the postprocessor for the backend's "
+        "framework.",
+        "NAME",
+    ),
+    Flag(
+        "pooling", "What of a text becomes its vector: last (token), mean, or auto for what the checkpoint says.", "HOW"
+    ),
+    Flag("observer", "Plugin that is told the tokens sampled by each step.", "NAME"),
+    Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice.", "N"),
+    Flag(
+        "output_transport",
+        "How step outputs travel from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq too.",
+        "HOW",
+    ),
+    Flag("watchdog_seconds", "Time after which an unanswered step counts as an engine failure, in seconds.", "SECONDS"),
+    Flag(
+        "restart_attempts",
+        "Failed starts in a row after which an engine that died is given up and the server ends with exit code 5; "
+        "0 keeps trying, with pauses of up to 60 s.",
+        "N",
+    ),
+    Flag(
+        "save_preempted_kv",
+        "Keep the KV of preempted requests in host memory, so that they resume without recomputing; "
+        "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST sets it too.",
+    ),
+    Flag("host_kv_memory", "Host memory for KV outside the device, such as 512M or 4Gi; 0 keeps no KV there.", "SIZE"),
+    Flag(
+        "kv_store",
+        "Location of a store that keeps KV beyond this process: disk:FOLDER, redis://HOST:PORT/DB or a plugin's.",
+        "LOCATION",
+    ),
+    Flag(
+        "kv_store_timeout",
+        "Time that a request waits for stored KV before its prompt is computed instead, in seconds.",
+        "SECONDS",
+    ),
+    Flag(
+        "kv_store_secret_file",
+        "File with the secret that authenticates stored KV; engines that share a store need the same secret.",
+        "FILE",
+    ),
+    Flag("kv_store_compression", "Compression of KV in the store.", "HOW"),
+    Flag(
+        "role",
+        "Work of this server: prefill computes prompts for decode workers, decode generates from prompts that prefill "
+        "workers computed, mixed does both itself.",
+        "ROLE",
+    ),
+    Flag(
+        "kv_connector",
+        "How a decode worker fetches KV from prefill workers: tcp, shared_memory, kv_store or a plugin's connector.",
+        "NAME",
+    ),
+    Flag("transfer_host", "Address on which the prefill worker listens for decode workers.", "ADDRESS"),
+    Flag("transfer_port", "Port on which the prefill worker listens for decode workers (0: any free port).", "PORT"),
+    TRANSFER_SECRET_FILE,
+    Flag(
+        "lease_seconds",
+        "Silence after which a decode worker gives up a prefill worker and computes the prompt itself, in seconds.",
+        "SECONDS",
+    ),
+    Flag("num_threads", "Processor threads of each rank; by default all processors available, shared by ranks.", "N"),
+    Flag(
+        "tensor_parallel_size",
+        "Ranks that compute the model together, each with a share of every layer.",
+        "N",
+        short="-tp",
+    ),
+    Flag(
+        "pipeline_parallel_size",
+        "Ranks that compute the model one after the other, each with some of its layers.",
+        "N",
+        short="-pp",
+    ),
+    Flag(
+        "distributed_executor_backend",
+        "How ranks are started: mp on this machine; ray on nodes, by the plugin launcher_ray; uni is one rank.",
+        "HOW",
+    ),
+    Flag(
+        "rank_transport",
+        "How ranks on processors exchange what they computed: shared_memory of this machine, or gloo over the network.",
+        "HOW",
+    ),
+    Flag("native_kernels", "Compile and use native kernels if the backend has any."),
+    Flag(
+        "speculative",
+        'Speculative decoding, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, '
+        "suffix, draft_model or a plugin's.",
+        "JSON",
+        values.speculation,
+        name="--speculative-config",
+    ),
+    Flag("structured_output", "Serve answers of a given form: JSON, schemas, regular expressions, choices, grammars."),
+    Flag("max_forced_tokens", "Tokens forced by a grammar that one step takes for one request.", "N"),
+    Flag("revision", "Branch, tag or commit of a Hugging Face model.", "NAME"),
+    Flag(
+        "kv_events",
+        "Report cached prefixes to the router; on by default with --router, otherwise it needs --router-secret-file.",
+    ),
+    Flag("trace", "File that receives a trace of every step, for `fdcore trace`.", "FILE"),
+    Flag("trace_limit", "Size at which the trace file stops growing; later steps are not in the file.", "SIZE"),
+)
+
+API_KEY_FILE: Final = Flag(
+    "api_key_file",
+    "File of API keys with names and limits, as TOML or JSON, or with one key a line; SIGHUP reads it again.",
+    "FILE",
+    values.key_file,
+)
+
+LISTEN_FLAGS: Final = (
+    Flag("host", "Address on which the server listens.", "ADDRESS"),
+    Flag("port", "Port on which the server listens (0: any free port).", "PORT"),
+    Flag(
+        "health_port",
+        "Port on which a thread serves /health as well, without TLS, so that probes do not wait for a busy event loop.",
+        "PORT",
+    ),
+    Flag(
+        "api_keys",
+        "API key that clients must send; may be repeated. Other users of the machine can see a command line: "
+        "--api-key-file or FD_API_KEY keep the key secret.",
+        "KEY",
+        values.keys,
+        name="--api-key",
+        repeated=True,
+    ),
+    API_KEY_FILE,
+    Flag("protect_pages", "Ask for an API key at /metrics, the live page, /load and /version too."),
+    Flag(
+        "share_prefix_cache",
+        "Let requests of different API keys share cached prefixes; cached_tokens then shows what others have sent.",
+    ),
+    Flag("access_log", "Log one line for each request: address, path, status, tokens, request id, name of the key."),
+    Flag("log_format", "Form of log lines: text for people, or one JSON object a line.", "FORM"),
+    Flag(
+        "allowed_hosts",
+        "Host that requests may name beside this machine's own, such as api.example.org, *.example.org or * for any; "
+        "may be repeated. By default any if --host is reached from other machines.",
+        "HOST",
+        repeated=True,
+    ),
+    Flag(
+        "allowed_origins",
+        "Origin whose pages may use the server from browsers, such as https://chat.example.org, or * for any; may be "
+        "repeated.",
+        "ORIGIN",
+        repeated=True,
+    ),
+    Flag(
+        "limit_concurrency",
+        "Connections at a time, others are answered with 503; by default what the limit of open files leaves, at most "
+        "10000.",
+        "N",
+    ),
+    Flag(
+        "limit_concurrency_per_address",
+        "Connections at a time from one address of another machine, such as a proxy, or from one IPv6 network of 64 "
+        "bits; by default three quarters of all.",
+        "N",
+    ),
+    Flag("timeout_headers", "Time in which the head of a request has to arrive, in seconds.", "SECONDS"),
+    Flag("timeout_keep_alive", "Time for which a connection may wait for its next request, in seconds.", "SECONDS"),
+    Flag(
+        "timeout_body",
+        "Time in which a body has to arrive, in seconds; every 64 KiB received add a second.",
+        "SECONDS",
+    ),
+    Flag(
+        "timeout_write",
+        "Time for which a client may leave its answer unread, in seconds; every 64 KiB read add a second.",
+        "SECONDS",
+    ),
+    Flag("max_body_bytes", "Largest body of a request, such as 16M.", "SIZE", name="--max-body-size"),
+    Flag(
+        "max_body_memory",
+        "Memory for bodies that are arriving, beside the first 64 KiB of each; a request beyond it gets 503.",
+        "SIZE",
+    ),
+    Flag("ssl_certfile", "File with the TLS certificate and its chain, for https; read again when it changes.", "FILE"),
+    Flag("ssl_keyfile", "File with the private key of the certificate, if not in the same file.", "FILE"),
+    Flag(
+        "ssl_keyfile_password",
+        "Password of the private key. Other users of the machine can see a command line: FD_SSL_KEYFILE_PASSWORD keeps "
+        "it secret.",
+        "PASSWORD",
+    ),
+    Flag("ssl_ca_certs", "File with the authorities of which every client needs a certificate.", "FILE"),
+    Flag(
+        "drain_delay",
+        "Time after Ctrl-C or SIGTERM for which requests are still taken, while /ready already says that the server "
+        "leaves, in seconds.",
+        "SECONDS",
+    ),
+    Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
+    Flag(
+        "otlp_traces_endpoint",
+        "Address at which an OpenTelemetry collector takes traces by OTLP over HTTP; needs `fd-core[otel]`.",
+        "URL",
+    ),
+    Flag("log_level", "Lowest severity of the log lines written.", "LEVEL"),
+)
+"""Settings of `ListenConfig`, which a server and a router have in common."""
+
+SERVER_FLAGS: Final = (
+    *LISTEN_FLAGS,
+    Flag(
+        "served_model_names",
+        "Name of the model in the API; may be repeated.",
+        "NAME",
+        name="--served-model-name",
+        repeated=True,
+    ),
+    Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", values.jinja),
+    Flag("trust_request_chat_template", "Run chat templates that requests bring, within the bounds of a sandbox."),
+    Flag("enable_tokenizer_info_endpoint", "Tell control tokens and the chat template at /tokenizer_info."),
+    Flag(
+        "tool_call_parser",
+        "How the model writes tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, ernie45, deepseek, "
+        "deepseek_v31, glm45, gpt_oss, a plugin's parser, auto for what fits its chat template, or none.",
+        "NAME",
+    ),
+    Flag(
+        "reasoning_parser",
+        "How the model writes reasoning: qwen3, deepseek_r1, ernie45, mistral, gpt_oss, a plugin's parser, auto for "
+        "what fits its chat template, or none.",
+        "NAME",
+    ),
+    Flag(
+        "response_store",
+        "Answers of /v1/responses kept in memory, so that later requests can go on from them (0: none).",
+        "N",
+    ),
+    Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
+    Flag(
+        "data_parallel_size",
+        "Engines behind this server, each with the whole model, processors or a device of its own, and its own KV.",
+        "N",
+        short="-dp",
+    ),
+    Flag("max_n", "Texts that one request may ask for, all its prompts and choices together.", "N"),
+    Flag("max_logprobs", "Most likely tokens that a request may ask for beside each token.", "N"),
+    Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),
+    Flag("batch_api", "Keep files and run batches: /v1/files and /v1/batches."),
+    Flag("batch_store", "Folder of files and batches; by default one in the cache folder.", "FOLDER"),
+    Flag("batch_store_limit", "Size of all files that are kept.", "SIZE"),
+    Flag(
+        "batch_store_key_limit",
+        "Size of the files of one API key; by default an equal share of all, and at least a quarter.",
+        "SIZE",
+    ),
+    Flag("metrics_names", "Names in /metrics: fdcore's own, or vLLM's beside them.", "NAMES"),
+    Flag(
+        "router",
+        "Admin address of the router with which this server registers; a name with several addresses means a router at "
+        "each.",
+        "URL",
+    ),
+    Flag(
+        "router_secret",
+        "File with the secret shared by a router and its workers: one line of at least 16 characters.",
+        "FILE",
+        values.secret_in_file,
+        name="--router-secret-file",
+    ),
+    Flag(
+        "router_ca_certs", "File with the authorities of the router's certificate, if not those of the system.", "FILE"
+    ),
+    Flag("advertise_url", "URL at which the router reaches this server, if not at --host and --port.", "URL"),
+)
+
+ROUTER_FLAGS: Final = (
+    Flag(
+        "policy",
+        "Policy that chooses among mixed workers: random, round_robin, power_of_two, request_num, process_tokens, "
+        "metrics_score, cache_aware, prefix_hash, session or a plugin's.",
+        "NAME",
+    ),
+    Flag("prefill_policy", "Policy that chooses the prefill worker of a pair.", "NAME"),
+    Flag("decode_policy", "Policy that chooses the decode worker of a pair.", "NAME"),
+    Flag("cache_block_size", "Tokens in a block of the router's prefix index.", "TOKENS"),
+    Flag("max_attempts", "Attempts on different workers, or pairs, that one request gets.", "N"),
+    Flag("max_requests_per_worker", "Requests in flight that one worker may have (0: no bound).", "N"),
+    Flag("health_check_interval_secs", "Seconds between two health checks of a worker.", "SECONDS"),
+    Flag("health_check_timeout_secs", "Seconds within which a worker has to answer a health check.", "SECONDS"),
+)
+"""Settings of `RouterConfig` that have a flag; a settings file takes all of them."""
+
+GATEWAY_FLAGS: Final = (
+    *LISTEN_FLAGS,
+    *(flag for flag in SERVER_FLAGS if flag.field == "router_secret"),
+    Flag("workers", "Address of a mixed worker; may be repeated.", "URL", name="--worker", repeated=True),
+    Flag("prefill", "Address of a prefill worker; may be repeated.", "URL", repeated=True),
+    Flag("decode", "Address of a decode worker; may be repeated.", "URL", repeated=True),
+    TRANSFER_SECRET_FILE,
+    Flag(
+        "tokenizer",
+        "Model whose tokenizer the workers use, or `bytes` for the null backend; without it a worker names the model.",
+        "MODEL",
+    ),
+    Flag(
+        "worker_api_keys",
+        "File with the API key of the workers.",
+        "FILE",
+        values.keys_in_file,
+        name="--worker-key-file",
+    ),
+    Flag(
+        "worker_ca_certs", "File with the authorities of the workers' certificates, if not those of the system.", "FILE"
+    ),
+    Flag(
+        "read_seconds",
+        "Seconds of silence within a request after which its worker has failed.",
+        "SECONDS",
+        name="--read-timeout",
+    ),
+    Flag(
+        "unreachable_seconds",
+        "Seconds after which an answer ends whose worker is silent and is not reached by health checks.",
+        "SECONDS",
+        name="--unreachable-timeout",
+    ),
+    Flag("admin_host", "Address on which workers register.", "ADDRESS"),
+    Flag("admin_port", "Port on which workers register (0: any free port).", "PORT"),
+)
+"""Settings of `GatewayConfig`."""
+
+CLIENT_KEY_FILE: Final = Flag(
+    "client_keys", "File whose first line is the API key to send.", "FILE", values.keys_in_file, name="--api-key-file"
+)
+"""For a command that is itself a client."""
+CHAT_FLAGS: Final = (
+    *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
+    CLIENT_KEY_FILE,
+)
+"""Settings of the server's side that matter to a command which talks to a model or a server."""
+
+CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", values.text)
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
+    """Give a command every flag of `groups`; what was typed arrives as the mapping `given`."""
+    flags = tuple(flag for group in groups for flag in group)
+
+    def decorate(function: Command) -> Command:
+        hints = typing.get_type_hints(function, include_extras=True)
+        own = [
+            item.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, item in inspect.signature(function).parameters.items()
+            if name != "given"
+        ]
+        added = [
+            inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag.annotation)
+            for flag in flags
+        ]
+
+        def command(**arguments: Any) -> None:
+            typed = {flag.field: arguments.pop(flag.field) for flag in flags}
+            given = {name: value for name, value in typed.items() if value not in (None, [], ())}
+            function(given=given, **arguments)
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__annotations__ = {item.name: item.annotation for item in (*own, *added)}
+        command.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined] # read by inspect
+        return command
+
+    return decorate

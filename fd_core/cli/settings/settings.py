@@ -1,0 +1,232 @@
+"""Settings merged once: flags win over the environment, the environment over a file, the file over the defaults."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fd_core.cli.settings.flags import CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Flag, Given
+from fd_core.cli.settings.values import read_text
+from fd_core.config import EngineConfig, ServerConfig
+from fd_core.config.constraints import parse_switch
+from fd_core.errors import ConfigError
+
+__all__ = [
+    "OLDER_SWITCHES",
+    "OlderSwitch",
+    "Settings",
+    "client_key",
+    "merge",
+    "merge_layers",
+    "read_table",
+    "settings_path",
+    "take_settings",
+]
+
+_FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)}
+_SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
+_EXCLUSIVE: Final = (("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization"),)
+"""Settings of which one source may give only one."""
+
+
+@dataclass(frozen=True, slots=True)
+class OlderSwitch:
+    """A variable that is not named like a flag, and what its two values mean."""
+
+    variable: str
+    field: str
+    no: Any
+    yes: Any
+
+
+OLDER_SWITCHES: Final = (
+    OlderSwitch("FD_USE_GET_SAVE_OUTPUT_V1", "output_transport", no="memory", yes="zmq"),
+    OlderSwitch("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "save_preempted_kv", no=False, yes=True),
+)
+"""Switches of FastDeploy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one command runs with."""
+
+    engine: EngineConfig
+    server: ServerConfig
+
+
+def merge(
+    model: str | None,
+    given: Given,
+    environment: Mapping[str, str],
+    *,
+    default_model: str | None = None,
+    ask_model: Callable[[], str] | None = None,
+) -> Settings:
+    """Merge every source into frozen settings.
+
+    `given` maps fields to what was typed; `config` in it names the file. `default_model` is used if none is named,
+    or else `ask_model` is called. Raises `ConfigError` naming the flag, variable or key at fault.
+    """
+    path = settings_path(given, environment)
+    merged = merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
+    model = model or environment.get("FD_MODEL") or merged.get("model") or default_model
+    merged.pop("model", None)
+    if not model and ask_model is not None:
+        model = ask_model()
+    if not model:
+        raise ConfigError("no model was named", field="MODEL", hint="for example `smollm2`")
+    server = {name: value for name, value in merged.items() if name in _SERVER_FIELDS}
+    engine = {name: value for name, value in merged.items() if name not in _SERVER_FIELDS}
+    return _with_kv_events(Settings(EngineConfig(model=model, **engine), ServerConfig(**server)))
+
+
+def client_key(given: Given, environment: Mapping[str, str]) -> str | None:
+    """Return the API key that a command sends to a server, None for none. Raises `ConfigError` as `merge` does."""
+    keys = merge("remote", given, environment).server.api_keys
+    path = given.get(CLIENT_KEY_FILE.field) or environment.get(CLIENT_KEY_FILE.variable)
+    if not keys and path:
+        keys = _read_layer({CLIENT_KEY_FILE: path}, lambda flag: flag.flag)[CLIENT_KEY_FILE.field]
+    return keys[0] if keys else None
+
+
+def settings_path(given: Given, environment: Mapping[str, str]) -> Path | None:
+    """Return the settings file that was named, if one was."""
+    path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
+    return Path(path) if path else None
+
+
+def merge_layers(
+    flags: Mapping[str, Flag],
+    file: Mapping[str, Any],
+    given: Given,
+    environment: Mapping[str, str],
+    older: Mapping[Flag, Any] | None = None,
+) -> dict[str, Any]:
+    """Let the environment and then the command line win over what a file says; return values by field.
+
+    `flags` are those of the command by field; `older` are values of variables that are not named like a flag. Where
+    settings exclude each other, a layer that chooses one drops what lower layers chose instead.
+    """
+    variables = {flag: environment[flag.variable] for flag in flags.values() if environment.get(flag.variable)}
+    typed = {flag: given[name] for name, flag in flags.items() if name in given}
+    merged = dict(file)
+    for layer in (
+        _read_layer(variables | dict(older or {}), lambda flag: flag.variable),
+        _read_layer(typed, lambda flag: flag.flag),
+    ):
+        for group in _EXCLUSIVE:
+            if not layer.keys().isdisjoint(group):
+                merged = {name: value for name, value in merged.items() if name not in group}
+        merged |= layer
+    return merged
+
+
+def _with_kv_events(settings: Settings) -> Settings:
+    """Let a server that has a router tell it which prefixes it holds, unless that was decided."""
+    engine, server = settings.engine, settings.server
+    if engine.kv_events is None and server.router is not None and engine.enable_prefix_caching:
+        return replace(settings, engine=msgspec.structs.replace(engine, kv_events=True))
+    if engine.kv_events and not engine.enable_prefix_caching:
+        raise ConfigError(
+            "without prefix caching there are no cached prefixes to report",
+            field="--kv-events",
+            hint="leave out --no-enable-prefix-caching",
+        )
+    if engine.kv_events and not server.router_secret:
+        raise ConfigError(
+            "cached prefixes are reported only to a router that knows the server's secret",
+            field="--kv-events",
+            hint="give --router-secret-file, to `fdcore serve` and to the router",
+        )
+    return settings
+
+
+def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
+    older: dict[Flag, Any] = {}
+    for switch in OLDER_SWITCHES:
+        flag, variable = _FLAGS[switch.field], switch.variable
+        if not environment.get(variable) or environment.get(flag.variable):
+            continue
+        try:
+            older[flag] = switch.yes if parse_switch(environment[variable]) else switch.no
+        except ValueError as error:
+            raise ConfigError(f"{variable}: {error}", field=variable) from None
+    return older
+
+
+def _read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[str, Any]:
+    """Parse one source's values; `called` says what a flag is called in that source."""
+    layer: dict[str, Any] = {}
+    for flag, value in raw.items():
+        try:
+            layer[flag.field] = flag.parse(value)
+        except ValueError as error:
+            raise ConfigError(f"{called(flag)}: {error}", field=called(flag)) from error
+    for group in _EXCLUSIVE:
+        both = [called(_FLAGS[name]) for name in group if name in layer]
+        if len(both) > 1:
+            raise ConfigError(
+                f"{both[0]} and {both[1]} contradict each other: each sets the size of the KV cache",
+                field=both[0],
+                hint="give one of them",
+            )
+    return layer
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Return the content of a settings file: TOML, or JSON if it is called so. Raises `ConfigError` naming the file."""
+    kind = "JSON" if path.suffix.lower() == ".json" else "TOML"
+    try:
+        text = read_text(path)
+    except ValueError as error:
+        raise ConfigError(f"--config: {error}", field="--config") from error
+    try:
+        table = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the settings file {path} is not valid {kind}: {error}", field="--config") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"the settings file {path} is not a table of settings", field="--config")
+    return table
+
+
+def take_settings(
+    table: dict[str, Any], path: Path, flags: Iterable[Flag], spellings: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Take the keys of `flags` out of a file's table and return their values by field.
+
+    `spellings` are other names of keys. Raises `ConfigError` for a value that cannot be, or a key given twice.
+    """
+    known = {flag.key: flag for flag in flags}
+    raw: dict[Flag, Any] = {}
+    for key in list(table):
+        name = key.replace("_", "-")
+        flag = known.get((spellings or {}).get(name, name))
+        if flag is None:
+            continue
+        if flag in raw:
+            raise ConfigError(f"{path}: {flag.key!r} is given twice", field="--config")
+        raw[flag] = table.pop(key)
+    return _read_layer(raw, lambda flag: f"{flag.key} in {path}")
+
+
+def _file_layer(path: Path) -> dict[str, Any]:
+    table = read_table(path)
+    model = table.pop("model", None)
+    if model is not None and not isinstance(model, str):
+        raise ConfigError(f"model in {path}: {model!r} is not a text", field="--config")
+    layer = take_settings(table, path, _FLAGS.values())
+    for key in table:
+        close = difflib.get_close_matches(key.replace("_", "-"), [flag.key for flag in _FLAGS.values()], n=1)
+        raise ConfigError(
+            f"{path}: there is no setting {key!r}",
+            field="--config",
+            hint=f"did you mean {close[0]!r}?" if close else "settings are named like the flags",
+        )
+    return layer if model is None else {**layer, "model": model}

@@ -1,0 +1,108 @@
+"""`fdcore trace`: what a run did, step by step, as an HTML page or for the Perfetto viewer."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fd_core.cli.report import reports_errors
+
+if TYPE_CHECKING:
+    from fd_core.engine.tracing.reader import TraceContents
+
+__all__ = ["trace"]
+
+
+class TraceFormat(enum.StrEnum):
+    """What `fdcore trace` writes."""
+
+    HTML = "html"
+    PERFETTO = "perfetto"
+
+
+@reports_errors
+def trace(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file that `fdcore serve --trace FILE` wrote.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="File that receives the page or the JSON.",
+            show_default="FILE with the suffix .html or .perfetto.json",
+        ),
+    ] = None,
+    written: Annotated[
+        TraceFormat,
+        typer.Option("--format", help="html: one page for a browser; perfetto: JSON for ui.perfetto.dev."),
+    ] = TraceFormat.HTML,
+    last: Annotated[int, typer.Option(metavar="N", min=1, help="Show the last N steps.")] = 100_000,
+) -> None:
+    """Render a trace as one HTML page that needs no network, or as JSON for the Perfetto viewer.
+
+    Both show slots over time, budget, KV blocks, preemptions and returns, KV loaded and recomputed, speculation, queue
+    and step time. A trace that is cut off or damaged is shown as far as it can be read.
+    """
+    from fd_core.engine.tracing.reader import read_trace
+    from fd_core.errors import ConfigError
+
+    suffix = ".html" if written is TraceFormat.HTML else ".perfetto.json"
+    target = output if output is not None else file.with_suffix(suffix)
+    if target.resolve() == file.resolve():
+        raise ConfigError("the output would replace the trace", field="--output", hint="name another file")
+    read = read_trace(file, last)
+    try:
+        target.write_bytes(_rendered(read, file.name, written))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"cannot write {target}: {reason}", field="--output") from error
+    for problem in read.problems:
+        print(f"note: {problem}")
+    for summary in (_phases_summary(read), _kv_summary(read)):
+        if summary:
+            print(summary)
+    print(f"{target}: {len(read.positions):,} steps, {target.stat().st_size / 1e6:.1f} MB")
+
+
+def _rendered(read: TraceContents, name: str, written: TraceFormat) -> bytes:
+    if written is TraceFormat.PERFETTO:
+        from fd_core.engine.tracing.perfetto import perfetto_json
+
+        return perfetto_json(read)
+    from fd_core.cli.trace_page.pack import page
+
+    return page(read, name).encode()
+
+
+def _phases_summary(read: TraceContents) -> str:
+    """Return a line about what requests did and waited for; empty if no request ended or the trace does not say it."""
+    from fd_core.types import PHASE_NAMES
+
+    entries = [entry.phases or () for position in read.positions for entry in position.line.finished]
+    told = [phases for phases in entries if len(phases) == len(PHASE_NAMES)]
+    if not told:
+        return ""
+    means = [sum(column) / len(told) / 1e6 for column in zip(*told, strict=True)]
+    waits = sorted(zip(means[1:], PHASE_NAMES[1:], strict=True), key=lambda each: -each[0])
+    shown = ", ".join(f"{name} {mean:.3f} s" for mean, name in waits if mean > 0) or "nothing"
+    return f"{len(told):,} requests computed for {means[0]:.3f} s in the mean and waited for {shown}"
+
+
+def _kv_summary(read: TraceContents) -> str:
+    """Return a line about KV outside the device; empty if the trace has no loads, saves and decisions."""
+    lines = [position.line for position in read.positions]
+    loads = [load for line in lines for load in line.loads]
+    saves = [save for line in lines for save in line.saves]
+    declined = sum(not decision.load for line in lines for decision in line.decisions)
+    if not (loads or saves or declined):
+        return ""
+    loaded, wanted = sum(load.loaded for load in loads), sum(load.blocks for load in loads)
+    host = sum(load.from_host for load in loads)
+    took = sum(load.ended - load.began for load in loads) / 1e6
+    saved = sum(save.saved for save in saves)
+    return (
+        f"KV outside the device: {len(loads):,} loads brought {loaded:,} of {wanted:,} blocks, {host:,} from host "
+        f"memory, in {took:.3f} s; {declined:,} times recomputing was sooner; {saved:,} blocks were saved"
+    )

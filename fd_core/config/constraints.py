@@ -1,0 +1,229 @@
+"""What values a setting may have, said once on its field: by its type, and by a constraint in its annotation.
+
+    max_num_seqs: Annotated[int, Range(1, 65536)] = 32
+    role: Annotated[str, OneOf("mixed", "prefill", "decode")] = "mixed"
+
+Whoever makes such a struct, from whatever source, gets the same check and the same words.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Final, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from fd_core.config.sizes import parse_size
+from fd_core.errors import ConfigError
+
+__all__ = [
+    *("ByteSize", "CheckedStruct", "Constraint", "OneOf", "Prefix", "Range", "Rule", "make_settings"),
+    *("parse_switch", "rules_of"),
+]
+
+_YES: Final = ("1", "true", "yes", "on")
+_NO: Final = ("0", "false", "no", "off")
+
+
+class Constraint(Protocol):
+    """Narrows the values of a type."""
+
+    def check(self, value: Any) -> None:
+        """Raise `ValueError` with a phrase that completes "NAME: ..." unless `value` is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `minimum`, or just above it, to `maximum`."""
+
+    minimum: float
+    maximum: float = 2**31 - 1
+    above: bool = False
+
+    def __str__(self) -> str:
+        if not self.above and self.maximum != math.inf:
+            return f"between {self.minimum:g} and {self.maximum:.10g}"
+        lower = f"above {self.minimum:g}" if self.above else f"at least {self.minimum:g}"
+        return lower if self.maximum == math.inf else f"{lower} and at most {self.maximum:.10g}"
+
+    def check(self, value: float) -> None:
+        """Raise `ValueError` unless `value` is in the range."""
+        if value > self.maximum or value < self.minimum or (self.above and value == self.minimum):
+            raise ValueError(f"{value:.10g} is out of range; it must be {self}")
+
+
+class OneOf:
+    """One of some words; `instead` says what to use in place of words that people may know from elsewhere."""
+
+    def __init__(self, *words: str, instead: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.words = words
+        self._instead = instead
+
+    def check(self, value: str) -> None:
+        """Raise `ValueError` unless `value` is one of the words."""
+        if value in self._instead:
+            raise ValueError(f"{value!r} is not served here; use {self._instead[value]}")
+        if value not in self.words:
+            raise ValueError(f"{value!r} is not one of {', '.join(self.words)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Text that begins with `prefix`."""
+
+    prefix: str
+
+    def check(self, value: str) -> None:
+        """Raise `ValueError` unless `value` begins with the prefix."""
+        if not value.startswith(self.prefix):
+            raise ValueError(f"{value!r} must begin with {self.prefix}")
+
+
+@dataclass(frozen=True, slots=True)
+class ByteSize:
+    """A number of bytes; as text it may have a unit, such as 256M or 2Gi."""
+
+    minimum: int = 1
+
+    def check(self, value: int) -> None:
+        """Raise `ValueError` unless a machine can have so many bytes."""
+        if not self.minimum <= value < 2**63:
+            raise ValueError(f"{value} is not a size {'above 0 ' if self.minimum else ''}that a machine can have")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one field may hold."""
+
+    kind: type[Any]
+    """`int`, `float`, `bool`, `str`, `tuple` for a tuple of texts, or another type, which is not looked into."""
+    optional: bool
+    """Whether None is allowed."""
+    constraint: Constraint | None
+
+    def read(self, value: Any) -> Any:
+        """Return what `value` means, which may be text from a command line, an environment or a file.
+
+        Raises `ValueError` with a phrase that completes "NAME: ...".
+        """
+        text = value.strip() if isinstance(value, str) else None
+        if isinstance(self.constraint, ByteSize) and text is not None:
+            value = 0 if text == "0" else parse_size(text)
+        elif self.kind is int and text is not None and re.fullmatch(r"[+-]?[0-9]{1,30}", text):
+            value = int(text)
+        elif self.kind is float and text is not None:
+            try:
+                value = float(text)
+            except ValueError:
+                raise ValueError(f"{value!r} is not a number") from None
+        elif self.kind is bool and text is not None:
+            return parse_switch(value)
+        elif self.kind is tuple:
+            value = _texts(value)
+        if self.optional and value is None:
+            raise ValueError("None is not a value")
+        self.check(value)
+        return float(value) if self.kind is float else value
+
+    def check(self, value: Any) -> None:
+        """Raise `ValueError` with a phrase that completes "NAME: ..." unless the field may hold `value`."""
+        if value is None and self.optional:
+            return
+        if self.kind is int and type(value) is not int:
+            raise ValueError(f"{value!r} is not a whole number")
+        if self.kind is float and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise ValueError(f"{value!r} is not a number")
+        if self.kind is bool and type(value) is not bool:
+            raise ValueError(f"{value!r} is neither true nor false")
+        if self.kind is str and (not isinstance(value, str) or not value.strip()):
+            raise ValueError(f"{value!r} is not a text")
+        if self.kind is tuple and not (
+            isinstance(value, tuple | list) and all(isinstance(each, str) for each in value)
+        ):
+            raise ValueError(f"{value!r} is not a list of texts")
+        if self.constraint is not None:
+            self.constraint.check(value)
+
+
+class CheckedStruct(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of settings: a value that its field does not allow is refused with `ConfigError`, whoever gives it."""
+
+    def __post_init__(self) -> None:
+        for field in _fields(type(self)):
+            value = getattr(self, field.name)
+            if value is not field.default:
+                _check_field(type(self), field.name, value, field.encode_name)
+
+
+@functools.cache
+def _fields(settings: type[CheckedStruct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(settings)
+
+
+_C = TypeVar("_C", bound=CheckedStruct)
+
+
+def make_settings(settings: type[_C], values: Mapping[str, Any]) -> _C:
+    """Return settings made of typed values by field name. Raises `ConfigError` that names the field at fault."""
+    known = {field.name: field.encode_name for field in msgspec.structs.fields(settings)}
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        hint = f"there are {', '.join(known.values())}"
+        raise ConfigError(f"there is no setting {unknown[0]!r:.60}", field=unknown[0], hint=hint)
+    for name, value in values.items():
+        _check_field(settings, name, value, known[name])
+    try:
+        return msgspec.convert({known[name]: value for name, value in values.items()}, settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_field(settings: type[CheckedStruct], name: str, value: Any, called: str) -> None:
+    try:
+        rules_of(settings)[name].check(value)
+    except ValueError as error:
+        raise ConfigError(f"{called}: {error}", field=called) from None
+
+
+@cache
+def rules_of(settings: type[Any]) -> dict[str, Rule]:
+    """Return the rule of every field of a struct."""
+    return {name: _rule(hint) for name, hint in get_type_hints(settings, include_extras=True).items()}
+
+
+def parse_switch(value: Any) -> bool:
+    """Return whether a text or a truth value means yes; raises `ValueError` for anything else."""
+    if isinstance(value, bool):
+        return value
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word not in (*_YES, *_NO):
+        raise ValueError(f"{value!r} is neither true nor false; use one of {', '.join((*_YES, *_NO))}")
+    return word in _YES
+
+
+def _rule(hint: Any) -> Rule:
+    optional, constraint = False, None
+    while True:
+        if get_origin(hint) is Annotated:
+            constraint = next((extra for extra in get_args(hint)[1:] if hasattr(extra, "check")), constraint)
+            hint = get_args(hint)[0]
+        elif get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
+            optional = True
+            (hint,) = (each for each in get_args(hint) if each is not NoneType)
+        else:
+            kind = get_origin(hint) or hint
+            return Rule(kind if isinstance(kind, type) else object, optional, constraint)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """Return texts from a list or from comma-separated text."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, tuple | list) or not all(isinstance(part, str) and part.strip() for part in parts):
+        raise ValueError("it must be one name or more, separated by commas")
+    return tuple(part.strip() for part in parts)

@@ -1,0 +1,32 @@
+"""Where fd_core keeps files of its own, and paths that people write, in which ~ stands for a home folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fd_core.errors import ConfigError
+
+__all__ = ["find_cache_dir", "user_path"]
+
+
+def find_cache_dir(chosen: Path | None = None) -> Path:
+    """Return the cache folder: the one chosen, else $FD_CACHE, $XDG_CACHE_HOME/fd_core or ~/.cache/fd_core.
+
+    Raises `ConfigError` if it is in a home folder that is not known, as under a user id without a name.
+    """
+    if os.environ.get("FD_CACHE") or chosen is not None:
+        return user_path(chosen or os.environ["FD_CACHE"], "FD_CACHE")
+    if os.environ.get("XDG_CACHE_HOME"):
+        return user_path(os.environ["XDG_CACHE_HOME"], "XDG_CACHE_HOME") / "fd_core"
+    return user_path("~/.cache/fd_core", "FD_CACHE")
+
+
+def user_path(text: str | Path, field: str) -> Path:
+    """Return the path with its ~ replaced. Raises `ConfigError` for `field` if that home folder is not known."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"the home folder in {str(text)!r} is not known here", field=field, hint="write the path without ~"
+        ) from None

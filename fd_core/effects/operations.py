@@ -1,0 +1,303 @@
+"""What the scheduler wants done outside a step, most of it with KV, and what became of it.
+
+Effects are values: `Scheduler.plan` and `Scheduler.commit` return them, the engine's loop hands their operations to its
+`fd_core.effects.port.EffectPort`, which performs them on other threads, and brings the completions back before the next
+plan. Nothing here waits for anything. `fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg`
+performs `Fetch`, `Send` and `GiveUp`; `fd_core.structured` performs `CompileGrammar`.
+
+An operation is a number chosen by the scheduler, unique within an engine. What the scheduler may assume:
+
+- A `Lookup` is answered by one `Found`, a `Load` by one `Loaded`, a `Save` by one `Saved`, a `Fetch` by one `Fetched`,
+  a `Send` by one `Sent`, a `CompileGrammar` by one `GrammarReady`, in any order, each within its deadline.
+- `Cancel` hurries the answer, it does not replace it: blocks of an operation belong to it until it is completed.
+- What `Saved` says about the host tier needs no `Lookup`: a `Load` that follows finds those blocks there, unless others
+  evicted them meanwhile. A `Load` may always come back short, and says how much it brought.
+- The other completions answer nothing and may come at any time, while the engine is idle too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fd_core.types import IntArray, PrefillJob, PrefillOutcome, PrefillTrace
+from fd_core.types.kv_events import KVEvent
+
+__all__ = [
+    "NO_EFFECTS",
+    "Cancel",
+    "CompileGrammar",
+    "Completion",
+    "Effect",
+    "Effects",
+    "Fetch",
+    "Fetched",
+    "Found",
+    "GiveUp",
+    "GrammarReady",
+    "LeaseEnded",
+    "Load",
+    "LoadDecision",
+    "LoadPaceMeasured",
+    "Loaded",
+    "Lookup",
+    "NotStored",
+    "PrefillJobArrived",
+    "PrefillPaceMeasured",
+    "PrefillTraced",
+    "Save",
+    "Saved",
+    "Send",
+    "Sent",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Ask how many of the leading `keys` are stored outside the device."""
+
+    operation: int
+    keys: tuple[bytes, ...]
+    """Block keys of one prefix, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy the KV named by `keys` into device `blocks`, int32[len(keys)], which belong to the operation meanwhile."""
+
+    operation: int
+    keys: tuple[bytes, ...]
+    blocks: IntArray
+    slot: int = 0
+    """The slot that waits for the blocks, for traces."""
+    request_id: str = ""
+    """The request in that slot, for traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copy settled device `blocks`, int32[len(keys)], to the host tier under `keys`; nobody writes them meanwhile."""
+
+    operation: int
+    keys: tuple[bytes, ...]
+    blocks: IntArray
+    persist: bool
+    """Whether the blocks are also written to the KV store, some time after the copy to the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for an operation any more; unknown and completed ones are ignored."""
+
+    operation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Answer to a `Lookup`."""
+
+    operation: int
+    host: int
+    """Leading keys that the host tier holds."""
+    total: int
+    """Leading keys that host tier and store hold together, at least `host`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Answer to a `Load`: whatever was not loaded is as it was or worthless."""
+
+    operation: int
+    blocks: int
+    """Leading blocks that hold exactly the KV of their keys."""
+    from_host: int = 0
+    """How many of them came from the host tier."""
+    seconds: float = 0.0
+    """From the effect to the last copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Answer to a `Save`: its device blocks are not read any more."""
+
+    operation: int
+    blocks: int
+    """Leading blocks that were copied to the host."""
+    host: int = 0
+    """How many of them the host tier holds: a `Load` of these keys needs no `Lookup`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotStored:
+    """Blocks of completed `Save`s that were to be written to the KV store and may not be there."""
+
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPaceMeasured:
+    """What loading costs at present, in seconds; None where nothing was measured lately."""
+
+    host_block: float | None = None
+    """To copy one block from the host tier to the device."""
+    store_block: float | None = None
+    """To fetch and check one block of the store; its copy to the device overlaps with the next fetch."""
+    store_latency: float | None = None
+    """To ask the store one question."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPaceMeasured:
+    """What computing a prompt costs at present."""
+
+    token: float
+    """Seconds for one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Have a prefill worker compute the KV of a prompt, and copy that KV into device blocks leased for it."""
+
+    operation: int
+    peer: str
+    """`host:port` of the prefill worker's transfers."""
+    job: PrefillJob
+    blocks: IntArray
+    """int32[m]: device blocks behind `job.held_blocks`, up to the one of the last token; they belong to the operation
+    until it is completed."""
+    slot: int = 0
+    """The slot that waits for the blocks, for traces."""
+    request_id: str = ""
+    """The request in that slot, for traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Answer to a `Fetch`: unless it was transferred, the blocks are as they were or worthless."""
+
+    operation: int
+    outcome: PrefillOutcome
+    cached: int = 0
+    """Tokens whose KV the prefill worker had in its prefix cache."""
+    seconds: float = 0.0
+    """From the effect to the last copy."""
+    reason: str = ""
+    """Why the transfer failed, for people; empty if it did not. Never holds a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send settled device `blocks` to the decode worker that owns the lease; nobody writes the blocks meanwhile."""
+
+    operation: int
+    lease: str
+    first: int
+    """Place of `blocks[0]` among the blocks of the prompt."""
+    blocks: IntArray
+    """int32[m], m may be 0 if `tokens` is given."""
+    tokens: int | None = None
+    """Set with the last blocks: tokens whose KV was sent in all."""
+    cached: int = 0
+    """With `tokens`: how many of them came from the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Answer to a `Send`: its device blocks are not read any more, whether or not they were wanted."""
+
+    operation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJobArrived:
+    """A decode worker leased blocks for a prompt: the engine computes it and sends its KV, or gives the lease up."""
+
+    job: PrefillJob
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The lease of a job that arrived is over before its KV was complete: nobody needs the rest of the prompt."""
+
+    lease: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTraced:
+    """A job that is traced is over; the scheduler does not hear of it."""
+
+    trace: PrefillTrace
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The request that computes for a lease ended without all its KV, or the engine does not take the job at all."""
+
+    lease: str
+    reason: str = ""
+    """For people; never holds a prompt."""
+    refused: bool = False
+    """Whether the engine did not take the job, which is what the decode worker is told then."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileGrammar:
+    """Compile the grammar of a request that waits, so that no step has to."""
+
+    operation: int
+    grammar: str
+    """See `fd_core.types.SamplingParams.grammar`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """Answer to a `CompileGrammar`: the runner finds the grammar compiled, or compiles it if it was forgotten."""
+
+    operation: int
+    error: str | None = None
+    """Why the grammar cannot be used, for people; the request that waits for it ends."""
+
+
+Effect = Lookup | Load | Save | Fetch | Send | GiveUp | CompileGrammar | Cancel
+Completion = (
+    Found
+    | Loaded
+    | Saved
+    | Fetched
+    | Sent
+    | GrammarReady
+    | NotStored
+    | LoadPaceMeasured
+    | PrefillPaceMeasured
+    | PrefillJobArrived
+    | LeaseEnded
+    | PrefillTraced
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """Whether to load KV or to compute it again for one request, and why; told to the trace."""
+
+    request_id: str
+    load: bool
+    host_blocks: int
+    store_blocks: int
+    num_tokens: int
+    """Tokens that need not be computed if the blocks are loaded."""
+    load_seconds: float | None
+    recompute_seconds: float | None
+    """None while unknown; what is unknown is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What one call of the scheduler wants done, in order."""
+
+    operations: tuple[Effect, ...] = ()
+    """Operations to begin or to cancel."""
+    decisions: tuple[LoadDecision, ...] = ()
+    events: tuple[KVEvent, ...] = ()
+    """Which prefixes the device came to hold and lost."""
+
+
+NO_EFFECTS = Effects()

@@ -1,0 +1,140 @@
+"""A thread that does jobs in the order in which they were posted, reads sockets, and works bit by bit in between."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import zmq
+
+from fd_core.effects.job_loop import Job
+
+__all__ = ["ThreadLoop"]
+
+_Result = TypeVar("_Result")
+
+_LONGEST_SLEEP: Final = 60.0
+"""Seconds."""
+
+
+class ThreadLoop:
+    """A daemon thread with jobs and ZeroMQ sockets. Posting never waits; an exception is shown and ends only its job.
+
+    A job that is stuck does not keep the process alive.
+    """
+
+    def __init__(self, name: str, turn: Callable[[], float] = lambda: _LONGEST_SLEEP, end: Job = lambda: None) -> None:
+        """`turn` is called on the thread after each round of jobs and messages, `end` once after the last turn.
+
+        `turn` returns how many seconds the thread may sleep if nothing comes, 0 if there is work left.
+        """
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._turn = turn
+        self._end = end
+        self._jobs: deque[Job] = deque()
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._rung = True  # a thread that does not run needs no bell
+        self._bell: socket.socket | None = None
+        self._poller = zmq.Poller()
+        self._readers: dict[Any, Job] = {}
+
+    def start(self) -> None:
+        """Start the thread; jobs that were posted before are done first."""
+        self._thread.start()
+
+    def post(self, job: Job) -> bool:
+        """Have `job` done after all that were posted before; False if it never will be. Any thread."""
+        with self._lock:
+            if self._stopping:
+                return False
+            self._jobs.append(job)
+            self._ring()
+            return True
+
+    def stop(self) -> None:
+        """Have the thread end after the jobs that were posted before. Any thread."""
+        with self._lock:
+            self._stopping = True
+            self._ring()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the thread's end; return whether it came within `seconds`."""
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
+
+    def watch(self, source: zmq.Socket[bytes], read: Job) -> None:
+        """Have `read` called whenever there is something to read. On the thread, or before it starts."""
+        self._poller.register(source, zmq.POLLIN)
+        self._readers[source] = read
+
+    def forget(self, source: zmq.Socket[bytes]) -> None:
+        """End the watch over a socket. On the thread."""
+        self._poller.unregister(source)
+        del self._readers[source]
+
+    def run_one(self) -> bool:
+        """Do the oldest job on the caller's thread, if there is one; for tests, with a loop that was not started."""
+        if not self._jobs:
+            return False
+        self._do(self._jobs.popleft())
+        return True
+
+    def _ring(self) -> None:
+        if not self._rung and self._bell is not None:
+            self._rung = True
+            with contextlib.suppress(OSError):
+                self._bell.send(b"\0")
+
+    def _run(self) -> None:
+        bell, ear = socket.socketpair()
+        for end in (bell, ear):
+            end.setblocking(False)
+        self._poller.register(ear, zmq.POLLIN)
+        with self._lock:
+            self._bell, self._rung = bell, False
+        seconds = 0.0
+        try:
+            while True:
+                # Rounded up: a thread that wakes before its time turns in vain until then.
+                for source, _ in self._poller.poll(math.ceil(min(seconds, _LONGEST_SLEEP) * 1000)):
+                    # One reader may have taken another's socket away.
+                    if (read := self._readers.get(source)) is not None:
+                        self._do(read)
+                count, stopping = self._posted(ear)
+                for _ in range(count):
+                    self._do(self._jobs.popleft())
+                if stopping:
+                    return
+                pause = self._do(self._turn)
+                seconds = 1.0 if pause is None else max(0.0, pause)
+        finally:
+            with self._lock:
+                self._stopping = True  # whatever ended the loop: nothing that is posted from here on would be done
+            self._do(self._end)
+            with self._lock:
+                self._bell = None
+            bell.close()
+            ear.close()
+
+    def _posted(self, ear: socket.socket) -> tuple[int, bool]:
+        """Return how many jobs were posted, and whether they are the last."""
+        with self._lock:
+            if self._rung:
+                self._rung = False
+                with contextlib.suppress(BlockingIOError):
+                    ear.recv(16)
+            return len(self._jobs), self._stopping
+
+    def _do(self, job: Callable[[], _Result]) -> _Result | None:
+        try:
+            return job()
+        except Exception as error:  # noqa: BLE001 - a fault of this program, shown as such; later jobs go on
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
+            return None

@@ -1,0 +1,357 @@
+"""Builds an engine from its settings, part by part."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fd_core.backends.contract import cache_shape
+from fd_core.config import EngineConfig, Limits, resolve_limits
+from fd_core.disagg.prefill.sender import Sender
+from fd_core.effects.port import CompletionQueue, JoinedEffectPort, LockedKVCache
+from fd_core.engine.building.kv_offload import KVStorage, kv_identity, open_kv_storage, start_kv_offload
+from fd_core.engine.building.kv_transfer import open_kv_transfer, require_role
+from fd_core.engine.clients.client import StartProgress
+from fd_core.engine.computing import Computing
+from fd_core.engine.core import AdmissionSink, Engine
+from fd_core.engine.device import make_device
+from fd_core.engine.loaded_adapters import EngineAdapters
+from fd_core.engine.process.messages import EngineInfo
+from fd_core.engine.ranks.leading import LeadingRunner, RankProcesses, joined_shape, require_ranks
+from fd_core.engine.ranks.messages import RankLoaded
+from fd_core.engine.ranks.stages import LastStageRunner
+from fd_core.engine.tracing.format import TraceHeader
+from fd_core.engine.tracing.writer import TraceWriter, require_trace_file
+from fd_core.errors import ConfigError, PluginError
+from fd_core.models.loading.pooling import VectorSettings, read_vector_settings
+from fd_core.ops.weights import ITEM_BYTES, WeightUse, summed_uses
+from fd_core.plugins import (
+    CONNECTOR,
+    OBSERVER,
+    SCHEDULER,
+    SCHEDULING_POLICY,
+    VICTIMS,
+    installed_plugins,
+)
+from fd_core.runner.observing import ObserverThread
+from fd_core.runner.runner import Runner
+from fd_core.scheduling.contract import Scheduler, SchedulerSetup
+from fd_core.scheduling.running.drafts import DraftControl
+from fd_core.structured.compiler import GrammarCompiler, GrammarError
+from fd_core.structured.port import GrammarPort
+
+__all__ = ["load_engine"]
+
+_CHEAP_TOKENS: Final = 64
+"""Tokens below which a step is bound by reading weights, where no setting says it."""
+_log = logging.getLogger(__name__)
+
+
+def load_engine(
+    config: EngineConfig,
+    path: Path | None,
+    *,
+    epoch: int = 1,
+    progress: StartProgress,
+    wake: Callable[[], None] = lambda: None,
+    admitted: AdmissionSink = lambda _: None,
+) -> Engine:
+    """Choose the backend, load the model at `path`, size the KV cache, warm up.
+
+    `path` is None only for backends that need no checkpoint. `wake` is called, on any thread, when a step would do
+    something that nobody submitted; `admitted` is called with the ids of requests that enter a slot, before a step
+    computes them. Raises `ConfigError`, `ModelError` or `PluginError`.
+    """
+    builder = _EngineBuilder(config, path, epoch, progress)
+    try:
+        return builder.build(wake, admitted)
+    except BaseException:
+        builder.give_up()
+        raise
+
+
+class _EngineBuilder:
+    """The parts of one engine. Each is made when another one needs it, and is complete from then on."""
+
+    def __init__(self, config: EngineConfig, path: Path | None, epoch: int, progress: StartProgress) -> None:
+        """Check the settings and look up the plugins that they name before anything is loaded."""
+        if config.trace is not None:
+            require_trace_file(Path(config.trace))
+        require_role(config)
+        self._config = config
+        self._path = path
+        self._epoch = epoch
+        self._progress = progress
+        self._plugins = installed_plugins()
+        self._scheduler_class = _fitting(self._plugins.load(SCHEDULER, config.scheduler), config)
+        self._policy = self._plugins.load(SCHEDULING_POLICY, config.scheduling_policy)()
+        self._victims = self._plugins.load(VICTIMS, config.victim_policy)()
+        self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
+        require_ranks(config)
+        self._ranks = None
+        if config.num_ranks > 1:
+            backend = self._plugins.choose_backend(config.backend)
+            environments = backend.cls.rank_environments(config.num_ranks)
+            if config.distributed_executor_backend == "ray" and any(environments):
+                raise ConfigError(
+                    f"ranks of the {backend.name} backend are not placed by Ray yet",
+                    field="--distributed-executor-backend",
+                    hint="use mp, which gives each rank a device of this machine",
+                )
+            backend.cls.require_division(config, path)
+            self._ranks = RankProcesses(config, path, environments)
+        try:
+            self._computing = Computing(config, path, progress, None if self._ranks is None else self._ranks.group)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """End the processes of other ranks."""
+        if self._ranks is not None:
+            self._ranks.kill()
+            self._ranks.close()
+
+    def build(self, wake: Callable[[], None], admitted: AdmissionSink) -> Engine:
+        """Make the parts that start threads last, and join them."""
+        if self._ranks is not None:
+            self._ranks.wake = wake
+        adapters, compiler = self._adapters, self._computing.compiler
+        scheduler, runner = self._scheduler(), self._runner
+        if adapters.held:
+            runner.adapters.replace(adapters.held)
+        elif self._config.lora_folder is not None:
+            runner.adapters.prepare()
+        prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
+        if compiler is not None:
+            # Half a second, for which only a grammar waits.
+            threading.Thread(target=_make_vocabulary, args=(compiler,), name="fdcore-vocabulary", daemon=True).start()
+        trace = self._trace()
+        cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
+        transfer = open_kv_transfer(
+            self._config, self._plugins, self._limits, cache, self._computing.ops.dtype, lambda: self._identity, queue
+        )
+        offload = start_kv_offload(self._storage, self._config, cache, self._computing.ops.dtype, queue)
+        grammars = None if compiler is None else GrammarPort(queue, compiler)
+        return Engine(
+            self._info(transfer.port if isinstance(transfer, Sender) else None),
+            scheduler,
+            make_device(runner, self._limits.pipeline_depth, self._config.output_transport),
+            JoinedEffectPort(queue, offload, transfer, grammars),
+            adapters,
+            watchdog_seconds=self._config.watchdog_seconds,
+            prefill_token=prefill_token,
+            admitted=admitted,
+            trace=trace,
+            observer=self._observer_thread(),
+        )
+
+    # The model on its ranks ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _adapters(self) -> EngineAdapters:
+        """Adapters that were read and fit the model, before any weight of it is."""
+        return EngineAdapters(self._config, self._path, restarted=self._epoch > 1)
+
+    @cached_property
+    def _runner(self) -> Runner:
+        limits = self._limits
+        if self._ranks is None:
+            return self._computing.runner(limits)
+        self._ranks.allocate(limits)
+        lead = LastStageRunner if limits.num_stages > 1 else LeadingRunner
+        return self._computing.runner(limits, partial(lead, self._ranks, self._kv_shares))
+
+    @cached_property
+    def _loaded(self) -> list[RankLoaded]:
+        """What each rank has once its weights are there, rank 0 first."""
+        own = self._computing.loaded()
+        return [own] if self._ranks is None else [own, *self._ranks.loaded()]
+
+    @property
+    def _kv_shares(self) -> list[tuple[int, int]]:
+        return [rank.kv_share for rank in self._loaded]
+
+    @property
+    def _weights(self) -> tuple[WeightUse, ...]:
+        """How the model's weights are computed. Each stage tells its own, other ranks all."""
+        return summed_uses([rank.weights for rank in self._loaded[: self._config.pipeline_parallel_size]])
+
+    # KV -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _identity(self) -> str:
+        model, ops = self._computing.model, self._computing.ops
+        forms = "+".join(sorted({use.computed for use in self._weights}))
+        shape = cache_shape(model, self._config.block_size, self._config.kv_cache_dtype)
+        shape = joined_shape(shape, self._kv_shares, -2 if self._config.pipeline_parallel_size == 1 else 1)
+        return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{shape}")
+
+    @cached_property
+    def _storage(self) -> KVStorage:
+        return open_kv_storage(self._config, self._plugins, lambda: self._identity)
+
+    @cached_property
+    def _vectors(self) -> VectorSettings:
+        """How texts become vectors: as the settings say, or the checkpoint."""
+        found = read_vector_settings(self._path)
+        if self._config.pooling == "auto":
+            return found
+        return msgspec.structs.replace(found, pooling="mean" if self._config.pooling == "mean" else "last")
+
+    # Planning -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _limits(self) -> Limits:
+        model = self._computing.model
+        tightest = min(self._loaded, key=lambda rank: rank.free_memory / rank.bytes_per_block)
+        ops = self._computing.ops
+        reserved = self._adapters.reserved_bytes(ITEM_BYTES[ops.dtype], ops.parallel)
+        return resolve_limits(
+            self._config,
+            model_max_len=model.max_positions,
+            vocab_size=model.vocab_size,
+            bytes_per_block=tightest.bytes_per_block,
+            free_bytes=tightest.free_memory - reserved,
+            default_pipeline_depth=self._computing.backend.default_pipeline_depth,
+            default_batched_tokens=self._computing.backend.default_batched_tokens,
+        )
+
+    @property
+    def _kv_events(self) -> bool:
+        return bool(self._config.kv_events) and self._config.enable_prefix_caching
+
+    def _scheduler(self) -> Scheduler:
+        limits, speculative, storage = self._limits, self._config.speculative, self._storage
+        drafts = None
+        if limits.max_drafts:
+            drafter = speculative is not None and speculative.num_speculative_tokens > 0
+            cheap_tokens = _CHEAP_TOKENS if speculative is None else speculative.cheap_tokens
+            drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, cheap_tokens, drafter=drafter)
+        return self._scheduler_class(
+            SchedulerSetup(
+                limits=limits,
+                policy=self._policy,
+                victims=self._victims,
+                hasher=storage.hasher,
+                drafts=drafts,
+                keep_kv=storage.keep,
+                paired=self._config.role != "mixed",
+                kv_events=self._kv_events,
+                epoch=self._epoch,
+                clock=time.monotonic,
+            )
+        )
+
+    # What others are told -----------------------------------------------------------------------------------
+
+    def _trace(self) -> TraceWriter | None:
+        config = self._config
+        if config.trace is None:
+            return None
+        header = TraceHeader(
+            model=config.model,
+            backend=self._computing.choice.name,
+            device=self._device_line,
+            epoch=self._epoch,
+            started=time.time(),
+            speculation=None if config.speculative is None else config.speculative.method,
+            limits=self._limits,
+        )
+        return TraceWriter(Path(config.trace), header, config.trace_limit)
+
+    def _observer_thread(self) -> ObserverThread | None:
+        """Begin to tell the configured observer. Raises `PluginError` if it cannot be made."""
+        name = self._config.observer
+        if name is None:
+            return None
+        cls = self._plugins.load(OBSERVER, name)
+        try:
+            return ObserverThread(cls(), self._limits.max_num_seqs)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise PluginError(f"the observer {name} cannot be made: {cause}", field="--observer") from error
+
+    @cached_property
+    def _device_line(self) -> str:
+        """The backend's line about its device, which says "emulated" where that is so."""
+        backend, size = self._computing.backend, self._config.num_ranks
+        parts = "ranks" if self._config.pipeline_parallel_size == 1 else "stages"
+        line = backend.describe() if size == 1 else f"{size} {parts} of {backend.describe()}"
+        return f"emulated: {line}" if backend.emulated and "emulated" not in line.lower() else line
+
+    def _info(self, kv_port: int | None) -> EngineInfo:
+        config, limits, storage, computing = self._config, self._limits, self._storage, self._computing
+        model, ops, backend = computing.model, computing.ops, computing.backend
+        return EngineInfo(
+            model=config.model,
+            architecture=model.architecture,
+            num_parameters=model.num_parameters,
+            backend=computing.choice.name,
+            backend_reason=computing.choice.reason,
+            scheduler=config.scheduler,
+            postprocess=None if config.postprocess == ops.framework else config.postprocess,
+            device=self._device_line,
+            dtype=ops.dtype,
+            dtype_reason=backend.dtype_reason if config.dtype == "auto" else "asked for",
+            weights=self._weights,
+            weight_formats=tuple(sorted(ops.weight_formats)),
+            kv_dtype=ops.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            vocab_size=limits.vocab_size,
+            state_size=model.state_size,
+            vectors=self._vectors,
+            generates=model.generates,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=limits.max_model_len,
+            model_max_len=model.max_positions,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            block_size=limits.block_size,
+            num_kv_blocks=limits.num_kv_blocks,
+            kv_cache_bytes=limits.num_kv_blocks * sum(rank.bytes_per_block for rank in self._loaded),
+            pipeline_depth=limits.pipeline_depth,
+            host_kv_bytes=0 if storage.keep is None else config.host_kv_memory,
+            kv_store=storage.summary,
+            kv_store_answers=storage.reachable,
+            role=config.role,
+            kv_port=kv_port,
+            kv_connector=config.kv_connector if config.role == "decode" else None,
+            emulated=backend.emulated,
+            kv_events=self._kv_events,
+            structured_output=config.structured_output,
+            adapters=self._adapters.infos,
+            lora_folder=config.lora_folder,
+            epoch=self._epoch,
+        )
+
+
+def _make_vocabulary(compiler: GrammarCompiler) -> None:
+    """Have the vocabulary made before the first grammar needs it; a model without one serves everything else."""
+    try:
+        compiler.warm_up()
+    except GrammarError as error:
+        _log.warning("structured output cannot be served: %s", error)
+
+
+def _fitting(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler]:
+    """Return a scheduler that does what the settings ask for. Raises `ConfigError` for one that does not."""
+    asked = {
+        "pairs": ("--role", config.role, config.role != "mixed"),
+        "storage": ("--kv-store", config.kv_store, config.kv_store is not None),
+    }
+    for lack, reason in scheduler.lacks.items():
+        flag, value, wanted = asked.get(lack, ("", None, False))
+        if wanted:
+            raise ConfigError(
+                f"{flag} is {value}, but the scheduler {config.scheduler} has no part for it: {reason}",
+                field=flag,
+                hint="leave it out, or use --scheduler continuous",
+            )
+    return scheduler

@@ -1,0 +1,130 @@
+"""Opening KV outside the device: how blocks are named, whose KV is stored, and where."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fd_core.config import EngineConfig
+from fd_core.effects.port import CompletionQueue, LockedKVCache
+from fd_core.errors import ConfigError, ModelError
+from fd_core.kv.block_format import BlockFormat
+from fd_core.kv.prefix import PrefixHasher
+from fd_core.kv.stores.contract import StoreError
+from fd_core.kv.stores.envelope import Compression, Envelope
+from fd_core.kv.stores.location import parse_location
+from fd_core.kv.stores.secret import derive, load_secret
+from fd_core.kv.tiers.offload import KVOffload, SealedStore
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.plugins import STORE, Plugins
+from fd_core.scheduling.operations.kv_offloading import KeepKV
+
+__all__ = ["KVStorage", "kept_kv", "kv_identity", "open_kv_storage", "start_kv_offload"]
+
+_log = logging.getLogger(__name__)
+
+_OPEN_SECONDS: Final = 2.0
+"""For the first contact with a store at start; an engine starts without the store too."""
+_LAYOUT: Final = "canonical-1"
+"""Order of a block's payload, see `fd_core.ops.contract.KVCache.export_blocks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVStorage:
+    """What is decided and opened before the scheduler and the cache exist."""
+
+    hasher: PrefixHasher | None
+    """None without prefix caching: blocks have no names, so none can be stored."""
+    keep: KeepKV | None = None
+    """Whose KV is stored outside the device; None stores none."""
+    store: SealedStore | None = None
+    summary: str | None = None
+    """A line about the store for the start-up summary."""
+    reachable: bool = True
+    """Whether the store could be used at the first try."""
+
+
+def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[], str]) -> KVStorage:
+    """Decide how blocks are named and where their KV is stored.
+
+    `identity` names the KV, see `kv_identity`; called only where others read it. A store that cannot be reached does
+    not keep the engine from starting: requests compute what the store would have had.
+    Raises `ConfigError` or `PluginError` for settings that can never work.
+    """
+    if not config.enable_prefix_caching:
+        if config.kv_store is not None:
+            raise ConfigError(
+                "a KV store finds blocks by their prefix, but prefix caching is off",
+                field="--kv-store",
+                hint="leave out --no-enable-prefix-caching",
+            )
+        return KVStorage(None)
+    if config.kv_store is None:
+        # No other process reads the host tier, so block keys need no secret that others share.
+        hasher = PrefixHasher(block_size=config.block_size, identity="", secret=os.urandom(32))
+        return KVStorage(hasher, kept_kv(config, stored=False))
+    return _open_store(config, config.kv_store, plugins, identity())
+
+
+def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
+    """Decide whose KV is kept outside the device; `stored`: whether there is a store behind the host tier."""
+    if stored:
+        return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
+    return KeepKV() if config.save_preempted_kv and config.host_kv_memory > 0 else None
+
+
+def _open_store(config: EngineConfig, text: str, plugins: Plugins, identity: str) -> KVStorage:
+    location = parse_location(text)
+    store = plugins.load(STORE, location.scheme)(location)
+    secret = load_secret(Path(config.kv_store_secret_file) if config.kv_store_secret_file else None)
+    compression: Compression = "zlib" if config.kv_store_compression == "zlib" else "none"
+    reachable = True
+    try:
+        summary = store.open(_OPEN_SECONDS)
+    except StoreError as error:
+        reachable = False
+        summary = f"{location.shown} cannot be used at the moment, so KV is computed meanwhile: {error}"
+        _log.warning("KV store %s", summary)
+    return KVStorage(
+        PrefixHasher(block_size=config.block_size, identity=identity, secret=derive(secret, "block keys")),
+        kept_kv(config, stored=True),
+        SealedStore(store, Envelope(derive(secret, "envelope"), compression)),
+        summary,
+        reachable,
+    )
+
+
+def start_kv_offload(
+    storage: KVStorage, config: EngineConfig, cache: LockedKVCache, dtype: str, queue: CompletionQueue
+) -> KVOffload | None:
+    """Return the port to what was opened, its threads started; None if nothing is kept outside the device."""
+    if storage.keep is None:
+        return None
+    return KVOffload(
+        queue,
+        cache,
+        BlockFormat.of(cache.shape, dtype),
+        host_bytes=config.host_kv_memory,
+        store=storage.store,
+        load_seconds=config.kv_store_timeout,
+    )
+
+
+def kv_identity(path: Path | None, numerics: str) -> str:
+    """Name everything but the tokens that decides the bytes of a block: a change of any of it is another name.
+
+    `numerics` tells apart whatever computes or arranges the KV of one checkpoint differently: pack, dtype, shape. How
+    many ranks computed it is left out: blocks outside the device have the heads of all, as one rank has them.
+    """
+    weights = tokenizer = "none"
+    if path is not None:
+        with open_checkpoint(path) as checkpoint:
+            weights = checkpoint.digest
+            with contextlib.suppress(ModelError):
+                tokenizer = checkpoint.tokenizer.digest
+    return f"{weights}/{tokenizer}/{numerics}/{_LAYOUT}/rank-0-of-1"

@@ -1,0 +1,443 @@
+"""How servers and notebooks speak to engines, wherever they run: one stream of deltas for each request."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from fd_core.config import EngineConfig
+from fd_core.engine.clients.request_ledger import RequestLedger
+from fd_core.engine.clients.restarting import start_again
+from fd_core.engine.process.messages import (
+    Abort,
+    AdaptersChanged,
+    ChangeAdapters,
+    ClientMessage,
+    EngineInfo,
+    EngineStats,
+    StepEvents,
+    Submit,
+)
+from fd_core.errors import BadRequest, EngineDead
+from fd_core.kv.blocks import BlockStats
+from fd_core.kv.event_log import KVEventLog
+from fd_core.scheduling.contract import SchedulerStats
+from fd_core.types import Delta, FinishReason, PrefillTrace, RequestSpec
+
+__all__ = ["DeltaStream", "EngineClient", "SingleEngineClient", "StartProgress"]
+
+StartProgress = Callable[[str, int, int], None]
+"""Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
+and `warmup` (steps)."""
+
+
+class DeltaStream(AsyncIterator[Delta]):
+    """Deltas of one request; deltas that piled up are merged into one."""
+
+    def __init__(self, client: SingleEngineClient, request_id: str) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._pending: list[Delta] = []
+        self._failure: str | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._done = False
+        self.submitted = time.perf_counter()
+        """When the request was given to the engine, in seconds of `time.perf_counter`."""
+        self.admitted: float | None = None
+        """When it entered a slot for the first time; None before."""
+        self.on_news: Callable[[Delta | None], None] | None = None
+        """Called with each delta once it arrives, read or not, and with None if the request ends without a last one."""
+
+    def push(self, delta: Delta) -> None:
+        """Take the next delta."""
+        self._pending.append(delta)
+        if self.on_news is not None:
+            self.on_news(delta)
+        if self._wake is not None:
+            self._notify()
+
+    def fail(self, message: str) -> None:
+        """End with `EngineDead` once what arrived was fetched."""
+        self._failure = message
+        if self.on_news is not None:
+            self.on_news(None)
+        self._notify()
+
+    async def __anext__(self) -> Delta:
+        """Return what arrived since the last call; wait for it if nothing did."""
+        if self._done:
+            raise StopAsyncIteration
+        while not self._pending:
+            if self._failure is not None:
+                self._done = True
+                raise EngineDead(self._failure)
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        delta = _merged(self._pending)
+        self._pending = []
+        self._done = delta.finish_reason is not None
+        return delta
+
+    async def aclose(self) -> None:
+        """Abort the request unless it has ended."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Abort the request unless it has ended, without waiting for anything."""
+        if not self._done:
+            self._done = True
+            self._client._leave(self._request_id)
+            if self.on_news is not None:
+                self.on_news(None)
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class EngineClient(Protocol):
+    """What a server uses: one engine, or several of one model on this machine, from one asyncio event loop.
+
+    Opened by `fd_core.engine.clients.launch.open_client`.
+    """
+
+    on_prefill: Callable[[PrefillTrace], None]
+    """Called with each traced job of a decode worker that is over; for a prefill worker."""
+
+    @property
+    def engines(self) -> Sequence[SingleEngineClient]:
+        """The engines, each with slots and KV of its own."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What runs, all engines together; `epoch` grows whenever one of them starts again."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest statistics, summed over engines; of several, what cannot be summed is left out."""
+
+    @property
+    def kv_log(self) -> KVEventLog | None:
+        """Events about the prefixes that devices hold; None unless `kv_events` is on."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken: at least one engine answers."""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether an engine is gone and another one will resume its requests."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken and no engine is gone for good."""
+
+    @property
+    def missing(self) -> str:
+        """Which engines do not answer, in words; empty if all do."""
+
+    @property
+    def active_requests(self) -> int:
+        """Requests that have not ended, including requests that are being aborted."""
+
+    @property
+    def requests_requeued(self) -> int:
+        """Requests given to a new epoch because the one before died with them; only grows."""
+
+    def submit(self, spec: RequestSpec) -> DeltaStream:
+        """Start a request and return its deltas, as `SingleEngineClient.submit` does."""
+
+    def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """Abort the named requests and return those that were running or waiting. Idempotent."""
+
+    def abort_all(self) -> list[str]:
+        """Abort everything and return the ids."""
+
+    async def change_adapters(self, name: str, path: str | None) -> None:
+        """Load the LoRA adapter in a folder under a name, or unload the one of that name, in every engine."""
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Let running requests finish for up to `drain_seconds`, abort the rest and stop."""
+
+
+class SingleEngineClient(abc.ABC):
+    """A connection to one engine, used from one asyncio event loop; subclasses carry messages and start engines.
+
+    It is an `EngineClient` by itself. Every method is safe after the engine has died. When another will be
+    started, streams pause, and the new epoch resumes each request with the same text; until then new requests are
+    refused. When none will be started, streams end.
+    """
+
+    info: EngineInfo
+    """Valid from the moment the client was opened; replaced when the engine restarts with a new epoch."""
+    kv_log: KVEventLog | None = None
+    """Events about the prefixes that the device holds; None unless `kv_events` is on. The log outlives the engine."""
+    kv_place: int = 0
+    """Which of the log's engines this is."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        """What engines are started with: a later one serves the adapters that were loaded meanwhile."""
+        self._ledger = RequestLedger()
+        self._streams: dict[str, DeltaStream] = {}
+        """The stream of each request in the ledger."""
+        self.on_prefill: Callable[[PrefillTrace], None] = lambda _: None
+        """Called with each traced job of a decode worker that is over; for a prefill worker."""
+        self._left: set[str] = set()
+        """Requests whose reader left before the engine reported their end."""
+        self.stats = EngineStats()
+        """The latest statistics that the engine sent, at most about half a second old."""
+        self.alive = False
+        """Whether the engine answers; false from its death until a restart is ready."""
+        self.requests_requeued = 0
+        """Requests given to a new epoch because the one before died with them; only grows."""
+        self.rank_failures = {str(rank): 0 for rank in range(1, config.num_ranks)}
+        """Deaths of the engine by the number of the rank at fault, which are those beside the engine's own process."""
+        self.start_failures = 0
+        """Starts of an engine that failed after one died; only grows."""
+        self.gone = False
+        """Whether the engine died and none will be started in its place."""
+        self._interrupted = False
+        """Whether the engine is gone and another one will resume its requests."""
+        self._death = "the engine is not running"
+        self._changes: dict[int, asyncio.Future[None]] = {}
+        """Changes of adapters that the engine has not answered, by ticket."""
+        self._tickets = itertools.count()
+
+    @property
+    def active_requests(self) -> int:
+        """Requests that have not ended, including requests that are being aborted."""
+        return len(self._streams) + len(self._left)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the engine is gone and another one will resume its requests."""
+        return self._interrupted
+
+    @property
+    def engines(self) -> Sequence[SingleEngineClient]:
+        """This one."""
+        return (self,)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine answers."""
+        return self.alive
+
+    @property
+    def missing(self) -> str:
+        """Say that the engine does not answer; empty if it does."""
+        return "" if self.alive else "the engine is not running"
+
+    def runs(self, request_id: str) -> bool:
+        """Whether a request with this id has not ended."""
+        return request_id in self._streams or request_id in self._left
+
+    def submit(self, spec: RequestSpec) -> DeltaStream:
+        """Start a request and return its deltas; the last one carries a finish reason.
+
+        The request starts at once, not at the first `anext`. Closing the iterator before its end (`aclose`) aborts
+        the request. Deltas that are not fetched pile up; nothing else waits for a slow reader. Raises `BadRequest` if
+        a request with this id runs already and `EngineDead` if there is no engine. If the engine dies later, the
+        iterator pauses until another engine has resumed the request; it ends with finish reason `error` if engines keep
+        dying with this request (see `fd_core.engine.clients.request_ledger`) and raises `EngineDead` if none can be
+        started.
+        """
+        if not self.alive:
+            raise EngineDead(self._death)
+        if self.runs(spec.request_id):
+            raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
+        stream = DeltaStream(self, spec.request_id)
+        self._ledger.begin(spec)
+        self._streams[spec.request_id] = stream
+        self._send(Submit(spec))
+        return stream
+
+    def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """Abort the named requests and return those that were running or waiting. Idempotent.
+
+        Requests of an engine that died end at once. Raises `EngineDead` if no engine will replace it.
+        """
+        if not self.alive and not self._interrupted:
+            raise EngineDead(self._death)
+        known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._ledger]
+        asked = []
+        for request_id in known:
+            if self.alive and not self._ledger.held(request_id):
+                asked.append(request_id)
+            else:  # no engine has the request, so it ends here
+                self._hand_on(Delta(request_id, finish_reason=FinishReason.ABORT))
+        if asked:
+            self._ledger.aborting(asked)
+            self._send(Abort(tuple(asked)))
+        return known
+
+    def abort_all(self) -> list[str]:
+        """Abort everything and return the ids."""
+        return self.abort(list(self._ledger))
+
+    async def change_adapters(self, name: str, path: str | None) -> None:
+        """Load the LoRA adapter in a folder under a name, or unload the one of that name if there is no path.
+
+        Raises `BadRequest` if it cannot be done; then nothing has changed.
+        """
+        if not self.alive:
+            raise EngineDead(self._death)
+        ticket = next(self._tickets)
+        self._changes[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(ChangeAdapters(ticket, name, path))
+            await self._changes[ticket]
+        finally:
+            del self._changes[ticket]
+
+    @abc.abstractmethod
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Let running requests finish for up to `drain_seconds`, abort the rest and stop the engine."""
+
+    # For subclasses ---------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _send(self, message: ClientMessage) -> None:
+        """Carry a message to the engine without waiting."""
+
+    def _adapters_changed(self, answer: AdaptersChanged) -> None:
+        self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
+        modules = tuple(f"{each.name}={each.path}" for each in answer.adapters)
+        self._config = msgspec.structs.replace(self._config, lora_modules=modules)
+        waiting = self._changes.get(answer.ticket)
+        if waiting is None or waiting.done():
+            return
+        if answer.error is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(BadRequest(answer.error, field=answer.field))
+
+    def _forget_changes(self, reason: str) -> None:
+        for waiting in self._changes.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDead(reason))
+
+    def _came_up(self, info: EngineInfo) -> None:
+        """An engine is ready: it resumes the requests of its predecessor."""
+        self.info = info
+        self.stats = EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
+        self.alive, self._interrupted = True, False
+        if info.kv_events and self.kv_log is None:
+            self.kv_log = KVEventLog(info.block_size)
+        left_over = self._ledger.resubmissions()
+        self.requests_requeued += len(left_over)
+        for spec in left_over:
+            self._send(Submit(spec))
+
+    def _went_away(self, reason: str, rank: str | None = None) -> None:
+        """The engine died and another will be started: its requests wait, unless they are aborted or given up.
+
+        `rank` is the one at fault, as `EngineDead.field` names it.
+        """
+        if rank is not None and (number := rank.removeprefix("rank ")) in self.rank_failures:
+            self.rank_failures[number] += 1
+        self.alive, self._interrupted = False, True
+        self._death = reason
+        self._forget_changes(reason)
+        self._forget_kv()
+        self._left.clear()
+        for end in self._ledger.died(reason):
+            self._streams.pop(end.request_id).push(end)
+
+    async def _start_again(self, start: Callable[[], Awaitable[None]]) -> str | None:
+        """Start an engine in place of the one that died; return the reason if none will be started."""
+
+        def failed() -> None:
+            self.start_failures += 1
+
+        return await start_again(start, self._config.restart_attempts, failed, self._went_down)
+
+    def _gave_up(self, reason: str) -> None:
+        """No engine will be started any more."""
+        self._went_down(reason)
+        self.gone = True
+
+    def _went_down(self, reason: str) -> None:
+        """The engine is gone for now or for good, and every request with it."""
+        self.alive = self._interrupted = False
+        self._death = reason
+        self._forget_changes(reason)
+        self._forget_kv()
+        streams, self._streams = self._streams, {}
+        self._ledger = RequestLedger()
+        self._left.clear()
+        for stream in streams.values():
+            stream.fail(reason)
+
+    def _forget_kv(self) -> None:
+        if self.kv_log is not None:
+            self.kv_log.restart(self.kv_place)
+
+    def _dispatch(self, events: StepEvents) -> None:
+        if not self.alive or events.epoch != self.info.epoch:
+            return  # from an epoch that is over: its successor delivers the same tokens
+        if events.stats is not None:
+            self.stats = events.stats
+        if events.kv and self.kv_log is not None:
+            self.kv_log.extend(events.kv, self.kv_place)
+        for trace in events.prefills:
+            self.on_prefill(trace)
+        self._ledger.admitted(events.admitted)
+        for request_id in events.admitted:
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.admitted is None:
+                stream.admitted = time.perf_counter()
+        for delta in events.deltas:
+            if delta.finish_reason is not None:
+                self._left.discard(delta.request_id)
+                self._hand_on(delta)
+            elif (seen := self._ledger.deliver(delta)) is not None:
+                self._streams[delta.request_id].push(seen)
+        self._try_next_suspect()
+
+    def _hand_on(self, delta: Delta) -> None:
+        seen = self._ledger.deliver(delta)
+        if seen is None:
+            return
+        streams, name = self._streams, delta.request_id
+        (streams[name] if seen.finish_reason is None else streams.pop(name)).push(seen)
+
+    def _try_next_suspect(self) -> None:
+        if (suspect := self._ledger.next_suspect()) is not None:
+            self._send(Submit(suspect))
+
+    def _leave(self, request_id: str) -> None:
+        known = self.alive and not self._ledger.held(request_id)
+        self._ledger.drop(request_id)
+        if self._streams.pop(request_id, None) is not None and known:
+            self._left.add(request_id)
+            self._send(Abort((request_id,)))
+
+
+def _merged(deltas: list[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    scores = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return Delta(
+        last.request_id,
+        tuple(token for delta in deltas for token in delta.token_ids),
+        last.finish_reason,
+        tuple(score for group in scores for score in group) if scores else None,
+        next((delta.cached_tokens for delta in deltas if delta.cached_tokens is not None), None),
+        last.error,
+        next((delta.prefill for delta in deltas if delta.prefill is not None), None),
+        next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
+        next((delta.pooled for delta in deltas if delta.pooled is not None), None),
+        next((delta.phases for delta in reversed(deltas) if delta.phases is not None), None),
+    )

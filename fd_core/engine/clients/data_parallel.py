@@ -1,0 +1,292 @@
+"""Several engines of one model on this machine, as one: each request goes to the engine that will begin it soonest.
+
+Each engine has processors or devices, ranks, slots, KV and restarts of its own. Requests are placed by the router's own
+accounting and its policy `cache_aware`, in this process: by the prefixes that engines served, or with `--kv-events` by
+those that they hold, and by what they still have to compute. A text does not depend on the engine that makes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from fd_core.backends.places import EnginePlace
+from fd_core.config import EngineConfig
+from fd_core.engine.clients.client import DeltaStream, SingleEngineClient, StartProgress
+from fd_core.engine.clients.process import ProcessClient
+from fd_core.engine.process.messages import EngineInfo, EngineStats
+from fd_core.errors import BadRequest, ConfigError, EngineDead
+from fd_core.kv.event_log import KVEventLog
+from fd_core.plugins import ROUTER_POLICY, installed_plugins
+from fd_core.router.config import RouterConfig
+from fd_core.router.router import Router, RouteRequest, Selection
+from fd_core.scheduling.contract import SchedulerStats
+from fd_core.types import Delta, PrefillTrace, RequestSpec
+from fd_core.types.metrics import total
+
+__all__ = ["DataParallelClient", "open_engines"]
+
+_FLAG = "--data-parallel-size"
+
+
+async def open_engines(
+    config: EngineConfig, path: Path | None, progress: StartProgress, count: int
+) -> DataParallelClient:
+    """Start `count` engines at the same time and return once all are ready.
+
+    Raises what loading raises, and `ConfigError` for settings that several engines cannot share.
+    """
+    _require_separable(config)
+    chosen = await asyncio.to_thread(installed_plugins().choose_backend, config.backend)
+    places = chosen.cls.places(count, config.tensor_parallel_size)
+    config = msgspec.structs.replace(config, backend=chosen.name)  # so that not every engine looks for the best one
+    opening = [
+        ProcessClient.open(_share(config, place, count), path, report, place)
+        for place, report in zip(places, _joined_progress(progress, count), strict=True)
+    ]
+    opened = await asyncio.gather(*opening, return_exceptions=True)
+    engines = [each for each in opened if isinstance(each, ProcessClient)]
+    failures = [each for each in opened if isinstance(each, BaseException)]
+    if failures:
+        await asyncio.gather(*(engine.close() for engine in engines))
+        raise failures[0]
+    return DataParallelClient(engines, prefixes=config.enable_prefix_caching, reason=chosen.reason)
+
+
+class DataParallelClient:
+    """An `EngineClient` of several engines. One that dies starts again by itself; the others go on meanwhile."""
+
+    def __init__(self, engines: Sequence[SingleEngineClient], *, prefixes: bool = True, reason: str = "") -> None:
+        """`prefixes`: whether engines keep what they computed of prompts; `reason`: why their backend was chosen."""
+        self._reason = reason
+        self.engines = tuple(engines)
+        self.on_prefill: Callable[[PrefillTrace], None] = lambda _: None  # there are no prefill workers among them
+        info = self.engines[0].info
+        placing = RouterConfig(
+            policy="cache_aware" if prefixes else "request_num",
+            cache_block_size=info.block_size,
+            # An engine may report a path beside what it holds, for the one block of it that it holds.
+            max_index_blocks=max(each.info.num_kv_blocks for each in self.engines)
+            + info.max_model_len // info.block_size,
+            balance_abs_threshold=info.max_num_seqs / 2,  # nobody waits for long while another engine has slots free
+        )
+        self._router = Router(placing, partial(installed_plugins().load, ROUTER_POLICY))
+        now = time.monotonic()
+        # A router knows workers by address: these stand for engines, and nobody connects to them.
+        self._workers = [
+            self._router.register(f"http://{index}", "mixed", now, instance=str(index))
+            for index in range(len(self.engines))
+        ]
+        self.kv_log: KVEventLog | None = None
+        self._told: int | None = None
+        """Number of the first event that the router here does not know."""
+        if info.kv_events:
+            self.kv_log = KVEventLog(info.block_size, len(self.engines))
+            for index, engine in enumerate(self.engines):
+                engine.kv_log, engine.kv_place = self.kv_log, index
+                self._router.reported_kv.begin(self._workers[index], info.block_size, str(index))
+        self._epochs = [engine.info.epoch for engine in self.engines]
+        self._changing = asyncio.Lock()
+
+    # All engines together -----------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """What each engine runs, with the slots and the memory of all; `epoch` counts the starts of all."""
+        infos = [engine.info for engine in self.engines]
+        return msgspec.structs.replace(
+            infos[0],
+            backend_reason=self._reason or infos[0].backend_reason,
+            max_model_len=min(info.max_model_len for info in infos),
+            max_num_seqs=sum(info.max_num_seqs for info in infos),
+            num_kv_blocks=sum(info.num_kv_blocks for info in infos),
+            kv_cache_bytes=sum(info.kv_cache_bytes for info in infos),
+            host_kv_bytes=sum(info.host_kv_bytes for info in infos),
+            kv_store_answers=all(info.kv_store_answers for info in infos),
+            epoch=1 + sum(info.epoch - 1 for info in infos),
+        )
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the schedulers count, summed; the rest is each engine's own."""
+        parts = [engine.stats.scheduler for engine in self.engines]
+        return EngineStats(
+            scheduler=SchedulerStats(
+                slots=total([part.slots for part in parts]),
+                counters=total([part.counters for part in parts]),
+                blocks=total([part.blocks for part in parts]),
+                outputs=total([part.outputs for part in parts]),
+                drafts=total([part.drafts for part in parts]),
+                offload=total([part.offload for part in parts]),
+            )
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether at least one engine answers."""
+        return any(engine.alive for engine in self.engines)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether an engine is gone and another one will resume its requests."""
+        return any(engine.restarts for engine in self.engines)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether an engine answers and none is gone for good."""
+        return self.alive and all(engine.alive or engine.restarts for engine in self.engines)
+
+    @property
+    def missing(self) -> str:
+        """Which engines do not answer, in words; empty if all do."""
+        gone = [f"engine {index}" for index, engine in enumerate(self.engines) if not engine.alive]
+        verb = "is" if len(gone) == 1 else "are"
+        return f"{' and '.join(gone)} of {len(self.engines)} {verb} not running" if gone else ""
+
+    @property
+    def active_requests(self) -> int:
+        """Requests that have not ended, including requests that are being aborted."""
+        return sum(engine.active_requests for engine in self.engines)
+
+    @property
+    def requests_requeued(self) -> int:
+        """Requests given to a new epoch of their engine; only grows."""
+        return sum(engine.requests_requeued for engine in self.engines)
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Let running requests finish for up to `drain_seconds`, abort the rest and stop every engine."""
+        await asyncio.gather(*(engine.close(drain_seconds) for engine in self.engines))
+
+    # Requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, spec: RequestSpec) -> DeltaStream:
+        """Start a request on the engine that the policy chooses; otherwise as `SingleEngineClient.submit`."""
+        if any(engine.runs(spec.request_id) for engine in self.engines):
+            raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
+        now = time.monotonic()
+        self._look_after(now)
+        # Prompts of another adapter or salt share no KV.
+        salt = f"{spec.adapter}/{spec.cache_salt}" if spec.adapter or spec.cache_salt else ""
+        asked = RouteRequest(np.array(spec.prompt, np.int32), salt=salt)
+        chosen = self._router.select(asked, now, random.random())  # noqa: S311 - spreads load, hides nothing
+        if not isinstance(chosen, Selection):
+            raise EngineDead(self.missing)
+        try:
+            stream = self.engines[self._workers.index(chosen.prefill)].submit(spec)
+        except BaseException:
+            chosen.release()
+            raise
+        stream.on_news = partial(self._account, chosen)
+        return stream
+
+    def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """Abort the named requests, wherever they are, and return those that were running or waiting. Idempotent.
+
+        Raises `EngineDead` if no engine is left.
+        """
+        there = [engine for engine in self.engines if engine.alive or engine.restarts]
+        if not there:
+            raise EngineDead(self.missing)
+        return [request_id for engine in there for request_id in engine.abort(request_ids)]
+
+    def abort_all(self) -> list[str]:
+        """Abort everything and return the ids."""
+        there = [engine for engine in self.engines if engine.alive or engine.restarts]
+        if not there:
+            raise EngineDead(self.missing)
+        return [request_id for engine in there for request_id in engine.abort_all()]
+
+    async def change_adapters(self, name: str, path: str | None) -> None:
+        """Load a LoRA adapter into every engine, or unload it from all.
+
+        Raises `BadRequest` if it cannot be done and `EngineDead` while an engine is missing; then nothing has changed.
+        """
+        async with self._changing:
+            if self.missing:
+                raise EngineDead(self.missing)
+            known = {info.name: info.path for info in self.info.adapters}
+            changes = [engine.change_adapters(name, path) for engine in self.engines]
+            results = await asyncio.gather(*changes, return_exceptions=True)
+            failures = [result for result in results if result is not None]
+            if not failures:
+                return
+            before = known.get(name)
+            undone = [
+                engine.change_adapters(name, None if path is not None else before)
+                for engine, result in zip(self.engines, results, strict=True)
+                if result is None
+            ]
+            await asyncio.gather(*undone, return_exceptions=True)  # an engine that died meanwhile has it as before
+            raise failures[0]
+
+    def _look_after(self, now: float) -> None:
+        """Tell the router which engines answer, which ones begin anew, and what they hold."""
+        for index, engine in enumerate(self.engines):
+            self._workers[index] = self._router.health(self._workers[index], engine.alive, now, instance=str(index))
+            if engine.info.epoch != self._epochs[index]:
+                self._epochs[index] = engine.info.epoch
+                self._router.emptied(self._workers[index])
+        if self.kv_log is not None:
+            self._told, events = self.kv_log.read(self._told)
+            for event in events:
+                of_one = msgspec.structs.replace(event, engine=0)  # each engine is a worker of its own here
+                self._router.reported_kv.apply(self._workers[event.engine], of_one)
+
+    def _account(self, selection: Selection, delta: Delta | None) -> None:
+        """Count what arrived for a request, and give back what it held once it is over."""
+        if selection.released:
+            return  # its reader left
+        if delta is not None and (delta.token_ids or delta.pooled is not None):
+            selection.first_token()
+        if delta is None or delta.finish_reason is not None:
+            if selection.started:
+                self._router.served(selection, time.monotonic())
+            selection.release()
+
+
+def _require_separable(config: EngineConfig) -> None:
+    """Raise `ConfigError` for settings that mean one engine."""
+    refused = (
+        ("--role", config.role != "mixed", f"a {config.role} worker is one engine"),
+        ("--trace", config.trace is not None, "a trace is that of one engine"),
+        (
+            "--pipeline-parallel-size",
+            config.pipeline_parallel_size > 1,
+            "stages have no devices of their own there yet",
+        ),
+    )
+    for flag, given, reason in refused:
+        if given:
+            raise ConfigError(
+                f"{flag} does not go with several engines: {reason}", field=_FLAG, hint=f"leave out {flag} or {_FLAG}"
+            )
+
+
+def _share(config: EngineConfig, place: EnginePlace, count: int) -> EngineConfig:
+    """Divide the memory that `count` engines have in common: the host's, and the KV cache where it is there too."""
+    kv = {}
+    if place.cores:
+        kv["gpu_memory_utilization"] = config.gpu_memory_utilization / count
+        if config.kv_cache_memory is not None:
+            kv["kv_cache_memory"] = config.kv_cache_memory // count
+    return msgspec.structs.replace(config, host_kv_memory=config.host_kv_memory // count, **kv)
+
+
+def _joined_progress(progress: StartProgress, count: int) -> Sequence[StartProgress]:
+    """Return what each engine reports to, so that `progress` is told sums."""
+    seen: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
+
+    def report(index: int, phase: str, done: int, size: int) -> None:
+        seen[index][phase] = (done, size)
+        # Who has not begun the phase will have as much to do.
+        known = [each[phase] for each in seen if phase in each]
+        progress(phase, sum(part for part, _ in known), size * (count - len(known)) + sum(whole for _, whole in known))
+
+    return [partial(report, index) for index in range(count)]

@@ -1,0 +1,47 @@
+"""Opens engines where the settings want them: in processes of their own, or one in a thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fd_core.config import EngineConfig
+from fd_core.engine.clients.client import EngineClient, StartProgress
+from fd_core.engine.process.engine_process import EngineProcess
+from fd_core.errors import ConfigError
+
+__all__ = ["open_client"]
+
+
+async def open_client(
+    config: EngineConfig,
+    path: Path | None,
+    *,
+    where: str = "process",
+    engines: int = 1,
+    progress: StartProgress | None = None,
+    begun: EngineProcess | None = None,
+) -> EngineClient:
+    """Start engines for the checkpoint at `path` and return their client once all are ready.
+
+    `where` is `process` or `inproc`; `path` is None only for backends that need no checkpoint. `begun` is a process for
+    the one engine, if its holder began one while it looked for the model. Raises what loading raises: `ConfigError`,
+    `ModelError`, `PluginError`.
+    """
+    report = progress or (lambda *_: None)
+    if engines > 1:
+        if where == "inproc":
+            raise ConfigError(
+                "several engines need processes of their own", field="--data-parallel-size", hint="leave out --engine"
+            )
+        from fd_core.engine.clients.data_parallel import open_engines
+
+        return await open_engines(config, path, report, engines)
+    if where == "inproc":
+        from fd_core.engine.clients.inproc import InprocClient
+
+        return await InprocClient.open(config, path, report)
+    if where == "process":
+        from fd_core.engine.clients.process import ProcessClient
+
+        return await ProcessClient.open(config, path, report, begun=begun)
+    raise ConfigError(f"an engine runs in `process` or `inproc`, not in {where!r}", field="--engine")

@@ -1,0 +1,238 @@
+"""The process boundary: an engine in a process of its own, spoken to over sockets that no other process can reach."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from typing import Final
+
+from fd_core.backends.places import EnginePlace
+from fd_core.config import EngineConfig
+from fd_core.engine.clients.client import SingleEngineClient, StartProgress
+from fd_core.engine.process.engine_process import EngineProcess, Start
+from fd_core.engine.process.engine_socket import EngineSocket
+from fd_core.engine.process.messages import (
+    AdaptersChanged,
+    ClientMessage,
+    EngineMessage,
+    Fault,
+    Progress,
+    Ready,
+    Shutdown,
+    StepEvents,
+)
+from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
+
+__all__ = ["ProcessClient"]
+
+_log = logging.getLogger(__name__)
+_ERRORS: dict[int, type[FdError]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
+_START_SECONDS = 600.0
+"""An engine is taken for stuck after so long without a sign of its start."""
+_LOOKS: Final = 4
+"""Looks at an engine within the shortest time that it may be silent."""
+_LAST_WORDS_SECONDS: Final = 0.2
+"""Messages of a dead process that arrive within so long of each other are still read."""
+
+
+class ProcessClient(SingleEngineClient):
+    """Speaks to an engine in a child process; if it dies, starts another that takes up its requests in a new epoch."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        path: Path | None,
+        progress: StartProgress,
+        place: EnginePlace | None = None,
+        begun: EngineProcess | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._path = path
+        self._place = place or EnginePlace()
+        self._progress = progress
+        self._epoch = 0
+        self._socket: EngineSocket | None = None
+        self._begun = begun
+        self._process: EngineProcess | None = None
+        self._ready = asyncio.Event()
+        """Set while the engine of this epoch serves."""
+        self._end: asyncio.Future[FdError] = asyncio.get_running_loop().create_future()
+        """Why the engine of this epoch is over."""
+        self._watch: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @classmethod
+    async def open(
+        cls,
+        config: EngineConfig,
+        path: Path | None,
+        progress: StartProgress,
+        place: EnginePlace | None = None,
+        begun: EngineProcess | None = None,
+    ) -> ProcessClient:
+        """Start the process and wait until it is ready; `place` is where it computes, everywhere if None.
+
+        `begun` is a process that waits to be told what to load, in the same place; the client starts one if None.
+        """
+        client = cls(config, path, progress, place, begun)
+        try:
+            await client._start()
+        except BaseException:
+            await client.close()
+            raise
+        client._keeper = asyncio.create_task(client._keep())
+        return client
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, while there is one."""
+        return self._process.process.pid if self._process is not None else None
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Let requests finish for up to `drain_seconds`, abort the rest and end the process."""
+        self._closing = True
+        process = self._process.process if self._process is not None else None
+        if process is not None and process.returncode is None and self.alive:
+            if drain_seconds > 0:
+                self._send(Shutdown(drain=True))
+                await _wait(process, drain_seconds)
+            if process.returncode is None:
+                self._send(Shutdown(drain=False))
+                await _wait(process, 5.0)
+        # Before the process is killed: the keeper may be starting another.
+        await _cancelled(self._keeper)
+        await self._reap()
+        self._went_down("the engine was closed")
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _send(self, message: ClientMessage) -> None:
+        if self._socket is None:
+            raise EngineDead(self._death)
+        self._socket.send(message)
+
+    async def _start(self) -> None:
+        """Start a process for the next epoch and wait until it is ready.
+
+        Raises `EngineDead` if it ends or gives no sign of its start for too long, and what loading raises.
+        """
+        self._epoch += 1
+        self._ready.clear()
+        self._end = asyncio.get_running_loop().create_future()
+        self._process = self._begun or await EngineProcess.begin(self._config.backend, self._place)
+        self._begun = None
+        self._socket = EngineSocket(self._process.socket, self._handle, self._failed)
+        self._watch = asyncio.create_task(self._watch_over(self._process.process, self._socket))
+        path = str(self._path) if self._path else None
+        await self._process.start(Start(self._config, path, self._epoch))
+        ready = asyncio.create_task(self._ready.wait())
+        end: asyncio.Future[FdError] = self._end
+        try:
+            await asyncio.wait((ready, end), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if end.done():
+            raise end.result()
+
+    def _handle(self, message: EngineMessage) -> None:
+        match message:
+            case StepEvents():
+                self._dispatch(message)
+            case AdaptersChanged():
+                self._adapters_changed(message)
+            case Ready(info):
+                self._ready.set()
+                self._came_up(info)
+            case Progress(phase, done, total):
+                self._progress(phase, done, total)
+            case Fault(text, field, hint, code):
+                raise _ERRORS.get(code, EngineDead)(text, field=field, hint=hint)
+
+    def _failed(self, error: Exception) -> None:
+        if self._end.done():
+            return
+        if isinstance(error, FdError):
+            self._end.set_result(error)
+        else:
+            self._end.set_exception(error)
+
+    async def _watch_over(self, process: asyncio.subprocess.Process, socket: EngineSocket) -> None:
+        """Note the end of the process, and a silence that is longer than the watchdog, or a start, allows."""
+        watchdog = self._config.watchdog_seconds
+        pause = min(watchdog, _START_SECONDS) / _LOOKS
+        death = asyncio.create_task(process.wait())
+        silent = 0.0
+        try:
+            while not death.done():
+                serving, received, busy = self._ready.is_set(), socket.received, self.active_requests > 0
+                await asyncio.wait({death}, timeout=pause)
+                expected = not serving or (busy and self.active_requests > 0)
+                # Pauses are counted, not seconds: this process may have stood still itself.
+                silent = silent + pause if expected and socket.received == received else 0.0
+                allowed = watchdog if serving else _START_SECONDS
+                if silent >= allowed:
+                    doing = "while requests were running" if serving else "while it started"
+                    self._failed(EngineDead(f"the engine gave no sign for {allowed:g} s {doing}"))
+                    return
+            while True:
+                # What the process sent before its end may still be on its way.
+                received = socket.received
+                await asyncio.sleep(_LAST_WORDS_SECONDS)
+                if socket.received == received:
+                    break
+            self._failed(EngineDead(f"the engine's process ended with exit code {process.returncode}"))
+        except Exception as error:  # noqa: BLE001 - an engine that nothing watches over is started anew
+            self._failed(EngineDead(f"the watch over the engine failed: {type(error).__name__}"))
+        finally:
+            death.cancel()
+
+    async def _keep(self) -> None:
+        """Wait for the end of the engine and start another, which takes up its requests."""
+        gave_up: str | None = None
+        try:
+            while True:
+                reason = await self._end
+                if self._closing:
+                    return
+                _log.error("%s of epoch %d is gone: %s", self._place.name, self._epoch, reason)
+                self._went_away(f"the engine failed: {reason}", reason.field)
+                gave_up = await self._start_again(self._start_another)
+                if gave_up is not None:
+                    return
+                _log.warning("%s restarted as epoch %d", self._place.name, self._epoch)
+        finally:
+            # Whatever ended this task: no request may wait for an engine that nobody starts.
+            if not self._closing:
+                self._gave_up(gave_up or "the engine is no longer watched; restart the server")
+
+    async def _start_another(self) -> None:
+        await self._reap()
+        self._progress = lambda *_: None
+        try:
+            await self._start()
+        except OSError as error:  # for want of descriptors, processes or memory, which may come back
+            raise EngineDead(f"its process cannot be started: {(error.strerror or str(error)).lower()}") from error
+
+    async def _reap(self) -> None:
+        """End the watch over the process, the socket and the process."""
+        await _cancelled(self._watch)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            await self._process.close()
+
+
+async def _wait(process: asyncio.subprocess.Process, seconds: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(process.wait(), seconds)
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task and wait for its end."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})

@@ -1,0 +1,178 @@
+"""The LoRA adapters of one engine: read and checked here, computed with by the runner."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fd_core.config import EngineConfig
+from fd_core.config.paths import user_path
+from fd_core.errors import BadRequest, ConfigError, ModelError
+from fd_core.models.adapter_weights import adapters_bytes
+from fd_core.models.loading.adapter import read_adapter
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.registry import spec_of
+from fd_core.models.spec import DecoderSpec
+from fd_core.ops.parallel import Parallel
+from fd_core.ops.weights import Adapter
+from fd_core.types import AdapterInfo, RequestSpec
+
+__all__ = ["EngineAdapters", "lora_modules"]
+
+_log = logging.getLogger(__name__)
+_NAME: Final = re.compile(r"[^\s=][^\r\n=]{0,254}")
+
+
+def lora_modules(config: EngineConfig) -> dict[str, Path]:
+    """Return the folders of the adapters that are served from the start, by name; `ConfigError` if that is unclear."""
+    found: dict[str, Path] = {}
+    for module in config.lora_modules:
+        name, folder = _named_folder(module)
+        if name in found:
+            raise ConfigError(f"there are two adapters named {name!r}", field="--lora-modules")
+        found[name] = user_path(folder, "--lora-modules")
+    if len(found) > config.max_loras:
+        raise ConfigError(
+            f"{len(found)} adapters are named, the limit is {config.max_loras}",
+            field="--lora-modules",
+            hint="raise --max-loras",
+        )
+    return found
+
+
+def _named_folder(module: str) -> tuple[str, str]:
+    """Return name and folder of NAME=FOLDER or of vLLM's JSON form."""
+    hint = "write --lora-modules sql=/adapters/sql"
+    name, _, folder = module.partition("=")
+    if module.lstrip().startswith("{"):
+        hint = """write --lora-modules '{"name": "sql", "path": "/adapters/sql"}'"""
+        try:
+            read = msgspec.json.decode(module, type=_LoraModule)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{module[:200]!r}: {error}", field="--lora-modules", hint=hint) from error
+        name, folder = read.name, read.path
+    if not folder or not _NAME.fullmatch(name):
+        raise ConfigError(f"{module[:200]!r} is not NAME=FOLDER", field="--lora-modules", hint=hint)
+    return name, folder
+
+
+class _LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter as vLLM's --lora-modules takes it."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    """Whose it is; not compared, since a model has several names: its shapes are."""
+
+
+class EngineAdapters:
+    """Adapters by name. One that is unloaded stays on the device until no request uses it."""
+
+    def __init__(self, config: EngineConfig, path: Path | None, *, restarted: bool = False) -> None:
+        """Read and check what is served from the start.
+
+        Raises `ConfigError` or `ModelError`. An engine that takes the place of another goes without an adapter whose
+        files are no longer there, which its requests are told.
+        """
+        self._config = config
+        self._path = path
+        self._named: dict[str, AdapterInfo] = {}
+        self._adapters: dict[str, Adapter] = {}
+        """By digest, with those that only requests in progress use."""
+        self._users: dict[str, str] = {}
+        """Requests to the adapter that they use; some of them may have ended."""
+        for name, folder in lora_modules(config).items():
+            try:
+                self._serve(name, folder, self._read(folder))
+            except ModelError as error:
+                if not restarted:
+                    raise
+                _log.error("the adapter %s is served no longer: %s", name, error)
+
+    @property
+    def infos(self) -> tuple[AdapterInfo, ...]:
+        """The adapters that requests may ask for."""
+        return tuple(self._named.values())
+
+    @property
+    def held(self) -> Collection[Adapter]:
+        """What the runner has to hold."""
+        return self._adapters.values()
+
+    def reserved_bytes(self, item_bytes: int, first: Parallel) -> int:
+        """Return the bytes of a device that adapters take on rank 0, with those that may be loaded later.
+
+        No other rank has more.
+        """
+        count, rank = len(self._adapters), max((adapter.rank for adapter in self.held), default=0)
+        if self._config.lora_folder is not None:
+            count, rank = self._config.max_loras, self._config.max_lora_rank
+        return adapters_bytes(self._spec(), count, rank, item_bytes, first) if count else 0
+
+    def require(self, digest: str) -> None:
+        """Raise `BadRequest` unless an adapter is served."""
+        if digest and not any(info.digest == digest for info in self._named.values()):
+            raise BadRequest("the adapter of the request is not loaded here", field="model")
+
+    def began(self, spec: RequestSpec) -> None:
+        """Note which adapter a request uses."""
+        if spec.adapter:
+            self._users[spec.request_id] = spec.adapter
+
+    def load(self, name: str, folder: Path, hold: Callable[[Collection[Adapter]], None]) -> AdapterInfo:
+        """Serve one more adapter, which `hold` lets the runner hold.
+
+        Raises `BadRequest` for a name that is taken and for one too many, `ModelError` for what is wrong with it.
+        """
+        if not _NAME.fullmatch(name):
+            raise BadRequest("a name has 1 to 255 characters, none of them '=' or a new line", field="lora_name")
+        if name in self._named:
+            raise BadRequest(f"there is an adapter named {name!r} already", field="lora_name")
+        if len(self._adapters) >= self._config.max_loras:
+            raise BadRequest(
+                f"{len(self._adapters)} adapters are loaded or still in use, which is the limit (--max-loras)",
+                field="lora_name",
+            )
+        adapter = self._read(folder)
+        try:
+            hold((self._adapters | {adapter.digest: adapter}).values())
+        except MemoryError as error:
+            who = f": {error}" if str(error) else ""
+            raise BadRequest(f"there is not enough memory for the adapter{who}", field="lora_path") from error
+        return self._serve(name, folder, adapter)
+
+    def unload(self, name: str) -> AdapterInfo:
+        """Serve an adapter no longer; requests that use it go on. Raises `BadRequest` if there is none."""
+        try:
+            return self._named.pop(name)
+        except KeyError:
+            raise BadRequest(f"there is no adapter named {name[:255]!r}", field="lora_name") from None
+
+    def sweep(self, living: Callable[[], Iterable[str]], hold: Callable[[Collection[Adapter]], None]) -> None:
+        """Let go of adapters that were unloaded and that none of the `living` requests uses."""
+        if len(named := {info.digest for info in self._named.values()}) == len(self._adapters):
+            return
+        self._users = {name: self._users[name] for name in living() if name in self._users}
+        used = named.union(self._users.values())
+        if len(used) < len(self._adapters):
+            self._adapters = {digest: self._adapters[digest] for digest in used}
+            hold(self.held)
+
+    def _read(self, folder: Path) -> Adapter:
+        return read_adapter(folder, self._spec().adaptable(), self._config.max_lora_rank)
+
+    def _serve(self, name: str, folder: Path, adapter: Adapter) -> AdapterInfo:
+        info = AdapterInfo(name, adapter.digest, str(folder), adapter.rank)
+        self._named[name], self._adapters[adapter.digest] = info, adapter
+        return info
+
+    def _spec(self) -> DecoderSpec:
+        if self._path is None:
+            raise ModelError("this model takes no adapters: it is not read from a checkpoint", field="lora_modules")
+        with open_checkpoint(self._path) as checkpoint:
+            return spec_of(checkpoint)

@@ -1,0 +1,113 @@
+"""An engine's own process; `fd_core.engine.clients.process` starts it through `child_on_cores`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fd_core.config.logs import configure_logs
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.process.engine_process import Prepare, Start
+from fd_core.engine.process.message_stream import MessageStream
+from fd_core.engine.process.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown
+from fd_core.engine.process.service import serve_engine, tells_admissions
+from fd_core.errors import FdError
+from fd_core.launching.parent_watch import end_with_parent
+from fd_core.plugins import installed_plugins
+
+_log = logging.getLogger(__name__)
+_LINGER_SECONDS: Final = 2.0
+"""How long the last words of an engine may take to leave."""
+
+
+class _SocketInbox:
+    def __init__(self, stream: MessageStream) -> None:
+        self._stream = stream
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._wake, False)
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
+
+    def receive(self, timeout: float) -> list[ClientMessage]:
+        stream = self._stream
+        stream.flush()
+        if timeout:
+            self._poll.register(stream, select.POLLIN | select.POLLOUT if stream.unsent else select.POLLIN)
+            if any(descriptor == self._woken for descriptor, _ in self._poll.poll(timeout * 1000)):
+                os.read(self._woken, 4096)
+        messages: list[ClientMessage] = []
+        while (frames := stream.receive()) is not None:
+            messages += map(self._decoder.decode, frames)
+        # Without a client there is nobody to compute for.
+        return [*messages, Shutdown(drain=False)] if stream.ended else messages
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full of calls already
+            os.write(self._wake, b"\0")
+
+
+def main() -> int:
+    """Serve one client until it says so or is gone."""
+    # Ctrl-C and hangups reach the whole terminal group; when to stop is the client's decision.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    level, form = os.environ.get("FD_LOG_LEVEL", "WARNING"), os.environ.get("FD_LOG_FORMAT", "text")
+    access = os.environ.get("FD_ACCESS_LOG") == "1"
+    configure_logs(level, form, text="%(levelname)s %(message)s", access=access)
+    prepare = msgspec.json.decode(sys.stdin.buffer.readline(), type=Prepare)
+    os.set_inheritable(prepare.descriptor, False)
+    stream = MessageStream(socket.socket(fileno=prepare.descriptor))
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: EngineMessage) -> None:
+        stream.send(encoder.encode(message))
+
+    try:
+        installed_plugins().choose_backend(prepare.backend).cls.import_framework()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return 0  # whoever began this process found no model for it, or is gone
+        start = msgspec.json.decode(line, type=Start)
+        end_with_parent()
+        inbox = _SocketInbox(stream)
+        path = Path(start.path) if start.path is not None else None
+        engine = load_engine(
+            start.config,
+            path,
+            epoch=start.epoch,
+            progress=lambda phase, done, total: send(Progress(phase, done, total)),
+            wake=inbox.wake,
+            admitted=tells_admissions(send, start.epoch),
+        )
+        # Loaded objects live as long as the process: the garbage collector need not visit them during a step.
+        gc.collect()
+        gc.freeze()
+        send(Ready(engine.info))
+        serve_engine(engine, inbox, send)
+    except FdError as error:
+        send(Fault(error.message, error.field, error.hint, error.exit_code))
+        return error.exit_code
+    except MemoryError:
+        _log.error("the engine has no memory left")  # a traceback would need more
+        hint = "give it more memory, lower --max-num-batched-tokens, or take a smaller model or weights of fewer bits"
+        send(Fault("the engine's process has no memory left", hint=hint))
+        return 1
+    except Exception as error:  # noqa: BLE001 - last frame of the process: tell the client, then end
+        _log.exception("the engine failed")
+        send(Fault(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        stream.close(_LINGER_SECONDS)
+    return 0

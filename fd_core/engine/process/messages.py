@@ -1,0 +1,207 @@
+"""Messages between an engine and its clients; encoded with msgspec, never pickled."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from fd_core.disagg.stats import ReceiverStats, SenderStats
+from fd_core.kv.tiers.stats import TierStats
+from fd_core.models.loading.pooling import VectorSettings
+from fd_core.ops.compilations import CompilationStats
+from fd_core.ops.weights import WeightUse
+from fd_core.runner.observing import ObserverStats
+from fd_core.runner.sampling.grammars import MaskStats
+from fd_core.scheduling.contract import SchedulerStats
+from fd_core.structured.compiler import CompilerStats
+from fd_core.types import AdapterInfo, Delta, PrefillTrace, RequestSpec
+from fd_core.types.kv_events import KVEvent
+from fd_core.types.metrics import gauge
+
+__all__ = [
+    "Abort",
+    "AdaptersChanged",
+    "ChangeAdapters",
+    "ClientMessage",
+    "EngineInfo",
+    "EngineMessage",
+    "EngineStats",
+    "Fault",
+    "LeaseStats",
+    "Shutdown",
+    "StepEvents",
+    "Submit",
+]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine runs, told once when it is ready."""
+
+    model: str
+    architecture: str
+    num_parameters: int
+    backend: str
+    backend_reason: str
+    """Why this backend was chosen."""
+    scheduler: str = "continuous"
+    postprocess: str | None = None
+    """None for the one that belongs to the backend's framework."""
+    device: str
+    """A line about what computes; it has the word "emulated" where that is so."""
+    dtype: str
+    dtype_reason: str = ""
+    """Why this dtype was chosen; empty where the backend does not say."""
+    weights: tuple[WeightUse, ...] = ()
+    """In which forms weights are stored and computed, the most parameters first."""
+    weight_formats: tuple[str, ...] = ()
+    """Packed formats that the backend computes."""
+    kv_dtype: str
+    """Number type of keys and values in the cache."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    model_max_len: int = 0
+    """Tokens of context that the model was made for; 0 if that is not known."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_kv_blocks: int
+    kv_cache_bytes: int
+    pipeline_depth: int
+    host_kv_bytes: int = 0
+    """Host memory for KV outside the device."""
+    kv_store: str | None = None
+    """A line about the KV store, without secrets."""
+    kv_store_answers: bool = True
+    """Whether it could be used when the engine started."""
+    role: str = "mixed"
+    """`mixed`, `prefill` or `decode`."""
+    kv_port: int | None = None
+    """Where decode workers reach a prefill worker's transfers."""
+    kv_connector: str | None = None
+    """How KV comes to a decode worker."""
+    emulated: bool = False
+    """The backend computes on another device than the one it is for, and results say nothing about that one."""
+    kv_events: bool = False
+    """Whether it tells which prefixes its device holds."""
+    state_size: int = 0
+    """Elements of the vector that a text becomes."""
+    vectors: VectorSettings = VectorSettings()
+    """How texts become vectors."""
+    generates: bool = True
+    """Whether it makes texts; false for a checkpoint without an output projection."""
+    structured_output: bool = True
+    """Whether it takes grammars."""
+    adapters: tuple[AdapterInfo, ...] = ()
+    """LoRA adapters that it serves."""
+    lora_folder: str | None = None
+    """Folder from which more may be loaded; None for none."""
+    epoch: int = 1
+
+
+class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
+    """KV that travels between workers; counters only grow within an epoch."""
+
+    open: Annotated[int, gauge("kv_leases_open", "KV leases between prefill and decode workers in progress.")] = 0
+    receiver: ReceiverStats | None = None
+    """Of a decode worker."""
+    sender: SenderStats | None = None
+    """Of a prefill worker."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of an engine, by owner; counters only grow within an epoch."""
+
+    scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
+    kv: TierStats | None = None
+    """KV outside the device; None if none is kept there."""
+    leases: LeaseStats | None = None
+    """KV that travels between workers; None for a worker that prefills and decodes."""
+    observer: ObserverStats | None = None
+    grammars: CompilerStats | None = None
+    """None where structured output is switched off."""
+    masks: MaskStats | None = None
+    compilations: CompilationStats | None = None
+    """None for a pack in which nothing compiles."""
+
+
+class StepEvents(msgspec.Struct, frozen=True, tag="step"):
+    """Everything that one step has for the clients, in one message."""
+
+    deltas: list[Delta]
+    stats: EngineStats | None = None
+    epoch: int = 1
+    admitted: tuple[str, ...] = ()
+    """Requests that entered a slot; told before the step that computes them, which may be the engine's last."""
+    kv: tuple[KVEvent, ...] = ()
+    """Which prefixes the device came to hold and lost, if somebody wants to know."""
+    prefills: tuple[PrefillTrace, ...] = ()
+    """Jobs of decode workers that are traced and over."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine serves."""
+
+    info: EngineInfo
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """The engine is starting: phases and units are those of `fd_core.engine.clients.client.StartProgress`."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """The engine cannot start or go on."""
+
+    message: str
+    field: str | None = None
+    hint: str | None = None
+    exit_code: int = 1
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Start a request."""
+
+    spec: RequestSpec
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End requests; unknown ids are ignored."""
+
+    request_ids: tuple[str, ...] = ()
+    everything: bool = False
+
+
+class ChangeAdapters(msgspec.Struct, frozen=True, tag="change-adapters"):
+    """Load a LoRA adapter, or unload the one of that name."""
+
+    ticket: int
+    """Told with the answer."""
+    name: str
+    path: str | None
+    """None unloads."""
+
+
+class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters-changed"):
+    """The answer to `ChangeAdapters`."""
+
+    ticket: int
+    adapters: tuple[AdapterInfo, ...]
+    """All that requests may ask for now."""
+    error: str | None = None
+    """Why nothing changed."""
+    field: str | None = None
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop once nothing runs, or at once if `drain` is false."""
+
+    drain: bool = True
+
+
+ClientMessage = Submit | Abort | ChangeAdapters | Shutdown
+EngineMessage = StepEvents | AdaptersChanged | Ready | Progress | Fault

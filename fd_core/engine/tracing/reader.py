@@ -1,0 +1,356 @@
+"""Reads a trace, even if it is cut off or damaged, and finds which request held which slot, and when."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fd_core.config.sizes import format_size
+from fd_core.engine.tracing.format import (
+    COUNT_LETTERS,
+    DECODE,
+    DRAINING,
+    FORMAT_VERSION,
+    IDLE,
+    LOADING,
+    OLDEST_VERSION,
+    PREFILL,
+    ClosingLine,
+    LimitLine,
+    StepLine,
+    TraceHeader,
+)
+from fd_core.errors import ConfigError
+from fd_core.types import FinishReason
+
+__all__ = ["EXITS", "ResidencySpan", "TraceContents", "read_lines", "read_trace"]
+
+EXITS: Final = ("open", *(reason.value for reason in FinishReason), "preempted", "unknown", "engine ended")
+"""How a residency can end."""
+
+_MAX_LINE_BYTES: Final = 1 << 24
+_MAX_SLOTS: Final = 1 << 16
+_MAX_CELLS: Final = 100_000_000
+"""Slots times steps that a page holds."""
+
+
+@dataclass(slots=True)
+class ResidencySpan:
+    """A request's residency in a slot, in positions of the trace, both ends included."""
+
+    slot: int
+    gen: int
+    request_id: str
+    start: int
+    returned: bool
+    tokens: int
+    """Tokens at the admission, including tokens whose KV existed; 0 if the trace does not say."""
+    computed: int
+    end: int = 0
+    exit: str = "open"
+
+
+@dataclass(slots=True)
+class Position:
+    """One step that was read, with what the lines before it say about it."""
+
+    line: StepLine
+    epoch: int
+    """Index into `TraceContents.headers`."""
+    missing: int
+    """Steps before it that the trace does not have."""
+    events: Counter[str]
+    """`admitted`, `returned`, `preempted`, `aborted`, `late` (revoked after its request's end), `finished`."""
+    recomputed: int
+    """Tokens that requests which returned in this step must compute again."""
+
+
+@dataclass(slots=True)
+class TraceContents:
+    """The steps and residencies that could be read from a trace."""
+
+    headers: list[TraceHeader]
+    positions: deque[Position]
+    first: int = 0
+    """Number of the first of `positions`; residencies count from the trace's own beginning."""
+    residencies: list[ResidencySpan] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """A sentence for each thing that is missing."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the largest epoch."""
+        return max(header.limits.max_num_seqs for header in self.headers)
+
+    def offsets(self) -> list[int]:
+        """Return the begin of each epoch, in microseconds; no epoch begins before the last step of its predecessor."""
+        ends = [0] * len(self.headers)
+        for position in self.positions:
+            ends[position.epoch] = position.line.ended
+        offsets = [0]
+        for before, after, end in zip(self.headers, self.headers[1:], ends, strict=False):
+            offsets.append(offsets[-1] + max(round(1e6 * (after.started - before.started)), end))
+        return offsets
+
+
+def read_trace(path: Path, last: int) -> TraceContents:
+    """Read the last `last` steps of a trace.
+
+    Raises `ConfigError` if the file cannot be read, is not a trace, or is of another format version.
+    """
+    try:
+        with path.open("rb") as file:
+            first = file.readline(_MAX_LINE_BYTES)
+            header = _header(first, path)
+            reader = _TraceReader(header, last)
+            while raw := file.readline(_MAX_LINE_BYTES):
+                reader.feed(raw)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error
+    return reader.result()
+
+
+def read_lines(path: Path) -> Iterator[TraceHeader | StepLine]:
+    """Yield the headers and steps of a trace without keeping them; damaged lines are left out.
+
+    Raises `ConfigError` as `read_trace` does.
+    """
+    decoder = msgspec.json.Decoder(StepLine)
+    try:
+        with path.open("rb") as file:
+            header = _header(file.readline(_MAX_LINE_BYTES), path)
+            yield header
+            while raw := file.readline(_MAX_LINE_BYTES):
+                try:
+                    if raw.startswith(b'{"fdcore_trace"'):
+                        header = _header(raw, path)
+                        yield header
+                    elif raw.startswith(b'{"step"'):
+                        line = decoder.decode(raw)
+                        _check(line, header)
+                        yield line
+                except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError, ValueError):
+                    continue
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error
+
+
+class _Version(msgspec.Struct):
+    fdcore_trace: int
+
+
+def _header(raw: bytes, path: Path | str) -> TraceHeader:
+    try:
+        version = msgspec.json.decode(raw, type=_Version).fdcore_trace
+        if not OLDEST_VERSION <= version <= FORMAT_VERSION:
+            raise ConfigError(
+                f"{path} is a trace of format version {version}; this fdcore reads versions {OLDEST_VERSION} to "
+                f"{FORMAT_VERSION}",
+                field="FILE",
+            )
+        header = msgspec.json.decode(raw, type=TraceHeader)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not a trace: its first line is not the header of one",
+            field="FILE",
+            hint="`fdcore serve --trace FILE` writes traces",
+        ) from error
+    if not 1 <= header.limits.max_num_seqs <= _MAX_SLOTS:
+        raise ConfigError(f"{path} names {header.limits.max_num_seqs} slots; 1 to {_MAX_SLOTS} can be", field="FILE")
+    return header
+
+
+class _TraceReader:
+    """Reads a trace line by line."""
+
+    def __init__(self, header: TraceHeader, last: int) -> None:
+        room = min(last, _MAX_CELLS // header.limits.max_num_seqs)
+        self._trace = TraceContents([header], deque(maxlen=room))
+        self._decoder = msgspec.json.Decoder(StepLine)
+        self._residencies = _Residencies()
+        self._count = 0
+        self._expected = 0
+        self._dropped = self._missing = self._damaged = 0
+        self._closed = False
+        self._limit: int | None = None
+        """Bytes that the file reached, if it did."""
+        self._full = False
+        """Whether this epoch met the limit."""
+        self._later = 0
+        self._cut = False
+
+    def feed(self, raw: bytes) -> None:
+        """Read one line; a line that makes no sense is counted as damaged."""
+        self._cut = not raw.endswith(b"\n")
+        if not raw.strip():
+            return
+        try:
+            if raw.startswith(b'{"fdcore_trace"'):
+                self._begin_epoch(_header(raw, "the trace"))
+            elif raw.startswith(b'{"full"'):
+                self._limit = msgspec.json.decode(raw, type=LimitLine).full
+                self._full = True
+            elif raw.startswith(b'{"closed"'):
+                dropped = msgspec.json.decode(raw, type=ClosingLine).dropped
+                if self._full:
+                    self._later += dropped
+                else:
+                    self._dropped += dropped
+                self._closed = True
+            else:
+                line = self._decoder.decode(raw)
+                _check(line, self._trace.headers[-1])
+                self._take(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError, ValueError):
+            self._damaged += 1
+
+    def result(self) -> TraceContents:
+        trace = self._trace
+        self._residencies.close_all(self._count - 1, "open")
+        trace.first = self._count - len(trace.positions)
+        for span in self._residencies.done:
+            self._shorten(span)
+        trace.residencies = [
+            span for span in self._residencies.done if span.end >= trace.first and span.end >= span.start
+        ]
+        trace.problems = list(self._problems())
+        return trace
+
+    def _shorten(self, residency: ResidencySpan) -> None:
+        """End a residency whose end is missing with the last step that computed something for it."""
+        positions, first = self._trace.positions, self._trace.first
+        while residency.exit == "unknown" and residency.end > max(residency.start, first):
+            slots = positions[residency.end - first].line.slots
+            if slots[residency.slot : residency.slot + 1] not in ("", IDLE, LOADING):
+                break
+            residency.end -= 1
+
+    def _begin_epoch(self, header: TraceHeader) -> None:
+        if header.limits.max_num_seqs > self._trace.num_slots:
+            room = min(self._trace.positions.maxlen or 1, _MAX_CELLS // header.limits.max_num_seqs)
+            self._trace.positions = deque(self._trace.positions, maxlen=room)
+        self._trace.headers.append(header)
+        self._residencies.close_all(self._count - 1, "engine ended")
+        self._residencies.seen.clear()
+        self._expected, self._closed, self._full = 0, False, False
+
+    def _take(self, line: StepLine) -> None:
+        if line.step < self._expected:
+            raise ValueError(f"step {line.step} comes again")
+        missing = line.step - self._expected
+        dropped = min(missing, line.dropped)
+        self._dropped += dropped
+        self._missing += missing - dropped
+        self._expected = line.step + 1
+        seen = self._residencies.seen
+        again = sum(entry.tokens - entry.computed for entry in line.admitted if entry.request_id in seen)
+        events = self._residencies.follow(line, self._count)
+        self._trace.positions.append(Position(line, len(self._trace.headers) - 1, missing, events, max(again, 0)))
+        self._count += 1
+
+    def _problems(self) -> Iterator[str]:
+        left_out = self._count - len(self._trace.positions)
+        if left_out:
+            yield f"This page shows the last {len(self._trace.positions):,} of {self._count:,} steps."
+        if self._limit is not None:
+            later = f"{self._later:,} later steps" if self._later else "what came later"
+            yield f"The file reached its limit of {format_size(self._limit)}: {later} cannot be shown."
+        if self._dropped:
+            yield f"{self._dropped:,} steps are missing because the engine was faster than the writer of the trace."
+        if self._damaged and not (self._cut and self._damaged == 1):
+            yield f"{self._damaged:,} lines of the file are damaged and were left out."
+        if self._missing:
+            yield f"{self._missing:,} steps are missing in the file."
+        if self._cut:
+            yield "The file is cut off in the middle of a line."
+        if not self._closed and not self._full:
+            yield "The trace has no closing line: the engine still runs or was killed, or the end of the file is lost."
+
+
+def _check(line: StepLine, header: TraceHeader) -> None:
+    """Raise `ValueError` if a line names what its header does not allow."""
+    slots = header.limits.max_num_seqs
+    named = [slot for slot, _ in (*line.chunks, *line.revoked)]
+    named += [entry.slot for entry in line.admitted] + [residency.slot for residency in line.occupants]
+    named += [load.slot for load in line.loads]
+    if max(len(line.slots), len(line.drafted), len(line.accepted), 1 + max(named, default=0)) > slots:
+        raise ValueError("a slot that does not exist")
+    letters = (IDLE + PREFILL + DECODE + DRAINING + LOADING, COUNT_LETTERS, COUNT_LETTERS)
+    if any(text.strip(known) for text, known in zip((line.slots, line.drafted, line.accepted), letters, strict=True)):
+        raise ValueError("a letter that means nothing")
+    if line.ended < line.began:
+        raise ValueError("a step that ends before it begins")
+    times = [(load.began, load.ended) for load in line.loads] + [(save.began, save.ended) for save in line.saves]
+    if any(ended < began for began, ended in times):
+        raise ValueError("an operation that ends before it begins")
+
+
+class _Residencies:
+    """Follows over the steps which request holds which slot."""
+
+    def __init__(self) -> None:
+        self.done: list[ResidencySpan] = []
+        self.seen: set[str] = set()
+        """Requests of this epoch that had a slot before."""
+        self._open: dict[int, ResidencySpan] = {}
+        self._of_request: dict[str, ResidencySpan] = {}
+
+    def follow(self, line: StepLine, at: int) -> Counter[str]:
+        """Apply a step and return the number of events of each kind."""
+        events: Counter[str] = Counter()
+        for entry in line.admitted:
+            returned = entry.request_id in self.seen
+            self._begin(
+                ResidencySpan(entry.slot, entry.gen, entry.request_id, at, returned, entry.tokens, entry.computed)
+            )
+            events["returned" if returned else "admitted"] += 1
+        reasons = {entry.request_id: entry.reason.value for entry in line.finished}
+        for slot, gen in line.revoked:
+            residency = self._open.get(slot)
+            if residency is None or residency.gen != gen:
+                events["late"] += 1
+                continue
+            reason = reasons.get(residency.request_id)
+            events["aborted" if reason == FinishReason.ABORT else "preempted"] += 1
+            self._end(residency, at, reason or "preempted")
+        for request_id, reason in reasons.items():
+            events["finished"] += 1
+            if request_id in self._of_request:
+                self._end(self._of_request[request_id], at, reason)
+        if line.dropped:
+            self._reconcile(line, at)
+        return events
+
+    def close_all(self, at: int, how: str) -> None:
+        for residency in list(self._open.values()):
+            self._end(residency, at, how)
+
+    def _begin(self, residency: ResidencySpan) -> None:
+        before = self._open.get(residency.slot)
+        if before is not None:
+            self._end(before, residency.start - 1, "unknown")
+        self.seen.add(residency.request_id)
+        self._open[residency.slot] = self._of_request[residency.request_id] = residency
+
+    def _end(self, residency: ResidencySpan, at: int, how: str) -> None:
+        residency.end, residency.exit = at, how
+        self.done.append(residency)
+        del self._open[residency.slot]
+        if self._of_request.get(residency.request_id) is residency:
+            del self._of_request[residency.request_id]
+
+    def _reconcile(self, line: StepLine, at: int) -> None:
+        """Correct the residencies after missing steps, from the occupants that the line names."""
+        there = {residency.slot: residency for residency in line.occupants}
+        for slot, residency in list(self._open.items()):
+            now = there.get(slot)
+            if now is None or (now.gen, now.request_id) != (residency.gen, residency.request_id):
+                self._end(residency, at - 1, "unknown")
+        for slot, now in there.items():
+            if slot not in self._open:
+                self._begin(ResidencySpan(slot, now.gen, now.request_id, at, now.request_id in self.seen, 0, 0))

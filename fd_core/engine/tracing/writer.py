@@ -1,0 +1,355 @@
+"""The trace: what happened in each step, as JSON lines that `fdcore trace` shows as a page.
+
+    engine's loop                      writer's thread                     file
+    step_ended(...) --> bounded queue --> line of the step as JSON --> header, steps, closing line
+
+The loop hands over frozen values and goes on: it does no I/O and waits for no lock. If the writer falls behind, steps
+are dropped and counted; the next step that is written says how many are missing and which request holds which slot.
+
+A trace holds request ids, numbers of tokens and times, never prompts or tokens. Gauges are those right after the
+step's commit; with two steps in flight they include the plan of the following step. After a restart of the engine the
+trace goes on in the same file behind a header with the next epoch. A file that has reached its limit gets a line that
+says so; later steps are counted and left out, so that a long run cannot fill the disk.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core import signals
+from fd_core.config.sizes import format_size
+from fd_core.engine.tracing.format import (
+    COUNT_LETTERS,
+    DECODE,
+    DRAINING,
+    IDLE,
+    LOADING,
+    PREFILL,
+    AdmissionEntry,
+    ArrivalEntry,
+    ClosingLine,
+    DecisionEntry,
+    FinishEntry,
+    KVEntry,
+    LimitLine,
+    LoadEntry,
+    ResidencyEntry,
+    SaveEntry,
+    StepLine,
+    TraceHeader,
+)
+from fd_core.engine.tracing.kv_operations import KVTrace
+from fd_core.errors import ConfigError
+from fd_core.scheduling.contract import SchedulerHoldings
+from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
+
+__all__ = ["StepRecord", "TraceWriter", "line_of", "require_trace_file"]
+
+_log = logging.getLogger(__name__)
+
+_MAGIC: Final = b'{"fdcore_trace":'
+_MAX_QUEUED: Final = 4096
+"""Steps that may wait for the writer; more are dropped."""
+_WRITE_SECONDS: Final = 0.05
+"""Sleep of the writer when its queue is empty; it flushes the file before."""
+_LAST_BYTES: Final = 256
+"""Room that is kept for `LimitLine` and `ClosingLine`."""
+_LETTER_CODES: Final = np.frombuffer(COUNT_LETTERS.encode(), np.uint8)
+
+
+class StepRecord(msgspec.Struct, frozen=True, gc=False):
+    """A committed step as the engine's loop hands it to the writer: values that nobody changes any more."""
+
+    began: int
+    ended: int
+    plan: StepPlan
+    output: StepOutput
+    deltas: tuple[Delta, ...]
+    held: SchedulerHoldings
+    dropped: int = 0
+    occupants: tuple[ResidencyEntry, ...] = ()
+    loading: tuple[int, ...] = ()
+    """Slots whose KV is being loaded."""
+    kv_entries: tuple[KVEntry, ...] = ()
+    arrived: tuple[ArrivalEntry, ...] = ()
+    answered: tuple[int | None, ...] = ()
+    """Of each delta: tokens that its request got altogether, if it is the last; empty if none is."""
+
+
+def line_of(record: StepRecord) -> StepLine:
+    """Return the line that says what `record` holds, without tokens."""
+    plan, output = record.plan, record.output
+    letters = np.full(len(output.gens), ord(IDLE), np.uint8)
+    letters[list(record.loading)] = ord(LOADING)
+    prefills = ~plan.samples | (plan.num_tokens - plan.num_drafts > 1)
+    letters[plan.slots] = np.where(prefills, ord(PREFILL), ord(DECODE))
+    for revocation in plan.revocations:
+        letters[revocation.slot] = ord(DRAINING)
+    chunked = plan.slots[prefills]
+    drafted = accepted = ""
+    if plan.num_drafts.any():
+        drafts, kept = np.zeros((2, len(letters)), np.int32)
+        drafts[plan.slots] = plan.num_drafts
+        counts = signals.read(output.tokens, output.errors).counts
+        answered = plan.samples & (output.gens[plan.slots] == plan.gens)
+        kept[plan.slots] = np.where(answered, np.maximum(counts[plan.slots] - 1, 0), 0)
+        drafted, accepted = _text(_LETTER_CODES[drafts], "0"), _text(_LETTER_CODES[kept], "0")
+    return StepLine(
+        step=plan.step,
+        began=record.began,
+        ended=record.ended,
+        budget=plan.total_tokens,
+        delivered=sum(len(delta.token_ids) for delta in record.deltas),
+        waiting=record.held.waiting,
+        kv=(record.held.owned, record.held.fenced, record.held.cached),
+        slots=_text(letters, IDLE),
+        drafted=drafted,
+        accepted=accepted,
+        chunks=tuple(zip(chunked.tolist(), plan.num_tokens[prefills].tolist(), strict=True)),
+        arrived=record.arrived,
+        admitted=tuple(
+            AdmissionEntry(entry.slot, entry.gen, entry.request_id, len(entry.token_ids), entry.computed)
+            for entry in plan.admissions
+        ),
+        revoked=tuple((revocation.slot, revocation.gen) for revocation in plan.revocations),
+        finished=tuple(
+            FinishEntry(
+                *(delta.request_id, delta.finish_reason, tokens),
+                None if delta.phases is None else tuple(round(1e6 * seconds) for seconds in delta.phases),
+            )
+            for delta, tokens in itertools.zip_longest(record.deltas, record.answered)
+            if delta.finish_reason is not None
+        ),
+        decisions=tuple(entry for entry in record.kv_entries if isinstance(entry, DecisionEntry)),
+        loads=tuple(entry for entry in record.kv_entries if isinstance(entry, LoadEntry)),
+        saves=tuple(entry for entry in record.kv_entries if isinstance(entry, SaveEntry)),
+        dropped=record.dropped,
+        occupants=record.occupants,
+    )
+
+
+def require_trace_file(path: Path) -> None:
+    """Raise `ConfigError` unless a trace can be written to `path` without destroying anything but a trace."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is not a file", field="--trace")
+        with path.open("ab"):
+            pass
+        with path.open("rb") as file:
+            head = file.read(len(_MAGIC))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"cannot write {path}: {reason}", field="--trace") from error
+    if head and head != _MAGIC:
+        raise ConfigError(
+            f"{path} exists and is not a trace", field="--trace", hint="name another file or remove this one"
+        )
+
+
+class TraceWriter:
+    """Writes one epoch of a trace from a thread of its own.
+
+    An epoch above 1 is appended. The file stays within `limit` bytes, unless its first header alone is larger. If it
+    cannot be written any more, tracing ends with a warning and the engine goes on. Raises `ConfigError` if it cannot be
+    opened.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: TraceHeader,
+        limit: int,
+        nanoseconds: Callable[[], int] = time.monotonic_ns,
+        *,
+        complete: bool = False,
+    ) -> None:
+        """`nanoseconds` is the clock that the other calls use; time 0 of the lines is now.
+
+        `complete`: wait for the writer where steps would be dropped; for engines that run ahead of all real time.
+        """
+        origin = nanoseconds()
+        self._path = path
+        self._limit = limit
+        self._complete = complete
+        self._origin = self._began = origin
+        self._queue: deque[StepRecord] = deque()
+        self._dropped = 0
+        self.kv = KVTrace(lambda: self._clock(nanoseconds()))
+        """Told of KV outside the device; the line of the next step carries what it collects."""
+        self._occupants: dict[int, ResidencyEntry] = {}
+        """Requests that hold a slot, by slot."""
+        self._arrived: list[ArrivalEntry] = []
+        """Requests that came since the last line."""
+        self._got: dict[str, int] = {}
+        """Tokens that requests which run or wait have got."""
+        self._closed: ClosingLine | None = None
+        self._ending = threading.Event()
+        self._failed = self._full = False
+        self._left_out = 0
+        """Steps that were in the queue when the file was full; used by the writer's thread only."""
+        self._encoder = msgspec.json.Encoder()
+        require_trace_file(path)
+        try:
+            self._file: IO[bytes] = path.open("wb" if header.epoch == 1 else "ab")
+            self._written = self._file.tell()
+            # An engine that was killed may have left half a line.
+            first = (b"\n" if self._written else b"") + self._encoder.encode(header)
+            self._begun = not self._written or self._has_room(len(first))
+            if self._begun:
+                self._write(first)
+                self._file.flush()
+            else:
+                self._full = True
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(f"cannot write {path}: {reason}", field="--trace") from error
+        self._thread = threading.Thread(target=self._run, name="fdcore-trace", daemon=True)
+        self._thread.start()
+        # What led to a crash is what a reader of the trace wants to see.
+        atexit.register(self._end)
+
+    def turn_began(self, now: int) -> None:
+        """Note when, in nanoseconds, the turn began that commits the next step."""
+        self._began = now
+
+    def request_came(self, now: int, spec: RequestSpec) -> None:
+        """Note a request, and what it got in earlier epochs."""
+        if not self._failed and not self._full:
+            self._arrived.append(ArrivalEntry(spec.request_id, self._clock(now), len(spec.prompt)))
+            self._got[spec.request_id] = len(spec.delivered)
+
+    def requests_ended(self, deltas: Iterable[Delta]) -> None:
+        """Forget requests that ended outside steps."""
+        for delta in deltas:
+            self._got.pop(delta.request_id, None)
+
+    def step_ended(
+        self, now: int, plan: StepPlan, output: StepOutput, deltas: list[Delta], held: SchedulerHoldings
+    ) -> None:
+        """Hand over a committed step with what is held after it, or count it as dropped if too many wait."""
+        answered = self._follow(plan, deltas)
+        while self._complete and len(self._queue) >= _MAX_QUEUED and not self._failed:
+            time.sleep(_WRITE_SECONDS)
+        if len(self._queue) >= _MAX_QUEUED or self._failed or self._full:
+            self._dropped += 1
+            self.kv.entries.clear()
+            if self._failed or self._full:
+                self._arrived.clear()
+            return
+        self._queue.append(
+            StepRecord(
+                self._clock(self._began),
+                self._clock(now),
+                plan,
+                output,
+                tuple(deltas),
+                held,
+                self._dropped,
+                tuple(self._occupants.values()) if self._dropped else (),
+                tuple(self.kv.loading.values()),
+                tuple(self.kv.entries),
+                tuple(self._arrived),
+                answered,
+            )
+        )
+        self.kv.entries.clear()
+        self._arrived.clear()
+        self._dropped = 0
+
+    def close(self, now: int) -> None:
+        """Write what waits and the closing line; idempotent."""
+        if self._closed is None:
+            self._closed = ClosingLine(closed=self._clock(now), dropped=self._dropped)
+        self._end()
+
+    def _clock(self, now: int) -> int:
+        """Return a time in nanoseconds as lines have it."""
+        return (now - self._origin) // 1000
+
+    def _follow(self, plan: StepPlan, deltas: list[Delta]) -> tuple[int | None, ...]:
+        """Keep track of which request holds which slot and what it got, through steps that are dropped as well.
+
+        Returns what the requests that end here got, as `StepRecord.answered`.
+        """
+        for entry in plan.admissions:
+            self._occupants[entry.slot] = ResidencyEntry(entry.slot, entry.gen, entry.request_id)
+        for revocation in plan.revocations:
+            self._occupants.pop(revocation.slot, None)
+        ended = {delta.request_id for delta in deltas if delta.finish_reason is not None}
+        if ended:
+            self._occupants = {slot: entry for slot, entry in self._occupants.items() if entry.request_id not in ended}
+        got = self._got
+        for delta in deltas:
+            if delta.request_id in got:
+                got[delta.request_id] += len(delta.token_ids)
+        if not ended:
+            return ()
+        return tuple(None if delta.finish_reason is None else got.pop(delta.request_id, None) for delta in deltas)
+
+    def _end(self) -> None:
+        atexit.unregister(self._end)
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._file:
+                while not self._ending.wait(_WRITE_SECONDS):
+                    self._drain()
+                self._drain()
+                if self._closed is not None and self._begun:
+                    dropped = self._closed.dropped + self._left_out
+                    self._write(self._encoder.encode(msgspec.structs.replace(self._closed, dropped=dropped)))
+        except Exception as error:  # noqa: BLE001 - whatever it is: an engine must not wait for this thread
+            self._failed = True
+            self._queue.clear()
+            reason = error if isinstance(error, OSError | ValueError) else type(error).__name__
+            _log.warning("tracing ends: cannot write %s: %s", self._path, reason)
+
+    def _drain(self) -> None:
+        wrote = False
+        while self._queue:
+            record = self._queue.popleft()
+            if self._full:
+                self._left_out += 1 + record.dropped
+                continue
+            line = self._encoder.encode(line_of(record))
+            if self._has_room(len(line)):
+                self._write(line)
+            else:
+                self._end_for_want_of_room()
+                self._left_out += 1 + record.dropped
+            wrote = True
+            # Lets the engine's thread have the interpreter at once instead of after a switch interval.
+            time.sleep(0)
+        if wrote:
+            self._file.flush()
+
+    def _has_room(self, count: int) -> bool:
+        return self._written + count + 1 + _LAST_BYTES <= self._limit
+
+    def _write(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
+        self._written += len(line) + 1
+
+    def _end_for_want_of_room(self) -> None:
+        self._full = True
+        self._write(self._encoder.encode(LimitLine(full=self._limit)))
+        _log.warning("tracing ends: %s has reached its limit of %s", self._path, format_size(self._limit))
+
+
+def _text(letters: npt.NDArray[np.uint8], blank: str) -> str:
+    """Return ASCII `letters` as text without trailing `blank`."""
+    return letters.tobytes().decode("ascii").rstrip(blank)

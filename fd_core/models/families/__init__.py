@@ -1,0 +1,1 @@
+"""The architectures, each once, over the operations of a pack."""

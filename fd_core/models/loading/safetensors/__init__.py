@@ -1,0 +1,1 @@
+"""Checkpoints of safetensors, as they are and quantized."""

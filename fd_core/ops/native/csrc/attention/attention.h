@@ -1,0 +1,56 @@
+// Paged attention with an online softmax: one kernel for decode, prefill and shared prefixes.
+#pragma once
+
+#include "attention/attention_int8.h"
+#include "program.h"
+
+namespace fd {
+
+struct AttentionShape {
+    int heads, kv_heads, d;
+    int window;       // 0 sees all
+    int half;         // of the elements of a head that rope turns
+    int interleaved;  // whether rope turns neighbours, not element i with i + half
+    float scale;
+    float softcap;  // 0 for none
+    int group() const { return heads / kv_heads; }
+};
+
+template <class E>
+class Attention : public Operation {
+   public:
+    Attention(AttentionShape shape, const KvLayout& layout, int layer, int q, int out, AttentionPlan* plan)
+        : shape_(shape), layer_(layout, layer), q_(q), out_(out), plan_(plan) {
+        plan->span_floats = std::max(plan->span_floats, layout.d_v + 2);
+    }
+    const char* name() const override { return "attention"; }
+    void run(const Context& context) override;
+
+   private:
+    struct Pass;
+    struct Unit;
+    struct Fetcher;
+    struct Scratch;
+    struct Sums;
+    void plan_unit(const Context&, const TilePart&, int head, Unit&) const;
+    void run_unit(const Context&, Scratch&, const Unit&) const;
+    void run_pass(Scratch&, const Pass&, const Unit&) const;
+    const E* expanded(Scratch&, int block, int head, size_t first, int runs, int count, size_t stride) const;
+    void multiply(Scratch&, Range rows, int vecs, TileCall<E> call) const;
+    void multiply(Scratch&, Range rows, int vecs, SplitCall call) const;
+    void score(Scratch&, const Pass&, int head, int block, int column) const;
+    void weigh(Scratch&, const Pass&, int head, int first_block, int end_block) const;
+    void softmax(Scratch&, const Pass&, int head, int first_block, int end_block) const;
+    void merge(Scratch&, const Sums& into, const Sums& from, Range rows) const;
+    void end_span(Scratch&, const Sums& span, Range rows) const;
+    void put_rows(const Context&, const QueryTile&, int head, const Sums&) const;
+    void combine(const Context&, Scratch&) const;
+    Sums partial(const QueryTile&, int head, int span) const;
+
+    AttentionShape shape_;
+    KvLayer<E> layer_;
+    int q_, out_;
+    AttentionPlan* plan_;  // shared by the layers of one geometry
+};
+
+}  // namespace fd

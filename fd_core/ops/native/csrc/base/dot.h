@@ -1,0 +1,250 @@
+// Exact integer products of packed weights (bytes without a sign) and quantized activations (bytes with one).
+//
+// A vector of weights holds kLanes columns of 4 consecutive k each. `Dot` sums them over a group of at most 32 k, in the
+// best way that the instruction set has; every way gives the same integers.
+#pragma once
+
+#include "base/simd.h"
+
+namespace fd {
+
+constexpr int kDotK = 4;          // consecutive k in the 32 bits of a lane
+constexpr int kActivationK = 32;  // consecutive k of a row of activations that share a scale
+constexpr int kWeightVecs = 2;    // vectors of columns in a panel of packed weights
+
+// I: kLanes int32, or four times as many bytes --------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+
+using I = __m512i;
+inline I iload(const void* p) { return _mm512_loadu_si512(p); }
+inline I iset(int x) { return _mm512_set1_epi32(x); }
+inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
+inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+inline V to_float(I x) { return _mm512_cvtepi32_ps(x); }
+inline I high_nibbles(I x) { return iand(_mm512_srli_epi16(x, 4), iset(0x0f0f0f0f)); }
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+using I = __m256i;
+inline I iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline I iset(int x) { return _mm256_set1_epi32(x); }
+inline I iand(I a, I b) { return _mm256_and_si256(a, b); }
+inline I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
+inline V to_float(I x) { return _mm256_cvtepi32_ps(x); }
+inline I high_nibbles(I x) { return iand(_mm256_srli_epi16(x, 4), iset(0x0f0f0f0f)); }
+
+#else
+
+typedef int32_t I __attribute__((vector_size(4 * kLanes)));
+inline I iload(const void* p) {
+    I x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+inline I iset(int x) { return I{} + x; }
+inline I iand(I a, I b) { return a & b; }
+inline I iadd(I a, I b) { return a + b; }
+inline V to_float(I x) { return __builtin_convertvector(x, V); }
+inline I high_nibbles(I x) { return (x >> 4) & iset(0x0f0f0f0f); }
+
+#endif
+
+/// Bytes with a sign to bytes without one, 128 larger.
+inline I iflip(I x) { return x ^ iset(int(0x80808080)); }
+inline I low_nibbles(I x) { return iand(x, iset(0x0f0f0f0f)); }
+/// 4 consecutive activations in every lane.
+inline I ibroadcast(const void* p) {
+    int x;
+    std::memcpy(&x, p, 4);
+    return iset(x);
+}
+
+// Quantizing activations: kActivationK values at a time -----------------------------------------------------------------
+
+/// The largest magnitude, found by bits so that a NaN is the largest.
+inline float largest_magnitude(const float* x) {
+    int32_t most = 0;
+#if defined(__AVX512F__)
+    const I low = iand(iload(x), iset(0x7fffffff)), high = iand(iload(x + kLanes), iset(0x7fffffff));
+    most = _mm512_reduce_max_epi32(_mm512_max_epi32(low, high));
+#elif defined(__AVX2__) && defined(__FMA__)
+    I m = iand(iload(x), iset(0x7fffffff));
+    for (int i = kLanes; i < kActivationK; i += kLanes) m = _mm256_max_epi32(m, iand(iload(x + i), iset(0x7fffffff)));
+    __m128i h = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+    h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+    most = _mm_cvtsi128_si32(_mm_max_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
+#else
+    for (int i = 0; i < kActivationK; i++) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+#endif
+    float largest;
+    std::memcpy(&largest, &most, 4);
+    return largest;
+}
+
+/// Round kLanes numbers from -127 to 127, ties to even; a NaN becomes -128.
+inline void store_rounded(int8_t* q, V x) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)q, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+#elif defined(__AVX2__) && defined(__FMA__)
+    const __m256i i = _mm256_cvtps_epi32(x);
+    const __m128i h = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
+    _mm_storel_epi64((__m128i*)q, _mm_packs_epi16(h, h));
+#else
+    x = vround(x);
+    for (int i = 0; i < kLanes; i++) q[i] = x[i] == x[i] ? int8_t(x[i]) : int8_t(-128);
+#endif
+}
+
+/// Sums of 2 x 16 quantized values.
+inline void sum_halves(const int8_t* q, int32_t (&half)[2]) {
+#if defined(__AVX2__)
+    // Sums of 8 bytes without a sign, each byte 128 too large. Loads are as wide as the stores before, so that they need
+    // not wait for the cache.
+    half[0] = half[1] = 0;
+    for (int i = 0; i < kActivationK; i += kLanes) {
+        const __m128i* p = (const __m128i*)(q + i);
+        const __m128i bytes = kLanes == 16 ? _mm_loadu_si128(p) : _mm_loadl_epi64(p);
+        const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+        half[i / 16] += _mm_cvtsi128_si32(sums) - 8 * 128;
+        if (kLanes == 16) half[i / 16] += _mm_extract_epi16(sums, 4) - 8 * 128;
+    }
+#else
+    half[0] = half[1] = 0;
+    for (int i = 0; i < kActivationK; i++) half[i / 16] += q[i];
+#endif
+}
+
+// Dot<Bits>: sums of products for kLanes columns ------------------------------------------------------------------------
+// `begin(start)` and `total(start)` take the same number, which is part of the sum.
+
+#if (defined(__AVX512F__) && defined(__AVX512VNNI__)) || (!defined(__AVX512F__) && defined(__AVXVNNI__))
+
+template <int Bits>
+struct Dot {
+    using Weights = I;
+    static Weights prepare(I bytes) { return bytes; }
+    I sum;
+    void begin(int start) { sum = iset(start); }
+    void add(Weights w, I x) {
+#if defined(__AVX512F__)
+        // Not the intrinsic, around which gcc 12 copies and spills the sums.
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+#else
+        sum = _mm256_dpbusd_avx_epi32(sum, w, x);
+#endif
+    }
+    I total(int) const { return sum; }
+};
+/// Rows that a tile computes at once.
+template <int Bits>
+constexpr int kDotRows = kLanes == 16 ? 6 : 3;
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+// Pairs of products are added in 16 bits, which saturates beyond 32767: 8 steps of nibbles stay below. A byte is two
+// nibbles.
+#if defined(__AVX512F__)
+inline I multiply_pairs(I w, I x) { return _mm512_maddubs_epi16(w, x); }
+inline I add_pairs(I a, I b) { return _mm512_add_epi16(a, b); }
+inline I widen_pairs(I x) { return _mm512_madd_epi16(x, _mm512_set1_epi16(1)); }
+inline I times16(I x) { return _mm512_slli_epi32(x, 4); }
+#else
+inline I multiply_pairs(I w, I x) { return _mm256_maddubs_epi16(w, x); }
+inline I add_pairs(I a, I b) { return _mm256_add_epi16(a, b); }
+inline I widen_pairs(I x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+inline I times16(I x) { return _mm256_slli_epi32(x, 4); }
+#endif
+
+template <int Bits>
+struct Dot {
+    struct Weights {
+        I low, high;  // high of bytes only
+    };
+    static Weights prepare(I bytes) {
+        if constexpr (Bits == 4) return {bytes, bytes};
+        return {low_nibbles(bytes), high_nibbles(bytes)};
+    }
+    I low, high;
+    void begin(int) { low = high = iset(0); }
+    void add(const Weights& w, I x) {
+        // One after the other: gcc 12 adds the products of several steps first, and spills them.
+        low = add_pairs(low, multiply_pairs(w.low, x));
+        asm("" : "+v"(low));
+        if constexpr (Bits == 8) {
+            high = add_pairs(high, multiply_pairs(w.high, x));
+            asm("" : "+v"(high));
+        }
+    }
+    I total(int start) const {
+        const I sum = iadd(iset(start), widen_pairs(low));
+        if constexpr (Bits == 4) return sum;
+        return iadd(sum, times16(widen_pairs(high)));
+    }
+};
+template <int Bits>
+constexpr int kDotRows = kLanes == 8 && Bits == 8 ? 3 : 4;
+
+#else
+
+template <int Bits>
+struct Dot {
+    using Weights = I;
+    static Weights prepare(I bytes) { return bytes; }
+    I sum;
+    void begin(int start) { sum = iset(start); }
+    void add(Weights w, I x) {
+        // Byte j of every lane: the weights' without a sign, the activations' with one.
+        sum += (w & 0xff) * (x << 24 >> 24);
+        sum += (w >> 8 & 0xff) * (x << 16 >> 24);
+        sum += (w >> 16 & 0xff) * (x << 8 >> 24);
+        sum += (w >> 24 & 0xff) * (x >> 24);
+    }
+    I total(int) const { return sum; }
+};
+template <int Bits>
+constexpr int kDotRows = 2;
+
+#endif
+
+/// Name of the instructions that products of packed weights use.
+inline const char* dot_name() {
+#if defined(FD_AMX_EMULATED)
+    return "amx_int8_emulated";
+#elif defined(FD_AMX)
+    return "amx_int8";
+#elif defined(__AVX512F__) && defined(__AVX512VNNI__)
+    return "avx512_vnni";
+#elif defined(__AVX512F__)
+    return "avx512";
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__AVXVNNI__)
+    return "avx_vnni";
+#elif defined(__AVX2__) && defined(__FMA__)
+    return "avx2";
+#else
+    return "generic";
+#endif
+}
+
+/// Bytes of one step (kDotK consecutive k) of a panel.
+template <int Bits>
+constexpr int kStepBytes = kWeightVecs * int(sizeof(I)) * Bits / 8;
+
+/// The columns of one step of a panel. Of a byte of two nibbles the low one belongs to the first vector.
+template <int Bits>
+void load_columns(const uint8_t* b, typename Dot<Bits>::Weights (&w)[kWeightVecs]) {
+    if constexpr (Bits == 4) {
+        const I x = iload(b);
+        w[0] = Dot<Bits>::prepare(low_nibbles(x));
+        w[1] = Dot<Bits>::prepare(high_nibbles(x));
+    } else {
+        for (int v = 0; v < kWeightVecs; v++) w[v] = Dot<Bits>::prepare(iload(b + v * sizeof(I)));
+    }
+}
+
+}  // namespace fd

@@ -1,0 +1,86 @@
+// What is done to one row at a time: norm, rope, activation.
+#pragma once
+
+#include "base/simd.h"
+
+namespace fd {
+
+/// The inverse root mean square of n floats. Sums in kLanes parts and a scalar tail, always in the same order.
+inline float inverse_rms(const float* x, int n, float eps) {
+    V parts = vset(0.0f);
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) parts = vfma(vload(x + i), vload(x + i), parts);
+    float sum = vsum(parts);
+    for (; i < n; i++) sum += x[i] * x[i];
+    return 1.0f / std::sqrt(sum / float(n) + eps);
+}
+
+/// y = x / rms(x) * weight; x and y may be the same.
+template <class E>
+void rms_norm(const float* x, const float* weight, int n, float eps, E* y) {
+    const float scale = inverse_rms(x, n, eps);
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) vstore(y + i, vload(x + i) * vset(scale) * vload(weight + i));
+    for (; i < n; i++) put(y + i, x[i] * scale * weight[i]);
+}
+
+/// The same norm in pieces: `load(first, count, y)` writes `count` of its values from the first-th on to y.
+inline auto normed(const float* x, const float* weight, int n, float eps) {
+    const float scale = inverse_rms(x, n, eps);
+    return [=](int first, int count, float* y) {
+        int i = 0;
+        for (; i + kLanes <= count; i += kLanes)
+            vstore(y + i, vload(x + first + i) * vset(scale) * vload(weight + first + i));
+        for (; i < count; i++) y[i] = x[first + i] * scale * weight[first + i];
+    };
+}
+
+/// Rotate the first 2 * half elements of one head in place.
+inline void rotate(float* __restrict x, const float* __restrict cos, const float* __restrict sin, int half,
+                   bool interleaved) {
+    if (interleaved) {
+        for (int i = 0; i < half; i++) {
+            const float a = x[2 * i], b = x[2 * i + 1];
+            x[2 * i] = a * cos[i] - b * sin[i];
+            x[2 * i + 1] = b * cos[i] + a * sin[i];
+        }
+        return;
+    }
+    float* __restrict y = x + half;
+    for (int i = 0; i < half; i++) {
+        const float a = x[i], b = y[i];
+        x[i] = a * cos[i] - b * sin[i];
+        y[i] = b * cos[i] + a * sin[i];
+    }
+}
+
+/// Round n floats to the element type.
+template <class E>
+void convert(const float* x, int n, E* y) {
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) vstore(y + i, vload(x + i));
+    for (; i < n; i++) put(y + i, x[i]);
+}
+
+enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2 };
+
+inline V activate(V x, Activation kind) {
+    switch (kind) {
+        case Activation::silu:
+            return x / (vset(1.0f) + vexp(vset(0.0f) - x));
+        case Activation::gelu_tanh: {
+            V inner = vset(0.7978845608f) * vfma(vset(0.044715f) * x * x, x, x);
+            return vset(0.5f) * x * (vset(1.0f) + vtanh(inner));
+        }
+        default: {
+            float lane[kLanes];
+            vstore(lane, x);
+            for (float& v : lane) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678f));
+            return vload(lane);
+        }
+    }
+}
+
+inline V softcapped(V x, float cap) { return vset(cap) * vtanh(x * vset(1.0f / cap)); }
+
+}  // namespace fd

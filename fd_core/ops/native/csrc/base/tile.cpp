@@ -1,0 +1,115 @@
+#include "base/tile.h"
+
+#include <array>
+
+namespace fd {
+namespace {
+
+template <class E, int R, int N>
+[[gnu::flatten]] void vector_tile(const TileCall<E>& call) {
+    using P = Product<E>;
+    V acc[R * N];
+    auto place = [c = call.c, stride = call.c_stride](int i) { return c + i / N * stride + i % N * kLanes; };
+    if (call.accumulate)
+        unroll<R * N>([&](int i) { acc[i] = vload(place(i)); });
+    else
+        unroll<R * N>([&](int i) { acc[i] = vset(0.0f); });
+
+    const E *a = call.a, *b = call.b;
+    const char* ahead = call.ahead;
+    const size_t a_stride = call.a_stride, b_step = call.b_step;
+    const int ahead_lines = call.ahead_lines, ahead_steps = call.ahead_steps;
+    for (int k = 0; k < call.steps; k++, a += P::kStep, b += b_step) {
+        if (k < ahead_steps)
+            for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
+        typename P::Operand columns[N];
+        unroll<N>([&](int v) { columns[v] = pinned(P::load(b + v * kLanes * P::kStep)); });
+        unroll<R>([&](int r) {
+            const typename P::Operand x = P::broadcast(a + r * a_stride);
+            unroll<N>([&](int v) { acc[r * N + v] = P::multiply_add(acc[r * N + v], x, columns[v]); });
+        });
+    }
+    unroll<R * N>([&](int i) { vstore(place(i), acc[i]); });
+}
+
+template <class E, size_t... I>
+constexpr auto kernel_table(std::index_sequence<I...>) {
+    constexpr int N = TileShape<E>::kVecs;
+    return std::array<void (*)(const TileCall<E>&), sizeof...(I)>{vector_tile<E, I / N + 1, I % N + 1>...};
+}
+
+template <class E>
+void dispatch(int rows, int vecs, const TileCall<E>& call) {
+    using S = TileShape<E>;
+    static constexpr auto table = kernel_table<E>(std::make_index_sequence<S::kRows * S::kVecs>{});
+    table[(rows - 1) * S::kVecs + vecs - 1](call);
+}
+
+#if defined(FD_AMX)
+
+// R and N count 16-row and 16-column tiles: a block of up to 2 x 2 accumulators.
+template <int R, int N>
+void amx_tile(const TileCall<bf16>& call) {
+    constexpr int kTile = amx::kTile, kTileK = 2 * amx::kDepth;
+    const size_t c_bytes = call.c_stride * sizeof(float), a_bytes = call.a_stride * sizeof(bf16);
+    const size_t b_bytes = call.b_step * sizeof(bf16);
+    float* lower = call.c + kTile * call.c_stride;
+    if (call.accumulate) {
+        amx::load<0>(call.c, c_bytes);
+        if constexpr (N > 1) amx::load<1>(call.c + kTile, c_bytes);
+        if constexpr (R > 1) amx::load<2>(lower, c_bytes);
+        if constexpr (R > 1 && N > 1) amx::load<3>(lower + kTile, c_bytes);
+    } else {
+        amx::zero<0>();
+        amx::zero<1>();
+        amx::zero<2>();
+        amx::zero<3>();
+    }
+    const char* ahead = call.ahead;
+    for (int k = 0; k < call.steps; k += kTileK / 2) {
+        const bf16* a = call.a + k * 2;
+        const bf16* b = call.b + k * call.b_step;
+        for (int i = 0; k < call.ahead_steps && i < call.ahead_lines * kTileK / 2; i++, ahead += kCacheLine) prefetch(ahead);
+        amx::load<4>(a, a_bytes);
+        amx::load<6>(b, b_bytes);
+        amx::multiply_add<0, 4, 6>();
+        if constexpr (N > 1) {
+            amx::load<7>(b + 2 * kTile, b_bytes);
+            amx::multiply_add<1, 4, 7>();
+        }
+        if constexpr (R > 1) {
+            amx::load<5>(a + kTile * call.a_stride, a_bytes);
+            amx::multiply_add<2, 5, 6>();
+            if constexpr (N > 1) amx::multiply_add<3, 5, 7>();
+        }
+    }
+    amx::store<0>(call.c, c_bytes);
+    if constexpr (N > 1) amx::store<1>(call.c + kTile, c_bytes);
+    if constexpr (R > 1) amx::store<2>(lower, c_bytes);
+    if constexpr (R > 1 && N > 1) amx::store<3>(lower + kTile, c_bytes);
+}
+
+#endif
+
+}  // namespace
+
+template <>
+void tile<float>(int rows, int vecs, const TileCall<float>& call) {
+    dispatch(rows, vecs, call);
+}
+
+#if defined(FD_AMX)
+template <>
+void tile<bf16>(int rows, int vecs, const TileCall<bf16>& call) {
+    static constexpr void (*table[2][2])(const TileCall<bf16>&) = {{amx_tile<1, 1>, amx_tile<1, 2>},
+                                                                  {amx_tile<2, 1>, amx_tile<2, 2>}};
+    table[rows > 16][vecs - 1](call);
+}
+#else
+template <>
+void tile<bf16>(int rows, int vecs, const TileCall<bf16>& call) {
+    dispatch(rows, vecs, call);
+}
+#endif
+
+}  // namespace fd

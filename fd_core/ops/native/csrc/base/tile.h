@@ -1,0 +1,88 @@
+// The one micro-kernel: C[rows, vecs * kLanes] (+)= A[rows, k] * B[k, vecs * kLanes].
+//
+// Linear layers, scores (queries times keys) and their sums (probabilities times values) all run through it, so weights
+// and KV blocks are stored in the order that it reads: for each k step, the columns side by side, and inside a column
+// kStep consecutive k. Each element of C is summed over k in order by one accumulator, whatever `rows` and `vecs` are:
+// a row's result does not depend on which rows it is computed with.
+#pragma once
+
+#include "base/amx.h"
+#include "base/simd.h"
+
+namespace fd {
+
+/// Largest block that one call computes, and how many k its operands are padded to.
+template <class E>
+struct TileShape;
+
+#if defined(__AVX512F__)
+// 6 x 4 accumulators leave room for 4 vectors of B and one of A in 32 registers.
+template <>
+struct TileShape<float> {
+    static constexpr int kRows = 6, kVecs = 4, kAlign = 1, kRowSlack = 0;
+};
+#elif defined(__AVX2__) && defined(__FMA__)
+template <>
+struct TileShape<float> {
+    static constexpr int kRows = 6, kVecs = 2, kAlign = 1, kRowSlack = 0;
+};
+#else
+template <>
+struct TileShape<float> {
+    static constexpr int kRows = 3, kVecs = 2, kAlign = 1, kRowSlack = 0;
+};
+#endif
+
+#if defined(FD_AMX)
+// Tiles are always whole: A must have kRowSlack readable rows after its last one.
+template <>
+struct TileShape<bf16> {
+    static constexpr int kRows = 32, kVecs = 2, kAlign = 32, kRowSlack = 32;
+};
+#elif defined(__AVX512BF16__)
+template <>
+struct TileShape<bf16> {
+    static constexpr int kRows = 6, kVecs = 4, kAlign = 2, kRowSlack = 0;
+};
+#elif defined(__AVX512F__)
+// Both halves of the pairs are widened, so B takes twice the registers.
+template <>
+struct TileShape<bf16> {
+    static constexpr int kRows = 4, kVecs = 4, kAlign = 2, kRowSlack = 0;
+};
+#elif defined(__AVX2__) && defined(__FMA__)
+template <>
+struct TileShape<bf16> {
+    static constexpr int kRows = 4, kVecs = 2, kAlign = 2, kRowSlack = 0;
+};
+#else
+template <>
+struct TileShape<bf16> {
+    static constexpr int kRows = 2, kVecs = 2, kAlign = 2, kRowSlack = 0;
+};
+#endif
+
+template <class E>
+struct TileCall {
+    const E* a;
+    size_t a_stride;  // elements
+    const E* b;
+    size_t b_step;  // elements from one k step to the next
+    int steps;      // k / kStep
+    float* c;
+    size_t c_stride;
+    bool accumulate = false;
+    const char* ahead = nullptr;  // memory that will be needed next, fetched while this is computed
+    int ahead_lines = 0;          // cache lines of it for each k step
+    int ahead_steps = 1 << 30;    // of the first k steps
+};
+
+/// Compute one block; 1 <= rows <= kRows, 1 <= vecs <= kVecs. C has kRows rows where the shape has row slack.
+template <class E>
+void tile(int rows, int vecs, const TileCall<E>& call);
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+constexpr size_t kCacheLine = 64;
+
+}  // namespace fd

@@ -1,0 +1,142 @@
+// Weights of a linear layer in the order that `tile` reads, and the product that runs over them.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "base/memory.h"
+#include "base/threads.h"
+#include "base/tile.h"
+
+namespace fd {
+
+enum class Type : int { f32 = 0, bf16 = 1, f16 = 2, u4 = 3, u8 = 4 };
+
+/// [n, k] weights in panels of kVecs vectors of columns; a gated layer alternates vectors of gate and of up. Those of type
+/// u4 and u8 are packed as packed.h says.
+struct Linear {
+    int n;         // columns that the user sees: out, or the width of gate alone
+    int k;         // as prepared
+    int padded_k;  // k rounded up to what a tile reads, zero filled
+    int vecs;      // vectors of columns stored
+    bool gated;
+    Type type;
+    void* data;
+    float* bias;  // [vecs * kLanes] in stored order, or null
+    int group;    // of packed weights: values of a column that share a scale, a divisor of padded_k
+    int offset;   // of packed weights: added to values, so that they have no sign
+    bool minima;  // of packed weights
+    bool half;    // of packed weights: scales and minima are float16
+
+    bool packed() const { return type == Type::u4 || type == Type::u8; }
+};
+
+/// Stored column of column `c` of part `part` (gate 0, up 1; always 0 where not gated).
+inline int stored_column(const Linear& w, int part, int c) {
+    if (!w.gated) return c;
+    return (c / kLanes * 2 + part) * kLanes + c % kLanes;
+}
+
+/// Rows of block `i` of `blocks` that one tile computes. Whole tiles write rows beyond theirs, so they must come in
+/// order and not overlap; others are cut evenly.
+template <class E>
+Range row_block(int rows, int i, int blocks) {
+    constexpr int R = TileShape<E>::kRows;
+    if (TileShape<E>::kRowSlack) return {i * R, std::min(rows, (i + 1) * R)};
+    return share(rows, i, blocks);
+}
+
+/// Part of a product: rows from `row` times vectors of columns from `vec`; c has a row of `stride` floats for each.
+struct Block {
+    int row, rows, vec, vecs;
+    float* c;
+    int stride;
+    float* at(int r, int v) const { return c + r * stride + v * kLanes; }
+};
+
+/// Memory that a thread reads when it is done with a product.
+struct Following {
+    const char* data;
+    size_t bytes;
+};
+
+/// Cache lines fetched ahead for each k step: more would make the loads of the product itself wait.
+constexpr int kMostAhead = 4;
+/// Rows of x that stay in a core's second-level cache while the panels pass by.
+constexpr size_t kGroupBytes = 384 << 10;
+
+template <class E>
+struct Panel {
+    const E* b;  // first vector asked for
+    int vecs;    // vectors of the panel, which set the step along k
+    int first;   // first vector of the panel
+    size_t bytes;
+
+    Panel(const Linear& w, int vec) {
+        constexpr int N = TileShape<E>::kVecs;
+        first = vec / N * N;
+        vecs = std::min(N, w.vecs - first);
+        bytes = size_t(vecs) * kLanes * w.padded_k * sizeof(E);
+        b = static_cast<const E*>(w.data) + size_t(first) * kLanes * w.padded_k +
+            size_t(vec - first) * kLanes * Product<E>::kStep;
+    }
+    size_t step() const { return size_t(vecs) * kLanes * Product<E>::kStep; }
+};
+
+/// Columns of a matmul for one thread, in vectors; a gate stays with its up.
+inline Range column_share(const Linear& w, int thread, int threads) {
+    const int unit = w.gated || w.packed() ? 2 : 1;
+    Range r = share(w.vecs / unit, thread, threads);
+    return {r.begin * unit, r.end * unit};
+}
+
+/// y[rows, stored columns of vectors [vecs.begin, vecs.end)] = x * w, block by block.
+///
+/// `epilogue(block)` takes each block when it is computed. Each panel is read once for a group of rows, and while it is
+/// computed the next one is fetched: at a few rows the memory is the limit, at many the multipliers are.
+template <class E, class Epilogue>
+void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, Following after, Epilogue&& epilogue) {
+    using S = TileShape<E>;
+    constexpr int kColumns = S::kVecs * kLanes;
+    alignas(64) float c[(S::kRowSlack ? S::kRowSlack : S::kRows) * kColumns];
+    const int steps = w.padded_k / Product<E>::kStep;
+    const int row_bytes = w.padded_k * int(sizeof(E));
+    const int groups = int((size_t(rows) * row_bytes + kGroupBytes - 1) / kGroupBytes);
+
+    for (int g = 0; g < groups; g++) {
+        const Range group = share(rows, g, groups);
+        const int blocks = (group.end - group.begin + S::kRows - 1) / S::kRows;
+        for (int vec = vecs.begin; vec < vecs.end;) {
+            const Panel<E> panel(w, vec);
+            const int count = std::min(panel.first + panel.vecs, vecs.end) - vec;
+            const int next = vec + count;
+            TileCall<E> call{};
+            call.b = panel.b;
+            call.b_step = panel.step();
+            call.steps = steps;
+            call.a_stride = x_stride;
+            call.c = c;
+            call.c_stride = kColumns;
+            // What follows is the next panel, the first one again for the next rows, or another operation's.
+            const bool last = next >= vecs.end;
+            const Panel<E> another(w, last ? vecs.begin : next);
+            Following following{(const char*)another.b, another.bytes};
+            if (last && g + 1 == groups) following = after;
+            const size_t chances = size_t(steps) * blocks;
+            const char* ahead = following.data;
+            call.ahead_lines = int(std::min<size_t>(kMostAhead, (following.bytes / kCacheLine + chances - 1) / chances));
+            for (int i = 0; i < blocks; i++) {
+                const Range r = row_block<E>(group.end - group.begin, i, blocks);
+                const int first = group.begin + r.begin;
+                call.a = x + first * x_stride;
+                call.ahead = ahead;
+                ahead += size_t(call.ahead_lines) * steps * kCacheLine;
+                tile<E>(r.end - r.begin, count, call);
+                epilogue(Block{first, r.end - r.begin, vec, count, c, kColumns});
+            }
+            vec = next;
+        }
+    }
+}
+
+}  // namespace fd

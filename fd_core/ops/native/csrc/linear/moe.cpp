@@ -1,0 +1,201 @@
+#include "linear/moe.h"
+
+namespace fd {
+
+template <class E>
+MoeResidual<E>::MoeResidual(Program& program, NormRows<E> norm, ExpertWeights experts, Activation activation,
+                            ExpertColumns columns, int residual)
+    : norm_(norm), experts_(std::move(experts)), activation_(activation), columns_(std::move(columns)), residual_(residual) {
+    const int k = experts_.top_k;
+    gathered_ = program.add_buffer(norm.width, false, k);
+    auto hidden_buffers = [&](const Linear& gate_up, const RankColumns& columns, int rows, int& whole, int& part) {
+        whole = part = program.add_buffer(gate_up.n, false, rows);
+        if (columns) whole = program.add_buffer(columns.width(), false, rows);
+    };
+    hidden_buffers(*experts_.gate_up[0], columns_.hidden, k, hidden_, hidden_part_);
+    result_ = program.add_buffer(experts_.down[0]->n, true, k);
+    if (experts_.shared_gate_up) {
+        hidden_buffers(*experts_.shared_gate_up, columns_.shared_hidden, 1, shared_hidden_, shared_hidden_part_);
+        shared_result_ = program.add_buffer(experts_.shared_down->n, true);
+    }
+    if (columns_.out) part_ = program.add_buffer(experts_.down[0]->n, true);
+    auto quantized = [&](const std::vector<const Linear*>& weights, int rows) {
+        int width = 0;
+        for (const Linear* w : weights)
+            if (w && w->packed()) width = std::max(width, QuantizedRow(*w).floats());
+        return width ? program.add_buffer(width, true, rows) : -1;
+    };
+    quantized_ = quantized(experts_.gate_up, k);
+    quantized_hidden_ = quantized(experts_.down, k);
+    shared_quantized_ = quantized({experts_.shared_gate_up}, 1);
+    shared_quantized_hidden_ = quantized({experts_.shared_down}, 1);
+}
+
+template <class E>
+void MoeResidual<E>::run(const Context& context) {
+    const int tokens = context.step.tokens;
+    if (norm_.norm.weight) norm_.run(context, tokens);
+    if (context.thread == 0) {
+        chosen_.resize(size_t(tokens) * experts_.top_k);
+        weights_.resize(chosen_.size());
+        place_.resize(chosen_.size());
+    }
+    context.wait_for_all();
+
+    const Range mine = context.share(tokens);
+    std::vector<float> scores(2 * experts_.gate_up.size());
+    for (int t = mine.begin; t < mine.end; t++) route(context, t, scores.data());
+    context.wait_for_all();
+    if (context.thread == 0) group_by_expert(tokens);
+    context.wait_for_all();
+    gather(context);
+    context.wait_for_all();
+    run_experts(context);
+    context.wait_for_all();
+    combine(context);
+}
+
+template <class E>
+void MoeResidual<E>::route(const Context& context, int token, float* scores) {
+    const int count = int(experts_.gate_up.size()), width = norm_.width, k = experts_.top_k;
+    const E* x = context.row<E>(norm_.norm.weight ? norm_.out : norm_.in, token);
+    float largest = -3.0e38f;
+    for (int e = 0; e < count; e++) {
+        const float* w = experts_.router + size_t(e) * width;
+        V parts = vset(0.0f);
+        int i = 0;
+        for (; i + kLanes <= width; i += kLanes) parts = vfma(vload(x + i), vload(w + i), parts);
+        float score = vsum(parts);
+        for (; i < width; i++) score += to_float(x[i]) * w[i];
+        scores[e] = score;
+        largest = std::max(largest, score);
+    }
+    float sum = 0;
+    for (int e = 0; e < count; e++) sum += scores[e] = std::exp(scores[e] - largest);
+    float* ranked = scores + count;
+    for (int e = 0; e < count; e++) {
+        scores[e] /= sum;
+        ranked[e] = scores[e] + (experts_.bias ? experts_.bias[e] : 0.0f);
+    }
+    float chosen_sum = 0;
+    for (int i = 0; i < k; i++) {
+        const int best = int(std::max_element(ranked, ranked + count) - ranked);  // the lower index on a tie
+        ranked[best] = -3.0e38f;
+        chosen_[token * k + i] = best;
+        weights_[token * k + i] = scores[best];
+        chosen_sum += scores[best];
+    }
+    if (experts_.normalize)
+        for (int i = 0; i < k; i++) weights_[token * k + i] /= std::max(chosen_sum, experts_.norm_floor);
+}
+
+template <class E>
+void MoeResidual<E>::group_by_expert(int tokens) {
+    starts_.assign(experts_.gate_up.size() + 1, 0);
+    for (int e : chosen_) starts_[e + 1]++;
+    for (size_t e = 1; e < starts_.size(); e++) starts_[e] += starts_[e - 1];
+    std::vector<int> next(starts_.begin(), starts_.end() - 1);
+    for (int i = 0; i < tokens * experts_.top_k; i++) place_[i] = next[chosen_[i]]++;
+}
+
+template <class E>
+void MoeResidual<E>::gather(const Context& context) const {
+    const int in = norm_.norm.weight ? norm_.out : norm_.in;
+    const Range mine = context.share(context.step.tokens);
+    for (int t = mine.begin; t < mine.end; t++) {
+        const E* x = context.row<E>(in, t);
+        for (int i = t * experts_.top_k; i < (t + 1) * experts_.top_k; i++) {
+            const Linear& w = *experts_.gate_up[chosen_[i]];
+            if (w.packed())
+                quantize_row(w, (char*)context.row<float>(quantized_, place_[i]), plain(x));
+            else
+                std::memcpy((void*)context.row<E>(gathered_, place_[i]), x, norm_.width * sizeof(E));
+        }
+        if (shared_quantized_ >= 0)
+            quantize_row(*experts_.shared_gate_up, (char*)context.row<float>(shared_quantized_, t), plain(x));
+    }
+}
+
+template <class E>
+void MoeResidual<E>::quantize_hidden(const Context& context) const {
+    if (quantized_hidden_ >= 0)
+        for (size_t e = 0; e < experts_.down.size(); e++) {
+            const Linear& w = *experts_.down[e];
+            const Range mine = context.share(starts_[e + 1] - starts_[e]);
+            for (int i = starts_[e] + mine.begin; w.packed() && i < starts_[e] + mine.end; i++)
+                quantize_row(w, (char*)context.row<float>(quantized_hidden_, i), plain(context.row<E>(hidden_, i)));
+        }
+    if (shared_quantized_hidden_ >= 0) {
+        const Range mine = context.share(context.step.tokens);
+        for (int t = mine.begin; t < mine.end; t++)
+            quantize_row(*experts_.shared_down, (char*)context.row<float>(shared_quantized_hidden_, t),
+                         plain(context.row<E>(shared_hidden_, t)));
+    }
+    if (quantized_hidden_ >= 0 || shared_quantized_hidden_ >= 0) context.wait_for_all();
+}
+
+template <class E>
+void MoeResidual<E>::run_experts(const Context& context) const {
+    auto multiply = [&](const Linear& w, int plain, int quantized, Range rows, auto&& take) {
+        const int in = w.packed() ? quantized : plain;
+        const void* x = w.packed() ? (const void*)context.row<float>(in, rows.begin) : context.row<E>(in, rows.begin);
+        multiply_rows<E>(context, w, x, context.stride(in), rows.end - rows.begin, {nullptr, 0}, take);
+    };
+    auto gate_and_up = [&](const Linear& w, int plain, int quantized, int hidden, Range rows) {
+        multiply(w, plain, quantized, rows, [&](const Block& block) {
+            for (int r = 0; r < block.rows; r++)
+                store_gated(w, activation_, block, r, context.row<E>(hidden, rows.begin + block.row + r));
+        });
+    };
+    auto down = [&](const Linear& w, int plain, int quantized, int result, Range rows) {
+        multiply(w, plain, quantized, rows, [&](const Block& block) {
+            for (int r = 0; r < block.rows; r++)
+                for (int v = 0; v < block.vecs; v++)
+                    vstore(context.row<float>(result, rows.begin + block.row + r) + (block.vec + v) * kLanes,
+                           with_bias(w, block.vec + v, vload(block.at(r, v))));
+        });
+    };
+    auto rows_of = [&](size_t e) { return Range{starts_[e], starts_[e + 1]}; };
+    const Range all = {0, context.step.tokens};
+    for (size_t e = 0; e < experts_.gate_up.size(); e++)
+        gate_and_up(*experts_.gate_up[e], gathered_, quantized_, hidden_part_, rows_of(e));
+    if (experts_.shared_gate_up)
+        gate_and_up(*experts_.shared_gate_up, norm_.norm.weight ? norm_.out : norm_.in, shared_quantized_,
+                    shared_hidden_part_, all);
+    if (columns_.hidden) columns_.hidden.gather<E>(context, all.end * experts_.top_k, hidden_part_, hidden_);
+    if (columns_.shared_hidden) columns_.shared_hidden.gather<E>(context, all.end, shared_hidden_part_, shared_hidden_);
+    context.wait_for_all();
+    quantize_hidden(context);
+    for (size_t e = 0; e < experts_.down.size(); e++)
+        down(*experts_.down[e], hidden_, quantized_hidden_, result_, rows_of(e));
+    if (experts_.shared_down) down(*experts_.shared_down, shared_hidden_, shared_quantized_hidden_, shared_result_, all);
+}
+
+template <class E>
+void MoeResidual<E>::combine(const Context& context) const {
+    const Range mine = context.share(context.step.tokens);
+    const int width = experts_.down[0]->n;
+    for (int t = mine.begin; t < mine.end; t++) {
+        float* to = context.row<float>(residual_, t);
+        if (columns_.out) {
+            const float* from = to + columns_.out.begin();
+            to = context.row<float>(part_, t);
+            std::copy(from, from + width, to);
+        }
+        for (int i = 0; i < experts_.top_k; i++) {
+            const float* y = context.row<float>(result_, place_[t * experts_.top_k + i]);
+            const float weight = weights_[t * experts_.top_k + i];
+            for (int j = 0; j < width; j++) to[j] += weight * y[j];
+        }
+        if (experts_.shared_down) {
+            const float* y = context.row<float>(shared_result_, t);
+            for (int j = 0; j < width; j++) to[j] += y[j];
+        }
+    }
+    if (columns_.out) columns_.out.gather<float>(context, context.step.tokens, part_, residual_);
+}
+
+template class MoeResidual<float>;
+template class MoeResidual<bf16>;
+
+}  // namespace fd

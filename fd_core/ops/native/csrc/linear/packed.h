@@ -1,0 +1,145 @@
+// Linear layers in 4 or 8 bits: what their panels and the rows that they multiply look like.
+//
+// Weights are value * scale + minimum, `group` values of a column sharing the last two. A panel holds kWeightVecs vectors
+// of columns, group after group: a scale for each column, a minimum for each column if there are minima (both float16 where
+// that holds them exactly, else float32), then the values, kDotK consecutive k of each column side by side, stored without
+// a sign (`offset` is added).
+//
+// Rows are quantized to int8 with one scale for each kActivationK values. For each group of both, the integer dot product
+// is exact; its float value is added to the element's one accumulator, in the order of k whatever the number of rows: a
+// row's result does not depend on which rows it is computed with. Where there are tiles of AMX they multiply blocks of
+// many rows, vectors the others, with the same bits.
+#pragma once
+
+#include "base/dot.h"
+#include "linear/linear.h"
+
+namespace fd {
+
+/// k that one integer sum runs over.
+inline int unit_of(const Linear& w) { return std::min(w.group, kActivationK); }
+inline int step_bytes(const Linear& w) { return w.type == Type::u4 ? kStepBytes<4> : kStepBytes<8>; }
+/// Bytes of the scales of a group, or of its minima.
+inline size_t scales_bytes(const Linear& w) { return kWeightVecs * kLanes * (w.half ? sizeof(uint16_t) : sizeof(float)); }
+inline size_t group_bytes(const Linear& w) {
+    return (w.minima ? 2 : 1) * scales_bytes(w) + size_t(w.group / kDotK) * step_bytes(w);
+}
+inline size_t packed_panel_bytes(const Linear& w) { return w.padded_k / w.group * group_bytes(w); }
+inline char* packed_panel(const Linear& w, int vec) {
+    return static_cast<char*>(w.data) + vec / kWeightVecs * packed_panel_bytes(w);
+}
+
+/// A quantized row: the values, then at these bytes a scale for each kActivationK values and, for each unit, what its
+/// integer sums start with (-offset times the sum of its values) and the sum of its values times their scale.
+struct QuantizedRow {
+    int scale, start, sum, bytes;
+
+    explicit QuantizedRow(const Linear& w) {
+        const int units = w.padded_k / unit_of(w);
+        scale = w.padded_k;
+        start = scale + w.padded_k / kActivationK * int(sizeof(float));
+        sum = start + units * int(sizeof(int32_t));
+        bytes = sum + units * int(sizeof(float));
+    }
+    /// Its size as a row of a float32 buffer.
+    int floats() const { return bytes / int(sizeof(float)); }
+};
+
+/// Quantize w.k values for a product with w; `load(i, count, x)` writes `count` values from the i-th on to x.
+template <class Load>
+void quantize_row(const Linear& w, char* row, Load&& load) {
+    const QuantizedRow at(w);
+    const int unit = unit_of(w);
+    int8_t* q = reinterpret_cast<int8_t*>(row);
+    float* scales = reinterpret_cast<float*>(row + at.scale);
+    int32_t* starts = reinterpret_cast<int32_t*>(row + at.start);
+    float* sums = reinterpret_cast<float*>(row + at.sum);
+    for (int k = 0; k < w.padded_k; k += kActivationK, q += kActivationK) {
+        alignas(64) float x[kActivationK] = {};
+        load(k, std::min(kActivationK, w.k - k), x);
+        const float largest = largest_magnitude(x);
+        const float by = largest > 1e-30f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
+        *scales++ = scale;
+        for (int i = 0; i < kActivationK; i += kLanes) store_rounded(q + i, vload(x + i) * vset(by));
+        int32_t half[2];
+        sum_halves(q, half);
+        if (unit == kActivationK) half[0] += half[1];
+        for (int i = 0; i < kActivationK / unit; i++) {
+            *starts++ = -w.offset * half[i];
+            *sums++ = scale * float(half[i]);
+        }
+    }
+}
+
+/// Values of a row as they are.
+template <class E>
+auto plain(const E* x) {
+    return [x](int first, int count, float* to) {
+        if (count == kActivationK)
+            for (int i = 0; i < kActivationK; i += kLanes) vstore(to + i, vload(x + first + i));
+        else
+            for (int i = 0; i < count; i++) to[i] = to_float(x[first + i]);
+    };
+}
+
+struct PackedCall {
+    const char* rows;  // the first row of the block
+    size_t stride;     // bytes
+    const char* panel;
+    float* c;          // kWeightVecs * kLanes columns
+    const char* ahead = nullptr;  // memory that will be needed next, fetched while this is computed
+    int ahead_lines = 0;          // cache lines of it for each 16 k
+};
+
+/// Most cache lines fetched ahead for each 16 k: all of a panel, if a product of one block of rows comes by it.
+constexpr int kMostAheadPacked = 12;
+
+/// Rows that vectors compute at once.
+inline int vector_rows(const Linear& w) { return w.type == Type::u4 ? kDotRows<4> : kDotRows<8>; }
+#if defined(FD_AMX)
+constexpr int kMostPackedRows = 2 * amx::kTile;
+/// Whether tiles compute a block of so many rows. They take whole tiles: rows after the last one must be readable.
+inline bool in_tiles(const Linear& w, int rows) { return rows > vector_rows(w); }
+#else
+constexpr int kMostPackedRows = 8;
+inline bool in_tiles(const Linear&, int) { return false; }
+#endif
+/// Compute `rows` rows of one panel: at most kMostPackedRows in tiles, else at most vector_rows(w).
+void packed_tile(const Linear& w, int rows, const PackedCall& call);
+
+/// `matmul` of linear.h over packed weights; `x` are quantized rows, `stride` bytes apart.
+template <class Epilogue>
+void packed_matmul(const Linear& w, const char* x, size_t stride, int rows, Range vecs, Following after,
+                   Epilogue&& epilogue) {
+    constexpr int kColumns = kWeightVecs * kLanes;
+    alignas(64) float c[kMostPackedRows * kColumns];
+    const bool tiles = in_tiles(w, rows);
+    const int most = tiles ? kMostPackedRows : vector_rows(w);
+#if defined(FD_AMX)
+    const amx::Depth depth(tiles ? unit_of(w) / kDotK : amx::kDepth);
+#endif
+    const size_t bytes = packed_panel_bytes(w);
+    const int groups = int((size_t(rows) * QuantizedRow(w).bytes + kGroupBytes - 1) / kGroupBytes);
+    for (int g = 0; g < groups; g++) {
+        const Range group = share(rows, g, groups);
+        const int count = group.end - group.begin, blocks = (count + most - 1) / most;
+        for (int vec = vecs.begin; vec < vecs.end; vec += kWeightVecs) {
+            const bool last = vec + kWeightVecs >= vecs.end;
+            Following next{packed_panel(w, last ? vecs.begin : vec + kWeightVecs), bytes};
+            if (last && g + 1 == groups) next = after;
+            const size_t chances = size_t(w.padded_k / 16) * blocks;
+            PackedCall call{x, stride, packed_panel(w, vec), c, next.data, 0};
+            call.ahead_lines =
+                int(std::min<size_t>(kMostAheadPacked, (next.bytes / kCacheLine + chances - 1) / chances));
+            for (int i = 0; i < blocks; i++) {
+                const Range r = tiles ? Range{i * most, std::min(count, (i + 1) * most)} : share(count, i, blocks);
+                call.rows = x + (group.begin + r.begin) * stride;
+                packed_tile(w, r.end - r.begin, call);
+                call.ahead += size_t(call.ahead_lines) * (w.padded_k / 16) * kCacheLine;
+                epilogue(Block{group.begin + r.begin, r.end - r.begin, vec, kWeightVecs, c, kColumns});
+            }
+        }
+    }
+}
+
+}  // namespace fd

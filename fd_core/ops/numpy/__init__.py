@@ -1,0 +1,1 @@
+"""The operations in NumPy, the reference of every pack."""

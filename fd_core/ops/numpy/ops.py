@@ -1,0 +1,247 @@
+"""The numpy pack: float32, clear rather than fast, the oracle that other packs are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import Activation, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
+from fd_core.ops.numpy.kv_int8 import dequantize_kv, quantize_kv
+from fd_core.ops.numpy.sampling import NumpySampling
+from fd_core.ops.parallel import RankGroup, Stage
+from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
+from fd_core.types import IntArray
+
+__all__ = ["NumpyKVCache", "NumpyLinear", "NumpyOps"]
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyLinear:
+    """A prepared linear: weight [out, in] and bias [out]."""
+
+    weight: Floats
+    bias: Floats | None
+
+
+class NumpyKVCache(KVCache):
+    """Keys and values as float32[layers, 2, num_blocks, block_size, nkv, d], or int8[..., d + 4] with scales."""
+
+    def __init__(self, shape: KVShape, num_blocks: int) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self._data = np.zeros(
+            (shape.num_layers, 2, num_blocks, shape.block_size, shape.num_kv_heads, shape.stored_head),
+            np.int8 if shape.quantized else np.float32,
+        )
+
+    def layer(self, index: int) -> npt.NDArray[Any]:
+        """Return [2, num_blocks, block_size, nkv, d or d + 4]."""
+        layer: npt.NDArray[Any] = self._data[index]
+        return layer
+
+    def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
+        """Copy blocks in canonical order."""
+        return np.ascontiguousarray(self._data.transpose(2, 0, 1, 3, 4, 5)[blocks])
+
+    def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
+        """Write exported blocks."""
+        if data.dtype != self._data.dtype:
+            raise ValueError(f"exported blocks are {data.dtype}, the cache holds {self._data.dtype}")
+        self._data[:, :, blocks] = data.transpose(1, 2, 0, 3, 4, 5)
+
+
+class NumpyOps(NumpySampling, Ops):
+    """Operations on numpy arrays; activations, weights and KV are float32, the KV also int8."""
+
+    name = "numpy"
+    framework = "numpy"
+    dtype = "float32"
+    weight_formats = WEIGHT_FORMATS
+    expands_weights = True
+    kv_dtypes: Collection[str] = ("int8",)
+    _group: RankGroup | None = None
+
+    def join(self, group: RankGroup) -> None:
+        """Compute as one of several ranks."""
+        group.require_order()
+        self.parallel, self._group = group.parallel, group
+
+    def cut(self, stage: Stage) -> None:
+        """Compute one of several stages."""
+        self.stage = stage
+
+    def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the array itself."""
+        return array
+
+    def to_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the array itself."""
+        return array
+
+    def prepare_vector(self, values: npt.NDArray[np.float32]) -> Floats:
+        """Copy the values."""
+        return np.array(values, np.float32)
+
+    def prepare_embedding(self, weight: RawTensor) -> Floats:
+        """Copy the table."""
+        return np.array(weight.to_float32())
+
+    def prepare_linear(
+        self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
+    ) -> NumpyLinear:
+        """Stack the parts in the order given; packed ones are expanded, which is what they stand for."""
+        weight = np.concatenate([part.to_float32() for part in parts])
+        bias = None if biases is None else np.concatenate([part.to_float32() for part in biases])
+        return NumpyLinear(weight, bias)
+
+    def tied_head(self, embedding: Floats, weight: Weight) -> NumpyLinear:
+        """Share the embedding unless the projection was quantized by itself."""
+        return self.prepare_linear([weight]) if isinstance(weight, PackedTensor) else NumpyLinear(embedding, None)
+
+    def allocate_kv(self, shape: KVShape, num_blocks: int) -> NumpyKVCache:
+        """Allocate zeros."""
+        return NumpyKVCache(shape, num_blocks)
+
+    def embedding(self, table: Floats, token_ids: IntArray, scale: float = 1.0) -> Floats:
+        """Look up rows."""
+        return table[token_ids] * np.float32(scale)
+
+    def rms_norm(self, x: Floats, norm: Norm) -> Floats:
+        """Divide the last axis by its root mean square."""
+        mean_square = np.square(x).mean(axis=-1, keepdims=True)
+        normalized: Floats = x / np.sqrt(mean_square + np.float32(norm.eps)) * norm.weight
+        return normalized
+
+    def linear(self, x: Floats, weight: NumpyLinear) -> Floats:
+        """Multiply by the transposed weight and add the bias."""
+        y: Floats = x @ weight.weight.T
+        return y if weight.bias is None else y + weight.bias
+
+    def gate(self, gate_up: Floats, activation: Activation) -> Floats:
+        """Activate the first half and multiply."""
+        gate, up = np.split(gate_up, 2, axis=-1)
+        return _activate(gate, activation) * up
+
+    def split_heads(self, qkv: Floats, heads: Heads) -> tuple[Floats, Floats, Floats]:
+        """Cut queries, keys and values apart."""
+        split = qkv.reshape(len(qkv), -1, heads.head_dim)
+        q_end, k_end = heads.num_heads, heads.num_heads + heads.num_kv_heads
+        return split[:, :q_end], split[:, q_end:k_end], split[:, k_end:]
+
+    def rope(self, x: Floats, rope: Rope, positions: IntArray) -> Floats:
+        """Rotate pairs of elements."""
+        cos, sin = rope.cos[positions][:, None], rope.sin[positions][:, None]
+        half = cos.shape[-1]
+        first, second = (
+            (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if rope.interleaved else (slice(half), slice(half, 2 * half))
+        )
+        a, b = x[..., first], x[..., second]
+        rotated = x.copy()
+        rotated[..., first] = a * cos - b * sin
+        rotated[..., second] = b * cos + a * sin
+        return rotated
+
+    def write_kv(self, layer: npt.NDArray[Any], k: Floats, v: Floats, kv_slots: IntArray) -> None:
+        """Scatter keys and values to their slots."""
+        blocks, offsets = np.divmod(kv_slots, layer.shape[2])
+        for side, x in enumerate((k, v)):
+            layer[side, blocks, offsets] = quantize_kv(x) if layer.dtype == np.int8 else x
+
+    def paged_attention(self, q: Floats, layer: npt.NDArray[Any], heads: Heads, step: StepInput) -> Floats:
+        """Attend row by row, gathering the row's blocks."""
+        output = np.empty((len(q), heads.num_heads * heads.head_dim), np.float32)
+        block_size = layer.shape[2]
+        for row, context in enumerate(step.context_len.tolist()):
+            tokens = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
+            blocks = step.block_tables[row, : -(-context // block_size)]
+            held = layer[:, blocks].reshape(2, -1, heads.num_kv_heads, layer.shape[-1])[:, :context]
+            k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
+            output[tokens] = _attend(q[tokens], k, v, heads)
+        return output
+
+    def moe(self, x: Floats, experts: Experts, activation: Activation) -> Floats:
+        """Run each expert on the tokens that chose it."""
+        chosen, weights = _route(x, experts)
+        output = np.zeros_like(x)
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+            tokens, places = np.nonzero(chosen == expert)
+            if len(tokens):
+                y = self.linear(self.gated_linear(x[tokens], gate_up, activation), down)
+                output[tokens] += y * weights[tokens, places, None]
+        shared: Floats = self.add_shared(output, x, experts, activation)
+        return shared
+
+    def add(self, x: Floats, y: Floats) -> Floats:
+        """Add."""
+        return x + y
+
+    def gather_rows(self, x: npt.NDArray[Any], rows: IntArray) -> npt.NDArray[Any]:
+        """Index the first axis."""
+        return x[rows]
+
+    def all_reduce(self, x: Floats) -> Floats:
+        """Add up what the ranks hold, in their order."""
+        return x if self._group is None else self._group.all_reduce(x)
+
+    def all_gather(self, x: Floats) -> Floats:
+        """Join what the ranks hold."""
+        return x if self._group is None else self._group.all_gather(x)
+
+    def logits_of(self, x: Floats, head: NumpyLinear, softcap: float | None) -> Floats:
+        """Project to the vocabulary."""
+        logits = self.linear(x, head)
+        return logits if softcap is None else _softcap(logits, softcap)
+
+
+def _attend(q: Floats, k: Floats, v: Floats, heads: Heads) -> Floats:
+    """Attend the last len(q) tokens of one row: q [Q, nh, d], k and v [L, nkv, d] -> [Q, nh * d]."""
+    count, context = len(q), len(k)
+    grouped = q.reshape(count, heads.num_kv_heads, -1, heads.head_dim)
+    scores = np.einsum("qhgd,lhd->hgql", grouped, k, optimize=True) * np.float32(heads.scale)
+    if heads.softcap is not None:
+        scores = _softcap(scores, heads.softcap)
+    distance = np.arange(context - count, context)[:, None] - np.arange(context)
+    hidden = distance < 0 if heads.window is None else (distance < 0) | (distance >= heads.window)
+    scores[..., hidden] = -np.inf
+    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    scores /= scores.sum(axis=-1, keepdims=True)
+    output: Floats = np.einsum("hgql,lhd->qhgd", scores, v, optimize=True).reshape(count, -1)
+    return output
+
+
+def _route(x: Floats, experts: Experts) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Return the chosen experts of each token and their weights, both [T, top_k]."""
+    scores = x @ experts.router.T
+    scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+    scores /= scores.sum(axis=1, keepdims=True)
+    ranked = scores if experts.correction_bias is None else scores + experts.correction_bias
+    chosen = np.argsort(-ranked, axis=1, kind="stable")[:, : experts.top_k]
+    weights = np.take_along_axis(scores, chosen, axis=1)
+    if experts.normalize:
+        weights /= np.maximum(weights.sum(axis=1, keepdims=True), np.float32(experts.norm_floor))
+    return chosen, weights
+
+
+def _softcap(x: Floats, cap: float) -> Floats:
+    capped: Floats = np.tanh(x / np.float32(cap)) * np.float32(cap)
+    return capped
+
+
+def _activate(x: Floats, activation: Activation) -> Floats:
+    # Each is x times a share between 0 and 1; the sigmoid is written in a form that cannot overflow.
+    match activation:
+        case "silu":
+            doubled = 1 + np.tanh(x * np.float32(0.5))
+        case "gelu_tanh":
+            doubled = 1 + np.tanh(np.float32(math.sqrt(2.0 / math.pi)) * (x + np.float32(0.044715) * x**3))
+        case "gelu":
+            doubled = 1 + np.vectorize(math.erf, otypes=[np.float32])(x * np.float32(math.sqrt(0.5)))
+    activated: Floats = x * (np.float32(0.5) * doubled)
+    return activated

@@ -1,0 +1,254 @@
+"""The torch pack: float32, bfloat16 or float16, eager. Needs no compiler, and is the oracle of packs that have one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
+from fd_core.ops.parallel import RankGroup, Stage
+from fd_core.ops.torch.attention import TorchAttentionPlan, TorchKVCache, TorchLayer, quantize_heads
+from fd_core.ops.torch.sampling import TorchSampling
+from fd_core.ops.weights import PackedTensor, RawTensor, Weight
+
+__all__ = ["TorchLinear", "TorchOps", "as_torch", "route", "widened"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def as_torch(weight: Weight) -> Array:
+    """Return a tensor of the same type on the host, to copy from: it may be a mapped file, which nobody may write to.
+
+    A packed weight becomes float32.
+    """
+    if isinstance(weight, PackedTensor):
+        return torch.from_numpy(weight.to_float32())
+    data = np.require(weight.data, requirements="A")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        if weight.dtype == "BF16":
+            return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(data)
+
+
+def widened(array: Array) -> Array:
+    """Return numbers of 16 bits as float32, which the host computes with; others as they are."""
+    return array.float() if array.dtype in (torch.bfloat16, torch.float16) else array
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """A prepared linear: weight [out, in] and bias [out] in the pack's dtype."""
+
+    weight: Array
+    bias: Array | None
+
+
+class TorchOps(TorchSampling, Ops):
+    """Operations on torch tensors of one device.
+
+    Nothing but `to_host` and the attention plan, once a step, waits for the device.
+    """
+
+    name = "torch"
+    framework = "torch"
+    kv_dtypes: Collection[str] = ("int8",)
+    _group: RankGroup | None = None
+
+    def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._on_host = self.device.type == "cpu"
+        self.torch_dtype = _DTYPES[dtype]
+        self._planned: tuple[StepInput, TorchAttentionPlan] | None = None
+
+    def join(self, group: RankGroup) -> None:
+        """Compute as one of several ranks on the processor."""
+        if self.device.type != "cpu":
+            super().join(group)
+        group.require_order()
+        self.parallel, self._group = group.parallel, group
+
+    def cut(self, stage: Stage) -> None:
+        """Compute one of several stages on the processor."""
+        if self.device.type != "cpu":
+            super().cut(stage)
+        self.stage = stage
+
+    def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
+        """Return states in the dtype that they had."""
+        return torch.from_numpy(states).to(self.torch_dtype)
+
+    def from_host(self, array: npt.NDArray[Any]) -> Array:
+        """Share or copy a numpy array; uint64 becomes int64 with the same bits."""
+        if array.dtype == np.uint64:
+            array = array.view(np.int64)
+        if not array.flags.writeable:  # torch does not know read-only memory
+            array = array.copy()
+        shared = torch.from_numpy(array)
+        return shared if self._on_host else shared.to(self.device)
+
+    def to_host(self, array: Array) -> npt.NDArray[Any]:
+        """Share or copy a tensor; bfloat16 and float16 become float32."""
+        host = widened(array)
+        values: npt.NDArray[Any] = (host if self._on_host else host.cpu()).numpy()
+        return values
+
+    def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:
+        """Copy to float32."""
+        return torch.from_numpy(np.array(values, np.float32)).to(self.device)
+
+    def prepare_embedding(self, weight: RawTensor) -> Array:
+        """Copy to the pack's dtype."""
+        return as_torch(weight).to(self.device, self.torch_dtype, copy=True)
+
+    def prepare_linear(
+        self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
+    ) -> Any:
+        """Stack the parts in the order given."""
+        return TorchLinear(self._stack(parts), None if biases is None else self._stack(biases))
+
+    def tied_head(self, embedding: Array, weight: Weight) -> Any:
+        """Share the embedding; a pack with another form of linear weights overrides this as well."""
+        return TorchLinear(embedding, None)
+
+    def _stack(self, parts: Sequence[Weight]) -> Array:
+        rows = sum(part.shape[0] for part in parts)
+        stacked = torch.empty((rows, *parts[0].shape[1:]), dtype=self.torch_dtype, device=self.device)
+        start = 0
+        for part in parts:
+            stacked[start : start + part.shape[0]].copy_(as_torch(part))
+            start += part.shape[0]
+        return stacked
+
+    def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
+        """Allocate zeros."""
+        return TorchKVCache(shape, num_blocks, self.torch_dtype, self.device)
+
+    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
+        """Look up rows. Like the models that have one, rounds the scale to the pack's dtype."""
+        x = functional.embedding(token_ids, table)
+        return x if scale == 1.0 else x * _rounded(scale, self.torch_dtype)
+
+    def rms_norm(self, x: Array, norm: Norm) -> Array:
+        """Divide the last axis by its root mean square, in float32."""
+        wide = x.float()
+        inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm.eps)
+        return (wide * inverse * norm.weight).to(x.dtype)
+
+    def linear(self, x: Array, weight: Any) -> Array:
+        """Multiply by the transposed weight and add the bias."""
+        return functional.linear(x, weight.weight, weight.bias)
+
+    def gate(self, gate_up: Array, activation: Activation) -> Array:
+        """Activate the first half and multiply."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _activate(gate, activation).mul_(up)
+
+    def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
+        """Cut queries, keys and values apart; the results are views."""
+        q, k, v = qkv.unflatten(-1, (-1, heads.head_dim)).split(
+            [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1
+        )
+        return q, k, v
+
+    def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
+        """Rotate pairs of elements, in float32."""
+        cos = rope.cos.index_select(0, positions)[:, None]
+        sin = rope.sin.index_select(0, positions)[:, None]
+        rotary = 2 * cos.shape[-1]
+        turned = x[..., :rotary].float()
+        if rope.interleaved:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        else:
+            a, b = turned.chunk(2, dim=-1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        turned = turned.to(x.dtype)
+        return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), dim=-1)
+
+    def write_kv(self, layer: TorchLayer, k: Array, v: Array, kv_slots: Array) -> None:
+        """Scatter keys and values to their slots."""
+        slots = kv_slots.long()
+        if layer.quantized:
+            k, v = quantize_heads(k), quantize_heads(v)
+        layer.keys.index_copy_(0, slots, k)
+        layer.values.index_copy_(0, slots, v)
+
+    def paged_attention(self, q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
+        """Attend over gathered keys and values; what the step's metadata decides is computed once for all layers."""
+        if self._planned is None or self._planned[0] is not step:
+            self._planned = (step, TorchAttentionPlan(step, layer.block_size))
+        return self._planned[1].attend(q, layer, heads)
+
+    def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
+        """Run each expert on the tokens that chose it."""
+        chosen, weights = route(x, experts)
+        # Places of the [T, top_k] choices, grouped by expert; reading the group sizes waits for the device.
+        places = chosen.flatten().argsort(stable=True)
+        sizes = torch.bincount(chosen.flatten(), minlength=len(experts.gate_up)).tolist()
+        output = torch.zeros_like(x)
+        for expert, mine in enumerate(places.split(sizes)):
+            if sizes[expert]:
+                tokens = mine // experts.top_k
+                y = self.linear(self.gated_linear(x[tokens], experts.gate_up[expert], activation), experts.down[expert])
+                output.index_add_(0, tokens, y * weights.flatten()[mine, None].to(x.dtype))
+        return self.add_shared(output, x, experts, activation)
+
+    def add(self, x: Array, y: Array) -> Array:
+        """Add."""
+        return x + y
+
+    def all_reduce(self, x: Array) -> Array:
+        """Add up what the ranks hold, in their order and in float32."""
+        return x if self._group is None else torch.from_numpy(self._group.all_reduce(x.float().numpy())).to(x.dtype)
+
+    def all_gather(self, x: Array) -> Array:
+        """Join what the ranks hold."""
+        return x if self._group is None else torch.from_numpy(self._group.all_gather(x.numpy()))
+
+    def gather_rows(self, x: Array, rows: Array) -> Array:
+        """Index the first axis."""
+        return x.index_select(0, rows)
+
+    def logits_of(self, x: Array, head: Any, softcap: float | None) -> Array:
+        """Project to the vocabulary."""
+        logits = self.linear(x, head).float()
+        return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+
+
+def route(x: Array, experts: Experts) -> tuple[Array, Array]:
+    """Return the chosen experts of each token int64[T, top_k] and their weights float32[T, top_k]."""
+    scores = functional.linear(x.float(), experts.router).softmax(dim=-1)
+    ranked = scores if experts.correction_bias is None else scores + experts.correction_bias
+    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
+    weights = scores.gather(1, chosen)
+    if experts.normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(experts.norm_floor)
+    return chosen, weights
+
+
+@cache
+def _rounded(number: float, dtype: Any) -> float:
+    """Return the number of a dtype that is closest; made once, since no tensor may be made on the host in a capture."""
+    return float(torch.tensor(number, dtype=dtype))
+
+
+def _activate(x: Array, activation: Activation) -> Array:
+    match activation:
+        case "silu":
+            return functional.silu(x)
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        case "gelu":
+            return functional.gelu(x)

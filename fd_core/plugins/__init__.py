@@ -1,0 +1,483 @@
+"""Which plugins there are and what they offer: the typed face of the hooks in `fd_core.hookspecs`.
+
+Built-ins and installed distributions come in through one door, `Plugins.discover`. Discovery imports the plugins'
+entry modules, never the classes that they describe. A plugin that breaks a rule is left out whole and its problem
+is kept: commands that do not need it work, and naming it raises `PluginError` with the distribution and the cause.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import pluggy
+
+from fd_core import hookspecs
+from fd_core.errors import PluginError
+from fd_core.hookspecs import ENTRY_POINT_GROUP, Entry
+from fd_core.plugins.rules import OWN_CODE, StrangerError, check_module, checked_entries, described, shielded
+
+if TYPE_CHECKING:
+    from fd_core.backends.contract import Availability, Backend
+    from fd_core.cluster.scaling import ScalingPolicy
+    from fd_core.disagg.connectors.contract import Connector
+    from fd_core.kv.stores.contract import KVStore
+    from fd_core.launching.contract import Launcher
+    from fd_core.router.policies import RouterPolicy
+    from fd_core.runner.drafting import Drafter
+    from fd_core.runner.observing import Observer
+    from fd_core.runner.postprocess.contract import Postprocess
+    from fd_core.scheduling.contract import Scheduler
+    from fd_core.scheduling.policies import SchedulingPolicy
+    from fd_core.scheduling.victims import VictimPolicy
+    from fd_core.text.parsing.contract import ReasoningParser, ToolParser
+
+__all__ = [
+    *(
+        "BACKEND",
+        "CONNECTOR",
+        "DRAFTER",
+        "KINDS",
+        "KNOWN_PLUGINS",
+        "LAUNCHER",
+        "OBSERVER",
+        "POSTPROCESS",
+        "REASONING_PARSER",
+        "ROUTER_POLICY",
+        "SCALING_POLICY",
+        "SCHEDULER",
+    ),
+    *("SCHEDULING_POLICY", "STORE", "TOOL_PARSER", "VICTIMS"),
+    *("ChosenBackend", "Kind", "Origin", "PluginOffer", "Plugins", "Problem", "blamed_on_file", "installed_plugins"),
+]
+
+KNOWN_PLUGINS: Final[Mapping[str, str]] = {
+    "gpu_cuda": "fd-gpu-cuda",
+    "xpu": "fd-xpu",
+    "metax": "fd-metax",
+    "storage_redis": "fd-storage-redis",
+    "connector_nixl": "fd-connector-nixl",
+    "launcher_ray": "fd-launcher-ray",
+}
+"""Short names of the project's own plugins and their distributions."""
+
+_PLUGIN_OF: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "storage_redis"),
+    "nixl": "connector_nixl",
+    "ray": "launcher_ray",
+}
+"""Names, up to a `+`, that plugins of other names offer."""
+
+_BUILTIN_MODULES: Final = (
+    "fd_core.backends.builtin",
+    "fd_core.scheduling.builtin",
+    "fd_core.runner.builtin",
+    "fd_core.kv.stores.builtin",
+    "fd_core.disagg.connectors.builtin",
+    "fd_core.router.builtin",
+    "fd_core.launching.builtin",
+    "fd_core.cluster.builtin",
+    "fd_core.text.parsing.builtin",
+)
+
+_IN_FILE: Final = "in the file"
+"""In place of a distribution's name."""
+_FILE_MODULE: Final = "fd_core_file_"
+_FILE_TARGET: Final = re.compile(r"\.py:[A-Za-z_]\w*$")
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """A kind of thing that plugins offer: its hook, the class its targets must derive from, and its flag."""
+
+    word: str
+    hook: str
+    base: str
+    flag: str
+    files: bool = False
+    """Whether a class in a file, `FILE.py:Class`, may stand in place of a name: where nobody but the user names one."""
+
+
+BACKEND: Final[Kind[Backend]] = Kind(
+    "backend", "fd_register_backends", "fd_core.backends.contract:Backend", "--backend"
+)
+SCHEDULER: Final[Kind[Scheduler]] = Kind(
+    "scheduler", "fd_register_schedulers", "fd_core.scheduling.contract:Scheduler", "--scheduler", files=True
+)
+SCHEDULING_POLICY: Final[Kind[SchedulingPolicy]] = Kind(
+    "scheduling policy",
+    "fd_register_scheduling_policies",
+    "fd_core.scheduling.policies:SchedulingPolicy",
+    "--scheduling-policy",
+    files=True,
+)
+DRAFTER: Final[Kind[Drafter]] = Kind(
+    "drafter", "fd_register_drafters", "fd_core.runner.drafting:Drafter", "--speculative-config"
+)
+POSTPROCESS: Final[Kind[Postprocess]] = Kind(
+    "postprocessor",
+    "fd_register_postprocessors",
+    "fd_core.runner.postprocess.contract:Postprocess",
+    "--postprocess",
+)
+OBSERVER: Final[Kind[Observer]] = Kind(
+    "observer", "fd_register_observers", "fd_core.runner.observing:Observer", "--observer"
+)
+VICTIMS: Final[Kind[VictimPolicy]] = Kind(
+    "victim policy",
+    "fd_register_victim_policies",
+    "fd_core.scheduling.victims:VictimPolicy",
+    "--victim-policy",
+    files=True,
+)
+STORE: Final[Kind[KVStore]] = Kind("KV store", "fd_register_stores", "fd_core.kv.stores.contract:KVStore", "--kv-store")
+CONNECTOR: Final[Kind[Connector]] = Kind(
+    "connector", "fd_register_connectors", "fd_core.disagg.connectors.contract:Connector", "--kv-connector"
+)
+ROUTER_POLICY: Final[Kind[RouterPolicy]] = Kind(
+    "router policy", "fd_register_router_policies", "fd_core.router.policies:RouterPolicy", "--policy", files=True
+)
+LAUNCHER: Final[Kind[Launcher]] = Kind(
+    "launcher", "fd_register_launchers", "fd_core.launching.contract:Launcher", "--distributed-executor-backend"
+)
+SCALING_POLICY: Final[Kind[ScalingPolicy]] = Kind(
+    "scaling policy", "fd_register_scaling_policies", "fd_core.cluster.scaling:ScalingPolicy", "policy", files=True
+)
+TOOL_PARSER: Final[Kind[ToolParser]] = Kind(
+    "tool parser", "fd_register_tool_parsers", "fd_core.text.parsing.contract:ToolParser", "--tool-call-parser"
+)
+REASONING_PARSER: Final[Kind[ReasoningParser]] = Kind(
+    "reasoning parser",
+    "fd_register_reasoning_parsers",
+    "fd_core.text.parsing.contract:ReasoningParser",
+    "--reasoning-parser",
+)
+KINDS: Final[tuple[Kind[Any], ...]] = (
+    BACKEND,
+    SCHEDULER,
+    SCHEDULING_POLICY,
+    VICTIMS,
+    DRAFTER,
+    POSTPROCESS,
+    OBSERVER,
+    STORE,
+    CONNECTOR,
+    ROUTER_POLICY,
+    LAUNCHER,
+    SCALING_POLICY,
+    TOOL_PARSER,
+    REASONING_PARSER,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a plugin comes from."""
+
+    distribution: str
+    version: str
+    entry_point: str
+    """Name of the entry point, or of the built-in module."""
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a plugin, or one of its names, cannot be used."""
+
+    origin: Origin
+    cause: str
+    hint: str
+    """What to do about it."""
+    kind: Kind[Any] | None = None
+    """Set with `name` if one name is refused; otherwise the whole plugin is."""
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return f"plugin {self.origin.distribution} ({self.origin.entry_point}): {self.cause}"
+
+    def concerns(self, kind: Kind[Any], name: str) -> bool:
+        """Whether it stands in the way of a user who asks for `name`."""
+        if self.kind is not None:
+            return (kind, name) == (self.kind, self.name)
+        return self.origin.entry_point in (name, _plugin_of(name))
+
+
+@dataclass(frozen=True, slots=True)
+class PluginOffer:
+    """One name that a plugin offers."""
+
+    kind: Kind[Any]
+    entry: Entry
+    origin: Origin
+
+    @property
+    def name(self) -> str:
+        """Name under which users ask for it."""
+        return self.entry.name
+
+    @property
+    def label(self) -> str:
+        """Kind and name, such as `backend cpu`."""
+        return f"{self.kind.word} {self.name}"
+
+    def load(self) -> type[Any]:
+        """Import the class. Raises `PluginError` if that fails or if it is not of the right kind."""
+        cls: type[Any] = self._attempt(self._import)
+        return cls
+
+    def probe(self) -> Availability:
+        """Ask a backend whether it can run here. Raises `PluginError` if it cannot even answer."""
+        answer: Availability = self._attempt(self._ask)
+        return answer
+
+    def _import(self) -> type[Any]:
+        cls, base = _import_target(self.entry.target), _import_target(self.kind.base)
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            hint = "derive it from that class, or correct the target of the Entry"
+            raise StrangerError(f"{self.entry.target} is not a subclass of {self.kind.base}", hint)
+        if inspect.isabstract(cls) and self.origin.distribution == _IN_FILE:
+            missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+            raise StrangerError(f"{self.entry.target} has no {missing}", f"write it as {self.kind.base} says")
+        return cls
+
+    def _ask(self) -> Availability:
+        from fd_core.backends.contract import Availability
+
+        answer = self._import().probe()
+        if not isinstance(answer, Availability):
+            cause = f"{self.entry.target}.probe returned {described(answer)} instead of an Availability"
+            raise StrangerError(cause, "return Availability(True or False, the reason in one line)")
+        return answer
+
+    def _attempt(self, action: Callable[[], Any]) -> Any:
+        """Run code of the plugin; the cause of what it raises is the `StrangerError`."""
+        try:
+            return shielded(action)
+        except StrangerError as error:
+            in_file = self.origin.distribution == _IN_FILE
+            whose = self.label if in_file else f"{self.label} of plugin {self.origin}"
+            hint = "correct the file" if in_file and error.hint == OWN_CODE else error.hint
+            raise PluginError(f"{whose} cannot be used: {error}", field=self.kind.flag, hint=hint) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenBackend:
+    """The backend that was taken, and why."""
+
+    name: str
+    cls: type[Backend]
+    reason: str
+
+
+class Plugins:
+    """Everything that built-ins and installed plugins offer; made by `discover`."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager("fd_core")
+        self._manager.add_hookspecs(hookspecs)
+        self._offers: dict[Kind[Any], dict[str, list[PluginOffer]]] = {kind: {} for kind in KINDS}
+        self.origins: list[Origin] = []
+        """Plugins that were registered."""
+        self.problems: list[Problem] = []
+        """Why plugins and names were left out."""
+
+    @classmethod
+    def discover(cls, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> Plugins:
+        """Register the built-ins and the plugins behind `entry_points`, by default all installed ones."""
+        plugins = cls()
+        core_version = importlib.import_module("fd_core").__version__
+        for name in _BUILTIN_MODULES:
+            plugins._admit(Origin("fd-core", core_version, name), partial(importlib.import_module, name))
+        if entry_points is None:
+            entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        for origin, point in sorted(((_origin(point), point) for point in entry_points), key=lambda pair: str(pair)):
+            plugins._admit(origin, point.load)
+        plugins._refuse_contested_names()
+        return plugins
+
+    def offers(self, origin: Origin) -> tuple[PluginOffer, ...]:
+        """Everything that one plugin offers, names that others offer as well included."""
+        offers = (offer for by_name in self._offers.values() for same in by_name.values() for offer in same)
+        return tuple(offer for offer in offers if offer.origin == origin)
+
+    def offered(self, kind: Kind[Any]) -> dict[str, PluginOffer]:
+        """Return what plugins offer of one kind, by name, without the names that several offer."""
+        return {name: offers[0] for name, offers in self._offers[kind].items() if len(offers) == 1}
+
+    def default_postprocessor(self, backend: str, framework: str) -> str:
+        """Return the name of what postprocesses where none is asked for: the backend's, or else the framework's."""
+        return backend if backend in self.offered(POSTPROCESS) else framework
+
+    def find(self, kind: Kind[Any], name: str) -> PluginOffer:
+        """Return what is called `name`, not imported. Raises `PluginError` with what there is, or with the cause.
+
+        A name such as `study/mine.py:Shortest` is a class in a file of Python.
+        """
+        if kind.files and _FILE_TARGET.search(name):
+            return PluginOffer(kind, Entry(name, name, "from a file"), Origin(_IN_FILE, name, name))
+        usable = self.offered(kind)
+        if name in usable:
+            return usable[name]
+        for problem in self.problems:
+            if problem.concerns(kind, name):
+                raise PluginError(f"{kind.word} {name} cannot be used: {problem}", field=kind.flag, hint=problem.hint)
+        hint = f"there are: {', '.join(sorted(usable)) or 'none'}"
+        if kind.files and name.endswith(".py"):
+            hint += f"; a class in a file is {name}:Class"
+        if _plugin_of(name) in KNOWN_PLUGINS:
+            hint += f"; `fdcore install {_plugin_of(name)}` installs the plugin"
+        raise PluginError(f"there is no {kind.word} called {name!r}", field=kind.flag, hint=hint)
+
+    def load(self, kind: Kind[T], name: str) -> type[T]:
+        """Import what is called `name`. Raises `PluginError` with the distribution and the cause."""
+        return self.find(kind, name).load()
+
+    def choose_backend(self, name: str = "auto") -> ChosenBackend:
+        """Return the backend called `name`, or for `auto` the available one of the highest rank, none that is emulated.
+
+        Raises `PluginError` if the named one is missing or cannot run here, or if none can.
+        """
+        if name == "auto":
+            return self._best_backend()
+        offer = self.find(BACKEND, name)
+        availability = offer.probe()
+        if not availability.available:
+            raise PluginError(
+                f"backend {name} cannot run here: {availability.reason}",
+                field="--backend",
+                hint="leave out --backend to take the best that can run; `fdcore env` says of each whether it can",
+            )
+        return ChosenBackend(name, offer.load(), f"asked for by name; {availability.reason}")
+
+    def _best_backend(self) -> ChosenBackend:
+        available: list[tuple[int, str, type[Backend], str]] = []
+        passed_over = [str(problem) for problem in self.problems if problem.kind in (None, BACKEND)]
+        for name, offer in sorted(self.offered(BACKEND).items()):
+            try:
+                backend = offer.load()
+                if backend.auto_rank < 0:
+                    continue
+                availability = offer.probe()
+            except PluginError as error:
+                passed_over.append(f"{name}: {error.message}")
+                continue
+            if availability.available and not availability.emulated:
+                available.append((backend.auto_rank, name, backend, availability.reason))
+            else:
+                passed_over.append(f"{name}: {availability.reason}")
+        if not available:
+            raise PluginError(
+                "no backend can run here: " + ("; ".join(passed_over) or "none is registered"),
+                field="--backend",
+                hint="install the CPU backend's framework: pip install 'fd-core[cpu]'",
+            )
+        _, name, backend, reason = max(available, key=lambda candidate: candidate[:2])
+        return ChosenBackend(
+            name, backend, "; ".join([f"best available: {reason}", *(f"not {why}" for why in passed_over)])
+        )
+
+    def _admit(self, origin: Origin, load: Callable[[], Any]) -> None:
+        """Register one plugin whole, or keep why it cannot be."""
+        try:
+            module = shielded(load)
+            check_module(module)
+            self._manager.register(module, name=f"{origin.distribution}:{origin.entry_point}")
+            offers = [offer for kind in KINDS for offer in self._ask(kind, module, origin)]
+        except StrangerError as error:
+            self.problems.append(Problem(origin, str(error), error.hint))
+            return
+        except (pluggy.PluginValidationError, ValueError) as error:
+            hint = "give the hook the arguments that it has in fd_core/hookspecs.py, and each module one entry point"
+            self.problems.append(Problem(origin, " ".join(str(error).split()), hint))
+            return
+        self.origins.append(origin)
+        for offer in offers:
+            self._offers[offer.kind].setdefault(offer.name, []).append(offer)
+
+    def _ask(self, kind: Kind[Any], module: ModuleType, origin: Origin) -> list[PluginOffer]:
+        others = [plugin for plugin in self._manager.get_plugins() if plugin is not module]
+        hook = self._manager.subset_hook_caller(kind.hook, others)
+        answers: list[object] = shielded(hook)
+        return [PluginOffer(kind, entry, origin) for answer in answers for entry in checked_entries(kind.hook, answer)]
+
+    def _refuse_contested_names(self) -> None:
+        for kind in KINDS:
+            for name, offers in self._offers[kind].items():
+                if len(offers) > 1:
+                    givers = " and ".join(offer.origin.distribution for offer in offers)
+                    cause = f"the {kind.word} name {name!r} is offered by {givers}"
+                    hint = "uninstall one of them, or give your own another name"
+                    self.problems.append(Problem(offers[-1].origin, cause, hint, kind, name))
+
+
+@cache
+def installed_plugins() -> Plugins:
+    """Discover the plugins of this environment, once in a process."""
+    return Plugins.discover()
+
+
+def _plugin_of(name: str) -> str:
+    """Return the short name of the plugin that would offer `name` if it is one of the project's."""
+    base = name.partition("+")[0]
+    return _PLUGIN_OF.get(base, base)
+
+
+def blamed_on_file(error: BaseException) -> PluginError | None:
+    """Return the error to show where code of a `FILE.py:Class` raised this; None where other code did."""
+    own = [
+        (frame.f_code, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(_FILE_MODULE)
+    ]
+    if not own:
+        return None
+    code, line = own[-1]
+    where = f"{code.co_filename}, line {line}, in {code.co_qualname}"
+    return PluginError(f"{where}: {type(error).__name__}: {error}", hint="correct the file")
+
+
+def _origin(point: importlib.metadata.EntryPoint) -> Origin:
+    if point.dist is None:
+        return Origin("unknown distribution", "?", point.name)
+    return Origin(point.dist.name, point.dist.version, point.name)
+
+
+def _import_target(target: str) -> Any:
+    module, _, attribute = target.rpartition(":")
+    if _FILE_TARGET.search(target):
+        return getattr(_module_of_file(Path(module).expanduser().resolve()), attribute)
+    return getattr(importlib.import_module(module), attribute)
+
+
+@cache
+def _module_of_file(path: Path) -> ModuleType:
+    """Import a file that stands in no package, once."""
+    if not path.is_file():
+        raise StrangerError(f"there is no file {path}", "write FILE.py:Class with the path of a file that is there")
+    name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise StrangerError(f"{path} cannot be imported", "write FILE.py:Class with the path of a file of Python")
+    module = importlib.util.module_from_spec(spec)
+    # Classes with annotations, such as dataclasses, look their module up.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,261 @@
+"""One request: attempts on one worker after the other until one answers, then the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from fd_core.router.attempts import Attempts, is_refusal
+from fd_core.router.gateway.requests.answers import error_event, error_response, lost, refusal
+from fd_core.router.gateway.requests.connector import was_stale
+from fd_core.router.gateway.requests.headers import AUTO_HEADERS, to_client
+from fd_core.router.gateway.requests.pairs import outcome_of, ticket_headers
+from fd_core.router.gateway.requests.relaying import TROUBLE, UpstreamAnswer, WorkerLost, is_own_lack, read_up_to
+from fd_core.router.gateway.requests.timeouts import SilenceTimer
+from fd_core.router.gateway.state import GatewayState
+from fd_core.router.selection import NoWorker, RouteRequest, Selection
+from fd_core.server.access.control import limit_headers
+from fd_core.server.access.record import RequestRecord
+from fd_core.server.access.usage import UsageMeter
+from fd_core.server.api.errors import unavailable
+from fd_core.server.connections.bodies import BodyShare
+from fd_core.server.state.draining import DRAINING_HEADER
+from fd_core.server.state.spans import RequestSpan, span_name
+
+__all__ = ["Exchange"]
+
+_NO_MODEL: Final = (b'"model_not_found"', b'"not_found_error"')
+"""How workers say that they do not serve a model: as OpenAI's, and as Anthropic's clients read it."""
+_ELSEWHERE_BYTES: Final = 64 * 1024
+"""Bytes of a refusal that are kept, in case no other worker answers better."""
+_ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+_ENDS: Final[Mapping[str | None, str]] = {"failed": "worker_failed", "declined": "worker_declined"}
+"""Why the span of an attempt ends with an error, by verdict."""
+
+
+class _TryElsewhere(Exception):
+    """Nothing of this attempt reached the client: another worker may be tried."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One client's request: it is sent to the workers that the router chooses, which is told what became of it."""
+
+    state: GatewayState
+    request: web.BaseRequest
+    request_id: str
+    added: Mapping[str, str]
+    """Headers that every answer gets."""
+    target: str
+    """Path and query, as the client wrote them."""
+    headers: CIMultiDict[str]
+    body: bytes
+    share: BodyShare
+    """Memory that the body holds."""
+    asked: RouteRequest
+    arrived: float
+    """When the headers of the request were read, by `time.monotonic`."""
+    record: RequestRecord
+    meter: UsageMeter | None = None
+    """Reads what the answer took, if anybody wants to know."""
+    span: RequestSpan | None = None
+    """Span of the request, where spans are made."""
+    attempts: Attempts[web.Response] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attempts = Attempts(self.state.router, self.asked)
+
+    async def forward(self) -> web.StreamResponse:
+        """Return the answer, sent or about to be sent. No selection is held by then, whatever happens."""
+        spans = self.state.spans
+        if spans is None:
+            return await self._forward()
+        path = self.request.path
+        _, attributes = span_name(path, self.asked.model)
+        attributes |= {"http.request.method": self.request.method, "url.path": path}
+        ago = time.monotonic() - self.arrived
+        with spans.begin(f"POST {path}", "server", self.headers, attributes, seconds_ago=ago) as self.span:
+            answer = await self._forward()
+            failed = str(answer.status) if answer.status >= 500 else None
+            self.span.end({"http.response.status_code": answer.status}, error=failed)
+            return answer
+
+    async def _forward(self) -> web.StreamResponse:
+        chosen = self.attempts.first(time.monotonic(), random.random())  # noqa: S311  # no secret
+        self.state.metrics.choosing.observe(time.monotonic() - self.arrived)
+        try:
+            while chosen is not None:
+                self.state.pairing.saw(chosen.mode)
+                with chosen, contextlib.suppress(_TryElsewhere):
+                    return await self._attempt(chosen)
+                chosen = self.attempts.next(time.monotonic(), random.random())  # noqa: S311  # no secret
+            self._took_nothing()
+        except (asyncio.CancelledError, ConnectionError):
+            self.state.metrics.counts.disconnects += 1
+            raise
+        finally:
+            self._settle()
+        result = self.attempts.result
+        return error_response(refusal(result), self.request.path) if isinstance(result, NoWorker) else result
+
+    def _settle(self) -> None:
+        """Count what the answer took. Of an answer that nobody saw whole, nothing is given back."""
+        took = None if self.meter is None else self.meter.tokens(self.asked.length)
+        if took is not None:
+            self.record.count(*took)
+            self.record.settle()
+
+    def _took_nothing(self) -> None:
+        if self.meter is not None:
+            self.meter.whole(b"")
+
+    async def _attempt(self, selection: Selection) -> web.StreamResponse:
+        """Return the answer of one worker, asked under a span of its own where spans are made."""
+        if self.span is None:
+            return await self._ask(selection, self.headers)
+        name, attributes = span_name(self.request.path, self.asked.model)
+        url = URL(selection.decode.url)
+        where = {"server.address": url.host, "server.port": url.port, "fdcore.attempt": selection.attempt}
+        with self.span.child(name, "client", {**attributes, **where}) as span:
+            headers = self.headers.copy()
+            headers.update(span.headers)
+            try:
+                return await self._ask(selection, headers)
+            finally:
+                verdict = selection.verdicts.get(selection.decode)
+                if verdict in _ENDS:
+                    span.end(error=_ENDS[verdict])
+
+    async def _ask(self, selection: Selection, headers: CIMultiDict[str]) -> web.StreamResponse:
+        """Return the answer of one worker; `_TryElsewhere` if there is none."""
+        worker = selection.decode
+        response: aiohttp.ClientResponse | None = None
+        try:
+            try:
+                async with self.state.timeouts.first_bytes(worker):
+                    response = await self._send(selection, headers)
+                    if DRAINING_HEADER in response.headers:
+                        self.state.router.leaving(worker)
+                    if selection.mode == "pd":
+                        outcome = outcome_of(response.headers)
+                        self.state.metrics.counts.transfers[outcome] += 1
+                        self.attempts.prefilled(outcome, time.monotonic())
+                    refused = await self._refused(response)
+                    if refused is not None:
+                        self._took_nothing()
+                        return refused
+                    done = self.request.path in _ENDS_WITH_DONE
+                    answer = UpstreamAnswer(response, ends_with_done=done)
+                    first = await answer.begin()
+            except (*TROUBLE, WorkerLost) as error:
+                if is_own_lack(error):
+                    raise unavailable("the router has no connections left", "no_connections", retry_after=1) from error
+                severe = isinstance(error, aiohttp.ClientConnectorError)
+                self.attempts.lost(time.monotonic(), severe=severe)
+                self.state.metrics.counts.attempts_lost += 1
+                raise _TryElsewhere from error
+            self.attempts.began()
+            self.body = b""  # no other worker needs it
+            self.share.release()
+            self.state.metrics.first_byte.observe(time.monotonic() - self.arrived)
+            told = self._to_client(response)
+            if answer.whole:
+                if self.meter is not None:
+                    self.meter.whole(first)
+                self.attempts.ended(response.status, time.monotonic())
+                return web.Response(body=first, status=response.status, headers=told)
+            return await self._stream(selection, response, answer, first, told)
+        finally:
+            if response is not None:
+                response.close()
+
+    async def _send(self, selection: Selection, headers: CIMultiDict[str]) -> aiohttp.ClientResponse:
+        """Return the head of the worker's answer. A pooled connection that the worker had closed is no attempt."""
+        while True:
+            asked = SimpleNamespace(reused=False)
+            try:
+                return await self.state.session.request(
+                    self.request.method,
+                    URL(selection.decode.url + self.target, encoded=True),
+                    data=self.body,
+                    headers=ticket_headers(self.state, selection, headers, self.request_id),
+                    skip_auto_headers=AUTO_HEADERS,
+                    allow_redirects=False,
+                    trace_request_ctx=asked,
+                )
+            except aiohttp.ClientOSError as error:
+                if not was_stale(error, asked):
+                    raise
+
+    def _to_client(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
+        """Return the headers of the answer; where the router has keys, they tell its limits and not the worker's."""
+        headers = to_client(response.headers, self.added)
+        if self.state.access.ring:
+            for name in [each for each in headers if each.lower().startswith("x-ratelimit-")]:
+                del headers[name]
+            headers.update(limit_headers(self.record.account, time.monotonic()))
+        return headers
+
+    async def _refused(self, response: aiohttp.ClientResponse) -> web.Response | None:
+        """Return a refusal that every worker would give; `_TryElsewhere` for one that another worker may not give."""
+        if not is_refusal(response.status):
+            return None
+        body = await read_up_to(response.content, _ELSEWHERE_BYTES)
+        headers = self._to_client(response)
+        refused = web.Response(body=body, status=response.status, headers=headers)
+        if response.status in (429, 503):
+            refused.headers.setdefault("Retry-After", "1")
+        no_model = any(name in body for name in _NO_MODEL)
+        if self.attempts.refused(response.status, refused, time.monotonic(), no_model=no_model):
+            raise _TryElsewhere
+        return refused
+
+    async def _stream(
+        self,
+        selection: Selection,
+        response: aiohttp.ClientResponse,
+        answer: UpstreamAnswer,
+        first: bytes,
+        headers: CIMultiDict[str],
+    ) -> web.StreamResponse:
+        """Pass the answer on; one that breaks off ends with an error event, or with a connection that breaks off."""
+        request = self.request
+        out = web.StreamResponse(status=response.status, headers=headers)
+        if not answer.is_stream:
+            out.content_length = response.content_length
+        if self.state.drain.leaving:
+            out.force_close()
+        await out.prepare(request)
+        meter = self.meter if answer.is_stream else None
+        await out.write(first if meter is None else meter.piece(first))
+        silence: SilenceTimer | None = None
+        try:
+            async with self.state.timeouts.stream(selection.decode) as silence:
+                async for piece in answer.rest(silence):
+                    await out.write(piece if meter is None else meter.piece(piece))
+        except (WorkerLost, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and not (silence is not None and silence.expired):
+                raise
+            self.attempts.lost(time.monotonic())
+            self.state.metrics.counts.streams_broken += 1
+            if not answer.is_stream:
+                request.protocol.force_close()
+                return out
+            if not answer.told_error:
+                await out.write(error_event(lost(), request.path))
+        else:
+            self.attempts.ended(response.status, time.monotonic())
+        await out.write_eof()
+        return out

@@ -1,0 +1,179 @@
+"""The answer of one worker: held back until its first bytes can be sent, then passed on as it comes.
+
+Of server-sent events only whole ones are passed on, so that an error event can follow.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import AsyncIterator
+from typing import Final
+
+import aiohttp
+
+from fd_core.router.gateway.requests.timeouts import SilenceTimer
+
+__all__ = ["TROUBLE", "EventCutter", "UpstreamAnswer", "WorkerLost", "is_own_lack", "read_up_to"]
+
+TROUBLE: Final = (aiohttp.ClientError, TimeoutError, OSError)
+"""Exceptions that a request to a worker may raise."""
+_LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Errors of the system for want of descriptors, memory or ports."""
+_HELD_BYTES: Final = 1 << 20
+"""A JSON answer up to this size is sent once it is whole, so that until then another worker can give it."""
+_DONE: Final = b"[DONE]"
+_MAX_HELD_BYTES: Final = 1 << 20
+"""Larger events are passed on in pieces."""
+_LAST_BYTES: Final = 4096
+
+
+def is_own_lack(error: BaseException) -> bool:
+    """Whether no connection could be made for want of something here, which says nothing about the worker."""
+    return isinstance(error, OSError) and error.errno in _LACKS
+
+
+class WorkerLost(Exception):
+    """The answer of a worker broke off."""
+
+
+class EventCutter:
+    """Passes chunks on up to the end of the last whole event. Usually a chunk is one event and nothing is held."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._size = 0
+        self._edge = b""
+        self._last = b""
+
+    def push(self, chunk: bytes) -> bytes:
+        """Take a chunk; return the bytes that may go to the client, none if no event has ended."""
+        if chunk.endswith(b"\n\n"):
+            return self._pass(chunk)
+        border = len(self._edge)
+        seen = self._edge + chunk
+        end = max(_behind(seen, b"\n\n"), _behind(seen, b"\r\n\r\n")) - border
+        if end > 0:
+            ready = self._pass(chunk[:end])
+            chunk = chunk[end:]
+            self._edge = b""
+        else:
+            ready = b""
+        if chunk:
+            self._held.append(chunk)
+            self._size += len(chunk)
+            self._edge = (self._edge + chunk)[-3:]
+        return ready if self._size <= _MAX_HELD_BYTES else ready + self.rest()
+
+    def rest(self) -> bytes:
+        """Return the bytes that are held back; they are complete if the stream ended well."""
+        return self._pass(b"") if self._held else b""
+
+    @property
+    def done(self) -> bool:
+        """Whether the last event passed on is `[DONE]`, which says that the answer is complete."""
+        return self._last.rstrip().endswith(_DONE)
+
+    @property
+    def told_error(self) -> bool:
+        """Whether the last event passed on is an error. Generated text cannot look like one: its quotes are escaped."""
+        last = self._last.rstrip().replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
+        return b'"error"' in last
+
+    def _pass(self, chunk: bytes) -> bytes:
+        if self._held:
+            chunk = b"".join((*self._held, chunk))
+            self._held.clear()
+            self._size = 0
+        self._edge = b""
+        if chunk:
+            self._last = chunk[-_LAST_BYTES:]
+        return chunk
+
+
+class UpstreamAnswer:
+    """An answer whose headers have come. `begin` returns the first bytes to send, `rest` yields all others."""
+
+    def __init__(self, response: aiohttp.ClientResponse, *, ends_with_done: bool) -> None:
+        """`ends_with_done`: a stream of this path is complete only with a last event `[DONE]`."""
+        self._response = response
+        readable = response.content_type == "text/event-stream" and "Content-Encoding" not in response.headers
+        self._cutter = EventCutter() if readable else None
+        self._ends_with_done = ends_with_done and response.status == 200
+        self._ended = False
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer consists of server-sent events."""
+        return self._cutter is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether `begin` returned the whole answer."""
+        return self._ended and not self.is_stream
+
+    @property
+    def told_error(self) -> bool:
+        """Whether the answer ended with an error event of the worker."""
+        return self._cutter is not None and self._cutter.told_error
+
+    async def begin(self) -> bytes:
+        """Return the first bytes. Raises `WorkerLost` if a stream ends without any, and what `TROUBLE` names."""
+        content = self._response.content
+        if self._cutter is not None:
+            while chunk := await content.readany():
+                if ready := self._cutter.push(chunk):
+                    return ready
+            self._ended = True
+            ready = self._cutter.rest()
+            if self._ends_with_done and not self._cutter.done:
+                raise WorkerLost
+            return ready
+        if self._response.content_type != "application/json":
+            first = await content.readany()
+            self._ended = not first
+            return first
+        first = await read_up_to(content, _HELD_BYTES + 1)
+        self._ended = len(first) <= _HELD_BYTES
+        return first
+
+    async def rest(self, silence: SilenceTimer) -> AsyncIterator[bytes]:
+        """Yield the rest as it comes. Raises `WorkerLost` if it breaks off before it is complete.
+
+        `silence` measures the waits for pieces; its `TimeoutError` may be raised here or where the pieces go.
+        """
+        cutter = self._cutter
+        while not self._ended:
+            silence.start()
+            try:
+                chunk = await self._response.content.readany()
+                silence.stop()
+            except TROUBLE as error:
+                if cutter is not None and self._ends_with_done and cutter.done:
+                    self._ended = True  # nothing but the end of the connection is missing
+                    return
+                raise WorkerLost from error
+            if not chunk:
+                self._ended = True
+                break
+            ready = chunk if cutter is None else cutter.push(chunk)
+            if ready:
+                yield ready
+        if cutter is not None:
+            if last := cutter.rest():
+                yield last
+            if self._ends_with_done and not cutter.done:
+                raise WorkerLost
+
+
+async def read_up_to(content: aiohttp.StreamReader, limit: int) -> bytes:
+    """Return all of a body, or its first `limit` bytes."""
+    parts: list[bytes] = []
+    while limit > 0 and (part := await content.read(limit)):
+        parts.append(part)
+        limit -= len(part)
+    return b"".join(parts)
+
+
+def _behind(data: bytes, mark: bytes) -> int:
+    found = data.rfind(mark)
+    return -1 if found < 0 else found + len(mark)

@@ -1,0 +1,182 @@
+"""What the router needs to know of a client's request to choose a worker. Everything else is the worker's to judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fd_core.errors import FdError
+from fd_core.router.gateway.requests.model_text import ModelText
+from fd_core.router.selection import RouteRequest
+from fd_core.server.preprocess.json_shape import decodable
+from fd_core.text.prompt_reader import PromptReader, split_prompts, template_kwargs
+from fd_core.text.tool_prompt import shown_tool
+from fd_core.types import IntArray
+
+__all__ = ["BYTES_PER_TOKEN", "RouteRequestReader"]
+
+_MAX_CHARS: Final = 1_000_000
+"""Longer texts are compared by their bytes."""
+_MAX_TOKENS: Final = 131_072
+"""Of a prompt, prefixes of this length are compared."""
+_MAX_IDS: Final = 2_000_000
+BYTES_PER_TOKEN: Final = 4
+"""Length of a token where no tokenizer counts them."""
+
+
+class _Body(msgspec.Struct):
+    """The fields that matter here, of whatever type they are."""
+
+    prompt: Any = None
+    messages: Any = None
+    system: Any = None
+    input: Any = None
+    add_special_tokens: Any = None
+    add_generation_prompt: Any = None
+    chat_template_kwargs: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    enable_thinking: Any = None
+    reasoning_effort: Any = None
+    prompt_token_ids: Any = None
+    session_id: Any = None
+    user: Any = None
+    cache_salt: Any = None
+    model: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    n: Any = None
+
+    @property
+    def output_tokens(self) -> int:
+        """The most tokens that the request says its answers may have; 0 if it does not say it."""
+        asked = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens)
+        most = next((each for each in asked if type(each) is int and each > 0), 0)
+        return most * (self.n if type(self.n) is int and self.n > 0 else 1)
+
+    @property
+    def text(self) -> Any:
+        """The prompt of a completion, or the input of an embedding."""
+        return next((each for each in (self.prompt_token_ids, self.prompt) if each is not None), self.input)
+
+    @property
+    def conversation(self) -> list[Any]:
+        """The messages, behind the system's, which the Messages API sends beside them."""
+        return [{"role": "system", "content": self.system}, *self.messages] if self.system else self.messages
+
+    @property
+    def offered(self) -> list[Any] | None:
+        """The tools as workers show them to a model."""
+        if not isinstance(self.tools, list) or self.tool_choice == "none":
+            return None
+        return [shown_tool(tool) for tool in self.tools]
+
+
+_decoder: Final = msgspec.json.Decoder(_Body)
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class RouteRequestReader:
+    """Turns bodies into what the router chooses by. It never yields an empty prompt, and it never refuses a body."""
+
+    def __init__(self, text: ModelText | None) -> None:
+        """Without `text`, prompts are compared by the bytes of their text."""
+        self._prompts = None if text is None else PromptReader(text.tokenizer, text.template, max_chars=_MAX_CHARS)
+        self.description = f"Prompts are compared by the {f'tokens of {text.name}' if text else 'bytes of their text'}."
+        """The line of the live page that says how prompts are compared."""
+
+    @property
+    def fingerprint(self) -> str | None:
+        """How text becomes tokens, see `PromptReader.fingerprint`; None if prompts are compared by their bytes."""
+        return None if self._prompts is None else self._prompts.fingerprint
+
+    def close(self) -> None:
+        """End the thread that reads long prompts."""
+        if self._prompts is not None:
+            self._prompts.close()
+
+    async def read(self, body: bytes, session: str | None = None) -> RouteRequest:
+        """Return what the router is asked for a body; `session` comes from a header and wins over the body's."""
+        if not await decodable(body, _MAX_IDS):  # which a worker refuses
+            return _by_bytes(body, session, "")
+        if self._prompts is None:
+            return self._read(body, session)
+        return await self._prompts.run(len(body), lambda: self._read(body, session), at_once=b'"messages"' not in body)
+
+    @staticmethod
+    async def model(body: bytes) -> str | None:
+        """Return the name of the model that a body asks for, if the body can be read."""
+        try:
+            return _name(_decoder.decode(body).model) if await decodable(body, _MAX_IDS) else None
+        except _UNREADABLE:
+            return None
+
+    def _read(self, body: bytes, session: str | None) -> RouteRequest:
+        try:
+            asked = _decoder.decode(body)
+        except _UNREADABLE:
+            return _by_bytes(body, session, "")
+        session = session or _name(asked.session_id) or _name(asked.user)
+        salt = _name(asked.cache_salt) or ""
+        try:
+            ids, length = self._ids(asked)
+            tokens = np.fromiter(ids[:_MAX_TOKENS], np.int32)
+        except (FdError, OverflowError, TypeError):  # only a worker can refuse it properly
+            read = _by_bytes(_bytes_of(asked) or body, session, salt, _name(asked.model))
+        else:
+            read = RouteRequest(tokens, session, salt, length, _name(asked.model))
+        return replace(read, output_tokens=asked.output_tokens)
+
+    def _ids(self, asked: _Body) -> tuple[Sequence[int], int]:
+        """Return the ids of the first prompt, by which prefixes are compared, and how many tokens all prompts have.
+
+        Raises `FdError` for prompts that cannot be read, `TypeError` for texts where there is no tokenizer.
+        """
+        if self._prompts is None:
+            given = split_prompts(asked.text)
+            if isinstance(given[0], str):
+                raise TypeError("texts have no ids without a tokenizer")
+            return given[0], sum(map(len, given))
+        if isinstance(asked.messages, list) and asked.prompt_token_ids is None:
+            kwargs = asked.chat_template_kwargs if isinstance(asked.chat_template_kwargs, dict) else None
+            goes_on = asked.continue_final_message is True
+            ids = self._prompts.chat(
+                asked.conversation,
+                asked.add_generation_prompt is not False and not goes_on,
+                template_kwargs(kwargs, asked.enable_thinking, asked.reasoning_effort),
+                continue_final_message=goes_on,
+                documents=asked.documents if isinstance(asked.documents, list) else None,
+                add_special=asked.add_special_tokens is True,
+                tools=asked.offered,
+            )
+            return ids, len(ids)
+        prompts = self._prompts.completion(asked.text, asked.add_special_tokens is not False)
+        return prompts[0].ids, sum(len(each.ids) for each in prompts)
+
+
+def _bytes_of(asked: _Body) -> bytes:
+    """Return bytes that begin alike where prompts begin alike, whatever other fields say."""
+    if isinstance(asked.messages, list):
+        return b"".join(msgspec.json.encode(message, order="sorted") + b"\n" for message in asked.conversation)
+    prompt = asked.text
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt.encode("utf-8", "replace")
+    return msgspec.json.encode(prompt) if prompt is not None else b""
+
+
+def _by_bytes(data: bytes, session: str | None, salt: str, model: str | None = None) -> RouteRequest:
+    tokens: IntArray = np.frombuffer(data[:_MAX_TOKENS] or b"\0", np.uint8).astype(np.int32)
+    return RouteRequest(tokens, session, salt, max(1, len(data) // BYTES_PER_TOKEN), model, tokenized=False)
+
+
+def _name(value: Any) -> str | None:
+    return value[:256] if isinstance(value, str) and value else None

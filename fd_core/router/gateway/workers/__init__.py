@@ -1,0 +1,1 @@
+"""What the router asks its workers: health, models, KV events."""

@@ -1,0 +1,199 @@
+"""Health checks of the workers; the router gets the results. Nothing here changes a counter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import aiohttp
+
+from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
+from fd_core.router.attempts import Unreached
+from fd_core.router.gateway.requests.relaying import TROUBLE, is_own_lack
+from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.workers.models import served
+from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
+from fd_core.server.api.kv_events import OFFER_HEADER
+from fd_core.server.state.draining import DRAINING_HEADER
+
+__all__ = ["HealthChecks"]
+
+_STANDSTILL_SECONDS: Final = 1.0
+"""A delay of a check by more than this is not the worker's."""
+_MODELS_SECONDS: Final = 60.0
+"""Time between two questions for the models of a worker: adapters may come and go."""
+_TASK: Final = "health_checks"
+
+log = logging.getLogger(__name__)
+
+
+class HealthChecks:
+    """Checks every worker at the router's interval; a worker that hangs does not delay the checks of others."""
+
+    def __init__(self, state: GatewayState, on_offer: Callable[[RouterWorker], None]) -> None:
+        """`on_offer` is called with each healthy worker that offers KV events."""
+        self._state = state
+        self._router = state.router
+        self._on_offer = on_offer
+        self._asked: dict[RouterWorker, float] = {}
+        """When each worker was last asked for its models."""
+        self._running: dict[RouterWorker, asyncio.Task[None]] = {}
+        self._unreached = Unreached(state.config.unreachable_seconds)
+        self._complaints: dict[str, str] = {}
+        """Why a worker cannot have its role, as it was logged, by address."""
+        self._lacks = False
+        """Whether the last check could not be made for want of something here."""
+        self._wake = asyncio.Event()
+        self._round = -math.inf
+        """When the last round of checks began."""
+        self._timeout = aiohttp.ClientTimeout(total=state.router.config.health_check_timeout_secs)
+
+    def wake(self) -> None:
+        """Check workers at once that were never checked: one has registered, or one has deregistered."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Check until cancelled."""
+        interval = self._router.config.health_check_interval_secs
+        try:
+            while True:
+                self._wake.clear()
+                now = time.monotonic()
+                due = now - self._round >= interval
+                if due:
+                    if now - self._round > interval + _STANDSTILL_SECONDS:
+                        self._unreached.forget()  # this process stood still, not the workers
+                    self._round = now
+                self._begin(due)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._round + interval - now):
+                        await self._wake.wait()
+        finally:
+            for task in [*self._running.values()]:
+                task.cancel()
+
+    def _begin(self, due: bool) -> None:
+        """Begin to check every worker if a round is `due`, otherwise those that were never checked."""
+        for worker in [worker for worker, task in self._running.items() if task.done()]:
+            del self._running[worker]
+        workers = self._router.workers()
+        self._forget_others({worker.url for worker in workers})
+        for worker in workers:
+            if worker not in self._running and (due or _state(self._router.member(worker)) is WorkerState.UNKNOWN):
+                self._running[worker] = self._state.supervisor.start(
+                    _TASK, partial(self._check_or_fail, worker), part=worker.url, repeat=False
+                )
+
+    async def _check_or_fail(self, worker: RouterWorker) -> None:
+        """Check a worker; a check that fails for a reason of its own counts against the worker all the same."""
+        try:
+            await self._check(worker)
+        except Exception:
+            self._router.health(worker, False, time.monotonic())
+            raise
+
+    async def _check(self, worker: RouterWorker) -> None:
+        ok, reached, begun = False, False, time.monotonic()
+        instance, role, port, leaving = None, None, None, False
+        offers, why = False, ""
+        before = _state(self._router.member(worker))
+        try:
+            async with self._state.session.get(
+                worker.url + self._router.config.health_check_endpoint, timeout=self._timeout, allow_redirects=False
+            ) as answer:
+                reached, ok = True, answer.status == 200
+                why = f": it answers {answer.status}"
+                instance = answer.headers.get("X-Instance", "")[:128] or None
+                leaving = DRAINING_HEADER in answer.headers
+                offers = ok and OFFER_HEADER in answer.headers
+                role = _role(answer.headers.get(ROLE_HEADER))
+                port = _port(answer.headers.get(KV_PORT_HEADER, ""))
+        except (*TROUBLE, ValueError) as error:
+            why = f": {str(error) or type(error).__name__}"
+            if is_own_lack(error):
+                if not self._lacks:
+                    log.warning("no connection for health checks can be made (%s): the workers stay as they are", error)
+                self._lacks = True
+                return
+        self._lacks = False
+        now = time.monotonic()
+        if not reached and now - begun > self._router.config.health_check_timeout_secs + _STANDSTILL_SECONDS:
+            self._unreached.reached(worker.url)
+            return  # a check that outlasts its own limit tells that this process stood still
+        after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
+        member = self._router.member(after)
+        state = _state(member)
+        if ok and leaving and member is not None and not member.leaving:
+            self._router.leaving(after)
+            log.info("worker %s is shutting down", after.url)
+        if offers:
+            self._on_offer(after)
+        if state is not before or after != worker:
+            told = "" if after == worker else ", as a new process"
+            log.info("worker %s is %s%s%s", after.url, state.value, told, "" if ok else why)
+        self._complain(after, "" if member is None else member.unfit)
+        if reached:
+            # A worker that answers at all, even that it is not healthy, may still go on with the requests that it has.
+            self._unreached.reached(worker.url)
+            if ok:
+                await self._learn_models(after, now)
+            return
+        if state is WorkerState.UNHEALTHY:
+            # Requests that wait for their first byte are better served elsewhere.
+            self._state.timeouts.expire_first_bytes(worker)
+        if self._unreached.missed(worker.url, begun, now):
+            patience = self._state.config.unreachable_seconds
+            cut = self._state.timeouts.expire_streams(worker, patience)
+            if cut:
+                log.warning(
+                    "health checks have not reached worker %s for %g s: %d answers were ended",
+                    worker.url,
+                    patience,
+                    cut,
+                )
+
+    async def _learn_models(self, worker: RouterWorker, now: float) -> None:
+        """Ask which models a worker serves, for each new incarnation and every `_MODELS_SECONDS`."""
+        if now - self._asked.get(worker, -math.inf) < _MODELS_SECONDS:
+            return
+        self._asked[worker] = now
+        models = await served(self._state, worker)
+        if models is not None:
+            self._router.serves(worker, *models)
+
+    def _forget_others(self, urls: set[str]) -> None:
+        self._unreached.keep(urls)
+        for url in self._complaints.keys() - urls:
+            del self._complaints[url]
+        self._state.supervisor.keep(_TASK, urls)
+        for worker in self._asked.keys() - set(self._router.workers()):
+            del self._asked[worker]
+
+    def _complain(self, worker: RouterWorker, unfit: str) -> None:
+        """Log once that a healthy worker cannot be used, and forget it when the worker can."""
+        if unfit == self._complaints.get(worker.url, ""):
+            return
+        if unfit:
+            self._complaints[worker.url] = unfit
+            log.warning("worker %s gets no requests: %s", worker.url, unfit)
+        else:
+            del self._complaints[worker.url]
+
+
+def _state(member: Member | None) -> WorkerState:
+    return WorkerState.GONE if member is None else member.state
+
+
+def _role(said: str | None) -> str | None:
+    """Return a role that exists, `strange` for any other word, None if the worker named none."""
+    return said if said is None or said in ROLES else "strange"
+
+
+def _port(said: str) -> int | None:
+    return int(said) if said.isascii() and said.isdecimal() and len(said) <= 5 and 0 < int(said) < 65536 else None

@@ -1,0 +1,1 @@
+"""Which worker holds which prefix, by what was routed and by what workers report."""

@@ -1,0 +1,1 @@
+"""From a plan to the inputs of a model."""

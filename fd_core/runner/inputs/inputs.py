@@ -1,0 +1,228 @@
+"""Builds the flattened batch of a step. The step token budget is counted here, where tokens really are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fd_core.config import Limits
+from fd_core.ops.contract import HostStep, Ops, StepInput
+from fd_core.runner.batch import PersistentBatch
+from fd_core.runner.inputs.uploading import uploaded
+from fd_core.types import IntArray, StepPlan
+
+__all__ = ["BudgetExceeded", "Rows", "Spans", "adapter_rows", "build_inputs", "gather_inputs", "resolve_rows"]
+
+
+class BudgetExceeded(RuntimeError):
+    """A plan computes more tokens than the step token budget allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Which tokens of which slots a forward computes, and where it yields logits."""
+
+    slots: IntArray
+    """int32[n]"""
+    starts: IntArray
+    """int32[n]"""
+    counts: IntArray
+    """int32[n], tokens computed, at least 1."""
+    logits_rows: IntArray
+    """int32[R], indices into the flattened batch."""
+    shape: tuple[int, int] | None = field(default=None, kw_only=True)
+    """Rows, and tokens of each row, that the step is padded to; None if it is computed as it is.
+
+    Before a span that is shorter, tokens of the same request are computed once more; what is written of them goes to
+    the spare block. So a span reads nothing but its own request, and no NaN of another one reaches it. Further rows lie
+    in the spare block as a whole, behind the others.
+    """
+
+    @property
+    def begins(self) -> IntArray:
+        """int32[n], where the own tokens of each span begin in the flattened batch."""
+        return _begins(self.counts, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Spans):
+    """The rows of a plan as the runner computes them: real positions, real drafts.
+
+    flattened:   | row 0: chunk . . . | row 1: last token, draft, draft | row 2: last token |
+    logits of:                      ^                  ^      ^      ^               ^
+
+    There are 1 + drafts rows of logits for each sampling row, in order.
+    """
+
+    sampling: IntArray
+    """int32[N], indices of the rows that sample."""
+    drafts: IntArray
+    """int32[N], drafts that each of them verifies."""
+    logits_slots: IntArray
+    """int32[R]"""
+    positions: IntArray
+    """int32[R], position of the token that is chosen from each row of logits."""
+    columns: IntArray
+    """int32[R], column of the token matrix."""
+
+    def cells(self, width: int) -> IntArray:
+        """Return int32[N, width], the row of logits behind each cell of the sampling rows; the last one repeats."""
+        if not self.drafts.any():
+            return np.repeat(np.arange(len(self.drafts), dtype=np.int32), width).reshape(-1, width)
+        firsts = np.cumsum(self.drafts + 1) - (self.drafts + 1)
+        return (firsts[:, None] + np.minimum(np.arange(width), self.drafts[:, None])).astype(np.int32)
+
+
+def resolve_rows(
+    plan: StepPlan,
+    batch: PersistentBatch,
+    limits: Limits,
+    padded: Callable[[int, int], tuple[int, int] | None] | None = None,
+) -> Rows:
+    """Fix what the plan leaves to the runner: how many drafts there are, and where a row begins.
+
+    A row that samples ends with the last token known, which may lie before the plan's place when drafts of an earlier
+    step were rejected. A step is padded to the shape that `padded` gives, see `Ops.padded`, and charged for it; it is
+    computed as it is where a request has fewer tokens than a row of that shape.
+    Raises `BudgetExceeded` if the step is larger than the budget, and `RuntimeError` if it reaches beyond the tokens
+    that the runner knows.
+    """
+    slots = plan.slots
+    drafts = np.minimum(plan.num_drafts, batch.num_drafts[slots])
+    own = plan.num_tokens - plan.num_drafts
+    starts = np.where(plan.samples, batch.length[slots] - own, plan.starts)
+    counts = own + drafts
+    shape = padded(len(counts), int(counts.max())) if padded is not None and len(counts) else None
+    if shape is not None and (starts + counts < shape[1]).any():
+        shape = None
+    total = int(counts.sum()) if shape is None else shape[0] * shape[1]
+    if total > limits.max_num_batched_tokens:
+        raise BudgetExceeded(f"step {plan.step} computes {total} tokens; the budget is {limits.max_num_batched_tokens}")
+    astray = (starts > plan.starts) | (starts + own > batch.length[slots]) | (starts < 0)
+    if astray.any():
+        slot = int(slots[astray][0])
+        raise RuntimeError(f"step {plan.step} plans tokens of slot {slot} that the runner does not have")
+    sampling = plan.samples.nonzero()[0].astype(np.int32)
+    verified = drafts[sampling]
+    first_logits = (_begins(counts, shape) + own - 1)[sampling]
+    row_of, columns = _rows_and_columns(verified)
+    sampled_slots = slots[sampling]
+    return Rows(
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        sampling=sampling,
+        drafts=verified,
+        logits_rows=first_logits[row_of] + columns,
+        logits_slots=sampled_slots[row_of],
+        positions=batch.length[sampled_slots][row_of] + columns,
+        columns=columns,
+        shape=shape,
+    )
+
+
+def _begins(counts: IntArray, shape: tuple[int, int] | None) -> IntArray:
+    ends: IntArray
+    if shape is None:
+        ends = np.cumsum(counts, dtype=np.int32)
+    else:
+        ends = np.arange(shape[1], len(counts) * shape[1] + 1, shape[1], dtype=np.int32)
+    return ends - counts
+
+
+def _rows_and_columns(drafts: IntArray) -> tuple[IntArray, IntArray]:
+    """Return int32[R] each: for every row of logits, which of the N rows with `drafts` it is of, and its column."""
+    rows = np.arange(len(drafts), dtype=np.int32)
+    if not drafts.any():
+        return rows, np.zeros(len(drafts), np.int32)
+    firsts = np.cumsum(drafts + 1, dtype=np.int32) - (drafts + 1)
+    row_of = np.repeat(rows, drafts + 1)
+    return row_of, np.arange(len(row_of), dtype=np.int32) - firsts[row_of]
+
+
+def build_inputs(spans: Spans, tokens: IntArray, tables: IntArray, size: int, ops: Ops) -> StepInput:
+    """Gather the input of a forward beside the steps, and upload it; see `gather_inputs`."""
+    return uploaded(gather_inputs(spans, tokens, tables, size), ops)
+
+
+def gather_inputs(
+    spans: Spans,
+    tokens: IntArray,
+    tables: IntArray,
+    size: int,
+    spare_block: int | None = None,
+    adapters: IntArray | None = None,
+) -> StepInput:
+    """Gather, on the host, tokens, positions, cache slots and block tables of the spans, at least one.
+
+    `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] hold what is known of every slot; `size` is
+    the number of tokens in a block; `spare_block` is the block that padding writes.
+    `adapters` has the place of each slot's adapter, int32[num_slots]; None if none of these slots has one.
+    """
+    slots, starts, counts, more = spans.slots, spans.starts, spans.counts, 0
+    context = starts + counts
+    width, max_context = int(counts.max()), int(context.max())
+    if spans.shape is not None:
+        if spare_block is None:
+            raise RuntimeError("the pack pads steps, but its KV cache has no spare block")
+        more, width = spans.shape[0] - len(slots), spans.shape[1]
+        starts, counts = context - width, np.full_like(counts, width)
+    total, spare = int(counts.sum()), 0 if spare_block is None else spare_block
+    if total == len(slots):  # one token each
+        query_start = np.arange(total + more + 1, dtype=np.int32)
+        positions, slot_of = starts, slots
+    else:
+        query_start = np.zeros(len(slots) + more + 1, np.int32)
+        np.cumsum(_padded(counts, more, width), out=query_start[1:])
+        row_of = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
+        positions = np.arange(total, dtype=np.int32) - query_start[row_of] + starts[row_of]
+        slot_of = slots[row_of]
+    entries, offsets = np.divmod(positions, size)
+    kv_slots = tables[slot_of, entries] * size + offsets
+    if spans.shape is not None and width > 1:
+        kv_slots[positions < np.repeat(spans.starts, width)] = spare * size  # what was computed before
+    host = HostStep(
+        query_start=query_start,
+        context_len=_padded(context, more, width),
+        block_tables=_padded(tables[slots, : -(-max_context // size)], more, spare),
+    )
+    filling = more * width
+    return StepInput(
+        token_ids=_padded(tokens[slot_of, positions], filling, 0),
+        positions=_padded(positions, filling, np.arange(filling, dtype=np.int32) % width),
+        kv_slots=_padded(kv_slots, filling, spare * size),
+        query_start=host.query_start,
+        context_len=host.context_len,
+        block_tables=host.block_tables,
+        logits_rows=spans.logits_rows,
+        max_query=width,
+        max_context=max_context,
+        uniform=width == 1 or spans.shape is not None,
+        host=host,
+        **({} if adapters is None else _adapter_fields(_padded(adapters[slot_of], filling, 0))),
+    )
+
+
+def adapter_rows(places: IntArray, ops: Ops) -> dict[str, Any]:
+    """Return the fields of `StepInput` that tell the place of each token's adapter, int32[T]."""
+    return {name: uploaded(value, ops) for name, value in _adapter_fields(places).items()}
+
+
+def _adapter_fields(places: IntArray) -> dict[str, Any]:
+    hit = np.unique(places[places > 0]).tolist()
+    return {
+        "lora_places": places,
+        "lora_groups": tuple((place, (places == place).nonzero()[0].astype(np.int32)) for place in hit),
+    }
+
+
+def _padded(array: IntArray, more: int, value: IntArray | int) -> IntArray:
+    """Return the array with `more` rows of `value`, or of its elements, behind it."""
+    if not more:
+        return array
+    filling = np.empty((more, *array.shape[1:]), array.dtype)
+    filling[...] = value
+    return np.concatenate([array, filling])

@@ -1,0 +1,78 @@
+"""The adapters of a runner: which place each has on the device, and the forward pass that adds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fd_core.backends.contract import AdaptableModel, Model
+from fd_core.errors import ModelError
+from fd_core.ops.contract import Forward, KVCache, Ops
+from fd_core.ops.weights import Adapter
+from fd_core.types import IntArray
+
+__all__ = ["RunnerAdapters"]
+
+
+class RunnerAdapters:
+    """Places of adapters, 1 and up; an adapter keeps its place for as long as it is there."""
+
+    def __init__(self, ops: Ops, model: Model, cache: KVCache) -> None:
+        self._ops = ops
+        self._cache = cache
+        self._model = model
+        self._places: list[Adapter | None] = []
+        self._forwards: tuple[Forward, Forward] | None = None
+
+    @property
+    def held(self) -> list[Adapter]:
+        """The adapters that are there."""
+        return [adapter for adapter in self._places if adapter is not None]
+
+    def prepare(self) -> None:
+        """Set up what adapters that may come will need, if the model takes any, so that no request waits for it then.
+
+        Called before the first is held. Raises what `replace` does.
+        """
+        if isinstance(self._model, AdaptableModel):
+            self.replace(())
+
+    def replace(self, adapters: Iterable[Adapter]) -> None:
+        """Hold these adapters and no others. Whoever calls knows that no request uses one that goes.
+
+        Raises `ModelError` for a model without adapters, and `MemoryError`; then those before are held as they were.
+        """
+        wanted = {adapter.digest: adapter for adapter in adapters}
+        places = [wanted.pop(held.digest, None) if held is not None else None for held in self._places]
+        for adapter in wanted.values():
+            if None in places:
+                places[places.index(None)] = adapter
+            else:
+                places.append(adapter)
+        if not isinstance(self._model, AdaptableModel):
+            raise ModelError(f"{self._model.architecture} on this backend takes no adapters", field="lora_modules")
+        model = self._model.with_adapters(places)
+        before = None if self._forwards is None else self._forwards[0]
+        forward = self._ops.compile_adapted(model.forward, self._cache, before)
+        self._forwards = forward, self._ops.compile_adapted(model.states)
+        self._model = model
+        self._places = places
+
+    def place(self, digest: str) -> int:
+        """Return the place of an adapter, 0 for none; `RuntimeError` if it is not held."""
+        if not digest:
+            return 0
+        for index, adapter in enumerate(self._places, start=1):
+            if adapter is not None and adapter.digest == digest:
+                return index
+        raise RuntimeError(f"the runner does not hold the adapter {digest[:12]}")
+
+    def of_step(self, places: IntArray, slots: IntArray) -> IntArray | None:
+        """Return what `gather_inputs` takes for a step of these slots; None if none of them has an adapter."""
+        return places if self._places and places[slots].any() else None
+
+    @property
+    def forwards(self) -> tuple[Forward, Forward]:
+        """The model's `forward` and `states` for steps with adapters."""
+        if self._forwards is None:
+            raise RuntimeError("the runner holds no adapters")
+        return self._forwards

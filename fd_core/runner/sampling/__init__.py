@@ -1,0 +1,1 @@
+"""Sampling: parameters of slots, penalties, bans, grammars, scores of prompts."""

@@ -1,0 +1,190 @@
+"""The grammars of the slots: what each may say next, as drafts and as masks over its rows of logits.
+
+Masks are computed on a thread while the device computes the forward pass: both know the drafts before it begins.
+
+    drafts --begin--> masks (thread)  |  forward (device)  --> mask_logits --> sample --> extend --> next drafts
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.runner.inputs.inputs import Rows
+from fd_core.structured.compiler import GrammarCompiler, GrammarError
+from fd_core.structured.matcher import TokenMatcher, mask_words
+from fd_core.types import GRAMMAR_FAULT, Admission, IntArray
+from fd_core.types.metrics import counter
+
+__all__ = ["MaskStats", "Masks", "SlotGrammars"]
+
+
+class MaskStats(msgspec.Struct, kw_only=True):
+    """What grammars cost the steps of one runner, and what they spared them; only grows."""
+
+    masks: Annotated[int, counter("grammar_masks", "Masks computed, one for each token sampled under a grammar.")] = 0
+    mask_seconds: Annotated[
+        float, counter("grammar_mask_seconds", "Time spent computing masks, beside the device.")
+    ] = 0.0
+    wait_seconds: Annotated[
+        float, counter("grammar_mask_wait_seconds", "Time that steps waited for masks after their forward pass.")
+    ] = 0.0
+    forced_drafted: Annotated[
+        int, counter("forced_drafted_tokens", "Tokens forced by grammars that were verified as drafts.")
+    ] = 0
+    forced_accepted: Annotated[
+        int, counter("forced_accepted_tokens", "Tokens forced by grammars that were accepted as drafts.")
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens some rows of logits may yield, see `Ops.mask_logits`."""
+
+    rows: IntArray
+    """int32[n]"""
+    bits: IntArray
+    """int32[n, words]"""
+
+
+class SlotGrammars:
+    """Matchers of the slots whose request has a grammar or reasons first; owned by one runner."""
+
+    def __init__(self, compiler: GrammarCompiler | None, vocab_size: int) -> None:
+        """`compiler` is None where structured output is switched off."""
+        self._compiler = compiler
+        self._vocab_size = vocab_size
+        self._matchers: dict[int, TokenMatcher] = {}
+        self._forced: dict[int, int] = {}
+        """Leading drafts of a slot that its grammar forces."""
+        self._thread: ThreadPoolExecutor | None = None
+        self.stats = MaskStats()
+
+    def __bool__(self) -> bool:
+        """Whether any slot has a matcher."""
+        return bool(self._matchers)
+
+    def trouble(self, slot: int) -> str | None:
+        """Say why the grammar of a slot may have left nothing to choose; None for a slot without a grammar."""
+        matcher = self._matchers.get(slot)
+        return None if matcher is None else matcher.trouble or "no token continues a text of the form asked for"
+
+    def admit(self, admission: Admission) -> None:
+        """A residency begins; what lies behind the prompt was delivered before.
+
+        Compiles the grammar if nobody did. Raises `GrammarError` if it cannot be used.
+        """
+        slot, params = admission.slot, admission.params
+        self._matchers.pop(slot, None)
+        self._forced.pop(slot, None)
+        if params.grammar is None and params.reasoning is None:
+            return
+        grammar = None
+        if params.grammar is not None:
+            if self._compiler is None:
+                raise GrammarError("structured output is switched off")
+            grammar = self._compiler.compiled(params.grammar)
+        ends = params.stop_token_ids if params.ignore_eos else (*admission.eos_token_ids, *params.stop_token_ids)
+        matcher = TokenMatcher(grammar, ends, self._vocab_size, params.reasoning)
+        matcher.consume(admission.token_ids[admission.prompt_len :].tolist())
+        self._matchers[slot] = matcher
+
+    def drop(self, slot: int) -> None:
+        """The request in a slot failed: it needs no masks any more."""
+        self._matchers.pop(slot, None)
+
+    def extend(
+        self, slots: IntArray, tokens: IntArray, verified: IntArray, accepted: IntArray
+    ) -> Iterator[tuple[int, str]]:
+        """Follow delivered tokens: int32[N, 1 + k], of which row i keeps the first 1 + accepted[i].
+
+        `verified` int32[N] are the drafts of each row. Yields slots whose tokens their grammar does not allow, and why.
+        """
+        for row, slot in enumerate(slots.tolist()):
+            matcher = self._matchers.get(slot)
+            if matcher is None:
+                continue
+            forced = min(self._forced.pop(slot, 0), int(verified[row]))
+            self.stats.forced_drafted += forced
+            self.stats.forced_accepted += min(forced, int(accepted[row]))
+            try:
+                matcher.consume(tokens[row, : accepted[row] + 1].tolist())
+            except GrammarError as error:
+                yield slot, f"{GRAMMAR_FAULT}was left: {error}"
+
+    def shape_drafts(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
+        """Change drafts int32[n, k] and counts int32[n] of `slots` in place, where a grammar knows better.
+
+        Forced tokens replace a drafter's guesses; guesses that the grammar forbids are left out, and those behind.
+        """
+        for row, slot in enumerate(slots.tolist()):
+            matcher = self._matchers.get(slot)
+            if matcher is None:
+                continue
+            forced = matcher.forced(drafts.shape[1])
+            self._forced[slot] = len(forced)
+            if forced:
+                drafts[row, : len(forced)] = forced
+                counts[row] = len(forced)
+            else:
+                counts[row] = matcher.allowed(drafts[row, : counts[row]].tolist())
+
+    def among(self, slots: IntArray) -> IntArray:
+        """Return those of `slots` int32[n] that have a matcher."""
+        chosen: IntArray = slots[[slot in self._matchers for slot in slots.tolist()]]
+        return chosen
+
+    def begin(self, rows: Rows, tokens: IntArray) -> Callable[[], Masks] | None:
+        """Begin to compute the masks of a step, None if it needs none; what is returned waits for them.
+
+        `tokens` int32[num_slots, *] holds the drafts of each slot, which nobody changes meanwhile.
+        """
+        if not self._matchers:
+            return None
+        firsts = np.cumsum(rows.drafts + 1) - (rows.drafts + 1)
+        wanted: list[tuple[TokenMatcher, list[int], int]] = []
+        for slot, first, count in zip(
+            rows.slots[rows.sampling].tolist(), firsts.tolist(), rows.drafts.tolist(), strict=True
+        ):
+            matcher = self._matchers.get(slot)
+            if matcher is not None:
+                place = int(rows.positions[first])
+                wanted.append((matcher, tokens[slot, place : place + count].tolist(), first))
+        if not wanted:
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="fdcore-masks")
+        return self._waiter(self._thread.submit(self._compute, wanted))
+
+    def _waiter(self, masks: Future[Masks]) -> Callable[[], Masks]:
+        def wait() -> Masks:
+            began = time.perf_counter()
+            result = masks.result()
+            self.stats.wait_seconds += time.perf_counter() - began
+            return result
+
+        return wait
+
+    def _compute(self, wanted: Sequence[tuple[TokenMatcher, list[int], int]]) -> Masks:
+        """Compute masks, on the thread."""
+        began = time.perf_counter()
+        total = sum(len(drafts) + 1 for _, drafts, _ in wanted)
+        bits = np.zeros((total, mask_words(self._vocab_size)), np.int32)
+        rows = np.empty(total, np.int32)
+        masked: npt.NDArray[np.bool_] = np.zeros(total, np.bool_)
+        place = 0
+        for matcher, drafts, first in wanted:
+            part = slice(place, place + len(drafts) + 1)
+            rows[part] = np.arange(first, first + len(drafts) + 1)
+            masked[part] = matcher.write_masks(drafts, bits[part])
+            place = part.stop
+        self.stats.masks += int(masked.sum())
+        self.stats.mask_seconds += time.perf_counter() - began
+        return Masks(rows, bits) if masked.all() else Masks(rows[masked], bits[masked])

@@ -1,0 +1,241 @@
+"""Sampling parameters of the slots, and the way from logits to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput
+from fd_core.runner.sampling.bans import Bans
+from fd_core.runner.sampling.grammars import Masks
+from fd_core.runner.sampling.penalties import Counting, Penalties
+from fd_core.types import Admission, IntArray
+
+__all__ = ["Sampled", "Sampler", "SamplingWork"]
+
+_FORBIDDEN = np.float32(-np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was chosen from R rows of logits, still on the device."""
+
+    tokens: Array
+    """int32[R]"""
+    peaks: Array
+    """float32[R], not finite where no token could be chosen; see `Ops.sample`."""
+    scored: npt.NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    """[r] on the host: rows whose request asked for log-probabilities."""
+    scores: tuple[Array, ...] = ()
+    """What `Ops.logprobs` returned for the unchanged logits of those rows; empty if there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWork:
+    """What sampling R rows needs beside their logits: gathered on the host, then uploaded."""
+
+    key: bytes
+    """The slots, if the next step of the same slots needs the same; empty where rows follow drafts."""
+    rows: SampleInput
+    penalties: PenaltyInput | None
+    counting: Counting | None
+    """How the tokens are counted for penalties; None also where rows follow drafts, of which some may be rejected."""
+    added: tuple[Array, Array, Array] | None
+    """Rows, tokens and what is added to their logits, as `Ops.add_at` takes them."""
+    allowed: tuple[Array, Array] | None
+    """Rows and bits, as `Ops.mask_logits` takes them."""
+    scored: Array | None
+    """int32[r], rows whose request asked for log-probabilities."""
+    host: npt.NDArray[np.intp]
+    """The same, on the host."""
+    top_n: int
+    """Alternatives that those rows want."""
+
+
+@dataclass(slots=True)
+class _Extras:
+    """What only some requests need: single logits to be changed."""
+
+    free_from: int
+    """Position of the first token that may end the text, after `min_tokens` others."""
+    stops: IntArray
+    """Tokens that may not come before."""
+    bias_ids: IntArray
+    bias: npt.NDArray[np.float32]
+    bans: Bans
+
+
+class Sampler:
+    """Columns over slots; a row's result depends on its own request only."""
+
+    def __init__(self, ops: Ops, num_slots: int, vocab_size: int) -> None:
+        self._ops = ops
+        self._vocab_size = vocab_size
+        self._temperature = np.zeros(num_slots, np.float32)
+        self._top_k = np.zeros(num_slots, np.int32)
+        self._top_p = np.ones(num_slots, np.float32)
+        self._min_p = np.zeros(num_slots, np.float32)
+        self._seeds = np.zeros(num_slots, np.uint64)
+        self._logprobs = np.full(num_slots, -1, np.int32)
+        """Alternatives wanted; -1 for a request that wants no log-probabilities."""
+        self._penalties = Penalties(ops, num_slots, vocab_size)
+        self._extras: dict[int, _Extras] = {}
+        self._allowed: dict[int, IntArray] = {}
+        """Bits of the tokens that may be chosen, as `Ops.mask_logits` takes them."""
+        self._known: SamplingWork | None = None
+        """What was told last, on the device: most steps sample for the slots of the step before."""
+
+    def emptied(self) -> Sampler:
+        """Return a sampler of the same size that knows no request."""
+        return Sampler(self._ops, len(self._temperature), self._vocab_size)
+
+    def admit(self, admission: Admission) -> None:
+        """Remember the parameters of a new residency. Raises `ValueError` for token ids outside the vocabulary."""
+        slot, params = admission.slot, admission.params
+        self._known = None
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = params.top_k
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seeds[slot] = params.seed
+        self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._penalties.admit(admission)
+        self._extras.pop(slot, None)
+        if params.logit_bias or params.min_tokens or params.bad_words_token_ids:
+            bias = params.logit_bias or {}
+            ends = {*params.stop_token_ids, *admission.eos_token_ids}
+            self._require_known("logit_bias", bias)
+            self._require_known("bad_words_token_ids", chain.from_iterable(params.bad_words_token_ids))
+            self._extras[slot] = _Extras(
+                free_from=admission.prompt_len + params.min_tokens,
+                # What is not in the vocabulary is never sampled and need not be forbidden.
+                stops=np.array([token for token in ends if token in range(self._vocab_size)], np.int32),
+                bias_ids=np.array(list(bias), np.int32),
+                bias=np.array(list(bias.values()), np.float32),
+                bans=Bans(params.bad_words_token_ids, admission.prompt_len),
+            )
+
+        self._allowed.pop(slot, None)
+        if params.allowed_token_ids is not None:
+            self._require_known("allowed_token_ids", params.allowed_token_ids)
+            allowed = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+            allowed[list(params.allowed_token_ids)] = True
+            self._allowed[slot] = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
+
+    def extend(self, slots: IntArray, tokens: IntArray, accepted: IntArray) -> None:
+        """Take note of delivered tokens that `sample` did not count: those of a step with drafts.
+
+        int32[N, 1 + k], of which row i keeps the first 1 + accepted[i].
+        """
+        self._penalties.extend(slots, tokens, accepted)
+
+    def reads_text(self, slots: IntArray) -> bool:
+        """Say whether a choice for one of `slots` depends on tokens of its text, other than through counts."""
+        readers = [slot for slot, extras in self._extras.items() if extras.bans.read_text]
+        return bool(readers) and bool(np.isin(readers, slots).any())
+
+    def gather(self, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> SamplingWork:
+        """Return what `sample` needs for R rows, at least one; on the host, but for what was uploaded before.
+
+        `slots` int32[R]; `positions` int32[R] is the position of the token being chosen, which is how many tokens come
+        before it; `tokens` int32[num_slots, *] holds those, drafts included; `columns` int32[R] is where the choice
+        stands in the token matrix.
+        """
+        added = self._added(slots, positions, tokens) if self._extras else None
+        known = self._known
+        if known is not None and known.key == slots.tobytes():
+            return replace(known, rows=replace(known.rows, positions=positions), added=added)
+        drafted = bool(columns.any())
+        scored = (self._logprobs[slots] >= 0).nonzero()[0]
+        return SamplingWork(
+            key=b"" if drafted else slots.tobytes(),
+            rows=self._rows(slots, positions),
+            penalties=self._penalties.gather(slots, positions, columns, tokens),
+            counting=None if drafted else self._penalties.counting(slots),
+            added=added,
+            allowed=self._bits(slots) if self._allowed else None,
+            scored=scored.astype(np.int32) if len(scored) else None,
+            host=scored,
+            top_n=int(self._logprobs[slots].max()),
+        )
+
+    def sample(self, logits: Array, work: SamplingWork, masks: Masks | None = None) -> Sampled:
+        """Choose a token for each row, and count those that do not follow drafts.
+
+        `logits` float32[R, V] of the pack may be overwritten; `work` is what `gather` returned, uploaded. `masks` say
+        what rows may yield, whatever else changes their logits; log-probabilities are the model's, without masks.
+        """
+        ops = self._ops
+        if work.key:
+            self._known = work
+        raw = None if work.scored is None else ops.gather_rows(logits, work.scored)
+        logits = self._penalties.apply(logits, work.penalties)
+        if work.added is not None:
+            logits = ops.add_at(logits, *work.added)
+        if work.allowed is not None:
+            logits = ops.mask_logits(logits, *work.allowed)
+        if masks is not None and len(masks.rows):
+            logits = ops.mask_logits(logits, *ops.upload([masks.rows, masks.bits]))
+        chosen, peaks = ops.sample(logits, work.rows)
+        self._penalties.count(work.counting, chosen)
+        if raw is None:
+            return Sampled(chosen, peaks)
+        return Sampled(chosen, peaks, work.host, ops.logprobs(raw, ops.gather_rows(chosen, work.scored), work.top_n))
+
+    def _rows(self, slots: IntArray, positions: IntArray) -> SampleInput:
+        temperature, top_k = self._temperature[slots], self._top_k[slots]
+        top_p, min_p = self._top_p[slots], self._min_p[slots]
+        random = temperature > 0
+        return SampleInput(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seeds=self._seeds[slots],
+            positions=positions,
+            all_greedy=not random.any(),
+            any_filter=bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()),
+        )
+
+    def _added(
+        self, slots: IntArray, positions: IntArray, tokens: IntArray
+    ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]] | None:
+        """Return what logit_bias, min_tokens and banned sequences add to logits."""
+        rows: list[IntArray] = []
+        ids: list[IntArray] = []
+        values: list[npt.NDArray[np.float32]] = []
+
+        def add(row: int, tokens: IntArray, added: npt.NDArray[np.float32]) -> None:
+            rows.append(np.full(len(tokens), row, np.int32))
+            ids.append(tokens)
+            values.append(added)
+
+        for row, slot in enumerate(slots.tolist()):
+            extras = self._extras.get(slot)
+            if extras is None:
+                continue
+            if len(extras.bias_ids):
+                add(row, extras.bias_ids, extras.bias)
+            forbidden = extras.bans.at(int(positions[row]), tokens[slot])
+            if positions[row] < extras.free_from:
+                forbidden = np.concatenate((forbidden, extras.stops))
+            if len(forbidden):
+                add(row, forbidden, np.full(len(forbidden), _FORBIDDEN))
+        return (np.concatenate(rows), np.concatenate(ids), np.concatenate(values)) if rows else None
+
+    def _bits(self, slots: IntArray) -> tuple[IntArray, IntArray] | None:
+        """Return the masks of allowed_token_ids."""
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._allowed]
+        if not rows:
+            return None
+        return np.array(rows, np.int32), np.stack([self._allowed[slot] for slot in slots[rows].tolist()])
+
+    def _require_known(self, field: str, tokens: Iterable[int]) -> None:
+        """Raise `ValueError` for a token outside the vocabulary: on the device it would write beyond its row."""
+        for token in tokens:
+            if token not in range(self._vocab_size):
+                raise ValueError(f"{field} names token {token} of a vocabulary of {self._vocab_size}")

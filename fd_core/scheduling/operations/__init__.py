@@ -1,0 +1,1 @@
+"""Operations outside steps: storage, transfer and compilation of grammars."""

@@ -1,0 +1,240 @@
+"""KV that is stored outside the device, as the scheduler sees it: which request waits for what.
+
+waiting --ask--> Lookup --found--> load or recompute --load--> Load --loaded--> running
+running --save--> Save --saved--> the host tier stores it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from fd_core.effects.operations import Cancel, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.kv.blocks import BlockPool
+from fd_core.scheduling.operations.load_or_recompute import LoadOrRecompute
+from fd_core.scheduling.operations.registry import Operations
+from fd_core.scheduling.requests import Request
+from fd_core.types import IntArray, frozen
+from fd_core.types.metrics import counter
+
+__all__ = ["Arrival", "KVOffloading", "KeepKV", "OffloadCounters"]
+
+_MAX_REMEMBERED = 1 << 20
+"""Keys remembered as stored; blocks whose keys were forgotten may be stored a second time."""
+
+
+class OffloadCounters(msgspec.Struct, kw_only=True):
+    """What happened since the start; only grows."""
+
+    loads: Annotated[int, counter("kv_loads", "Requests that waited for KV from the host tier or the store.")] = 0
+    loaded_tokens: Annotated[int, counter("kv_restored_tokens", "Tokens not computed because their KV was loaded.")] = 0
+    lost_tokens: Annotated[
+        int, counter("kv_lost_tokens", "Tokens computed because the load of their KV failed or brought less.")
+    ] = 0
+    declined: Annotated[
+        int, counter("kv_declined_loads", "Loads not begun because computing was estimated to be faster.")
+    ] = 0
+    declined_tokens: Annotated[
+        int, counter("kv_declined_tokens", "Tokens computed because computing was estimated to beat loading their KV.")
+    ] = 0
+    saved_tokens: Annotated[
+        int, counter("kv_saved_tokens", "Tokens whose KV was copied from the device to the host tier.")
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The KV of a loading request arrived, or will not arrive: the request in `slot` may compute."""
+
+    slot: int
+    request: Request
+    num_tokens: int
+    """Leading tokens whose KV is in the blocks of the request, fewer than the request has."""
+    num_cached: int
+    """Those of them that no prefill computed for this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepKV:
+    """Which requests leave their KV outside the device."""
+
+    preempted: bool = True
+    """Requests that are preempted for want of blocks."""
+    finished: bool = False
+    """Requests that end, for later prompts with the same prefix."""
+    persist: bool = False
+    """Whether a store keeps the KV beyond the host tier."""
+
+    @property
+    def anything(self) -> bool:
+        """Whether KV is stored outside the device at all."""
+        return self.preempted or self.finished
+
+
+@dataclass(frozen=True, slots=True)
+class _LookedUp:
+    request: Request
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    request: Request
+    slot: int
+    keys: tuple[bytes, ...]
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    request: Request
+    keys: tuple[bytes, ...]
+    whole: bool
+    """Whether `keys` are all the leading blocks of the request, none left out because it is stored already."""
+
+
+@dataclass(slots=True)
+class KVOffloading:
+    """Decides what is saved, looked up and loaded; owned by one scheduler."""
+
+    pool: BlockPool
+    operations: Operations
+    block_size: int
+    keep: KeepKV
+    counters: OffloadCounters = field(default_factory=OffloadCounters)
+    load_or_recompute: LoadOrRecompute = field(default_factory=LoadOrRecompute)
+    _remembered: dict[bytes, None] = field(default_factory=dict)
+    """Keys believed to be in the store, oldest first."""
+
+    # Lookups ----------------------------------------------------------------------------------------------
+
+    def begin_wait(self, request: Request, keys: Sequence[bytes]) -> int | None:
+        """Return the operation that a request waits for from now on, if there is one, to learn what is stored.
+
+        The device itself may have the whole prefix: then nothing is asked, see `ask`. A preempted request waits for
+        the save of its own KV, whose completion says what the host tier stores, instead of asking.
+        """
+        request.asked_store = False
+        if request.save is not None:
+            request.asked_store = True
+            return request.save
+        if request.stored:
+            request.asked_store = True
+            return None
+        if request.preemptions or len(self.pool.match(keys)) < len(keys):
+            return self.ask(request, keys)
+        return None
+
+    def ask(self, request: Request, keys: Sequence[bytes]) -> int | None:
+        """Ask how much of a waiting request's prefix is stored; None if that was asked since the request waits."""
+        if request.asked_store or not self.keep.anything or not keys:
+            return None
+        request.asked_store = True
+        request.stored = request.stored_on_host = 0
+        named = tuple(keys)
+        request.lookup = self.operations.begin(lambda number: Lookup(number, named), _LookedUp(request, named))
+        return request.lookup
+
+    def found(self, answer: Found) -> None:
+        """A lookup was answered."""
+        looked_up = self.operations.end(answer.operation, _LookedUp)
+        self.not_stored(looked_up.keys[answer.total :])
+        request = looked_up.request
+        if request.lookup == answer.operation:
+            request.lookup = None
+            request.stored_on_host, request.stored = answer.host, answer.total
+
+    def leave(self, request: Request) -> None:
+        """A waiting or loading request was aborted: hurry the answers that it waits for.
+
+        The blocks of a load stay pinned until its completion.
+        """
+        for number in (request.lookup, request.load):
+            if number is not None:
+                self.operations.want(Cancel(number))
+        request.lookup = request.load = None
+
+    # Loads ------------------------------------------------------------------------------------------------
+
+    def worth_loading(self, request: Request, first: int, count: int) -> int:
+        """Return how many of `count` prefix blocks to load behind the `first` ones that the device has; 0 for none."""
+        upto = min(request.stored, count)
+        if upto <= first:
+            return 0
+        host = max(min(request.stored_on_host, upto) - first, 0)
+        decision = self.load_or_recompute.decide(request.spec.request_id, host, upto - first - host, self.block_size)
+        self.operations.decided(decision)
+        if not decision.load:
+            self.counters.declined += 1
+            self.counters.declined_tokens += decision.num_tokens
+            return 0
+        return upto - first
+
+    def load(self, request: Request, slot: int, keys: Sequence[bytes], blocks: IntArray, first: int) -> None:
+        """Bring `keys` into `blocks`, which `slot` owns from entry `first` of its block table on."""
+        named = tuple(keys)
+        request.load = self.operations.begin(
+            lambda number: Load(number, named, blocks, slot, request.spec.request_id),
+            _Loading(request, slot, named, first),
+            frozen(blocks),
+        )
+        self.counters.loads += 1
+
+    def loaded(self, answer: Loaded) -> Arrival | None:
+        """A load is over; return its request, or None if the request left meanwhile."""
+        loading = self.operations.end(answer.operation, _Loading)
+        request = loading.request
+        if request.load != answer.operation:
+            return None
+        request.load = None
+        request.stored = request.stored_on_host = 0
+        count = min(answer.blocks, len(loading.keys))
+        self.counters.loaded_tokens += count * self.block_size
+        self.counters.lost_tokens += (len(loading.keys) - count) * self.block_size
+        self.not_stored(loading.keys[count:])  # damaged or gone, perhaps: they are stored again once they are computed
+        tokens = (loading.first + count) * self.block_size
+        return Arrival(loading.slot, request, tokens, tokens)
+
+    # Saves ------------------------------------------------------------------------------------------------
+
+    def save(self, request: Request, keys: Sequence[bytes], blocks: IntArray) -> int | None:
+        """Store settled `blocks` under `keys` while they still have an owner; return the operation, if one is needed.
+
+        Blocks that the store is believed to have are left out.
+        """
+        chosen = [index for index, key in enumerate(keys) if not (self.keep.persist and key in self._remembered)]
+        if not chosen:
+            return None
+        named = tuple(keys[index] for index in chosen)
+        copied = frozen(blocks[chosen])
+        if self.keep.persist:
+            self._remembered.update(dict.fromkeys(named))
+            while len(self._remembered) > _MAX_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+        return self.operations.begin(
+            lambda number: Save(number, named, copied, self.keep.persist),
+            _Saving(request, named, len(named) == len(keys)),
+            copied,
+        )
+
+    def saved(self, answer: Saved) -> None:
+        """A save no longer reads its blocks."""
+        saving = self.operations.end(answer.operation, _Saving)
+        count = min(answer.blocks, len(saving.keys))
+        self.counters.saved_tokens += count * self.block_size
+        self.not_stored(saving.keys[count:])
+        request = saving.request
+        if request.save == answer.operation:
+            request.save = None
+            if saving.whole:
+                request.stored = request.stored_on_host = min(answer.host, count)
+            else:
+                request.asked_store = False  # what was left out may be in either tier: a lookup tells
+
+    def not_stored(self, keys: Iterable[bytes]) -> None:
+        """Blocks did not get to the store, or left it: they are to be saved when they are used again."""
+        for key in keys:
+            self._remembered.pop(key, None)

@@ -1,0 +1,160 @@
+"""KV that travels between workers, as the scheduler sees it: which blocks are leased, and which are sent.
+
+On the decode side, a request whose prompt another worker computes is admitted as any other request, with all blocks
+that it and the running requests may still need. It waits in its slot until its KV has come, or will not come. On the
+prefill side, the settled blocks of a request leave one after the other while the rest of the prompt is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, get_args
+
+import msgspec
+
+from fd_core.effects.operations import Cancel, Fetch, Fetched, GiveUp, Send, Sent
+from fd_core.scheduling.operations.kv_offloading import Arrival
+from fd_core.scheduling.operations.registry import Operations
+from fd_core.scheduling.requests import Request
+from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome, frozen
+from fd_core.types.metrics import counter
+
+__all__ = ["KVTransferring", "TransferCounters"]
+
+
+class TransferCounters(msgspec.Struct, kw_only=True):
+    """What happened since the start; only grows."""
+
+    outcomes: Annotated[
+        dict[PrefillOutcome, int],
+        counter(
+            "prefills_elsewhere",
+            "Requests whose prompt a prefill worker was to compute, by outcome.",
+            label="outcome",
+            values=get_args(PrefillOutcome),
+        ),
+    ] = msgspec.field(default_factory=dict)
+    fetched_tokens: Annotated[
+        int, counter("kv_fetched_tokens", "Tokens whose KV was fetched from a prefill worker.")
+    ] = 0
+    sent_blocks: Annotated[int, counter("kv_sent_blocks", "KV blocks computed for decode workers.")] = 0
+    given_up: int = 0
+    """Requests of decode workers that ended before all their KV was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetching:
+    request: Request
+    slot: int
+    first: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    lease: str
+
+
+@dataclass(slots=True)
+class KVTransferring:
+    """Decides what is fetched and sent; owned by one scheduler."""
+
+    operations: Operations
+    block_size: int
+    paired: bool
+    """Whether this worker knows others; a worker that knows none computes every prompt itself."""
+    counters: TransferCounters = field(default_factory=TransferCounters)
+
+    # The decode side --------------------------------------------------------------------------------------
+
+    def wants(self, request: Request) -> bool:
+        """Whether another worker is to compute a prompt, which is tried once and before the first token."""
+        if not self.paired or not request.spec.prefill_at or request.needs_every_position:
+            return False
+        return request.prefill is None and not request.num_generated
+
+    def worth_fetching(self, request: Request, first: int) -> bool:
+        """Whether at least a block is left to fetch behind the `first` blocks that the device has.
+
+        The last token of the prompt is computed here in any case, because it yields the next one.
+        """
+        if request.num_tokens - 1 - first * self.block_size >= self.block_size:
+            return True
+        self._is_over(request, "held")
+        return False
+
+    def fetch(self, request: Request, slot: int, blocks: IntArray, first: int) -> None:
+        """Lease `blocks` of a slot, behind its `first` ones, to the worker that computes the prompt."""
+        spec, wanted = request.spec, request.num_tokens - 1
+        tokens = request.tokens.view(upto=wanted).astype("<i4", copy=False).tobytes()
+        job = PrefillJob(
+            tokens, first, spec.cache_salt, spec.priority, spec.tenant, spec.traceparent, adapter=spec.adapter
+        )
+        request.fetch = self.operations.begin(
+            lambda number: Fetch(number, spec.prefill_at, job, blocks, slot, spec.request_id),
+            _Fetching(request, slot, first, wanted),
+            frozen(blocks),
+        )
+
+    def leave(self, request: Request) -> None:
+        """A loading request was aborted; the leased blocks stay pinned until the lease is over."""
+        if request.fetch is not None:
+            self.operations.want(Cancel(request.fetch))
+            request.fetch = None
+            self._is_over(request, "aborted")
+
+    def fetched(self, answer: Fetched) -> Arrival | None:
+        """A fetch is over; return its request, or None if the request left meanwhile."""
+        fetching = self.operations.end(answer.operation, _Fetching)
+        request = fetching.request
+        if request.fetch != answer.operation:
+            return None
+        request.fetch = None
+        self._is_over(request, answer.outcome)
+        on_device = fetching.first * self.block_size
+        if answer.outcome != "transferred":
+            return Arrival(fetching.slot, request, on_device, on_device)
+        self.counters.fetched_tokens += fetching.num_tokens - on_device
+        cached = max(on_device, min(answer.cached, fetching.num_tokens))
+        return Arrival(fetching.slot, request, fetching.num_tokens, cached)
+
+    def _is_over(self, request: Request, outcome: PrefillOutcome) -> None:
+        request.prefill = outcome
+        outcomes = self.counters.outcomes
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+
+    # The prefill side -------------------------------------------------------------------------------------
+
+    def settled(self, request: Request, blocks: IntArray) -> None:
+        """The leading `blocks` of a prefill job hold settled KV: send those that were not sent."""
+        job = request.spec.prefill_job
+        if job is not None and len(blocks) > request.sent:
+            self._send(request, job.lease, blocks, None)
+
+    def finished(self, request: Request, blocks: IntArray, reason: FinishReason) -> None:
+        """A prefill job has computed its prompt, whose KV is in `blocks`, the last one included: send the rest."""
+        job = request.spec.prefill_job
+        if job is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            prompt = request.prompt_len
+            self._send(request, job.lease, blocks[: -(-prompt // self.block_size)], prompt)
+            request.sent_all = True
+
+    def ended(self, request: Request, reason: FinishReason) -> None:
+        """The request of a prefill job is over, however it ended."""
+        job = request.spec.prefill_job
+        if job is not None and not request.sent_all:
+            self.counters.given_up += 1
+            self.operations.want(GiveUp(job.lease, f"the prefill worker ended the request: {reason.value}"))
+
+    def sent(self, answer: Sent) -> None:
+        """The blocks of a send are not read any more."""
+        self.operations.end(answer.operation, _Sending)
+
+    def _send(self, request: Request, lease: str, blocks: IntArray, num_tokens: int | None) -> None:
+        first = min(request.sent, len(blocks))
+        sent, cached = frozen(blocks[first:].copy()), request.cached_tokens or 0
+        self.operations.begin(
+            lambda number: Send(number, lease, first, sent, num_tokens, cached), _Sending(lease), sent
+        )
+        self.counters.sent_blocks += len(sent)
+        request.sent = len(blocks)

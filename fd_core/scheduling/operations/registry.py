@@ -1,0 +1,79 @@
+"""Operations outside steps: the registry of those that are open, with the KV blocks that they hold.
+
+Pure, as the scheduler is: operations leave as effects, and completions say what became of them
+(`fd_core.effects.operations`). A block that an operation reads or writes is pinned from the effect to the completion,
+so that the block is granted to no other request, whatever happens meanwhile to the request that the operation serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fd_core.effects.operations import Effect, LoadDecision
+from fd_core.kv.blocks import BlockPool
+from fd_core.types import IntArray
+
+__all__ = ["Operations"]
+
+_Subject = TypeVar("_Subject")
+
+
+class Operations:
+    """Numbers operations, pins their blocks, and collects what the next call of the scheduler returns."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._last = 0
+        self._open: dict[int, tuple[Any, IntArray | None]] = {}
+        """What each open operation is about, and the blocks that it holds."""
+        self._effects: list[Effect] = []
+        self._decisions: list[LoadDecision] = []
+
+    @property
+    def num_open(self) -> int:
+        """Operations that were not completed, those included whose effect waits to be returned."""
+        return len(self._open)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation is open, or an effect waits to be returned."""
+        return bool(self._open or self._effects)
+
+    def begin(self, effect: Callable[[int], Effect], about: Any, blocks: IntArray | None = None) -> int:
+        """Open an operation and return its number, from which `effect` makes the effect."""
+        self._last += 1
+        if blocks is not None:
+            self._pool.pin(blocks)
+        self._open[self._last] = about, blocks
+        self._effects.append(effect(self._last))
+        return self._last
+
+    def end(self, number: int, kind: type[_Subject]) -> _Subject:
+        """Close an operation, which no longer holds its blocks; return what it is about.
+
+        Raises `RuntimeError` if no operation of that kind and number is open.
+        """
+        about, blocks = self._open.pop(number, (None, None))
+        if not isinstance(about, kind):
+            raise RuntimeError(f"operation {number} was completed, but is not open or is of another kind")
+        if blocks is not None:
+            self._pool.unpin(blocks)
+        return about
+
+    def want(self, effect: Effect) -> None:
+        """Have something done that no completion answers."""
+        self._effects.append(effect)
+
+    def decided(self, decision: LoadDecision) -> None:
+        """Tell the trace of a decision."""
+        self._decisions.append(decision)
+
+    def take(self) -> tuple[tuple[Effect, ...], tuple[LoadDecision, ...]]:
+        """Return the effects and decisions since the last call, in order."""
+        if not (self._effects or self._decisions):
+            return (), ()
+        taken = tuple(self._effects), tuple(self._decisions)
+        self._effects.clear()
+        self._decisions.clear()
+        return taken

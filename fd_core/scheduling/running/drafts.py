@@ -1,0 +1,133 @@
+"""How many drafts a request may verify in its next step.
+
+Drafts come from a drafter, or from a grammar that leaves one way to go on. The latter are always kept, so a request
+that has no others is always allowed them; a request that has neither is never expected to have any.
+
+A draft costs one token of the step and pays one token if it is kept. So a request's share follows how often its
+drafts were kept lately, and all drafts together stay below the number of tokens at which a step stops being bound by
+reading weights and starts to pay for each one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.scheduling.running.budget import deal
+from fd_core.types import IntArray
+from fd_core.types.metrics import counter
+
+__all__ = ["DraftControl", "DraftStats"]
+
+_MEMORY = 0.9
+"""Weight of the past in a request's acceptance rate."""
+_RECOVERY = 0.02
+"""Pull of the rate towards 1 in each step without drafts, so that a request is tried again now and then."""
+
+
+class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Drafts verified and kept since the start, by position: 0 is the draft right after the last token."""
+
+    proposed_per_position: Annotated[
+        tuple[int, ...],
+        counter(
+            "drafts_proposed_per_position_tokens",
+            "Draft tokens verified, by position: 0 is the draft right after the last token.",
+            label="position",
+        ),
+    ] = ()
+    accepted_per_position: Annotated[
+        tuple[int, ...],
+        counter(
+            "drafts_accepted_per_position_tokens",
+            "Draft tokens accepted, by position: 0 is the draft right after the last token.",
+            label="position",
+            vllm=("spec_decode_num_accepted_tokens_per_pos",),
+        ),
+    ] = ()
+
+    @property
+    def proposed(
+        self,
+    ) -> Annotated[
+        int, counter("drafts_proposed_tokens", "Draft tokens verified.", vllm=("spec_decode_num_draft_tokens",))
+    ]:
+        """Draft tokens verified."""
+        return sum(self.proposed_per_position)
+
+    @property
+    def accepted(
+        self,
+    ) -> Annotated[
+        int, counter("drafts_accepted_tokens", "Draft tokens accepted.", vllm=("spec_decode_num_accepted_tokens",))
+    ]:
+        """Draft tokens accepted."""
+        return sum(self.accepted_per_position)
+
+
+class DraftControl:
+    """Acceptance rates by slot, and the number of drafts that follows from them."""
+
+    def __init__(self, num_slots: int, max_drafts: int, cheap_tokens: int, *, drafter: bool = True) -> None:
+        """`cheap_tokens` is the step size up to which a further token is nearly free.
+
+        Without a `drafter` only grammars have drafts.
+        """
+        self.max_drafts = max_drafts
+        self._cheap_tokens = cheap_tokens
+        self._drafter = drafter
+        self._most = np.full(num_slots, max_drafts if drafter else 0, np.int32)
+        self._rate = np.ones(num_slots, np.float64)
+        self._drafted = np.zeros(max_drafts, np.int64)
+        self._accepted = np.zeros(max_drafts, np.int64)
+
+    def stats(self) -> DraftStats:
+        """Return counters, which are of a drafter's drafts: how many a grammar forces, the runner counts."""
+        if not self._drafter:
+            return DraftStats()
+        return DraftStats(
+            proposed_per_position=tuple(self._drafted.tolist()), accepted_per_position=tuple(self._accepted.tolist())
+        )
+
+    def admit(self, slot: int, grammar: bool = False) -> None:
+        """A residency begins: no acceptance rate is known, so all drafts are welcome."""
+        self._rate[slot] = 1.0
+        self._most[slot] = self.max_drafts if grammar or self._drafter else 0
+
+    @property
+    def learning(self) -> bool:
+        """Whether a drafter makes drafts, of which many may be rejected."""
+        return self._drafter and self.max_drafts > 0
+
+    @property
+    def possible(self) -> bool:
+        """Whether any slot may come to hold drafts."""
+        return self.max_drafts > 0 and bool(self._most.any())
+
+    def most(self, slots: npt.NDArray[np.intp]) -> IntArray:
+        """Return int32[n]: how many drafts the runner may come to hold for each of `slots`."""
+        most: IntArray = self._most[slots]
+        return most
+
+    def allowed(self, slots: npt.NDArray[np.intp], ready: IntArray) -> IntArray:
+        """Return int32[n]: how many of the `ready` int32[n] drafts each of the decoding `slots` may verify."""
+        own = np.floor(self._rate[slots] * self.max_drafts + 0.5).astype(np.int32)
+        wanted = np.minimum(own, ready)
+        return deal(wanted, max(self._cheap_tokens - len(slots), 0))
+
+    def observe(self, slots: npt.NDArray[np.intp], drafted: IntArray, accepted: IntArray) -> None:
+        """Learn from a step: `drafted` and `accepted` int32[n] of its decoding `slots`."""
+        if not self.learning:
+            return
+        some = drafted > 0
+        idle = slots[~some]
+        self._rate[idle] += _RECOVERY * (1.0 - self._rate[idle])
+        if not some.any():
+            return
+        busy, drafted, accepted = slots[some], drafted[some], accepted[some]
+        self._rate[busy] = _MEMORY * self._rate[busy] + (1 - _MEMORY) * accepted / drafted
+        self._drafted += np.bincount(drafted, minlength=self.max_drafts + 1)[::-1].cumsum()[::-1][1:]
+        self._accepted += np.bincount(accepted, minlength=self.max_drafts + 1)[::-1].cumsum()[::-1][1:]

@@ -1,0 +1,311 @@
+"""The output side: turns the answer to a step into tokens for requests, acknowledgements and ends.
+
+The law it keeps: outputs apply only if epoch, step and gen match; a draining request leaves only on the -9 of its own
+gen; an error in one row never swallows another row.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core import signals
+from fd_core.kv.blocks import BlockPool
+from fd_core.scheduling.phases import PhaseClock
+from fd_core.scheduling.requests import Request
+from fd_core.scheduling.running.drafts import DraftControl
+from fd_core.scheduling.running.residencies import Residencies
+from fd_core.scheduling.running.slots import SlotTable
+from fd_core.signals import Outcome
+from fd_core.types import (
+    Delta,
+    FinishReason,
+    IntArray,
+    LogprobRows,
+    StepOutput,
+    StepPlan,
+    TokenLogprobs,
+)
+from fd_core.types.metrics import counter
+
+__all__ = ["OutputCounters", "OutputSide"]
+
+_RELEASED: Final = np.uint8(Outcome.RELEASED)
+_ALL: Final = slice(None)
+"""Every row of a plan: an index that copies nothing."""
+_Rows = npt.NDArray[np.intp] | slice
+
+
+class OutputCounters(msgspec.Struct, kw_only=True):
+    """What was delivered or dropped since the start; only grows."""
+
+    generated_tokens: Annotated[
+        int, counter("generated_tokens", "Tokens generated and delivered.", vllm=("generation_tokens",))
+    ] = 0
+    stale_outputs: Annotated[
+        int, counter("stale_outputs", "Outputs dropped because epoch, step or generation did not match.")
+    ] = 0
+    overrun_rows: int = 0
+    """Rows computed for a request that had ended by the time its output arrived."""
+    finished: Annotated[
+        dict[FinishReason, int],
+        counter("engine_finished", "Requests that the engine ended, by finish reason.", label="reason"),
+    ] = msgspec.field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+
+@dataclass
+class OutputSide:
+    """Applies outputs to the slots of one scheduler, in step order."""
+
+    _slots: SlotTable
+    _pool: BlockPool
+    _drafts: DraftControl
+    _residencies: Residencies
+    _times: PhaseClock
+    _on_released: Callable[[Request], None]
+    """Told of each request whose slot was released and that did not end."""
+    counters: OutputCounters = field(default_factory=OutputCounters)
+    _next_step: int = 0
+    _told_first: set[str] = field(default_factory=set)
+    """Requests whose first delta was told."""
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
+        """Apply the answer to `plan` and return what the clients are told, at most one delta for each request.
+
+        Raises `fd_core.signals.MalformedOutput` if the backend broke the protocol.
+        """
+        if (output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step:
+            self.counters.stale_outputs += 1
+            return []
+        self._next_step = plan.step + 1
+        outcomes = signals.read(output.tokens, output.errors)
+        # Arrays of another integer type take several times as long as an index.
+        places = plan.slots.astype(np.intp)
+        rows = self._rows_of_this_residency(plan, places, output)
+        deltas = self._deliver(plan, rows, places if rows is _ALL else places[rows], outcomes, output)
+        if output.drafts_ready is not None:
+            # Slots that were scheduled again since this step hold newer drafts; those of an earlier gen hold none.
+            current = (self._slots.last_step <= plan.step) & (self._slots.gen == output.gens)
+            self._slots.drafts_ready[current] = output.drafts_ready[current]
+        self._pool.answered(plan.step)
+        deltas += self._acknowledge(plan, outcomes, output)
+        return deltas
+
+    def end(self, request: Request, reason: FinishReason) -> Delta:
+        """Return the last delta of a request that ended with nothing more to deliver."""
+        return self._delta(request, (), reason, None)
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _rows_of_this_residency(self, plan: StepPlan, places: npt.NDArray[np.intp], output: StepOutput) -> _Rows:
+        """Return indices of the plan's rows whose residency still exists on both sides; `places` are their slots."""
+        slots = self._slots
+        same_runner = output.gens[places] == plan.gens
+        occupied = (slots.running[places] | slots.draining[places]) & ~slots.ended[places]
+        same_here = (slots.gen[places] == plan.gens) & occupied
+        rows: npt.NDArray[np.intp] = (same_runner & same_here).nonzero()[0]
+        if len(rows) == len(places):
+            return _ALL
+        stale = len(places) - int(np.count_nonzero(same_runner))
+        self.counters.stale_outputs += stale
+        self.counters.overrun_rows += len(places) - stale - len(rows)
+        return rows
+
+    def _deliver(
+        self,
+        plan: StepPlan,
+        rows: _Rows,
+        rows_of: npt.NDArray[np.intp],
+        outcomes: signals.Outcomes,
+        output: StepOutput,
+    ) -> list[Delta]:
+        deltas = []
+        if output.errors:
+            rows = np.arange(len(plan.slots))[rows]
+            healthy = outcomes.kinds[rows_of] != Outcome.ERROR
+            failed = set(rows_of[~healthy].tolist())
+            deltas = [self._fail(slot, message) for slot, message in output.errors if slot in failed]
+            rows, rows_of = rows[healthy], rows_of[healthy]
+        counts = outcomes.counts[rows_of]
+        delivers, samples = counts > 0, plan.samples[rows]
+        with_tokens = delivers & samples
+        delivering = with_tokens.nonzero()[0]
+        if len(delivering) < np.count_nonzero(delivers):
+            unasked = delivers > samples
+            raise signals.MalformedOutput(f"slot {rows_of[unasked][0]} carries tokens that no row of the step samples")
+        self._collect(output, rows_of)
+        asked, given = rows_of, counts
+        if len(delivering) < len(rows_of):
+            asked, given = rows_of[delivering], counts[delivering]
+        told, ended = self._append(asked, given, outcomes.tokens, output.logprobs)
+        # What is settled comes before who is done: the blocks that a last step completes are named like any others.
+        self._settle(plan, rows, rows_of, counts)
+        for slot, reason in ended:
+            self._residencies.finish(slot, reason)
+        return deltas + told
+
+    def _append(
+        self, rows: npt.NDArray[np.intp], counts: IntArray, tokens: IntArray, logprobs: LogprobRows | None
+    ) -> tuple[list[Delta], list[tuple[int, FinishReason]]]:
+        """Append delivered tokens, at most up to a stop token or the length limit; return also the slots that end."""
+        slots = self._slots
+        if not len(rows):
+            return [], []
+        width = 1 if tokens.shape[1] == 1 else int(counts.max())
+        block = tokens[rows] if width == tokens.shape[1] else tokens[rows, :width]
+        counts = np.minimum(counts, slots.limit[rows] - slots.num_tokens[rows])
+        if width == slots.stops.shape[1] == 1:  # most steps are such, and reductions take most of the time
+            stopped = (block[:, 0] == slots.stops[rows, 0]) & (counts > 0)
+        else:
+            in_row = np.arange(width, dtype=np.int32) < counts[:, None]
+            stops = (block[:, :, None] == slots.stops[rows][:, None, :]).any(axis=2) & in_row
+            stopped = stops.any(axis=1)
+            counts = np.where(stopped, stops.argmax(axis=1).astype(np.int32) + 1, counts)
+        slots.append_tokens(rows, block, counts)
+        given_out = counts.tolist()
+        self.counters.generated_tokens += sum(given_out)
+        full = slots.num_tokens[rows] >= slots.limit[rows]
+        scores = _logprobs_by_slot(logprobs, slots.requests)
+        ended: list[tuple[int, FinishReason]] = []
+        ends, told = (stopped | full).tolist(), self._told_first
+        # Tuples straight from memory: a list for each row would keep the garbage collector busy.
+        cells = [*struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)]
+        places = rows.tolist()
+        names = [slots.names[slot] for slot in places]
+        # Most rows go on, and have nothing to tell but tokens; the others are told anew below.
+        deltas = [*map(Delta, names, cells)]
+        if logprobs is None and (width == 1 or min(given_out) == width):
+            rest = [index for index, name in enumerate(names) if ends[index] or name not in told]
+        else:
+            rest = [*range(len(names))]
+        for index in rest:
+            slot, count, delivered = places[index], given_out[index], cells[index]
+            request = slots.request_in(slot)
+            token_ids = delivered if count == width else delivered[:count]
+            reason = None
+            if ends[index]:
+                reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
+                ended.append((slot, reason))
+            given = scores.get(slot)
+            deltas[index] = self._delta(request, token_ids, reason, given[:count] if given else None)
+        return deltas, ended
+
+    def _collect(self, output: StepOutput, rows: npt.NDArray[np.intp]) -> None:
+        """Keep what was read from the prompts in slots `rows` until their first token is delivered."""
+        if (scores := output.prompt_logprobs) is not None:
+            for slot in set(scores.slots.tolist()).intersection(rows.tolist()):
+                collected = self._slots.request_in(slot).prompt_logprobs
+                if collected is not None:
+                    collected.take(scores, np.flatnonzero(scores.slots == slot).astype(np.int32))
+        if (pooled := output.pooled) is not None:
+            columns = pooled.slots.tolist(), pooled.starts.tolist(), pooled.counts.tolist()
+            for slot, start, count, value in zip(*columns, pooled.values, strict=True):
+                state = self._slots.request_in(slot).pooled if slot in rows else None
+                if state is not None:
+                    state.take(start, count, value)
+
+    def _settle(self, plan: StepPlan, rows: _Rows, rows_of: npt.NDArray[np.intp], counts: IntArray) -> None:
+        """Positions computed by the step are settled, but for rejected drafts; requests that left have none."""
+        slots = self._slots
+        sampled = plan.samples[rows]
+        drafted = plan.num_drafts[rows]
+        if self._drafts.learning or np.count_nonzero(drafted):
+            accepted = np.maximum(counts - 1, 0)
+            self._drafts.observe(rows_of[sampled], drafted[sampled], accepted[sampled])
+            rejected = np.where(sampled, drafted - accepted, 0)
+            # Neither rejected drafts nor their KV exist.
+            slots.num_planned[rows_of] -= rejected
+            slots.num_computed[rows_of] -= rejected
+        still = slots.running[rows_of]
+        if np.count_nonzero(still) < len(rows_of):
+            rows = np.arange(len(plan.slots))[rows][still]
+            rows_of, sampled = rows_of[still], sampled[still]
+        if len(rows_of):
+            # The last token delivered has no KV yet.
+            upto = np.where(sampled, slots.num_tokens[rows_of] - 1, plan.starts[rows] + plan.num_tokens[rows])
+            self._residencies.settle(rows_of, upto.astype(np.int32))
+
+    def _acknowledge(self, plan: StepPlan, outcomes: signals.Outcomes, output: StepOutput) -> list[Delta]:
+        """Match every -9 with the one revocation that it answers."""
+        slots = self._slots
+        if not plan.revocations and not np.count_nonzero(outcomes.kinds == _RELEASED):
+            return []
+        expected = {revoked.slot: revoked.gen for revoked in plan.revocations}
+        seen = set((outcomes.kinds == _RELEASED).nonzero()[0].tolist())
+        if seen != set(expected):
+            raise signals.MalformedOutput(
+                f"step {plan.step} revokes slots {sorted(expected)}, but its output releases {sorted(seen)}"
+            )
+        deltas = []
+        for slot, gen in expected.items():
+            if output.gens[slot] != gen or slots.gen[slot] != gen:
+                self.counters.stale_outputs += 1
+                continue
+            ended_before = slots.request_in(slot).ended is not None
+            request = self._residencies.release(slot)
+            if request.ended is None:
+                self._on_released(request)
+            elif not ended_before:
+                deltas.append(self.end(request, request.ended))
+        return deltas
+
+    def _fail(self, slot: int, message: str) -> Delta:
+        request = self._slots.request_in(slot)
+        self._residencies.finish(slot, FinishReason.ERROR)
+        return msgspec.structs.replace(self.end(request, FinishReason.ERROR), error=message)
+
+    def _delta(
+        self,
+        request: Request,
+        token_ids: tuple[int, ...],
+        reason: FinishReason | None,
+        logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> Delta:
+        request_id = request.spec.request_id
+        cached = prefill = scores = pooled = phases = None
+        if token_ids and request_id not in self._told_first:
+            self._told_first.add(request_id)
+            cached, prefill = request.cached_tokens, request.prefill
+            phases = self._times.told(request.times)
+        if token_ids and request.prompt_logprobs is not None:
+            scores, request.prompt_logprobs = request.prompt_logprobs.delivered(), None
+        if token_ids and request.pooled is not None:
+            pooled = request.pooled.delivered()
+        if reason is not None:
+            self._told_first.discard(request_id)
+            self.counters.finished[reason] += 1
+            phases = self._times.told(request.times)
+        return Delta(
+            *(request_id, token_ids, reason, logprobs, cached),
+            prefill=prefill,
+            prompt_logprobs=scores,
+            pooled=pooled,
+            phases=phases,
+        )
+
+
+def _logprobs_by_slot(rows: LogprobRows | None, requests: list[Request | None]) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """Group rows by slot in column order; each request gets as many alternatives as it asked for."""
+    if rows is None:
+        return {}
+    grouped: dict[int, list[TokenLogprobs]] = {}
+    for index in np.lexsort((rows.columns, rows.slots)).tolist():
+        slot = int(rows.slots[index])
+        request = requests[slot]
+        wanted = request.spec.params.logprobs if request is not None else None
+        if wanted is None:
+            continue
+        grouped.setdefault(slot, []).append(
+            TokenLogprobs(
+                float(rows.chosen[index]),
+                tuple(rows.top_ids[index, :wanted].tolist()),
+                tuple(rows.top[index, :wanted].tolist()),
+            )
+        )
+    return {slot: tuple(values) for slot, values in grouped.items()}

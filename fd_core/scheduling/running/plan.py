@@ -1,0 +1,120 @@
+"""Collects the parts of a step plan while the scheduler decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.scheduling.running.budget import Budget
+from fd_core.scheduling.running.slots import SlotTable
+from fd_core.types import Admission, BlockGrant, IntArray, Revocation, StepPlan, frozen
+
+__all__ = ["PlanBuilder"]
+
+_ONES = frozen(np.ones(4096, np.int32))
+_ZEROS = frozen(np.zeros(4096, np.int32))
+
+
+class PlanBuilder:
+    """A plan in the making; `build` freezes it."""
+
+    def __init__(self, epoch: int, step: int, budget: int) -> None:
+        self.budget = Budget(budget)
+        self.preempted = False
+        """Whether this pass preempted a request for want of blocks."""
+        self.num_rows = 0
+        """Slots that are scheduled so far."""
+        self.rows = np.empty(0, np.intp)
+        """Slots of the plan that was built, as an index: arrays of another integer type take several times as long."""
+        self._epoch = epoch
+        self._step = step
+        self._slots: list[npt.NDArray[np.intp]] = []
+        self._num_tokens: list[IntArray] = []
+        self._num_drafts: list[IntArray] = []
+        self._admissions: list[Admission] = []
+        self._grants: list[BlockGrant] = []
+        self._revocations: list[Revocation] = []
+
+    @property
+    def empty(self) -> bool:
+        """Whether the step would do nothing; a plan that only admits or only revokes is not empty."""
+        return not (self._slots or self._revocations or self._admissions)
+
+    def add_rows(self, slots: npt.NDArray[np.intp], num_tokens: IntArray, num_drafts: IntArray) -> None:
+        """Schedule several slots."""
+        if len(slots):
+            self.num_rows += len(slots)
+            self._slots.append(slots)
+            self._num_tokens.append(num_tokens)
+            self._num_drafts.append(num_drafts)
+
+    def add_decodes(self, slots: npt.NDArray[np.intp]) -> None:
+        """Schedule one token of each of several slots, without drafts."""
+        count = len(slots)
+        if count > len(_ONES):
+            self.add_rows(slots, np.ones(count, np.int32), np.zeros(count, np.int32))
+        else:
+            self.add_rows(slots, _ONES[:count], _ZEROS[:count])
+
+    def add_row(self, slot: int, num_tokens: int) -> None:
+        """Schedule one slot without drafts."""
+        self.add_rows(np.array([slot]), np.array([num_tokens], np.int32), np.zeros(1, np.int32))
+
+    def chosen(self) -> set[int]:
+        """Return the slots that are scheduled so far."""
+        return {slot for part in self._slots for slot in part.tolist()}
+
+    def admit(self, slot: int, table: SlotTable) -> None:
+        """Tell the runner about a new residency and the blocks that it begins with."""
+        request = table.request_in(slot)
+        admission = Admission(
+            slot=slot,
+            gen=int(table.gen[slot]),
+            token_ids=request.tokens.view(),
+            prompt_len=request.prompt_len,
+            params=request.spec.params,
+            eos_token_ids=request.spec.eos_token_ids,
+            computed=int(table.num_computed[slot]),
+            request_id=request.spec.request_id,
+            pooling=request.spec.pooling,
+            adapter=request.spec.adapter,
+        )
+        self._admissions.append(admission)
+        self.grant(slot, 0, frozen(table.blocks(slot)))
+
+    def grant(self, slot: int, offset: int, blocks: IntArray) -> None:
+        """Append blocks to a slot's table from entry `offset` on."""
+        if len(blocks):
+            self._grants.append(BlockGrant(slot, offset, blocks))
+
+    def revoke(self, slot: int, gen: int) -> None:
+        """Revoke a slot; blocks granted to it in the same pass are void."""
+        self._grants = [grant for grant in self._grants if grant.slot != slot]
+        self._revocations.append(Revocation(slot, gen))
+
+    def build(self, table: SlotTable) -> StepPlan:
+        """Freeze the plan; positions are read from the slot table."""
+        self.rows = slots = _joined(self._slots, np.intp)
+        num_tokens = _joined(self._num_tokens, np.int32)
+        num_drafts = _joined(self._num_drafts, np.int32)
+        starts = table.num_computed[slots]
+        return StepPlan(
+            epoch=self._epoch,
+            step=self._step,
+            slots=frozen(slots.astype(np.int32)),
+            gens=frozen(table.gen[slots]),
+            starts=frozen(starts),
+            num_tokens=frozen(num_tokens),
+            num_drafts=frozen(num_drafts),
+            samples=frozen(starts + num_tokens - num_drafts >= table.num_planned[slots]),
+            admissions=tuple(self._admissions),
+            grants=tuple(self._grants),
+            revocations=tuple(self._revocations),
+        )
+
+
+def _joined(parts: list[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    """Return the parts as one; most plans have one only, which is nobody else's."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, dtype)

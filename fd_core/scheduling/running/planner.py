@@ -1,0 +1,203 @@
+"""The plan of one step: who is revoked, who computes which tokens, and who is admitted, under the budget.
+
+The order is the law of the budget: decodes first, drafts are the first to shrink, then unfinished prefills from the
+oldest to the youngest, then admissions. Arrivals, aborts and block growth never depend on budget being left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.config import Limits
+from fd_core.kv.blocks import BlockPool
+from fd_core.scheduling.phases import PhaseClock
+from fd_core.scheduling.policies import SchedulingPolicy
+from fd_core.scheduling.requests import Request, State
+from fd_core.scheduling.running.budget import allot_decodes
+from fd_core.scheduling.running.drafts import DraftControl
+from fd_core.scheduling.running.plan import PlanBuilder
+from fd_core.scheduling.running.residencies import Residencies
+from fd_core.scheduling.running.slots import SlotTable
+from fd_core.scheduling.victims import VictimPolicy
+from fd_core.types import IntArray, Phase, StepPlan
+
+__all__ = ["Planner"]
+
+
+@dataclass
+class Planner:
+    """Plans the steps of one scheduler."""
+
+    _limits: Limits
+    _epoch: int
+    _policy: SchedulingPolicy
+    _victims: VictimPolicy
+    _pool: BlockPool
+    _slots: SlotTable
+    _drafts: DraftControl
+    _residencies: Residencies
+    _times: PhaseClock
+    _admit: Callable[[PlanBuilder, int], None]
+    """Moves waiting requests into free slots, told the plan and the number of the step."""
+    _step: int = 0
+    _left_out: list[int] = field(default_factory=list)
+    """Running slots that the last plan left out."""
+
+    def plan(self, aborting: list[Request]) -> StepPlan | None:
+        """Decide the next step, or return None if a step could do nothing now; `aborting` requests are revoked."""
+        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
+        self._residencies.announce_arrivals(draft)
+        self._revoke(aborting, draft)
+        ready = self._slots.ready()
+        rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
+        self._decode(rows, draft)
+        self._continue_prefills(rows, draft)
+        if draft.num_rows < len(ready) or self._left_out:
+            self._note_left_out(ready, rows, draft)
+        self._times.looked_at = False
+        if draft.preempted:
+            self._times.line_waits_for(Phase.BLOCKS)
+        else:
+            self._admit(draft, self._step)
+        if not self._times.looked_at:
+            self._times.line_waits_for(Phase.SCHEDULER)
+        return None if draft.empty else self._seal(draft)
+
+    def _revoke(self, aborting: list[Request], draft: PlanBuilder) -> None:
+        for request in aborting:
+            if request.state is State.RUNNING:
+                self._residencies.revoke(request, draft)
+
+    def _of_this_plan(self, ready: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return which ready slots a plan takes where stages compute different plans at the same time.
+
+        The first stage needs the token that the last one samples, so a slot whose token is on its way waits. Each plan
+        in flight gets its share of the others, those first that waited longest.
+        """
+        slots = self._slots
+        known = ready[slots.num_planned[ready] <= slots.num_tokens[ready]]
+        share = -(-len(ready) // self._limits.pipeline_depth)
+        return np.sort(known[np.argsort(slots.last_step[known], kind="stable")[:share]])
+
+    def _grow(self, ready: npt.NDArray[np.intp], draft: PlanBuilder) -> npt.NDArray[np.intp]:
+        """Give every ready slot the block that its next token needs; return the slots that may run.
+
+        The oldest requests are served first. If blocks run out, blocks that come free soon are waited for before a
+        victim is chosen, so one shortage never preempts a chain of requests.
+        """
+        slots = self._slots
+        full = ready[slots.num_computed[ready] >= slots.num_blocks[ready] * self._limits.block_size]
+        if not len(full):
+            return ready
+        stalled: list[int] = []
+        for slot in full[np.argsort(slots.arrival[full], kind="stable")].tolist():
+            if not slots.running[slot]:
+                continue
+            blocks = self._pool.allocate(1)
+            while blocks is None and len(stalled) >= self._pool.num_fenced:
+                self._residencies.preempt(self._choose_victim(), draft)
+                if not slots.running[slot]:
+                    break
+                blocks = self._pool.allocate(1)
+            if blocks is not None:
+                draft.grant(slot, slots.append_blocks(slot, blocks), blocks)
+            elif slots.running[slot]:
+                stalled.append(slot)
+        may_run = slots.running[ready]
+        if stalled:
+            may_run &= ~np.isin(ready, stalled)
+        return ready[may_run]
+
+    def _choose_victim(self) -> int:
+        running = self._slots.running_requests()
+        expendable = running.only(self._policy.expendable(running))
+        return int(expendable.slots[self._victims.choose(expendable)])
+
+    def _decode(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
+        """Charge one token for each decode, all of them first.
+
+        If decodes alone would use up the budget, unfinished prefills take part in the rotation with one token each, so
+        that they advance too.
+        """
+        slots = self._slots
+        decoding = rows[slots.num_planned[rows] - slots.num_computed[rows] == 1]
+        if len(decoding) >= draft.budget.left:
+            decoding = rows
+        if not len(decoding):
+            return
+        if not self._drafts.possible and len(decoding) < draft.budget.left:  # most steps of most engines
+            draft.budget.take(len(decoding))
+            draft.add_decodes(decoding)
+            return
+        wanted = self._wanted_drafts(decoding, draft)
+        chosen, granted = allot_decodes(draft.budget, wanted, slots.last_step[decoding])
+        draft.add_rows(decoding[chosen], granted + 1, granted)
+
+    def _wanted_drafts(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> IntArray:
+        """Return int32[n]: drafts that each row would verify if the budget allows, with room for their KV."""
+        if not self._drafts.possible:
+            return np.zeros(len(rows), np.int32)
+        slots = self._slots
+        is_decode = slots.num_planned[rows] - slots.num_computed[rows] == 1
+        ready = np.where(is_decode, slots.drafts_ready[rows], 0)
+        wanted = self._drafts.allowed(rows, np.minimum(ready, slots.limit[rows] - slots.num_planned[rows] - 1))
+        room = slots.num_blocks[rows] * self._limits.block_size - slots.num_computed[rows] - 1
+        for index in np.flatnonzero(wanted > room).tolist():
+            # A draft takes a block only if no other request will miss the block.
+            slot = int(rows[index])
+            blocks = self._pool.allocate(1) if self._pool.num_free > len(rows) else None
+            if blocks is not None:
+                draft.grant(slot, slots.append_blocks(slot, blocks), blocks)
+                room[index] += self._limits.block_size
+        fitting: IntArray = np.minimum(wanted, room).astype(np.int32)
+        return fitting
+
+    def _continue_prefills(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
+        if draft.num_rows == len(rows):
+            return
+        slots = self._slots
+        prefilling = rows[slots.num_planned[rows] - slots.num_computed[rows] > 1]
+        if not (draft.budget.left and len(prefilling)):
+            return
+        for slot in prefilling[np.argsort(slots.arrival[prefilling], kind="stable")].tolist():
+            chunk = draft.budget.take(int(slots.num_planned[slot] - slots.num_computed[slot]))
+            if chunk:
+                draft.add_row(slot, chunk)
+
+    def _note_left_out(self, ready: npt.NDArray[np.intp], rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
+        """Tell which running requests wait for the next step, and what for: `rows` of the `ready` slots had blocks.
+
+        Where stages compute different plans, a slot that is not in this one is in another.
+        """
+        if self._limits.num_stages > 1:
+            return
+        slots, times, chosen, may_run = self._slots, self._times, draft.chosen(), set(rows.tolist())
+        for slot in self._left_out:
+            request = slots.requests[slot]
+            if request is not None and slot in chosen:
+                times.enter(request.times, Phase.COMPUTING)
+        self._left_out = [slot for slot in ready.tolist() if slots.running[slot] and slot not in chosen]
+        for slot in self._left_out:
+            times.enter(slots.request_in(slot).times, Phase.BUDGET if slot in may_run else Phase.BLOCKS)
+
+    def _seal(self, draft: PlanBuilder) -> StepPlan:
+        """Fix the plan and account for it."""
+        plan = draft.build(self._slots)
+        slots, rows = self._slots, draft.rows
+        slots.num_computed[rows] += plan.num_tokens
+        slots.num_planned[rows] += plan.samples + plan.num_drafts
+        slots.last_step[rows] = plan.step
+        if self._drafts.possible and self._limits.pipeline_depth > 1:
+            # Until the answer tells, the runner may hold as many drafts as it can.
+            sampling = rows[plan.samples]
+            slots.drafts_ready[sampling] = self._drafts.most(sampling)
+        self._step += 1
+        counters = self._residencies.counters
+        counters.steps += 1
+        counters.budget_used += draft.budget.used
+        counters.budget_limit += draft.budget.limit
+        return plan

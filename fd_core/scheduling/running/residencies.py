@@ -1,0 +1,273 @@
+"""Residencies: the stay of a request in a slot, from its admission to the release of the slot.
+
+Ownership: a running or loading slot owns the blocks in its table. A slot that is revoked or finished gives its blocks
+to the pool, fenced by the last step that touches them and pinned while they are copied. A draining slot owns nothing
+but its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.kv.blocks import BlockPool
+from fd_core.scheduling.operations.kv_offloading import Arrival, KVOffloading
+from fd_core.scheduling.operations.kv_transferring import KVTransferring
+from fd_core.scheduling.phases import PhaseClock
+from fd_core.scheduling.prefixes import Prefixes
+from fd_core.scheduling.requests import Event, Request, State
+from fd_core.scheduling.running.drafts import DraftControl
+from fd_core.scheduling.running.plan import PlanBuilder
+from fd_core.scheduling.running.slots import SlotTable
+from fd_core.scheduling.waiting.admission_control import AdmissionControl
+from fd_core.types import FinishReason, IntArray, Phase
+from fd_core.types.metrics import counter
+
+__all__ = ["Residencies", "SchedulerCounters"]
+
+
+class SchedulerCounters(msgspec.Struct, kw_only=True):
+    """What happened since the start; only grows."""
+
+    steps: Annotated[int, counter("steps", "Steps planned.")] = 0
+    budget_used: Annotated[int, counter("budget_used_tokens", "Tokens computed, over all steps.")] = 0
+    budget_limit: Annotated[
+        int, counter("budget_limit_tokens", "Tokens that the step budgets allowed, over all steps.")
+    ] = 0
+    prompt_tokens: Annotated[
+        int, counter("prompt_tokens", "Prompt tokens of the requests admitted.", vllm=("prompt_tokens",))
+    ] = 0
+    preemptions: Annotated[
+        int, counter("preemptions", "Requests preempted to free KV blocks for others.", vllm=("num_preemptions",))
+    ] = 0
+    recomputed_tokens: Annotated[
+        int, counter("recomputed_tokens", "Tokens computed a second time after a preemption.")
+    ] = 0
+    prefix_queries: Annotated[
+        int,
+        counter(
+            "prefix_queries_tokens", "Prompt tokens looked up in the prefix cache.", vllm=("prefix_cache_queries",)
+        ),
+    ] = 0
+    prefix_hits: Annotated[
+        int, counter("prefix_hits_tokens", "Prompt tokens found in the prefix cache.", vllm=("prefix_cache_hits",))
+    ] = 0
+
+
+@dataclass
+class Residencies:
+    """Slots with their requests and blocks; owned by one scheduler."""
+
+    slots: SlotTable
+    _pool: BlockPool
+    _prefixes: Prefixes
+    _offloading: KVOffloading
+    _transferring: KVTransferring
+    _drafts: DraftControl
+    _control: AdmissionControl
+    _times: PhaseClock
+    _on_end: Callable[[Request, FinishReason], None]
+    """Told of each request that ended."""
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    _arrived: list[int] = field(default_factory=list)
+    """Slots whose KV arrived; the next plan tells the runner of them."""
+
+    # A residency begins -----------------------------------------------------------------------------------
+
+    def occupy(self, slot: int, request: Request, matched: IntArray, blocks: IntArray) -> None:
+        """Give a request a slot with the blocks of its known prefix and further `blocks`, which it owns already."""
+        slots = self.slots
+        slots.occupy(slot, request)
+        slots.append_blocks(slot, matched)
+        slots.append_blocks(slot, blocks)
+        slots.num_registered[slot] = len(matched)
+
+    def load(self, slot: int, phase: Phase) -> None:
+        """The KV of a request is on its way, from where `phase` says; the slot waits for it."""
+        request = self.slots.request_in(slot)
+        request.advance(Event.LOAD)
+        self._times.enter(request.times, phase)
+        self.slots.running[slot], self.slots.loading[slot] = False, True
+
+    def run(self, slot: int, num_computed: int, num_cached: int) -> None:
+        """A request begins to run with the KV of `num_computed` tokens in place; `num_cached` were there before it."""
+        slots, counters = self.slots, self.counters
+        request = slots.request_in(slot)
+        self._times.enter(request.times, Phase.COMPUTING)
+        slots.num_computed[slot] = slots.num_settled[slot] = num_computed
+        params = request.spec.params
+        self._drafts.admit(slot, params.grammar is not None or params.reasoning is not None)
+        request.stored = request.stored_on_host = 0
+        num_tokens = int(slots.num_tokens[slot])
+        if request.cached_tokens is None and not request.spec.delivered:
+            counters.prompt_tokens += num_tokens
+        else:
+            counters.recomputed_tokens += num_tokens - num_computed
+            if request.preemptions:
+                self._control.return_cost.observe(num_tokens - num_computed, num_tokens)
+        if request.cached_tokens is None:
+            request.cached_tokens = num_cached
+        if self._prefixes.hasher is not None:
+            counters.prefix_queries += num_tokens
+            counters.prefix_hits += num_cached
+        self._send_settled(slot, request)
+
+    def arrive(self, arrival: Arrival) -> None:
+        """The wait of a slot for its KV is over: what arrived is settled, the rest is computed."""
+        slot, request, slots = arrival.slot, arrival.request, self.slots
+        request.advance(Event.LOADED)
+        slots.loading[slot], slots.running[slot] = False, True
+        arrived = arrival.num_tokens // self.slots.block_size
+        self._register(slot, request, arrived)
+        if not request.announced:
+            self._prefixes.announce(request, arrived, len(self._prefixes.keys(request)))
+        self.run(slot, arrival.num_tokens, arrival.num_cached)
+        self._arrived.append(slot)
+
+    def announce_arrivals(self, draft: PlanBuilder) -> None:
+        """Tell the runner of the slots whose KV arrived since the last plan."""
+        for slot in self._arrived:
+            if self.slots.running[slot]:
+                draft.admit(slot, self.slots)
+        self._arrived.clear()
+
+    # A residency goes on ----------------------------------------------------------------------------------
+
+    def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
+        """The KV of slots `rows` is settled below positions `upto` int32[n]: name the blocks that this completes."""
+        slots = self.slots
+        slots.num_settled[rows] = upto
+        if self._prefixes.hasher is None:
+            return
+        for slot in rows[upto // slots.block_size > slots.num_registered[rows]].tolist():
+            request = slots.request_in(slot)
+            self._register(slot, request, int(slots.num_settled[slot]) // self.slots.block_size)
+            self._send_settled(slot, request)
+
+    def _register(self, slot: int, request: Request, upto: int) -> None:
+        """Name the blocks of a slot below entry `upto` of its table, which are settled."""
+        slots = self.slots
+        self._prefixes.complete(request, slots.tables[slot], int(slots.num_registered[slot]), upto)
+        slots.num_registered[slot] = max(upto, int(slots.num_registered[slot]))
+
+    def _send_settled(self, slot: int, request: Request) -> None:
+        """Send the settled blocks of a request that computes its prompt for another worker."""
+        if request.spec.prefill_job is not None:
+            upto = int(self.slots.num_registered[slot])
+            self._transferring.settled(request, self.slots.blocks(slot, upto=upto))
+
+    # A residency ends -------------------------------------------------------------------------------------
+
+    def preempt(self, slot: int, draft: PlanBuilder) -> None:
+        """Revoke a running slot for want of blocks; its request waits again once the slot is released."""
+        request = self.slots.request_in(slot)
+        request.preemptions += 1
+        self._times.enter(request.times, Phase.PREEMPTED)
+        self.counters.preemptions += 1
+        draft.preempted = True
+        if self._offloading.keep.preempted:
+            request.save = self._save(slot, request)
+        self.revoke(request, draft)
+
+    def revoke(self, request: Request, draft: PlanBuilder) -> None:
+        """Stop a running slot; it keeps its place until its -9, its blocks go to the pool, fenced."""
+        slot = slot_of(request)
+        request.advance(Event.REVOKE)
+        self._give_up_blocks(slot, request)
+        self.slots.running[slot] = False
+        self.slots.draining[slot] = True
+        draft.revoke(slot, int(self.slots.gen[slot]))
+
+    def finish(self, slot: int, reason: FinishReason) -> None:
+        """The request in `slot` has delivered its last token.
+
+        A running slot is free at once: what is in flight for it belongs to an old gen. A draining slot is free on its
+        -9.
+        """
+        request = self.slots.request_in(slot)
+        if request.ended is not None:
+            raise RuntimeError(f"slot {slot} has no request to finish")
+        self._control.forecast.observe(request.num_generated, request.limit - request.prompt_len)
+        if request.state is State.DRAINING:
+            self.slots.ended[slot] = True
+            self._on_end(request, reason)
+            return
+        request.advance(Event.FINISH)
+        if self._offloading.keep.finished:
+            self._save(slot, request)
+        if request.spec.prefill_job is not None:
+            self._transferring.finished(request, self.slots.blocks(slot), reason)
+        self._vacate(slot, request)
+        self._on_end(request, reason)
+
+    def release(self, slot: int) -> Request:
+        """The -9 of a draining slot arrived; return its request.
+
+        The request is waiting again (preempted), or ended (aborted, or its last token arrived while it drained).
+        """
+        request = self.slots.request_in(slot)
+        if not self.slots.draining[slot]:
+            raise RuntimeError(f"slot {slot} was released but not revoked")
+        self.slots.vacate(slot)
+        if request.ended is not None:
+            request.advance(Event.RELEASED_ENDED)
+        elif request.abort_wanted:
+            request.advance(Event.RELEASED_ABORTED)
+            self._on_end(request, FinishReason.ABORT)
+        else:
+            request.advance(Event.RELEASED_PREEMPTED)
+        return request
+
+    def abort_loading(self, request: Request) -> None:
+        """The runner never heard of this residency: slot and request are free at once, the blocks when their
+        operation is over."""
+        self._offloading.leave(request)
+        self._transferring.leave(request)
+        request.advance(Event.ABORT_LOADING)
+        self._vacate(slot_of(request), request)
+        self._on_end(request, FinishReason.ABORT)
+
+    def _save(self, slot: int, request: Request) -> int | None:
+        """Have the settled blocks of a request that leaves its slot copied while they still have an owner."""
+        complete = int(self.slots.num_registered[slot])
+        if not complete:
+            return None
+        return self._offloading.save(request, request.chain[:complete], self.slots.blocks(slot, upto=complete))
+
+    def _vacate(self, slot: int, request: Request) -> None:
+        self._give_up_blocks(slot, request)
+        self.slots.vacate(slot)
+
+    def _give_up_blocks(self, slot: int, request: Request) -> None:
+        slots = self.slots
+        self._pool.release(slots.blocks(slot), int(slots.last_step[slot]))
+        self._prefixes.give_up(request, int(slots.num_registered[slot]))
+        slots.num_blocks[slot] = 0
+
+    # Audit ------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` if slots, requests and blocks contradict each other."""
+        slots = self.slots
+        states = slots.running.astype(np.int8) + slots.loading + slots.draining
+        if (states != np.array([request is not None for request in slots.requests])).any():
+            raise RuntimeError("a slot without request is running, loading or draining, or one with is not exactly one")
+        for slot, request in enumerate(slots.requests):
+            if request is not None and (request.slot != slot or request.num_tokens != slots.num_tokens[slot]):
+                raise RuntimeError(f"slot {slot} and its request disagree about the slot or the number of tokens")
+        self._pool.check_integrity(self._owners())
+
+    def _owners(self) -> Iterable[IntArray]:
+        return (self.slots.blocks(int(slot)) for slot in np.flatnonzero(self.slots.running | self.slots.loading))
+
+
+def slot_of(request: Request) -> int:
+    """Return the slot of a request. Raises `RuntimeError` if it holds none."""
+    if request.slot is None:
+        raise RuntimeError(f"request {request.spec.request_id!r} holds no slot")
+    return request.slot

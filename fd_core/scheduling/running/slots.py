@@ -1,0 +1,190 @@
+"""The slot table: what the scheduler knows of each slot, as arrays, so that a step costs a few vector operations.
+
+For a running slot, with steps in flight:
+
+    0 ........ num_computed ....... num_planned ......... limit
+      num_tokens <= num_planned     tokens that exist once every step in flight is answered
+      KV exists or is in flight below `num_computed`; `num_planned - num_computed` tokens wait for a step:
+      one token is a decode, more are a prefill.
+
+Drafts in flight are counted as if all were accepted; `num_planned` and `num_computed` go back when some were rejected.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.scheduling.requests import Request
+from fd_core.scheduling.running.tokens import DeliveredTokens
+from fd_core.scheduling.victims import RunningRequests
+from fd_core.types import IntArray
+from fd_core.types.metrics import gauge
+
+__all__ = ["NO_CHOICE", "SlotStats", "SlotTable"]
+
+NO_CHOICE = np.iinfo(np.int32).max
+"""Fills unused entries of a slot's stop list; no vocabulary is that large."""
+
+
+class SlotStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests at one moment."""
+
+    running: Annotated[
+        int, gauge("requests_running", "Requests that hold a slot and compute.", vllm=("num_requests_running",))
+    ] = 0
+    loading: Annotated[
+        int, gauge("requests_loading", "Requests that hold a slot and wait for KV from outside the device.")
+    ] = 0
+    draining: Annotated[
+        int, gauge("take_backs_in_flight", "Revoked slots whose release the runner has not confirmed.")
+    ] = 0
+    waiting: Annotated[
+        int, gauge("requests_waiting", "Requests that wait for a slot.", vllm=("num_requests_waiting",))
+    ] = 0
+
+
+class SlotTable:
+    """Columns over `num_slots` slots; private to one scheduler."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.num_slots = num_slots
+        self.block_size = block_size
+        self.requests: list[Request | None] = [None] * num_slots
+        self.names = [""] * num_slots
+        """Id of the request in each slot, or of the last one."""
+        self.running = np.zeros(num_slots, np.bool_)
+        self.loading = np.zeros(num_slots, np.bool_)
+        """Slots whose KV is on its way from outside the device; the runner does not know of them yet."""
+        self.draining = np.zeros(num_slots, np.bool_)
+        self.ended = np.zeros(num_slots, np.bool_)
+        """Draining slots whose client was already told the end; what they still deliver is dropped."""
+        self.gen = np.zeros(num_slots, np.int32)
+        self.arrival = np.zeros(num_slots, np.int64)
+        """Order of arrival of the request; the largest is the youngest."""
+        self.priority = np.zeros(num_slots, np.int64)
+        self.preempted_before = np.zeros(num_slots, np.bool_)
+        self.num_at_admission = np.zeros(num_slots, np.int32)
+        """Tokens of the request when it was admitted to the slot."""
+        self.num_tokens = np.zeros(num_slots, np.int32)
+        """Prompt and delivered tokens."""
+        self._delivered = DeliveredTokens(num_slots)
+        self.num_planned = np.zeros(num_slots, np.int32)
+        self.num_computed = np.zeros(num_slots, np.int32)
+        self.num_settled = np.zeros(num_slots, np.int32)
+        """Positions whose KV was computed by an answered step."""
+        self.drafts_ready = np.zeros(num_slots, np.int32)
+        """Drafts that the runner holds for the next step, or may hold by then."""
+        self.limit = np.zeros(num_slots, np.int32)
+        self.prompt_len = np.zeros(num_slots, np.int32)
+        self.num_blocks = np.zeros(num_slots, np.int32)
+        self.num_registered = np.zeros(num_slots, np.int32)
+        """Leading blocks that were offered to the prefix index."""
+        self.last_step = np.full(num_slots, -1, np.int64)
+        """Last step in which the slot was scheduled."""
+        self.stops = np.full((num_slots, 1), NO_CHOICE, np.int32)
+        """Token ids that end the request; widened when a request brings more."""
+        self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
+        """Block tables; the first `num_blocks` entries of a row are valid."""
+
+    def stats(self, waiting: int) -> SlotStats:
+        """Return gauges; `waiting` requests have no slot."""
+        running, loading, draining = (int(column.sum()) for column in (self.running, self.loading, self.draining))
+        return SlotStats(running=running, loading=loading, draining=draining, waiting=waiting)
+
+    def free_slot(self) -> int | None:
+        """Return the lowest slot that holds no request."""
+        free = ~self.occupied
+        slot = int(free.argmax())
+        return slot if free[slot] else None
+
+    @property
+    def occupied(self) -> npt.NDArray[np.bool_]:
+        """bool[num_slots]: whether a request is in the slot, in whatever state."""
+        return self.running | self.loading | self.draining
+
+    def request_in(self, slot: int) -> Request:
+        """Return the request in a slot. Raises `RuntimeError` if the slot is free."""
+        request = self.requests[slot]
+        if request is None:
+            raise RuntimeError(f"slot {slot} is empty")
+        return request
+
+    def occupy(self, slot: int, request: Request) -> None:
+        """Begin a residency: a new gen, no blocks yet, every token still to compute."""
+        spec = request.spec
+        self.requests[slot] = request
+        self.names[slot] = spec.request_id
+        request.slot = slot
+        request.tokens.attach(self._delivered, slot)
+        self.running[slot] = True
+        self.gen[slot] += 1
+        self.arrival[slot] = request.arrival
+        self.priority[slot] = spec.priority
+        self.preempted_before[slot] = request.preemptions > 0
+        self.num_at_admission[slot] = self.num_tokens[slot] = self.num_planned[slot] = request.num_tokens
+        self.num_computed[slot] = self.num_settled[slot] = 0
+        self.limit[slot] = request.limit
+        self.prompt_len[slot] = request.prompt_len
+        self.num_blocks[slot] = self.num_registered[slot] = self.drafts_ready[slot] = 0
+        self.last_step[slot] = -1
+        self._set_stops(slot, request)
+
+    def vacate(self, slot: int) -> None:
+        """End a residency; the gen stays, so that late outputs are recognised."""
+        request = self.requests[slot]
+        if request is not None:
+            request.slot = None
+            request.tokens.detach()
+        self.requests[slot] = None
+        self.running[slot] = self.loading[slot] = self.draining[slot] = self.ended[slot] = False
+
+    def append_tokens(self, rows: npt.NDArray[np.intp], tokens: IntArray, counts: IntArray) -> None:
+        """Append to the request in each of the slots `rows` the first `counts` int32[n] of `tokens` int32[n, width]."""
+        for slot in self._delivered.crowded(rows, tokens.shape[1]):
+            self.request_in(slot).tokens.take_delivered()
+        self._delivered.append(rows, tokens, counts)
+        self.num_tokens[rows] += counts
+
+    def append_blocks(self, slot: int, blocks: IntArray) -> int:
+        """Extend the block table and return the entry at which `blocks` begin."""
+        offset = int(self.num_blocks[slot])
+        self.tables[slot, offset : offset + len(blocks)] = blocks
+        self.num_blocks[slot] = offset + len(blocks)
+        return offset
+
+    def blocks(self, slot: int, first: int = 0, upto: int | None = None) -> IntArray:
+        """Return a copy of the slot's block table, or of its entries `first` to `upto`."""
+        end = int(self.num_blocks[slot]) if upto is None else upto
+        table: IntArray = self.tables[slot, first:end].copy()
+        return table
+
+    def ready(self) -> npt.NDArray[np.intp]:
+        """Return the running slots that have something to compute."""
+        return (self.running & (self.num_planned < self.limit)).nonzero()[0]
+
+    def running_requests(self) -> RunningRequests:
+        """Return what a victim policy may know of the running requests."""
+        rows = np.flatnonzero(self.running)
+        return RunningRequests(
+            rows,
+            self.arrival[rows],
+            self.priority[rows],
+            self.num_planned[rows],
+            self.num_tokens[rows] - self.num_at_admission[rows],
+            self.preempted_before[rows],
+            self.block_size,
+        )
+
+    def _set_stops(self, slot: int, request: Request) -> None:
+        params = request.spec.params
+        ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *request.spec.eos_token_ids)
+        if len(ids) > self.stops.shape[1]:
+            wider = np.full((self.num_slots, len(ids)), NO_CHOICE, np.int32)
+            wider[:, : self.stops.shape[1]] = self.stops
+            self.stops = wider
+        self.stops[slot] = NO_CHOICE
+        self.stops[slot, : len(ids)] = ids

@@ -1,0 +1,1 @@
+"""The waiting queue, and admission from it."""

@@ -1,0 +1,166 @@
+"""Admission control: KV blocks are kept free for the tokens that running requests will still generate.
+
+Admitting whoever fits right now fills the pool with requests that soon take each other's blocks. So an admission looks
+ahead: it predicts how much longer each running request goes on, from what finished requests really used of what they
+asked for, and admits only if the largest demand to come fits (the idea of Past-Future scheduling, Gong et al., 2025).
+
+How far it looks ahead depends on the cost of a wrong admission. A shortage preempts a request; if the admitted request
+generates as many tokens as its return costs before that happens, admitting it was worth it all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.scheduling.requests import Request
+from fd_core.scheduling.running.slots import SlotTable
+from fd_core.types import IntArray
+
+__all__ = ["AdmissionControl", "AdmissionPass", "ReturnCost", "UsageForecast", "peak_growth"]
+
+_MEMORY: Final = 20
+"""Requests that the share of `max_tokens` is averaged over, as the weight of the past; the first ones teach more."""
+_MOMENTS: Final = 8
+"""Moments at which the demand is added up."""
+_LEARN: Final = 0.1
+"""Weight of one return in the average cost of returns."""
+_RECOMPUTED_TOKEN: Final = 0.5
+"""What computing a token again costs of generating one: many of them share a step, and its reading of the weights."""
+
+
+class UsageForecast:
+    """Learns which share of their `max_tokens` requests really generate."""
+
+    def __init__(self) -> None:
+        self.share = 0.5
+        """Moving average; starts in the middle, knowing nothing."""
+        self._seen = 1
+
+    def observe(self, generated: int, asked: int) -> None:
+        """A request ended after `generated` of the `asked` tokens."""
+        self._seen = min(self._seen + 1, _MEMORY)
+        self.share += (min(generated / max(asked, 1), 1.0) - self.share) / self._seen
+
+    def remaining(self, generated: IntArray, asked: IntArray) -> npt.NDArray[np.int64]:
+        """Predict int64[n]: tokens that running requests will still generate, at least one each.
+
+        A request that outgrew the average is expected to go on for half as long as it already did.
+        """
+        expected = np.maximum(self.share * asked, 1.5 * generated)
+        left: npt.NDArray[np.int64] = np.maximum(np.minimum(expected, asked) - generated, 1).astype(np.int64)
+        return left
+
+    def remaining_of(self, generated: int, asked: int) -> int:
+        """Predict the tokens that one request will still generate, at least one."""
+        expected = max(self.share * asked, 1.5 * generated)
+        return max(int(min(expected, asked) - generated), 1)
+
+
+class ReturnCost:
+    """Learns which share of its tokens a preempted request computes again when it returns.
+
+    KV that is found in the prefix cache or loaded costs the other requests nothing: a load takes no part in steps.
+    """
+
+    def __init__(self, share: float) -> None:
+        """`share` is what to expect before the first return, from 0 to 1."""
+        self.share = share
+
+    def observe(self, recomputed: int, tokens: int) -> None:
+        """A preempted request returned with `tokens` tokens and has to compute `recomputed` of them again."""
+        self.share += _LEARN * (recomputed / max(tokens, 1) - self.share)
+
+    def horizon(self, length: int, block_size: int) -> int:
+        """Return how many steps to look ahead before a request of `length` tokens is admitted, at least a block's.
+
+        By then the request has generated as many tokens as its return may cost, and filled a block, so that no request
+        is sent to and fro without progress.
+        """
+        return max(int(_RECOMPUTED_TOKEN * self.share * length), block_size)
+
+
+def peak_growth(length: IntArray, blocks: IntArray, remaining: npt.NDArray[np.int64], block_size: int) -> int:
+    """Return how many blocks beyond today's the requests will hold at their worst moment, at least 0.
+
+    `length`, `blocks` int32[n] are tokens and blocks of each request, `remaining` int64[n] its predicted further
+    tokens; all grow by a token a step and give their blocks back when they end. The demand is greatest when somebody
+    is about to end; if there are many such moments, 8 of them are looked at, the first and the last included.
+    """
+    if not len(length):
+        return 0
+    moments, left = np.unique(remaining).astype(np.int32), remaining.astype(np.int32)
+    if len(moments) > _MOMENTS:
+        moments = moments[np.linspace(0, len(moments) - 1, _MOMENTS).astype(np.intp)]
+    grown = -(-(length + moments[:, None]) // block_size)
+    demand = np.where(left >= moments[:, None], grown, 0).sum(axis=1)
+    return max(int(demand.max()) - int(blocks.sum()), 0)
+
+
+class AdmissionControl:
+    """Decides whether a request fits beside the running ones, now and while all of them grow."""
+
+    def __init__(self, return_share: float) -> None:
+        """`return_share` is the share of its tokens that a preempted request is expected to compute again."""
+        self.forecast = UsageForecast()
+        self.return_cost = ReturnCost(return_share)
+
+    def growth(self, slots: SlotTable, request: Request) -> int:
+        """Return the blocks that running requests and `request` will soon need beyond the blocks that they hold.
+
+        A request that runs alone may always begin.
+        """
+        rows = np.flatnonzero(slots.running | slots.loading)
+        if not len(rows):
+            return 0
+        length, size = request.num_tokens, slots.block_size
+        lengths = np.append(slots.num_planned[rows], np.int32(length))
+        blocks = np.append(slots.num_blocks[rows], np.int32(-(-length // size)))
+        remaining = np.append(self._remaining(slots, rows), self._remaining_of(request))
+        horizon = self.return_cost.horizon(length, size)
+        return peak_growth(lengths, blocks, np.minimum(remaining, horizon), size)
+
+    def largest_growth(self, slots: SlotTable) -> int:
+        """Return an upper bound of `growth` for the running requests alone: each at its own worst moment."""
+        rows = np.flatnonzero(slots.running | slots.loading)
+        ends = slots.num_planned[rows] + self._remaining(slots, rows)
+        return int(np.maximum(-(-ends // slots.block_size) - slots.num_blocks[rows], 0).sum())
+
+    def largest_growth_of(self, request: Request, block_size: int) -> int:
+        """Return the share of one more request in that bound."""
+        length = request.num_tokens
+        return -(-(length + self._remaining_of(request)) // block_size) - -(-length // block_size)
+
+    def _remaining(self, slots: SlotTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        prompts = slots.prompt_len[rows]
+        return self.forecast.remaining(slots.num_planned[rows] - prompts, slots.limit[rows] - prompts)
+
+    def _remaining_of(self, request: Request) -> int:
+        return self.forecast.remaining_of(request.num_generated, request.limit - request.prompt_len)
+
+
+@dataclass
+class AdmissionPass:
+    """The admissions of one plan. Where the pool has room for every request's worst moment, one costs O(1)."""
+
+    _control: AdmissionControl
+    _slots: SlotTable
+    _bound: int | None = None
+
+    def fits(self, request: Request, needed: int, free: int) -> bool:
+        """Whether `free` blocks hold the `needed` blocks of a request and what all requests grow by."""
+        if needed > free:
+            return False
+        if self._bound is None:
+            self._bound = self._control.largest_growth(self._slots)
+        if needed + self._bound + self._control.largest_growth_of(request, self._slots.block_size) <= free:
+            return True
+        return needed + self._control.growth(self._slots, request) <= free
+
+    def admitted(self, request: Request) -> None:
+        """A request that fits was admitted."""
+        if self._bound is not None:
+            self._bound += self._control.largest_growth_of(request, self._slots.block_size)

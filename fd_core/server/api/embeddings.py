@@ -1,0 +1,122 @@
+"""POST /v1/embeddings, /v1/score and /v1/rerank."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from fd_core.server.api.openapi import endpoint
+from fd_core.server.api.pooled import PooledTexts, pairs_of, read_texts
+from fd_core.server.preprocess.body import BodyFormat
+from fd_core.server.schemas.pooling import (
+    Embedding,
+    EmbeddingAnswer,
+    EmbeddingRequest,
+    PooledRequest,
+    PooledUsage,
+    RankedDocument,
+    RerankAnswer,
+    RerankRequest,
+    RerankResult,
+    Score,
+    ScoreAnswer,
+    ScoreRequest,
+)
+from fd_core.server.schemas.unsupported import POOLED
+from fd_core.server.state.state import ServerState, state_of
+from fd_core.server.stream.disconnect import unless_gone
+
+__all__ = ["EMBEDDINGS", "RERANK", "SCORE", "router"]
+
+router = APIRouter()
+EMBEDDINGS: Final = BodyFormat(EmbeddingRequest, POOLED)
+SCORE: Final = BodyFormat(ScoreRequest, POOLED)
+RERANK: Final = BodyFormat(RerankRequest, POOLED)
+_AT_ONCE: Final = 16
+"""Vectors that are encoded while everybody else waits."""
+
+
+@router.post("/v1/embeddings", **endpoint("Make vectors of texts", EmbeddingRequest, EmbeddingAnswer))
+async def create_embeddings(request: Request) -> Response:
+    """Return a vector of each text, in the order given."""
+    state = state_of(request)
+    body, headers = await EMBEDDINGS.read(request, state.config.max_body_bytes)
+    model = _admitted(state, body)
+    reading = read_texts(state, body.input, "input", body.add_special_tokens is not False)
+    prompts = await unless_gone(request, reading)
+    texts = PooledTexts(state, request, body)
+    vectors = await texts.vectors(prompts, "input", body.dimensions)
+    packed = body.encoding_format == "base64"
+    data: list[Any] = []
+    for index, vector in enumerate(vectors):
+        shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if packed else vector.tolist()
+        data.append(msgspec.Raw(msgspec.json.encode(Embedding(index=index, embedding=shown))))
+        if index % _AT_ONCE == _AT_ONCE - 1:
+            await asyncio.sleep(0)
+    return _json(EmbeddingAnswer(data=data, model=model, usage=_usage(texts)), headers)
+
+
+@router.post("/v1/score", **endpoint("Tell how well texts fit", ScoreRequest, ScoreAnswer))
+@router.post("/score", include_in_schema=False)
+async def create_score(request: Request) -> Response:
+    """Return a score for each pair of texts."""
+    state = state_of(request)
+    body, headers = await SCORE.read(request, state.config.max_body_bytes)
+    model = _admitted(state, body)
+    texts = PooledTexts(state, request, body)
+    pairs, field = pairs_of(body)
+    scores = await texts.scores(pairs, field, body.instruction)
+    answer = ScoreAnswer(
+        id=f"score-{request.state.request_id}",
+        created=int(time.time()),
+        data=[Score(index=index, score=score) for index, score in enumerate(scores)],
+        model=model,
+        usage=_usage(texts),
+    )
+    return _json(answer, headers)
+
+
+@router.post("/v1/rerank", **endpoint("Order documents by a query", RerankRequest, RerankAnswer))
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+async def create_rerank(request: Request) -> Response:
+    """Return the documents that answer a query best, the best first."""
+    state = state_of(request)
+    body, headers = await RERANK.read(request, state.config.max_body_bytes)
+    model = _admitted(state, body)
+    texts = PooledTexts(state, request, body)
+    pairs, field = pairs_of(body)
+    scores = await texts.scores(pairs, field, body.instruction)
+    documents = [document for _, document in pairs]
+    order = sorted(range(len(documents)), key=lambda index: (-scores[index], index))
+    results = [
+        RerankResult(
+            index=index,
+            relevance_score=scores[index],
+            document=msgspec.UNSET if body.return_documents is False else RankedDocument(documents[index]),
+        )
+        for index in order[: body.top_n or None]
+    ]
+    answer = RerankAnswer(id=f"rerank-{request.state.request_id}", model=model, results=results, usage=_usage(texts))
+    return _json(answer, headers)
+
+
+def _admitted(state: ServerState, body: PooledRequest) -> str:
+    model = state.model_name(body.model)
+    state.admit(1)
+    return model
+
+
+def _usage(texts: PooledTexts) -> PooledUsage:
+    return PooledUsage(texts.tokens, texts.tokens)
+
+
+def _json(answer: msgspec.Struct, headers: Mapping[str, str]) -> Response:
+    return Response(msgspec.json.encode(answer), headers=dict(headers), media_type="application/json")

@@ -1,0 +1,105 @@
+"""The OpenAPI document, made from the same types that decode requests and encode answers."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+
+import fd_core
+from fd_core.server.schemas.responses import ErrorAnswer
+
+__all__ = ["endpoint", "install"]
+
+_REF: Final = "#/components/schemas/{name}"
+_KIND: Final = "application/json"
+_schemas: set[type[msgspec.Struct]] = {ErrorAnswer}
+
+_ERRORS: Final = {
+    400: "The request is malformed, out of range, or asks for what is not served; `param` names the field",
+    401: "No valid API key",
+    403: "The request comes from a page of another origin, see --allowed-origins",
+    404: "There is no such model",
+    413: "The body is too large",
+    415: "The body is not JSON, or it is compressed",
+    421: "The host that the request names is not this server's, see --allowed-hosts",
+    429: "The key has used up what it may ask for; `Retry-After` says when it may ask again",
+    500: "The server or the engine failed",
+    503: "The queue is full, other bodies hold all memory, the server shuts down, or the engine is not running",
+}
+
+_EVENT: Final = {
+    "type": "object",
+    "description": "One event of the stream",
+    "required": ["data"],
+    "properties": {
+        "event": {"type": "string", "description": "`error` for the event that ends a broken stream"},
+        "data": {"type": "string", "description": "A chunk as JSON, `[DONE]` at the end, or an error as JSON"},
+    },
+}
+
+
+def endpoint(
+    summary: str,
+    body: type[msgspec.Struct] | None,
+    answer: type[msgspec.Struct],
+    *,
+    stream: bool = False,
+    errors: tuple[int, ...] | None = None,
+    unhealthy: bool = False,
+) -> dict[str, Any]:
+    """Return what a route's decorator needs to describe an endpoint.
+
+    With `body`, all errors that reading a body may have are listed; `errors` lists those of an endpoint without.
+    `unhealthy` says that a 503 carries the same answer as a 200.
+    """
+    listed = errors if errors is not None else tuple(_ERRORS) if body is not None else (401,)
+    limited = {429} if 401 in listed else set()
+    listed = tuple(sorted({*listed, *limited, 403, 421}))
+    responses = {status: _response(_ERRORS[status], ErrorAnswer) for status in listed}
+    responses[200] = _response("Success", answer)
+    if stream:
+        responses[200]["content"]["text/event-stream"] = {"schema": _EVENT}
+    if unhealthy:
+        responses[503] = _response("Not now; `reason` says why", answer)
+    described: dict[str, Any] = {
+        "summary": summary,
+        "responses": responses,
+        "response_model": None,
+        "response_class": Response,
+    }
+    if body is not None:
+        _schemas.add(body)
+        content = {_KIND: {"schema": _reference(body)}}
+        described["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
+    return described
+
+
+def install(app: FastAPI, keys_required: bool) -> None:
+    """Make `app` serve the document with the schemas of requests and answers."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=fd_core.__version__, routes=app.routes)
+            ordered = sorted(_schemas, key=lambda schema: schema.__name__)
+            _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
+            made["components"] = {"schemas": components}
+            if keys_required:
+                made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                made["security"] = [{"key": []}]
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI documents this as the way to extend it
+
+
+def _response(text: str, answer: type[msgspec.Struct]) -> dict[str, Any]:
+    _schemas.add(answer)
+    return {"description": text, "content": {_KIND: {"schema": _reference(answer)}}}
+
+
+def _reference(schema: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _REF.format(name=schema.__name__)}

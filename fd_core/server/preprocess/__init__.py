@@ -1,0 +1,1 @@
+"""From a body to the engine's request: prompt, sampling, structured output, tools."""

@@ -1,0 +1,169 @@
+"""Reading and decoding the body of a request: bounded while it arrives, strict in types, clear in its errors."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from fd_core.server.api.errors import ApiError, invalid
+from fd_core.server.connections.bodies import BodyShare
+from fd_core.server.connections.headers import refuse_encoding
+from fd_core.server.preprocess.json_shape import decodable, is_small
+from fd_core.server.preprocess.known_fields import KnownFields, UnknownField
+from fd_core.server.schemas.unsupported import HARMLESS, Refusal
+from fd_core.server.state.state import state_of
+
+__all__ = ["BodyFormat", "receive", "require_json"]
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>.*)`$")
+_MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
+_PRINTABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
+_MAX_NAMED = 16
+_MAX_UNKNOWN = 1000
+_IDS_PER_TOKEN = 4
+"""Numbers that a body may hold for each token of the context."""
+
+
+class BodyFormat(Generic[T]):
+    """The format of one endpoint's body."""
+
+    def __init__(self, schema: type[T], refused: Mapping[str, Refusal] | None = None) -> None:
+        self.schema = schema
+        self._refused = refused or {}
+        self._decoder = msgspec.json.Decoder(schema)
+        self._known = KnownFields(schema)
+
+    async def read(self, request: Request, limit: int) -> tuple[T, dict[str, str]]:
+        """Return the decoded body and headers that the answer should carry.
+
+        Raises `ApiError`: 415 for another content type, 413 for more than `limit` bytes, 503 where other bodies hold
+        all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for more values
+        than are decoded at once.
+        """
+        require_json(request.headers.get("content-type", ""))
+        state = state_of(request)
+        with state.bodies.share(request.headers.get("content-length"), limit) as share:
+            parts = [part async for part in receive(request, share)]
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            decoded, ignored = await self.decode_bounded(body, state.context)
+        state.unknown_fields.tell(ignored, time.monotonic())
+        return decoded, {"X-Ignored-Fields": ", ".join(ignored)} if ignored else {}
+
+    async def decode_bounded(self, body: bytes, context: int) -> tuple[T, list[str]]:
+        """Decode a body of any size without holding up the event loop; see `read`."""
+        if not await decodable(body, _IDS_PER_TOKEN * context):
+            message = "the body holds more fields, lists or numbers than a request may have"
+            raise invalid(message, None, "invalid_body")
+        if is_small(body):
+            return self.decode(body)
+        return await asyncio.to_thread(self.decode, body)
+
+    def decode(self, body: bytes) -> tuple[T, list[str]]:
+        """Decode a whole body and return with it the names of fields that are ignored; see `read`."""
+        try:
+            ignored = self._refuse(self._known.unknown(body))
+            return self._decoded(body), ignored
+        except msgspec.ValidationError as error:
+            raise _explain(error) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise invalid(f"the body is not valid JSON in UTF-8: {_reason(error)}", None, "invalid_json") from None
+        except RecursionError:
+            raise invalid("the body is nested too deeply", None, "invalid_json") from None
+
+    def _decoded(self, body: bytes) -> T:
+        """Decode a body; a whole number may be written as 5.0 where an integer is wanted."""
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "Expected `int" not in str(error) or "got `float`" not in str(error):
+                raise
+            return msgspec.convert(_with_integers(msgspec.json.decode(body)), self.schema, str_keys=True)
+
+    def _refuse(self, unknown: Iterable[UnknownField]) -> list[str]:
+        """Refuse fields that would change the text; return the names of those that are ignored."""
+        given: dict[str, msgspec.Raw] = {}
+        for path, value in unknown:
+            if path in HARMLESS or bytes(value) == b"null":
+                continue
+            refusal = self._refused.get(path)
+            if refusal is None:
+                given.setdefault(path, value)
+            elif msgspec.json.decode(value) not in refusal.neutral:
+                raise invalid(f"{path} is not supported: {refusal.reason}", path, "unsupported_parameter")
+            if len(given) > _MAX_UNKNOWN:
+                raise invalid(
+                    f"the body has more than {_MAX_UNKNOWN:,} fields that are not known", None, "invalid_body"
+                )
+        return [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:_MAX_NAMED]
+
+
+def _with_integers(value: Any) -> Any:
+    """Return a decoded value with whole numbers as integers, which fields for any number take as well."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list):
+        return [_with_integers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _with_integers(each) for name, each in value.items()}
+    return value
+
+
+def require_json(content_type: str) -> None:
+    """Raise `ApiError` (415) for a body that is not sent as JSON."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        message = f"the body must be sent as content-type application/json, not {_named(kind)}"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+async def receive(request: Request, share: BodyShare) -> AsyncIterator[bytes]:
+    """Yield the body of a request as it arrives.
+
+    Raises `ApiError`: 415 if it is compressed, and where its share does not reach or if it breaks off.
+    """
+    refuse_encoding(request.headers.getlist("content-encoding"))
+    try:
+        async for part in request.stream():
+            share.received(len(part))
+            yield part
+    except ClientDisconnect:
+        raise invalid("the body broke off", None, "invalid_body") from None
+
+
+def _named(kind: str) -> str:
+    return kind if _PRINTABLE.fullmatch(kind.replace("/", "-")) else "what was sent"
+
+
+def _reason(error: Exception) -> str:
+    # a UnicodeDecodeError's text is harmless: it names one byte and its position
+    return str(error).removeprefix("JSON is malformed: ")
+
+
+def _explain(error: msgspec.ValidationError) -> ApiError:
+    """Say a decoding error with the field first. The library's text never quotes values."""
+    text = str(error)
+    missing = _MISSING.search(text)
+    place = _PATH.search(text)
+    path = place["path"] if place else ""
+    if missing:
+        path = f"{path}.{missing['field']}".lstrip(".")
+        return invalid(f"{path} is required", path, "missing_required_parameter")
+    if place is None:
+        return invalid(f"the body is wrong: {_lower(text)}", None, "invalid_body")
+    what = _lower(text[: place.start()])
+    if place[1]:
+        what = f"wrong key: {what}"
+    return invalid(f"{path}: {what}", path, "invalid_value")
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

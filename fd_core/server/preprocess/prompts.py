@@ -1,0 +1,188 @@
+"""Prompts that this server serves; `fd_core.text.prompt_reader` makes them token ids."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from fd_core.server.api.errors import ApiError, invalid
+from fd_core.server.preprocess.sampling import asked_tokens
+from fd_core.server.preprocess.tools import offered_tools
+from fd_core.server.schemas.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+)
+from fd_core.text.parsing.answer import Parsers
+from fd_core.text.prompt_reader import PromptReader, PromptText, template_kwargs
+
+__all__ = ["PromptState", "chat_ids", "chat_prompt", "completion_prompts", "require_effort", "require_role"]
+
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+class PromptState(Protocol):
+    """What prompts are read with, at a server and at a router that counts what its workers will read."""
+
+    prompt_reader: PromptReader
+    parsers: Parsers
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and text together; None where a router does not know it."""
+
+    @property
+    def max_n(self) -> int:
+        """Texts that one request may ask for."""
+
+    @property
+    def trusts_templates(self) -> bool:
+        """Whether requests may bring a template."""
+
+
+async def completion_prompts(state: PromptState, body: CompletionRequest) -> list[PromptText]:
+    """Return the prompts of a completions request: a text, texts, ids, or lists of ids.
+
+    Raises `ApiError` (400) for too many prompts, `BadRequest` for those that cannot be read.
+    """
+    by_ids = bool(body.prompt_token_ids) or body.prompt is None  # an empty list asks for nothing
+    reader, field = state.prompt_reader, "prompt_token_ids" if by_ids else "prompt"
+    given = body.prompt_token_ids if by_ids else body.prompt
+    if given is None:
+        raise _required("prompt")
+    texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
+    if len(texts) > (most := state.max_n):
+        raise invalid(f"{field} holds {len(texts)} prompts; one request may hold {most}", field)
+    size = sum(len(each) for each in texts if isinstance(each, str))
+    read = await reader.run(size, lambda: reader.completion(given, body.add_special_tokens is not False, field))
+    return [_shortened(state, body, each) for each in read]
+
+
+async def chat_prompt(state: PromptState, body: ChatRequest) -> tuple[int, ...]:
+    """Return the ids of what a chat request wants answered: its conversation, its only message, or ids that it gives.
+
+    Raises `ApiError` (400) for what is not served, `BadRequest` for what cannot be read.
+    """
+    reader = state.prompt_reader
+    if body.prompt_token_ids:
+        ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
+    elif body.disable_chat_template:
+        text = _only_text(body.messages or [])
+        ids = await reader.run(len(text), lambda: reader.text(text, body.add_special_tokens is not False, "messages"))
+    else:
+        ids = await chat_ids(state, body)
+    return _shortened(state, body, PromptText(ids, None)).ids
+
+
+async def chat_ids(state: PromptState, body: ChatRequest | TokenizeRequest) -> tuple[int, ...]:
+    """Return the ids of a conversation, rendered by a template.
+
+    Raises `ApiError` (400) for roles, contents and templates that are not served, `BadRequest` where the template
+    refuses.
+    """
+    if body.messages is None:
+        raise _required("messages")
+    for index, message in enumerate(body.messages):
+        _check(f"messages[{index}]", message)
+    goes_on = bool(body.continue_final_message)
+    if goes_on and body.add_generation_prompt:
+        raise invalid(
+            "continue_final_message goes on with the last message, add_generation_prompt begins another; give one",
+            "continue_final_message",
+        )
+    template = body.chat_template or None
+    own = template is not None and state.prompt_reader.own_template(template) is not None
+    if template is not None and not own and not state.trusts_templates:
+        raise invalid(
+            "chat_template is not supported: templates from requests are run only where the server was started with "
+            "--trust-request-chat-template",
+            "chat_template",
+            "unsupported_parameter",
+        )
+    reader = state.prompt_reader
+    if template is None:
+        require_effort(reader, body.reasoning_effort, "reasoning_effort")
+    turns = [_turn(message) for message in body.messages]
+    offered = offered_tools(body)
+    size = sum(len(str(turn["content"])) for turn in turns)
+    return await reader.run(
+        size if offered is None else size + len(msgspec.json.encode(offered.shown)),
+        lambda: reader.chat(
+            turns,
+            body.add_generation_prompt is not False and not goes_on,
+            template_kwargs(body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort),
+            continue_final_message=goes_on,
+            documents=body.documents,
+            template=template,
+            add_special=bool(body.add_special_tokens),
+            tools=None if offered is None else offered.shown,
+        ),
+        at_once=False,
+    )
+
+
+def require_role(role: str, field: str) -> None:
+    """Raise `ApiError` (400) that names `field` for a role that is not served."""
+    if role not in _ROLES:
+        raise invalid(f"{field} is {role[:40]!r}; served are {', '.join(_ROLES)}", field, "invalid_value")
+
+
+def require_effort(reader: PromptReader, effort: str | None, field: str) -> None:
+    """Raise `ApiError` (400) that names `field` for an effort of reasoning that the model cannot be told.
+
+    `none` and `medium` ask for what such a model does anyway.
+    """
+    if effort not in (None, "none", "medium") and not reader.takes_effort:
+        raise invalid(
+            f"{field} is not supported: the chat template of this model has no place for an effort of reasoning",
+            field,
+            "unsupported_parameter",
+        )
+
+
+def _shortened(state: PromptState, body: GenerationRequest, prompt: PromptText) -> PromptText:
+    """Return a prompt without what `truncate_prompt_tokens` cuts off."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == 0:
+        raise invalid("truncate_prompt_tokens is 0; give -1 or at least 1", "truncate_prompt_tokens")
+    if most < 0:
+        if state.context is None:
+            return prompt
+        most = max(1, state.context - (asked_tokens(body)[0] or 1))
+    if len(prompt.ids) <= most:
+        return prompt
+    return PromptText(prompt.ids[:most] if body.truncation_side == "right" else prompt.ids[-most:], None)
+
+
+def _only_text(messages: list[Message]) -> str:
+    if len(messages) != 1 or not isinstance(messages[0].content, str):
+        raise invalid(
+            f"disable_chat_template needs exactly one message, whose content is text; messages has {len(messages)}",
+            "messages",
+        )
+    return messages[0].content
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    turn: dict[str, Any] = msgspec.to_builtins(message)
+    turn["reasoning_content"] = message.reasoning_content or message.reasoning
+    return turn
+
+
+def _check(place: str, message: Message) -> None:
+    require_role(message.role, f"{place}.role")
+    if message.function_call:
+        raise invalid(f"{place}.function_call: use tool_calls", f"{place}.function_call", "unsupported_parameter")
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(f"{place}.tool_calls: only an assistant calls tools", f"{place}.tool_calls", "invalid_value")
+    if message.content is None and message.role != "assistant":
+        raise _required(f"{place}.content")
+
+
+def _required(field: str) -> ApiError:
+    return invalid(f"{field} is required", field, "missing_required_parameter")

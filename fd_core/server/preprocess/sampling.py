@@ -1,0 +1,266 @@
+"""Request fields to `SamplingParams`, with every check that needs the model's limits."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from itertools import chain
+from typing import Final, NamedTuple
+
+from fd_core.engine.process.messages import EngineInfo
+from fd_core.server.api.errors import invalid
+from fd_core.server.preprocess.api_limits import MAX_STOP
+from fd_core.server.schemas.requests import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from fd_core.text.tokenizer import Tokenizer
+from fd_core.types import SamplingParams
+from fd_core.types.checks import check_ids, check_tokens
+
+__all__ = [
+    *("TextCost", "asked_tokens", "bad_word_ids", "choice_seed", "sampling_params", "stop_strings", "text_cost"),
+]
+
+_MASK: Final = 2**64 - 1
+_GREEDY_BELOW: Final = 1e-5
+"""Smaller temperatures would overflow float32 where logits are divided; they are taken as 0."""
+_COMPLETION_DEFAULT: Final = 16
+_MAX_BAD_CHARS: Final = 8192
+"""Of all banned words together: they are made tokens while others wait."""
+_READ: Final = frozenset(
+    (
+        *("max_tokens", "min_tokens", "temperature", "top_k", "seed", "logit_bias", "logprobs", "stop_token_ids"),
+        *("allowed_token_ids", "bad_words_token_ids", "grammar", "prompt_logprobs", "reasoning"),
+    )
+)
+"""Sampling parameters that are not simply copied from the request's field of the same name."""
+_COPIED: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in _READ)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Return the 64-bit seed of choice `index` of a prompt: the seed itself for the first choice.
+
+    Later ones get SplitMix64's output for that counter (Steele, Lea and Flood, 2014), so choices differ and each can
+    be had again. The index counts choices of one prompt, so a prompt's texts do not depend on the prompts beside it.
+    """
+    if index == 0:
+        return seed & _MASK
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
+class TextCost(NamedTuple):
+    """What a request for texts reads and writes at most."""
+
+    prompts: Sequence[int]
+    """Length of each prompt."""
+    n: int
+    """Texts of each prompt."""
+    outputs: Sequence[int]
+    """Longest text of each prompt."""
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens read and written."""
+        return sum(self.prompts) + self.n * sum(self.outputs)
+
+
+def text_cost(
+    request: GenerationRequest, prompts: Sequence[int], *, most_texts: int, context: int | None, limit: int | None
+) -> TextCost:
+    """Return the cost of a request with prompts of these lengths, the same at a server and at a router.
+
+    `limit` is that of the key's tokens a minute: texts whose length is left open are not longer. `context` None is for
+    a router that does not know it. Raises `ApiError` (400) for what does not fit the context, and for too many texts.
+    """
+    n = request.n or 1
+    if isinstance(request, CompletionRequest) and request.best_of is not None and request.best_of != n:
+        raise invalid(
+            f"best_of is {request.best_of} and n is {n}; only equal values are supported",
+            "best_of",
+            "unsupported_parameter",
+        )
+    if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens is 0, which needs echo to be true: the answer would be empty", "max_tokens")
+    texts = n * len(prompts)
+    if texts > most_texts:
+        raise invalid(
+            f"{len(prompts)} prompts times n={n} are {texts} texts; one request may ask for {most_texts}", "n"
+        )
+    asked, field = asked_tokens(request)
+    outputs = [_allowed_tokens(request, asked, field, each, context) for each in prompts]
+    if asked is None and limit is not None:
+        share = max(1, _min_tokens(request), (limit - sum(prompts)) // texts)
+        outputs = [share if each is None else max(1, _min_tokens(request), min(each, share)) for each in outputs]
+    return TextCost(prompts, n, [1 if each is None else each for each in outputs])
+
+
+def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
+    """Return the stop strings, checked in number and length."""
+    if not request.stop:
+        return ()
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop
+    if len(stop) > MAX_STOP:
+        raise invalid(f"stop has {len(stop)} strings; at most {MAX_STOP} are allowed", "stop")
+    for text in stop:
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise invalid(f"a stop string has {len(text)} characters; allowed are 1 to {MAX_STOP_CHARS}", "stop")
+    return tuple(stop)
+
+
+def sampling_params(
+    request: GenerationRequest,
+    info: EngineInfo,
+    outputs: Sequence[int],
+    logprobs: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    tokenizer: Tokenizer | None = None,
+) -> list[SamplingParams]:
+    """Return what each prompt is sampled with; the seed is that of its first choice.
+
+    `outputs` are the longest texts of the prompts, see `text_cost`.
+    `bad_words` are the words of the request as tokens, see `bad_word_ids`. Raises `ApiError` (400) where a value does
+    not fit the model's context or vocabulary.
+    """
+    stop_ids = tuple(request.stop_token_ids or ())
+    text_of = (lambda _: "") if tokenizer is None else tokenizer.token_text
+    for name, ids in (
+        ("stop_token_ids", stop_ids),
+        ("logit_bias", request.logit_bias or ()),
+        ("allowed_token_ids", request.allowed_token_ids or ()),
+    ):
+        check_ids(ids, info.vocab_size, name, text_of)
+    bias = _logit_bias(request, info)
+    allowed_ids = _allowed_ids(request, info, stop_ids)
+    temperature = 1.0 if request.temperature is None else request.temperature
+    copied = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
+    seed = secrets.randbits(63) if request.seed is None else _seed(request.seed)
+    min_tokens = _min_tokens(request)
+    params = []
+    for allowed in outputs:
+        if min_tokens > allowed:
+            raise invalid(f"min_tokens is {min_tokens}, but at most {allowed} are generated", "min_tokens")
+        params.append(
+            SamplingParams(
+                max_tokens=allowed,
+                min_tokens=min_tokens,
+                temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+                top_k=min(max(request.top_k or 0, 0), info.vocab_size),
+                seed=seed,
+                logit_bias=bias,
+                allowed_token_ids=allowed_ids,
+                bad_words_token_ids=bad_words,
+                logprobs=logprobs,
+                prompt_logprobs=_prompt_logprobs(request, logprobs),
+                stop_token_ids=stop_ids,
+                **copied,
+            )
+        )
+    check_tokens(params[0])
+    return params
+
+
+def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
+    """Return how many tokens are asked for, and by which field."""
+    newer, older = request.max_completion_tokens, request.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise invalid(
+            f"max_completion_tokens is {newer} and max_tokens {older}; give one of them", "max_completion_tokens"
+        )
+    if newer is not None:
+        return newer, "max_completion_tokens"
+    if older is None and not isinstance(request, ChatRequest):
+        older = _COMPLETION_DEFAULT
+    # A prompt alone still takes the place of one token, which is computed and not shown.
+    return older if older is None else max(older, 1), "max_tokens"
+
+
+def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
+    """Return how many likely tokens are wanted beside each token of the prompt, by itself or with its echo."""
+    echoed = logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    return max((wanted for wanted in (request.prompt_logprobs, echoed) if wanted is not None), default=None)
+
+
+def _min_tokens(request: GenerationRequest) -> int:
+    """Return how many tokens come before one may end the text."""
+    one, other = request.min_tokens, request.min_new_tokens
+    if one is not None and other is not None and one != other:
+        raise invalid(f"min_tokens is {one} and min_new_tokens {other}; give one of them", "min_new_tokens")
+    return one or other or 0
+
+
+def _allowed_tokens(
+    request: GenerationRequest, asked: int | None, field: str, prompt: int, context: int | None
+) -> int | None:
+    """Return the most tokens to generate, or refuse what the context cannot hold; None for an unknown context."""
+    if context is None:
+        return asked
+    room = context - prompt
+    if room < 1:
+        raise invalid(
+            f"the prompt has {prompt} tokens, but the context holds {context}, "
+            "of which one at least is for the output; shorten the prompt",
+            "messages" if isinstance(request, ChatRequest) else "prompt",
+            "context_length_exceeded",
+        )
+    if asked is None:
+        return room
+    if asked > room and request.max_tokens is None and field == "max_tokens":
+        return room  # the server's own default is not refused
+    if asked > room:
+        raise invalid(
+            f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
+            f"{context}; at most {room} can be generated",
+            field,
+            "context_length_exceeded",
+        )
+    return asked
+
+
+def _seed(seed: int) -> int:
+    if not -(2**63) <= seed <= _MASK:
+        raise invalid("seed must fit in 64 bits: -2^63 to 2^64-1", "seed")
+    return seed & _MASK
+
+
+def _logit_bias(request: GenerationRequest, info: EngineInfo) -> dict[int, float] | None:
+    bias = request.logit_bias
+    if not bias:
+        return None
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise invalid(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
+    return {token_id: value for token_id, value in bias.items() if value} or None
+
+
+def bad_word_ids(request: GenerationRequest, info: EngineInfo, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that the request bans, its words spelled with and without a space before them."""
+    size = sum(map(len, request.bad_words or ()))
+    if size > _MAX_BAD_CHARS:
+        raise invalid(f"bad_words has {size:,} characters; at most {_MAX_BAD_CHARS:,} are allowed", "bad_words")
+    spelled = [
+        tuple(tokenizer.encode(space + word.lstrip(), add_special=False) or tokenizer.encode(word, add_special=False))
+        for word in request.bad_words or ()
+        for space in ("", " ")
+    ]
+    check_ids({*chain.from_iterable(spelled)}, info.vocab_size, "bad_words", tokenizer.token_text)
+    given = [(each,) if isinstance(each, int) else tuple(each) for each in request.bad_words_token_ids or ()]
+    check_ids({*chain.from_iterable(given)}, info.vocab_size, "bad_words_token_ids", tokenizer.token_text)
+    return tuple(dict.fromkeys(ids for ids in (*spelled, *given) if ids))
+
+
+def _allowed_ids(request: GenerationRequest, info: EngineInfo, stop_ids: tuple[int, ...]) -> tuple[int, ...] | None:
+    if not request.allowed_token_ids:
+        return None
+    allowed = set(request.allowed_token_ids)
+    if _min_tokens(request) and allowed <= {*stop_ids, *info.eos_token_ids}:
+        raise invalid(
+            "allowed_token_ids has only tokens that end the text, but others are asked for before its end",
+            "allowed_token_ids",
+        )
+    return tuple(sorted(allowed))

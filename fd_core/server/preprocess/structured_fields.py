@@ -1,0 +1,187 @@
+"""Fields that ask for a text of a given form, in the words of OpenAI, vLLM, FastDeploy and SGLang; what they mean."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fd_core.server.api.errors import invalid
+from fd_core.server.preprocess.evaluation_fields import EvaluationFields
+from fd_core.structured.bounds import MAX_CHOICES
+from fd_core.structured.forms import ChoiceForm, FormAsked, Schema, SchemaForm, TagForm, TextForm
+
+__all__ = [
+    "JsonSchemaFormat",
+    "ResponseFormatField",
+    "StructuredFields",
+    "StructuredOutputs",
+    "form_asked",
+]
+
+_ANY_OBJECT: Final = SchemaForm(schema={"type": "object"})
+Choices = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """The schema of `response_format`."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Schema | None = None
+    """None allows any JSON object."""
+    strict: bool | None = None
+    """The answer fits the schema in any case."""
+
+
+class ResponseFormatField(msgspec.Struct, kw_only=True):
+    """What an answer looks like."""
+
+    type: str
+    """`text`, `json_object`, `json_schema` or `structural_tag`."""
+    json_schema: JsonSchemaFormat | None = None
+    schema: Schema | None = None
+    """With `json_object`, as llama.cpp spells a schema."""
+    structures: list[Any] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's field of this name: one form, and how JSON is written."""
+
+    json: Schema | str | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    """What may stand between the parts of JSON; one blank behind commas and colons if left out."""
+    disable_any_whitespace: bool | None = None
+    """White space is fixed in any case, unless a pattern is given."""
+    disable_fallback: bool | None = None
+    """There is one backend and none to fall back to."""
+
+
+class StructuredFields(EvaluationFields, kw_only=True):
+    """Fields that completions and chat share; at most one form may be asked for.
+
+    One struct inherits the next, because structs with fields cannot have several bases.
+    """
+
+    response_format: ResponseFormatField | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    json_schema: Schema | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+
+
+def form_asked(fields: StructuredFields) -> FormAsked | None:
+    """Return the form that a request asks for, None for any text; `ApiError` (400) if it asks for more than one."""
+    found = [form for form in _forms(fields) if form is not None]
+    if len(found) > 1:
+        raise invalid(
+            f"{found[0].field} and {found[1].field} both say what the text looks like; give one of them",
+            found[1].field,
+        )
+    return found[0] if found else None
+
+
+def _forms(fields: StructuredFields) -> list[FormAsked | None]:
+    outputs = fields.structured_outputs or StructuredOutputs()
+    space, other_space = outputs.whitespace_pattern or None, fields.guided_whitespace_pattern or None
+    within = "structured_outputs"
+    return [
+        _response_format(fields.response_format),
+        _json(outputs.json, f"{within}.json", space),
+        _any_object(outputs.json_object, f"{within}.json_object"),
+        _text(outputs.regex, f"{within}.regex", "regex"),
+        _choice(outputs.choice, f"{within}.choice"),
+        _text(outputs.grammar, f"{within}.grammar", "grammar"),
+        _tag(outputs.structural_tag, f"{within}.structural_tag"),
+        _json(fields.guided_json, "guided_json", other_space),
+        _any_object(fields.guided_json_object, "guided_json_object"),
+        _text(fields.guided_regex, "guided_regex", "regex"),
+        _choice(fields.guided_choice, "guided_choice"),
+        _text(fields.guided_grammar, "guided_grammar", "grammar"),
+        _tag(fields.structural_tag, "structural_tag"),
+        _json(fields.json_schema, "json_schema", other_space),
+        _text(fields.regex, "regex", "regex"),
+        _text(fields.ebnf, "ebnf", "grammar"),
+        _text(fields.grammar, "grammar", "grammar"),
+    ]
+
+
+def _response_format(wanted: ResponseFormatField | None) -> FormAsked | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    place = "response_format"
+    if wanted.type == "json_object":
+        if wanted.schema is not None:
+            return _json(wanted.schema, f"{place}.schema", None)
+        return FormAsked(place, _ANY_OBJECT)
+    if wanted.type == "json_schema":
+        if wanted.json_schema is None:
+            raise invalid(f"{place}.json_schema is required", f"{place}.json_schema", "missing_required_parameter")
+        schema = wanted.json_schema.schema
+        if schema is None:
+            return FormAsked(place, _ANY_OBJECT)
+        return _json(schema, f"{place}.json_schema.schema", None, is_strict=wanted.json_schema.strict is not False)
+    if wanted.type == "structural_tag":
+        parts = {"structures": wanted.structures, "triggers": wanted.triggers, "format": wanted.format}
+        return _tag({name: value for name, value in parts.items() if value is not None}, place)
+    known = "text, json_object, json_schema and structural_tag"
+    raise invalid(f"{place}.type is {wanted.type[:40]!r}; served are {known}", f"{place}.type", "invalid_value")
+
+
+def _json(
+    schema: Schema | str | None, field: str, whitespace: str | None, *, is_strict: bool = True
+) -> FormAsked | None:
+    if schema is None or schema == "":
+        return None
+    read = _decoded(schema, field) if isinstance(schema, str) else schema
+    if not isinstance(read, dict | bool):
+        raise invalid(f"{field}: a schema is a JSON object, not {type(read).__name__}", field, "invalid_value")
+    own = f"{field.rpartition('.')[0]}.whitespace_pattern" if "." in field else "guided_whitespace_pattern"
+    spaces = own if whitespace else ""
+    form = SchemaForm(schema=read, whitespace_pattern=whitespace, spaces_field=spaces, is_strict=is_strict)
+    return FormAsked(field, form)
+
+
+def _any_object(wanted: bool | None, field: str) -> FormAsked | None:
+    return FormAsked(field, _ANY_OBJECT) if wanted else None
+
+
+def _text(text: str | None, field: str, kind: Literal["regex", "grammar"]) -> FormAsked | None:
+    return FormAsked(field, TextForm(kind, text)) if text else None
+
+
+def _choice(texts: list[str] | None, field: str) -> FormAsked | None:
+    return FormAsked(field, ChoiceForm(texts)) if texts else None
+
+
+def _tag(tag: str | dict[str, Any] | None, field: str) -> FormAsked | None:
+    if not tag:
+        return None
+    read = _decoded(tag, field) if isinstance(tag, str) else tag
+    if not isinstance(read, dict):
+        raise invalid(f"{field}: a structural tag is a JSON object, not {type(read).__name__}", field, "invalid_value")
+    return FormAsked(field, TagForm(read))
+
+
+def _decoded(text: str, field: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{field}: it is not JSON: {str(error)[:200]}", field, "invalid_json") from None

@@ -1,0 +1,137 @@
+"""What the endpoints for vectors and scores accept and answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fd_core.server.schemas.requests import TokenId
+
+__all__ = [
+    *("Embedding", "EmbeddingAnswer", "EmbeddingRequest", "PooledRequest", "PooledUsage", "RankedDocument"),
+    *("RerankAnswer", "RerankDocument", "RerankRequest", "RerankResult", "Score", "ScoreAnswer", "ScoreRequest"),
+]
+
+
+class PooledRequest(msgspec.Struct, kw_only=True):
+    """Fields that these endpoints share; null means the default."""
+
+    model: str | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Lower runs first under the `priority` policy."""
+    user: Annotated[str, Meta(max_length=256)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+class EmbeddingRequest(PooledRequest, kw_only=True):
+    """The body of /v1/embeddings."""
+
+    input: str | list[str | int | list[TokenId]]
+    """A text, texts, ids, or lists of ids."""
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Leading elements that are kept; the vector is brought to length 1 again."""
+    add_special_tokens: bool | None = None
+
+
+class ScoreRequest(PooledRequest, kw_only=True):
+    """The body of /v1/score: one text with several, or pairs."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    """Another name of `text_1`."""
+    documents: str | list[str] | None = None
+    """Another name of `text_2`."""
+    instruction: Annotated[str, Meta(max_length=4096)] | None = None
+    """What a model that judges pairs is to look for."""
+
+
+class RerankDocument(msgspec.Struct):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankRequest(PooledRequest, kw_only=True):
+    """The body of /v1/rerank."""
+
+    query: Annotated[str, Meta(min_length=1)]
+    documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=2048)]
+    top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """Best documents that are answered; 0 and null answer all."""
+    return_documents: bool | None = None
+    """Whether the answer repeats the documents; true if left out."""
+    instruction: Annotated[str, Meta(max_length=4096)] | None = None
+
+
+class PooledUsage(msgspec.Struct):
+    """Tokens read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """One vector."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+    """Numbers, or float32 in little-endian order as base64."""
+
+
+class EmbeddingAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: PooledUsage
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """How well two texts fit."""
+
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class ScoreAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /v1/score."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    """Unix time, seconds."""
+    data: list[Score]
+    model: str
+    usage: PooledUsage
+
+
+class RankedDocument(msgspec.Struct):
+    """A document that was given."""
+
+    text: str
+
+
+class RerankResult(msgspec.Struct, kw_only=True):
+    """One document and how well it answers the query."""
+
+    index: int
+    """Its place in the request."""
+    relevance_score: float
+    document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /v1/rerank, the best document first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: PooledUsage

@@ -1,0 +1,253 @@
+"""What the server accepts. Ranges stated here are checked while decoding and appear in the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fd_core.server.preprocess.api_limits import CHAT, MAX_STOP
+from fd_core.server.preprocess.structured_fields import StructuredFields
+from fd_core.server.preprocess.tool_fields import ToolChoice, Tools
+from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
+
+__all__ = [
+    *("MAX_CHOICES", "MAX_LISTED", "MAX_LOGIT_BIAS", "MAX_STOP_CHARS", "AbortRequest", "ChatRequest"),
+    *("CompletionRequest", "ContentPart", "DetokenizeRequest", "GenerationRequest", "Message"),
+    *("StreamOptions", "TokenizeRequest"),
+]
+
+MAX_CHOICES: Final = 128
+"""Texts that one HTTP request may ask for: prompts times n."""
+MAX_STOP_CHARS: Final = 256
+MAX_LOGIT_BIAS: Final = 1024
+MAX_LISTED: Final = 1024
+"""Words, or sequences of tokens, that one request may ban."""
+_MAX_IDS: Final = 256
+_MAX_WORD: Final = 64
+_MAX_ALLOWED: Final = 2**20
+_MAX_TEMPLATE_CHARS: Final = 65_536
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+BadIds = Annotated[list[TokenId], Meta(min_length=1, max_length=_MAX_WORD)]
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+Stop = Annotated[
+    str | list[StopString],
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string", "maxLength": MAX_STOP_CHARS},
+                {"type": "array", "maxItems": MAX_STOP, "items": _STOP_SCHEMA},
+            ]
+        }
+    ),
+]
+_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+Prompt = Annotated[
+    str | list[str | int | list[TokenId]],
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string", "minLength": 1}},
+                _IDS_SCHEMA,
+                {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _IDS_SCHEMA},
+            ]
+        }
+    ),
+]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Every event tells the usage so far."""
+
+
+class GenerationRequest(StructuredFields, kw_only=True):
+    """Fields that completions and chat share; null means the default."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    min_tokens: Count | None = None
+    min_new_tokens: Count | None = None
+    """Another name of `min_tokens`."""
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """0 and -1 keep every token."""
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: dict[int, LogitBias] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_ALLOWED)] | None = None
+    """Only these may be generated; an empty list allows all."""
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_LISTED)] | None = None
+    """Never generated, at the beginning of a word or within one, as the tokenizer spells them."""
+    bad_words_token_ids: Annotated[list[TokenId | BadIds], Meta(max_length=MAX_LISTED)] | None = None
+    """Never generated: single tokens, and sequences of them."""
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens as `token_id:ID`."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Most tokens of a prompt that are read; -1 reads as many as the context holds beside the output."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where a prompt is cut that is longer: `left`, the default, keeps its end."""
+    add_special_tokens: bool | None = None
+    """Add what the model wants around a text, such as BOS; true for texts if left out, false for conversations, whose
+    template does it."""
+    priority: Priority | None = None
+    """Lower runs first under the `priority` policy."""
+    user: Annotated[str, Meta(max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """The body of /v1/completions."""
+
+    prompt: Prompt | None = None
+    prompt_token_ids: list[TokenId | list[TokenId]] | None = None
+    """Read instead of `prompt`."""
+    max_tokens: Count | None = None
+    """0 only together with `echo`: the prompt alone is answered."""
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: NumLogprobs | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """A piece of a message; only text, and what the assistant refused before, is understood."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Meta(extra_json_schema={"enum": ["system", "developer", "user", "assistant", "tool"]})]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    """Calls of an earlier answer, with arguments as the model wrote them."""
+    tool_call_id: str | None = None
+    """Of a tool's message: the call that it answers."""
+    reasoning_content: str | None = None
+    """What the assistant thought before it said `content`, for templates that show it."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
+    function_call: dict[str, Any] | None = None
+
+
+Messages = Annotated[list[Message], Meta(max_length=CHAT.messages)]
+Documents = Annotated[list[dict[str, Any]], Meta(max_length=_MAX_IDS)]
+ChatTemplateSource = Annotated[str, Meta(max_length=_MAX_TEMPLATE_CHARS)]
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    messages: Messages | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    """Read instead of `messages`."""
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The text goes on with the last message instead of beginning another."""
+    disable_chat_template: bool | None = None
+    """The prompt is the plain text of the only message."""
+    chat_template: ChatTemplateSource | None = None
+    """One of the model's templates by name; a source to use instead only where the server was started with
+    --trust-request-chat-template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
+    """What the answer may draw on, for templates that have a place for it."""
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False keeps an answer to one call."""
+    enable_thinking: bool | None = None
+    """Another way to set `enable_thinking` of `chat_template_kwargs`."""
+    reasoning_effort: Effort | None = None
+    """How much to reason, for templates that can be told; without such a template only `none` and `medium`."""
+    reasoning_max_tokens: Count | None = None
+    """Tokens of reasoning after which it is ended."""
+    thinking_token_budget: Count | None = None
+    """Another name of `reasoning_max_tokens`."""
+    include_reasoning: bool | None = None
+    """False leaves reasoning out of the answer."""
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """As in `ChatRequest`, and likewise the fields below."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: ChatTemplateSource | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+    """False if left out: the text of every id, control tokens included."""
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/load_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=255)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Folder below --lora-folder."""
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=255)]
+    lora_int_id: int | None = None
+    """vLLM's number of the adapter; the name says it all."""
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/abort_requests: one of the two."""
+
+    req_ids: Annotated[list[str], Meta(max_length=10_000)] | None = None
+    abort_all: bool | None = None

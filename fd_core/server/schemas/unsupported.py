@@ -1,0 +1,191 @@
+"""Fields that other servers know and this one does not serve: refused by name, never ignored.
+
+Each is refused unless its value asks for nothing (null, or what is listed with it). Fields that cannot change the
+text are accepted and do nothing. Any other unknown field is ignored and named in the answer's header
+`X-Ignored-Fields`, so that a misspelt field is found. A path such as `messages[].audio` names a field within an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from fd_core.server.schemas.requests import ChatRequest
+
+__all__ = ["CHAT", "COMPLETIONS", "HARMLESS", "POOLED", "Refusal", "beside_chats"]
+
+
+class Refusal(NamedTuple):
+    """Why a field is refused, and the values that ask for nothing."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+
+
+HARMLESS: Final = frozenset(
+    (
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("service_tier", "stream_options.include_obfuscation", "messages[].refusal", "messages[].annotations"),
+        *("collect_metrics", "trace_context", "max_streaming_response_tokens", "return_cached_tokens_details"),
+        *("stream_interval", "session_id", "routed_experts_start_len", "routed_experts_prompt_start", "cache_prompt"),
+    )
+)
+
+_REASONING: Final = Refusal("use max_completion_tokens for the whole answer and reasoning_max_tokens for its reasoning")
+_PLACEMENT: Final = Refusal("a router and its workers decide who computes what; see --role")
+_PROCESSORS: Final = Refusal("code from requests is never run", ([], {}, ""))
+_ALWAYS: Final = Refusal("only the default true is served", (True,))
+_NOT_SHOWN: Final = Refusal("the answer cannot show it", (False, 0))
+
+_SAMPLER: Final = Refusal("it is not served; use temperature, top_p or min_p", (0, -1, []))
+
+_OTHER_SAMPLERS: Mapping[str, Refusal] = {
+    **dict.fromkeys(("typical_p", "top_a", "tfs_z"), Refusal("it is not served; use top_p or min_p", (0, 1))),
+    **dict.fromkeys(("mirostat", "xtc_probability"), _SAMPLER),
+    "dry_multiplier": Refusal("it is not served; use repetition_penalty", (0,)),
+    "repeat_penalty": Refusal("use repetition_penalty", (1,)),
+    "no_repeat_ngram_size": Refusal("it is not served; use repetition_penalty", (0,)),
+    "repetition_detection": Refusal("repetition does not end a text; use repetition_penalty or stop", ({},)),
+    **dict.fromkeys(("dynatemp_range", "top_n_sigma", "samplers", "penalty_alpha"), _SAMPLER),
+    **dict.fromkeys(("watermarking", "watermark"), Refusal("texts are not marked", (False,))),
+    "do_sample": Refusal("use temperature 0 for the most likely token", (True,)),
+    "use_beam_search": Refusal("beam search is not served", (False,)),
+    "num_beams": Refusal("beam search is not served", (1,)),
+    "length_penalty": Refusal("it belongs to beam search, which is not served", (1,)),
+    "early_stopping": Refusal("it belongs to beam search, which is not served", (False,)),
+    "temp_scaled_logprobs": Refusal("log-probabilities are those of the model, before any parameter", (False,)),
+    "top_p_normalized_logprobs": Refusal("log-probabilities are those of the model, before any parameter", (False,)),
+}
+
+_INSTEAD: Final = {
+    **dict.fromkeys(("max_new_tokens", "n_predict", "max_length", "max_output_tokens"), "max_completion_tokens"),
+    **dict.fromkeys(("random_seed", "sampling_seed"), "seed"),
+    **dict.fromkeys(("stop_sequences", "stop_words", "stop_strings"), "stop"),
+    **dict.fromkeys(("banned_strings", "banned_tokens"), "bad_words"),
+    **dict.fromkeys(("reasoning_budget", "thinking_budget", "thinking_budget_tokens"), "reasoning_max_tokens"),
+    "min_length": "min_tokens",
+    "num_return_sequences": "n",
+    "n_probs": "logprobs",
+    "input_ids": "prompt_token_ids",
+    "json_mode": "response_format",
+    "return_prompt_token_ids": "return_token_ids",
+    "reasoning": "reasoning_effort",
+    "thinking": "enable_thinking",
+}
+"""Names of other servers for fields that are served."""
+_BESIDE: Final = Refusal("write its fields beside the others", ({},))
+
+_BOTH: Mapping[str, Refusal] = {
+    **_OTHER_SAMPLERS,
+    **{name: Refusal(f"use {ours}", ([], {}, "", False)) for name, ours in _INSTEAD.items()},
+    **dict.fromkeys(("extra_body", "sampling_params", "parameters", "options"), _BESIDE),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning", "detokenize"), _ALWAYS),
+    "guided_decoding_backend": Refusal("there is one backend, llguidance", ("", "auto", "guidance")),
+    "structured_outputs.disable_additional_properties": Refusal("say it in the schema", (False,)),
+    "functions": Refusal("use tools", ([],)),
+    "function_call": Refusal("use tool_choice", ("none", "auto")),
+    "response_max_tokens": _REASONING,
+    "stop_regex": Refusal("texts stop at strings, given as stop, and at tokens", ("", [])),
+    "no_stop_trim": Refusal("use include_stop_str_in_output", (False,)),
+    "logprob_token_ids": Refusal("log-probabilities are those of the most likely tokens; use top_logprobs", ([],)),
+    "include_draft_logprobs": _NOT_SHOWN,
+    "include_logprobs_decode_token": _ALWAYS,
+    "prompt_embeds": Refusal("prompts are text or token ids"),
+    "completion_token_ids": Refusal("put them behind the prompt, in prompt_token_ids", ([],)),
+    **dict.fromkeys(
+        ("lora_path", "lora", "lora_request", "adapter_id"),
+        Refusal("adapters are asked for by their names, as model", ("", [])),
+    ),
+    **dict.fromkeys(("web_search_options", "enable_search"), Refusal("web search is not served", (False,))),
+    "logits_processors": _PROCESSORS,
+    "logits_processors_args": _PROCESSORS,
+    "custom_logit_processor": _PROCESSORS,
+    "custom_params": _PROCESSORS,
+    "vllm_xargs": _PROCESSORS,
+    "session_params": Refusal("each request brings its whole prompt; a known prefix costs nothing", ({},)),
+    "extra_key": Refusal("use cache_salt", ("",)),
+    "kv_transfer_params": Refusal(
+        "KV moves between the workers of a pair, which the router brings together; see --role", ({},)
+    ),
+    "ec_transfer_params": _PLACEMENT,
+    "disaggregate_info": _PLACEMENT,
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), _PLACEMENT),
+    **dict.fromkeys(("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"), _PLACEMENT),
+    **dict.fromkeys(("return_hidden_states", "return_routed_experts", "return_prompt_text"), _NOT_SHOWN),
+    **dict.fromkeys(("return_token_offsets", "return_assistant_tokens_mask", "return_meta_info"), _NOT_SHOWN),
+    **dict.fromkeys(("return_mm_kwargs", "return_spec_tokens_details"), _NOT_SHOWN),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "mm_payload"), Refusal("only text is served", ({},))),
+    "mm_hashes": Refusal("only text is served", ([],)),
+    "spaces_between_special_tokens": _ALWAYS,
+}
+
+_CONVERSATION: Final = Refusal(
+    "conversations are served at /v1/chat/completions", ([], {}, "", True, False, "none", "auto")
+)
+
+COMPLETIONS: Mapping[str, Refusal] = {
+    **_BOTH,
+    "suffix": Refusal("text before a suffix is not served", ("", {})),
+    "top_logprobs": Refusal("logprobs is the number of likely tokens here", (0,)),
+    **dict.fromkeys(("messages", "documents", "continue_final_message", "chat_template_kwargs"), _CONVERSATION),
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), _CONVERSATION),
+    "enable_thinking": Refusal(_CONVERSATION.reason, (False,)),
+    **dict.fromkeys(("reasoning_max_tokens", "thinking_token_budget"), _CONVERSATION),
+    **dict.fromkeys(("chat_template", "disable_chat_template", "add_generation_prompt"), _CONVERSATION),
+}
+
+_NEXT_MESSAGE: Final = Refusal("use continue_final_message to go on with the last message", (False,))
+
+CHAT: Mapping[str, Refusal] = {
+    **_BOTH,
+    "audio": Refusal("only text is served"),
+    "modalities": Refusal("only text is served", (["text"],)),
+    "prediction": Refusal("predicted output is not served"),
+    "verbosity": Refusal("verbosity cannot be chosen", ("medium",)),
+    "store": Refusal("answers are not stored", (False,)),
+    "echo": Refusal("the prompt can be echoed at /v1/completions only", (False,)),
+    "best_of": Refusal("it is not served; ask for n choices", (1,)),
+    "task": Refusal("tasks are not served; say in a message what is to be done"),
+    "prompt": Refusal("plain prompts are served at /v1/completions", ("", [])),
+    "messages[].audio": Refusal("only text is served"),
+    "messages[].prefix": _NEXT_MESSAGE,
+    "messages[].partial": _NEXT_MESSAGE,
+    "messages[].tools": Refusal("give tools beside the messages", ([],)),
+}
+
+_ELSEWHERE: Final = "it is served at /v1/chat/completions"
+_FROM_CHATS: Mapping[str, Refusal] = {
+    **dict.fromkeys(ChatRequest.__struct_fields__, Refusal(_ELSEWHERE, (False, "", [], {}))),
+    **dict.fromkeys(("n", "repetition_penalty"), Refusal(_ELSEWHERE, (1,))),
+    **dict.fromkeys(
+        ("skip_special_tokens", "include_reasoning", "add_generation_prompt"), Refusal(_ELSEWHERE, (True,))
+    ),
+    **dict.fromkeys(("seed", "reasoning_max_tokens", "thinking_token_budget", "max_tokens"), Refusal(_ELSEWHERE)),
+    "max_completion_tokens": Refusal("this API has another name for it"),
+    **CHAT,
+}
+
+
+def beside_chats(own: Mapping[str, Refusal]) -> Mapping[str, Refusal]:
+    """Return refusals for another API over chats: `own`, and all that chats take or refuse and it does not read."""
+    return {**_FROM_CHATS, **own}
+
+
+POOLED: Mapping[str, Refusal] = {
+    "stream": Refusal("vectors and scores come whole", (False,)),
+    "messages": Refusal("conversations are served at /v1/chat/completions", ([],)),
+    "truncate_prompt_tokens": Refusal("texts are read whole; shorten them", ()),
+    "truncate": Refusal("texts are read whole; shorten them", (False, "none", "NONE")),
+    "max_tokens_per_doc": Refusal("texts are read whole; shorten them"),
+    "rank_fields": Refusal("documents are texts; give those"),
+    "input_type": Refusal("write the instruction before the text, as the model wants it"),
+    "task": Refusal("write the instruction before the text, as the model wants it"),
+    "prompt_name": Refusal("write the instruction before the text, as the model wants it"),
+    "pooling_type": Refusal("the server was started with --pooling"),
+    "embed_dtype": Refusal("vectors are float32", ("float32",)),
+    "embedding_types": Refusal("use encoding_format", (["float"],)),
+    "output_dtype": Refusal("vectors are float32", ("float",)),
+    "normalize": Refusal("the checkpoint says whether vectors have length 1"),
+    "activation": Refusal("scores are what the model says"),
+    "use_activation": Refusal("scores are what the model says", (True,)),
+}

@@ -1,0 +1,1 @@
+"""What a server holds as long as it runs."""

@@ -1,0 +1,292 @@
+"""Metrics for Prometheus: gauges and counters read from the engine when asked, histograms fed by the streams.
+
+Everything here runs on the event loop's thread, so nothing is locked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Annotated, Final
+
+import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+import fd_core
+from fd_core.engine.clients.client import EngineClient, SingleEngineClient
+from fd_core.server.connections.bodies import BodyStats
+from fd_core.server.connections.connections import ConnectionStats
+from fd_core.server.state.supervision import TaskStats
+from fd_core.types.metrics import MetricSpec, counter, gauge, read_metrics
+
+__all__ = ["Histogram", "ServerMetrics", "metric_families", "refusal_family"]
+
+_TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
+_WAITS: Final = (0.001, 0.005, 0.02, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
+_FINISHED: Final = {"disconnect": "abort"}
+"""vLLM's word for an outcome, where it is another one."""
+_END_TO_END: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Histogram:
+    """Counts of durations in seconds, or of lengths in tokens; cheap to feed."""
+
+    __slots__ = ("bounds", "counts", "help", "name", "total", "vllm")
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], vllm: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.help = text
+        self.vllm = vllm
+        """Names that vLLM has for it."""
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value that occurred `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def family(
+        self, name: str | None = None, labels: Mapping[str, str] = MappingProxyType({})
+    ) -> HistogramMetricFamily:
+        """Return the histogram as Prometheus wants it: cumulative; under its own name if none is given."""
+        bounds = [*map(str, self.bounds), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
+        family = HistogramMetricFamily(name or self.name, self.help, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), buckets, self.total)
+        return family
+
+
+class EngineStarts(msgspec.Struct, frozen=True):
+    """Deaths and restarts of one engine, as its client knows them."""
+
+    up: Annotated[int, gauge("engine_up", "1 while the engine answers, 0 otherwise.")]
+    epoch: Annotated[int, gauge("engine_epoch", "Number of starts of the engine.")]
+    requeued: Annotated[int, counter("requests_requeued", "Requests given to a restarted engine.")]
+    start_failures: Annotated[
+        int, counter("engine_start_failures", "Starts of an engine that failed after one had died.")
+    ]
+    rank_failures: Annotated[
+        dict[str, int], counter("rank_failures", "Failures of the engine by one of its ranks.", label="rank")
+    ]
+
+
+class ServerMetrics(Collector):
+    """All metrics of one server, in a registry of its own."""
+
+    def __init__(self, client: EngineClient, vllm_model: str | None = None) -> None:
+        """`vllm_model` is the label `model_name` of vLLM's names; None leaves these names out."""
+        self._client = client
+        self._vllm_model = vllm_model
+        self.ttft = Histogram(
+            "fdcore_time_to_first_token_seconds",
+            "Time from the arrival of a request, before its body is read, to its first token, in seconds.",
+            _TTFT,
+            ("time_to_first_token_seconds",),
+        )
+        self.inter_token = Histogram(
+            "fdcore_inter_token_seconds",
+            "Time between two tokens of one generation, in seconds.",
+            _INTER_TOKEN,
+            ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+        )
+        self.time_per_token = Histogram(
+            "fdcore_time_per_token_seconds",
+            "Mean time between the tokens of a generation, in seconds; one value for each generation.",
+            _INTER_TOKEN,
+            ("request_time_per_output_token_seconds",),
+        )
+        self.queue = Histogram(
+            "fdcore_queue_seconds",
+            "Time from the submission of a generation until it enters a slot for the first time, in seconds.",
+            _WAITS,
+            ("request_queue_time_seconds",),
+        )
+        self.prefill = Histogram(
+            "fdcore_prefill_seconds",
+            "Time from entering a slot for the first time to the first token, in seconds.",
+            _WAITS,
+            ("request_prefill_time_seconds",),
+        )
+        self.decode = Histogram(
+            "fdcore_decode_seconds",
+            "Time from the first token of a generation to its last, in seconds.",
+            _WAITS,
+            ("request_decode_time_seconds",),
+        )
+        lengths = _one_two_five(client.info.max_model_len)
+        self.prompt_length = Histogram(
+            "fdcore_prompt_length_tokens",
+            "Length of the prompts of generations that ended, in tokens.",
+            lengths,
+            ("request_prompt_tokens",),
+        )
+        self.text_length = Histogram(
+            "fdcore_text_length_tokens",
+            "Length of the texts of generations that ended, in tokens.",
+            lengths,
+            ("request_generation_tokens", "request_max_num_generation_tokens"),
+        )
+        self.max_tokens = Histogram(
+            "fdcore_max_tokens",
+            "Most tokens that generations may have, in tokens.",
+            lengths,
+            ("request_params_max_tokens",),
+        )
+        self.end_to_end = Histogram(
+            "fdcore_end_to_end_seconds",
+            "Time from the arrival of a request at the server to its last token, in seconds.",
+            _END_TO_END,
+            ("e2e_request_latency_seconds",),
+        )
+        self._histograms = (
+            *(self.ttft, self.inter_token, self.end_to_end, self.time_per_token, self.queue, self.prefill, self.decode),
+            *(self.prompt_length, self.text_length, self.max_tokens),
+        )
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error", "disconnect"), 0))
+        self.adapter_generations: Counter[str] = Counter()
+        """Generations ended, by the adapter's name."""
+        self.adapter_tokens: Counter[str] = Counter()
+        """Tokens that these generated."""
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self.refusals: Counter[tuple[str, str]] = Counter()
+        """Of `AccessControl`."""
+        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats(), TaskStats())
+        """Of what listens; others once the server does."""
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def text(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def durations(self) -> dict[str, dict[str, Sequence[float]]]:
+        """Return the histograms by what they measure: upper bounds in seconds, and counts with one more at the end."""
+        measured = {"time_to_first_token": self.ttft, "inter_token": self.inter_token, "end_to_end": self.end_to_end}
+        return {name: {"bounds": each.bounds, "counts": each.counts} for name, each in measured.items()}
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: names are known without asking an engine."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric as it is at this moment."""
+        yield from self._engine()
+        yield from (histogram.family() for histogram in self._histograms)
+        generations = CounterMetricFamily("fdcore_generations", "Generations ended, by outcome.", labels=["outcome"])
+        for outcome, count in self.outcomes.items():
+            generations.add_metric([outcome], count)
+        yield generations
+        yield self._by_adapter("generations", "Generations ended, by LoRA adapter.", self.adapter_generations)
+        yield self._by_adapter(
+            "generated_tokens", "Tokens generated, by LoRA adapter, counted when generations end.", self.adapter_tokens
+        )
+        answers = CounterMetricFamily(
+            "fdcore_http_answers", "HTTP responses begun, by path and status.", labels=["path", "status"]
+        )
+        for (path, status), count in sorted(self.answers.items()):
+            answers.add_metric([path, str(status)], count)
+        yield answers
+        yield refusal_family("fdcore_", self.refusals)
+        for stats in self.doors:
+            yield from metric_families("fdcore_", [({}, stats)])
+        if self._vllm_model is not None:
+            yield from self._as_vllm({"model_name": self._vllm_model})
+
+    def _by_adapter(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
+        """Return counts of the adapters that are loaded: names of others would add up for ever."""
+        family = CounterMetricFamily(f"fdcore_adapter_{name}", text, labels=["adapter"])
+        for adapter in self._client.info.adapters:
+            family.add_metric([adapter.name], counts.get(adapter.name, 0))
+        return family
+
+    def _as_vllm(self, model: Mapping[str, str]) -> Iterator[Metric]:
+        """Yield what vLLM has a name for under that name; of several engines, what the server counts has no engine."""
+        engines = [({**model, "engine": str(index)}, each) for index, each in enumerate(self._client.engines)]
+        yield from metric_families("vllm:", [(labels, each.stats) for labels, each in engines], lambda spec: spec.vllm)
+        labels = engines[0][0] if len(engines) == 1 else model
+        for histogram in self._histograms:
+            yield from (histogram.family(f"vllm:{name}", labels) for name in histogram.vllm)
+        counts: Counter[str] = Counter()
+        for outcome, count in self.outcomes.items():
+            counts[_FINISHED.get(outcome, outcome)] += count
+        success = CounterMetricFamily(
+            "vllm:request_success", "Generations ended, by reason.", labels=(*labels, "finished_reason")
+        )
+        for reason, count in counts.items():
+            success.add_metric((*labels.values(), reason), count)
+        yield success
+        facts = ("block_size", "num_gpu_blocks", "cache_dtype", "engine")
+        cache = GaugeMetricFamily("vllm:cache_config_info", "Layout of the KV cache.", labels=facts)
+        for index, each in enumerate(self._client.engines):
+            info = each.info
+            cache.add_metric((str(info.block_size), str(info.num_kv_blocks), info.kv_dtype, str(index)), 1.0)
+        yield cache
+
+    def _engine(self) -> Iterator[Metric]:
+        client, alone = self._client, len(self._client.engines) == 1
+        engines = [({} if alone else {"engine": str(index)}, each) for index, each in enumerate(client.engines)]
+        yield from metric_families("fdcore_", [(labels, each.stats) for labels, each in engines])
+        yield from metric_families("fdcore_", [(labels, _starts(each)) for labels, each in engines])
+        yield _gauge("active_requests", "Generations of this server that have not ended.", client.active_requests)
+        info = InfoMetricFamily("fdcore", "Model, backend and version of this server.")
+        facts = {key: str(getattr(client.info, key)) for key in ("model", "architecture", "backend", "device", "dtype")}
+        info.add_metric([], {"version": fd_core.__version__, **facts})
+        yield info
+
+
+def metric_families(
+    prefix: str,
+    parts: Iterable[tuple[Mapping[str, str], object]],
+    names: Callable[[MetricSpec], Iterable[str]] = lambda spec: (spec.name,),
+) -> Iterable[Metric]:
+    """Return every metric that statistics declare, as Prometheus wants it.
+
+    `parts` are labels that tell their samples apart, all of the same names, and statistics. `names` says under which
+    names a metric appears.
+    """
+    families: dict[str, Metric] = {}
+    for common, stats in parts:
+        for spec, samples in read_metrics(stats):
+            for name in names(spec):
+                if name not in families:
+                    family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+                    families[name] = family(prefix + name, spec.help, labels=(*common, *spec.label_names))
+                for labels, value in samples:
+                    families[name].add_metric((*common.values(), *labels), value)  # type: ignore[attr-defined]
+    return families.values()
+
+
+def refusal_family(prefix: str, refusals: Mapping[tuple[str, str], int]) -> Metric:
+    """Return the requests that limits of API keys held back."""
+    family = CounterMetricFamily(
+        f"{prefix}key_refusals", "Requests refused by a limit of their API key, by its name.", labels=["key", "limit"]
+    )
+    for (name, limited), count in refusals.items():
+        family.add_metric([name, limited], count)
+    return family
+
+
+def _one_two_five(largest: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50 and so on, up to `largest`."""
+    steps = (float(step * 10**power) for power in range(len(str(largest))) for step in (1, 2, 5))
+    return tuple(step for step in steps if step <= largest)
+
+
+def _starts(engine: SingleEngineClient) -> EngineStarts:
+    return EngineStarts(
+        int(engine.alive), engine.info.epoch, engine.requests_requeued, engine.start_failures, engine.rank_failures
+    )
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"fdcore_{name}", text, value)

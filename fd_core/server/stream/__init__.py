@@ -1,0 +1,1 @@
+"""From the engine's deltas to an answer, in pieces or whole."""

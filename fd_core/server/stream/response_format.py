@@ -1,0 +1,246 @@
+"""How one API family spells its responses: bytes of events for streams, values for whole responses."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from fd_core.server.api.errors import ApiError
+from fd_core.server.schemas.responses import Usage
+from fd_core.server.stream.generation import ChoiceStream, Job, TextChunk
+from fd_core.server.stream.logprobs import EncodedLists, prompt_logprobs
+from fd_core.text.parsing.events import Event
+from fd_core.text.tokenizer import Tokenizer
+from fd_core.types import TokenLogprobs
+
+__all__ = ["AnswerFormat", "CollectedText", "ResponseFormat", "json_text", "slices"]
+
+_DONE: Final = b"data: [DONE]\n\n"
+_encode = msgspec.json.encode
+_SLICE: Final = 128
+"""Tokens whose log-probabilities are spelled while everybody else waits."""
+_LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
+"""Legal inside JSON, but some clients split the lines of a stream at them."""
+
+
+class CollectedText:
+    """All chunks of one choice."""
+
+    __slots__ = ("choice", "events", "finish_reason", "logprobs", "scores", "stop_reason", "texts", "token_ids")
+
+    def __init__(self, choice: ChoiceStream) -> None:
+        self.choice = choice
+        self.texts: list[str] = []
+        self.events: list[Event] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.scores: msgspec.Raw | None = None
+        """The log-probabilities as the API shapes them; None where none are shown."""
+        self.finish_reason = ""
+        self.stop_reason: str | int | None = None
+
+    def add(self, chunk: TextChunk) -> None:
+        """Take the next chunk."""
+        self.texts.append(chunk.text)
+        self.events += chunk.events
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.texts)
+
+
+class AnswerFormat(abc.ABC):
+    """Spells the response to one request, whole or as a stream."""
+
+    job: Job
+    usage_so_far: Callable[[], Usage] | None = None
+    """Set for a stream each of whose events tells the usage."""
+
+    async def prepare(self, choice: ChoiceStream) -> None:  # noqa: B027  # most shapes tell nothing of the kind
+        """Spell what is told of a choice's prompt, in slices: the loop feeds every stream. Comes before `first`."""
+
+    async def score(self, collected: CollectedText) -> None:  # noqa: B027
+        """Spell what is told of a choice's tokens, in slices, before the `whole` answer."""
+
+    @abc.abstractmethod
+    def first(self, choice: ChoiceStream) -> bytes:
+        """Return the events that go before a choice's first chunk, if there are any."""
+
+    @abc.abstractmethod
+    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+        """Return the events for a chunk."""
+
+    @abc.abstractmethod
+    def last(self, usage: Usage) -> bytes:
+        """Return the events that end a stream."""
+
+    @abc.abstractmethod
+    def whole(self, collected: list[CollectedText], usage: Usage) -> Any:
+        """Return the answer to a request that did not ask for a stream, as a value that encodes to JSON."""
+
+    def broken(self, error: ApiError) -> bytes:
+        """Return the event that ends a stream which cannot go on."""
+        return b"event: error\ndata: " + error.body() + b"\n\n"
+
+
+class ResponseFormat(AnswerFormat):
+    """Spells the response to one request in the shapes of completions and chats.
+
+    A stream's event is glued from bytes prepared once and the encoded text: nothing is built for each token.
+    """
+
+    answer: ClassVar[type[msgspec.Struct]]
+    """The whole answer."""
+    id_prefix: ClassVar[str]
+    chunk_object: ClassVar[str]
+    opening: ClassVar[bytes]
+    """JSON between a choice's index and its text."""
+    closing: ClassVar[bytes]
+    """JSON after the text."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self.job = job
+        self.tokenizer = tokenizer
+        self._facts: dict[str, str | int] = {
+            "id": self.id_prefix + job.request_id,
+            "created": int(time.time()),
+            "model": job.model,
+        }
+        self._facts["system_fingerprint"] = job.fingerprint
+        self.head = b"data: " + _encode({"object": self.chunk_object, **self._facts})[:-1] + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if job.usage_in_stream else b"]}\n\n"
+        self.plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self._end
+        self._heads: dict[int, bytes] = {}
+        self.scored = job.logprobs is not None or job.token_ids
+        self._quick = job.reading is None and not self.scored
+        self.prompt_scores: dict[int, Any] = {}
+        """What is told of each prompt in vLLM's shape, if it was asked for."""
+
+    @abc.abstractmethod
+    def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> msgspec.Struct:
+        """Return the log-probabilities of a chunk as the API shapes them."""
+
+    @abc.abstractmethod
+    def choice(self, collected: CollectedText) -> msgspec.Struct:
+        """Return one choice of the whole answer."""
+
+    def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
+        """Return the answer to a request that did not ask for a stream."""
+        return self.answer(
+            **self._facts, choices=[self.choice(each) for each in collected], usage=usage, warnings=self.job.warned
+        )
+
+    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+        """Return the event for a chunk."""
+        if self._quick and chunk.finish_reason is None and self.usage_so_far is None:
+            return self.quick_event(choice.index, chunk.text)
+        return self.full_event(choice, chunk)
+
+    def quick_event(self, index: int, text: str) -> bytes:
+        """Return the event for text of a choice that has nothing else to tell."""
+        head = self._heads.get(index)
+        if head is None:
+            head = self._heads[index] = self.head + b'{"index":%d' % index + self.opening
+        return b"%b%b%b" % (head, json_text(text), self.plain)
+
+    def full_event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+        """Return the events for a chunk with all that it tells."""
+        begun = self.head + b'{"index":%d' % choice.index + self.opening
+        return self.last_of_chunk(choice, chunk, b"%b%b%b" % (begun, json_text(chunk.text), self.closing))
+
+    def last_of_chunk(self, choice: ChoiceStream, chunk: TextChunk, begun: bytes) -> bytes:
+        """Return the event that ends what a chunk adds; `begun` is its JSON up to the end of the text."""
+        job = self.job
+        scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
+        parts = [begun, b',"logprobs":', scores, b',"finish_reason":']
+        parts.append(_encode(chunk.finish_reason))
+        if chunk.finish_reason is not None:
+            parts += b',"stop_reason":', _encode(chunk.stop_reason)
+        if job.token_ids:
+            parts += b',"token_ids":', _encode(chunk.token_ids)
+        return b"".join([*parts, b"}", self.end_of_event()])
+
+    def lead(self, choice: ChoiceStream, content: bytes, scores: bytes = b"null") -> bytes:
+        """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
+        ids = b',"prompt_token_ids":' + _encode(self.job.prompts[choice.prompt_index]) if self.job.token_ids else b""
+        end = b',"logprobs":' + scores + b',"finish_reason":null'
+        event = self.head + b'{"index":%d' % choice.index + content + end + ids + b"}"
+        if not self.job.warnings:
+            return event + self.end_of_event()
+        return event + b'],"warnings":' + _encode(self.job.warnings) + self.end_of_event().removeprefix(b"]")
+
+    def end_of_event(self) -> bytes:
+        """Return JSON behind the choices of an event."""
+        if self.usage_so_far is None:
+            return self._end
+        return b'],"usage":' + _encode(self.usage_so_far()) + b"}\n\n"
+
+    def last(self, usage: Usage) -> bytes:
+        """Return the usage, if it is asked for, and the end."""
+        told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
+        return told + _DONE
+
+    async def prepare(self, choice: ChoiceStream) -> None:
+        """Spell the log-probabilities of a choice's prompt."""
+        rows, top, prompt = choice.prompt_logprobs, self.job.prompt_logprobs, choice.prompt_index
+        if top is None or rows is None or prompt in self.prompt_scores:
+            return
+        pieces = [b"null"]  # for the first token
+        ids = self.job.prompts[prompt][1:]
+        for part in slices(len(rows)):
+            pieces.append(_encode(prompt_logprobs(self.tokenizer, ids[part], rows[part], top))[1:-1])
+            await asyncio.sleep(0)
+        self.prompt_scores[prompt] = msgspec.Raw(b"[%b]" % b",".join(pieces))
+
+    async def score(self, collected: CollectedText) -> None:
+        """Spell the log-probabilities of a choice's tokens."""
+        if self.job.logprobs is None:
+            return
+        lists = self.begun_scores(collected.choice)
+        ids, rows = tuple(collected.token_ids), tuple(collected.logprobs)
+        for part in slices(len(ids)) or [slice(0, 0)]:
+            lists.add(self.logprobs(collected.choice, TextChunk("", ids[part], rows[part])))
+            await asyncio.sleep(0)
+        collected.scores = lists.encoded()
+
+    def begun_scores(self, choice: ChoiceStream) -> EncodedLists:
+        """Return log-probabilities that go before those of a choice's own tokens."""
+        return EncodedLists()
+
+    def ending(self, collected: CollectedText) -> dict[str, Any]:
+        """Return the fields that choices of both APIs share."""
+        choice = collected.choice
+        fields: dict[str, Any] = {
+            "index": choice.index,
+            "finish_reason": collected.finish_reason,
+            "stop_reason": collected.stop_reason,
+            "logprobs": collected.scores,
+        }
+        if self.job.token_ids:
+            fields["token_ids"] = collected.token_ids
+            fields["prompt_token_ids"] = list(self.job.prompts[choice.prompt_index])
+        return fields
+
+
+def slices(count: int) -> Sequence[slice]:
+    """Return slices that take `count` tokens one after the other."""
+    return [slice(begin, begin + _SLICE) for begin in range(0, count, _SLICE)]
+
+
+def json_text(text: str) -> bytes:
+    """Return a text as JSON without characters at which some clients break lines."""
+    if not text.isascii() and _LINE_BREAKS.search(text):
+        return json.dumps(text).encode()
+    return _encode(text)

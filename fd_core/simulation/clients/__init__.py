@@ -1,0 +1,1 @@
+"""Simulated clients and their conversations."""

@@ -1,0 +1,1 @@
+"""Virtual time: the loop, the waits and the timeline."""

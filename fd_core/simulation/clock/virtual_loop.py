@@ -1,0 +1,223 @@
+"""Threads under the virtual clock: their jobs are appointments, and what a job does takes time of its own loop only.
+
+A job runs as a whole at the time when it begins. Its clock runs ahead of everybody else's as it spends time: what it
+tells others reaches them when their clock shows the same, and the next job of its loop begins no earlier. So a job
+cannot be disturbed while it copies or calls a store; production's can, between two blocks. An operation that somebody
+else ends meanwhile is completed when the copy is over, as production's is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+from fd_core.effects.job_loop import Job
+from fd_core.effects.operations import Completion
+from fd_core.effects.port import CompletionQueue
+from fd_core.simulation.clock.timeline import Appointment, Timeline
+
+__all__ = ["VirtualCompletions", "VirtualLoop", "VirtualThreads"]
+
+
+def _never() -> float:
+    return math.inf
+
+
+def _nothing() -> None:
+    pass
+
+
+class VirtualThreads:
+    """The threads of one simulated process, and the clock that they and its engine read."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.alive = True
+        self._copies_until = 0.0
+        self._timeline = timeline
+        self._ahead: float | None = None
+        """The time for the job that runs; None while none does."""
+        self._at_end: list[Callable[[], None]] = []
+        self._work: Callable[[float], float] | None = None
+
+    def share(self, work: Callable[[float], float]) -> None:
+        """Have `work` told processor seconds of jobs from here on; it returns how long they take."""
+        self._work = work
+
+    def clock(self) -> float:
+        """Return the time in seconds for whoever asks: the job that runs, or the engine."""
+        return self._timeline.now if self._ahead is None else self._ahead
+
+    @property
+    def ahead(self) -> float:
+        """Seconds that the job which runs has taken so far."""
+        return self.clock() - self._timeline.now
+
+    @property
+    def copying(self) -> float:
+        """Seconds until the copies are over that have begun; none for a job, which does not wait for its own."""
+        return max(0.0, self._copies_until - self._timeline.now) if self._ahead is None else 0.0
+
+    def copy(self, seconds: float) -> None:
+        """Let a copy of KV blocks take time, see `spend`."""
+        self.spend(seconds)
+        self._copies_until = max(self._copies_until, self.clock())
+
+    def spend(self, seconds: float, *, waits: bool = False) -> None:
+        """Let what the running job does now take time, of a processor unless it `waits` for somebody outside.
+
+        Whoever is no job, such as an engine that ends, takes none.
+        """
+        if self._ahead is not None:
+            self._ahead += seconds if waits or self._work is None else self._work(seconds)
+
+    def spend_beside(self, seconds: float) -> None:
+        """Spend time of the processor that computes steps, if there is no other; where there is one, nobody waits."""
+        if self._work is not None:
+            self.spend(seconds)
+
+    def tell(self, call: Job, seconds: float = 0.0) -> None:
+        """Have `call` called `seconds` after the time that it is for the caller, unless the process was killed."""
+        if self._ahead is None and not seconds:
+            call()
+        else:
+            self._timeline.at(self.clock() + seconds, lambda: self._reach(call))
+
+    def kill(self) -> None:
+        """End the process: none of its jobs is done, nothing that was under way is heard of."""
+        if self.alive:
+            self.alive = False
+            for call in self._at_end:
+                call()
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Have `call` called when the process is killed."""
+        self._at_end.append(call)
+
+    def make_loop(self, name: str, turn: Callable[[], float] = _never, end: Job = _nothing, /) -> VirtualLoop:
+        """Return a loop of this process, see `fd_core.effects.job_loop.MakeLoop`."""
+        return VirtualLoop(self, self._timeline, turn, end)
+
+    def run(self, when: float, work: Callable[[], None]) -> float:
+        """Do some of a loop's work, begun at time `when`; return when it ended."""
+        if self._ahead is not None:
+            raise RuntimeError("a job of a simulated thread runs within another")
+        self._ahead = when
+        try:
+            work()
+            return self._ahead
+        finally:
+            self._ahead = None
+
+    def _reach(self, call: Job) -> None:
+        if self.alive:
+            call()
+
+
+class VirtualLoop:
+    """One thread: the next job begins once it was posted and the one before is over. An exception ends the run."""
+
+    def __init__(self, threads: VirtualThreads, timeline: Timeline, turn: Callable[[], float], end: Job) -> None:
+        self._threads = threads
+        self._timeline = timeline
+        self._turn = turn
+        self._end = end
+        self._jobs: list[tuple[float, int, Job]] = []
+        """With the time when each was posted; a heap, because clocks of loops differ."""
+        self._posted = 0
+        self._free = 0.0
+        """When the last work was over."""
+        self._due = math.inf
+        """When `turn` wants to be called again."""
+        self._state = "new"
+        self._stopping = False
+        self._next: Appointment | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._state = "idle"
+        self._free = self._due = self._threads.clock()
+        self._book()
+
+    def post(self, job: Job) -> bool:
+        """Have `job` done at the time that it is for the caller, or later."""
+        if self._stopping or not self._threads.alive:
+            return False
+        heapq.heappush(self._jobs, (self._threads.clock(), self._posted, job))
+        self._posted += 1
+        self._book()
+        return True
+
+    def stop(self) -> None:
+        """End after the jobs that were posted."""
+        self._stopping = True
+        self._book()
+
+    def join(self, seconds: float) -> bool:
+        """Do at once what would be done within `seconds`; the caller's clock stands still meanwhile."""
+        until = self._threads.clock() + seconds
+        while self._threads.alive and self._state == "idle" and self._stopping and (when := self._when()) <= until:
+            self._work(when)
+        return self._state != "idle" or not self._threads.alive
+
+    def _when(self) -> float:
+        """When there is something to do next."""
+        if self._jobs:
+            return max(self._free, min(self._jobs[0][0], self._due))
+        return self._free if self._stopping else max(self._free, self._due)
+
+    def _book(self) -> None:
+        if self._state != "idle":
+            return
+        when = self._when()
+        if self._next is not None:
+            if self._next.when <= when:
+                return
+            self._next.cancel()
+        self._next = None if when == math.inf else self._timeline.at(when, self._keep)
+
+    def _keep(self) -> None:
+        self._next = None
+        if self._threads.alive and self._state == "idle":
+            if self._when() <= self._timeline.now:
+                self._work(self._timeline.now)
+            self._book()
+
+    def _work(self, when: float) -> None:
+        """Do the next job and, unless another is due, what lies between jobs."""
+        self._state = "busy"
+        self._free = self._threads.run(when, lambda: self._do(when))
+        if self._state == "busy":
+            self._state = "idle"
+
+    def _do(self, when: float) -> None:
+        if self._jobs and self._jobs[0][0] <= when:
+            heapq.heappop(self._jobs)[2]()
+        if not (self._jobs and self._jobs[0][0] <= self._threads.clock()):
+            pause = self._turn()
+            self._due = self._threads.clock() + max(0.0, pause)
+            if self._stopping and not self._jobs:
+                self._end()
+                self._state = "ended"
+
+
+class VirtualCompletions(CompletionQueue):
+    """An engine's queue, which completions reach when its clock shows the time of the job that put them."""
+
+    def __init__(self, threads: VirtualThreads, queue: CompletionQueue) -> None:
+        super().__init__()
+        self._threads = threads
+        self._engines = queue
+
+    def put(self, completion: Completion) -> None:
+        """Add a completion."""
+        if self._threads.alive:
+            self._threads.tell(lambda: self._engines.put(completion), self._threads.copying)
+
+    def take(self) -> list[Completion]:
+        """Return the completions since the last call."""
+        return self._engines.take()
+
+    def wait(self, seconds: float) -> None:
+        """Refuse: whoever waits would wait for ever, for time passes only between appointments."""
+        raise RuntimeError("an engine under the virtual clock waits for no completion, it is woken")

@@ -1,0 +1,1 @@
+"""Engines and workers in virtual time, on a device that only takes time."""

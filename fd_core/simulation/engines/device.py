@@ -1,0 +1,274 @@
+"""The simulated device: it answers the plans of a production engine, when costs say, with made-up tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.config import Limits
+from fd_core.engine.device import Device
+from fd_core.ops.contract import KVCache
+from fd_core.runner.runner import Runner
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from fd_core.simulation.clients.conversations import Piece, stirred, to_tokens, tokens_from
+from fd_core.simulation.clock.timeline import Timeline
+from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.storage.kv_content import BlankKVCache
+from fd_core.types import Admission, StepOutput, StepPlan
+
+__all__ = ["END", "AnswerOf", "PlanComputer", "ScriptedComputer", "SimulatedDevice"]
+
+END: Final = 2
+"""Token that ends an answer."""
+_ENDLESS: Final = Piece(0, 2**31 - 1)
+_AHEAD: Final = 256
+"""Tokens of an answer that are drawn at once, where there are no drafts."""
+
+AnswerOf = Callable[[str], Piece | None]
+"""Returns the answer to a request by its id; None for a request that only computes its prompt."""
+
+
+class PlanComputer(Protocol):
+    """What turns plans into outputs, in order: `ScriptedComputer`, or a production `Runner` with a model of its own."""
+
+    @property
+    def cache(self) -> KVCache:
+        """The blocks that plans speak of."""
+
+    def announce(self, plan: StepPlan) -> None:
+        """Be told of a plan when it is submitted, while others may not have been answered."""
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Answer a plan."""
+
+
+class ScriptedComputer:
+    """Answers with the tokens of each request's answer, by the place that the engine's own bookkeeping leads to.
+
+    A token that was lost or repeated anywhere shifts or ends what follows, so that whoever reads the answer can tell.
+    """
+
+    def __init__(self, limits: Limits, answer_of: AnswerOf, acceptance: float = 0.0) -> None:
+        """`acceptance`: chance of each draft to be kept, if those before it were."""
+        slots = limits.max_num_seqs
+        self.cache: KVCache = BlankKVCache(limits.num_kv_blocks, limits.block_size)
+        self._limits = limits
+        self._answer_of = answer_of
+        self._acceptance = acceptance
+        self._gens = np.zeros(slots, np.int32)
+        self._length = np.zeros(slots, np.int32)
+        """Tokens that each slot has."""
+        self._prompt = np.zeros(slots, np.int32)
+        """Tokens among them that are the client's prompt."""
+        self._seeds = np.zeros(slots, np.uint64)
+        self._answers = np.zeros(slots, np.int64)
+        """Tokens of each answer."""
+        self._drafts = np.zeros(slots, np.int32)
+        self._columns = np.arange(1 + limits.max_drafts)
+        self._nothing = np.full((slots, len(self._columns)), EMPTY_TOKEN_ID, np.int32)
+        self._drawn = np.full((slots, _AHEAD), END, np.int32)
+        """The part of each answer that its next token is in; it begins at a multiple of its length."""
+        self._coming = self._drawn.reshape(-1)
+        self._next = np.arange(slots) * _AHEAD
+        """Place in `coming` of each slot's next token."""
+        self._ends = self._next + _AHEAD
+        self._steps = 0
+        """Steps for which what was drawn will do, whatever slots they compute."""
+
+    def announce(self, plan: StepPlan) -> None:
+        """Do nothing: plans are answered one after the other."""
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Answer a plan. Raises `RuntimeError` for one that computes tokens which no slot has, or too many."""
+        for admission in plan.admissions:
+            self._admit(admission)
+        tokens = self._nothing.copy()
+        width = tokens.shape[1]
+        slots = plan.slots.astype(np.intp)
+        if len(slots):
+            own, drafts = plan.num_tokens, plan.num_drafts
+            if width > 1:
+                own, drafts = own - drafts, np.minimum(drafts, self._drafts[slots])
+            self._check(plan, slots, own, drafts)
+            sampling = plan.samples
+            if np.count_nonzero(sampling) < len(slots):
+                slots, drafts = slots[sampling], drafts[sampling]
+            if width == 1:
+                tokens[slots, 0] = self._say(slots)
+                self._length[slots] += 1
+            else:
+                places = (self._length[slots] - self._prompt[slots])[:, None] + self._columns
+                kept = self._kept(slots, places, drafts)
+                live = self._columns <= kept[:, None]
+                drawn = self._tokens(np.broadcast_to(slots[:, None], places.shape), places)
+                tokens[slots] = np.where(live, drawn, np.int32(EMPTY_TOKEN_ID))
+                self._length[slots] += 1 + kept
+                self._drafts[slots] = width - 1 if self._acceptance else 0
+        for revocation in plan.revocations:
+            tokens[revocation.slot, 0] = PREEMPTED_TOKEN_ID
+        ready = self._drafts.copy() if width > 1 else None
+        return StepOutput(plan.epoch, plan.step, tokens, self._gens.copy(), ready)
+
+    def _admit(self, admission: Admission) -> None:
+        slot = admission.slot
+        answer = self._answer_of(admission.request_id) or _ENDLESS
+        self._gens[slot] = admission.gen
+        self._length[slot] = len(admission.token_ids)
+        self._prompt[slot] = admission.prompt_len
+        self._seeds[slot] = answer.seed & (2**64 - 1)
+        self._answers[slot] = answer.tokens
+        self._drafts[slot] = 0
+        if len(self._columns) == 1:
+            self._draw_ahead(slot)
+            self._steps = min(self._steps, int(self._ends[slot] - self._next[slot]))
+
+    def _say(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
+        """Return the next token of the answer in each of `slots`."""
+        if not self._steps:
+            for slot in (self._next == self._ends).nonzero()[0].tolist():
+                self._draw_ahead(slot)
+            self._steps = int((self._ends - self._next).min())
+        self._steps -= 1
+        places = self._next[slots]
+        self._next[slots] = places + 1
+        return self._coming[places]
+
+    def _draw_ahead(self, slot: int) -> None:
+        """Draw the part of an answer that its next token is in."""
+        index = int(self._length[slot]) - int(self._prompt[slot])
+        first = index - index % _AHEAD
+        self._next[slot] = slot * _AHEAD + index - first
+        answer = Piece(int(self._seeds[slot]), int(self._answers[slot]))
+        text = tokens_from(answer, first, max(0, min(_AHEAD, answer.tokens - first)), self._limits.vocab_size)
+        self._drawn[slot, : len(text)] = text
+        self._drawn[slot, len(text) :] = END
+
+    def _tokens(self, slots: npt.NDArray[np.intp], index: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
+        """Return the tokens at places `index` of the answers in `slots`, of equal shapes."""
+        drawn = to_tokens(stirred(self._seeds[slots], index), self._limits.vocab_size)
+        return np.where(index < self._answers[slots], drawn, np.int32(END))
+
+    def _kept(
+        self, slots: npt.NDArray[np.intp], places: npt.NDArray[np.intp], drafts: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        """Return int32[n], how many drafts are kept: by a chance of each place, however often it is drafted."""
+        luck = stirred(~self._seeds[slots][:, None], places[:, :-1]) >> np.uint64(11)
+        kept = (luck * 2.0**-53 < self._acceptance) & (self._columns[:-1] < drafts[:, None])
+        counts: npt.NDArray[np.int32] = np.logical_and.accumulate(kept, axis=1).sum(axis=1, dtype=np.int32)
+        return counts
+
+    def _check(
+        self, plan: StepPlan, slots: npt.NDArray[np.intp], own: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32]
+    ) -> None:
+        total = sum(own.tolist()) + (sum(drafts.tolist()) if len(self._columns) > 1 else 0)
+        budget = self._limits.max_num_batched_tokens
+        if total > budget:
+            raise RuntimeError(f"step {plan.step} computes {total} tokens, the step token budget is {budget}")
+        last = self._length[slots] - own
+        if np.count_nonzero(last - plan.starts):  # else every row computes what its slot has, up to its last token
+            early = np.where(plan.samples, last, plan.starts)
+            late = np.where(plan.samples, plan.starts, last)
+            if np.count_nonzero((early > late) | (early < 0)):
+                raise RuntimeError(f"step {plan.step} computes tokens that its requests do not have")
+        if self._gens[slots].tobytes() != plan.gens.tobytes():
+            raise RuntimeError(f"step {plan.step} has a row of a request that is not in its slot")
+
+
+class _SharedReads:
+    """Counts positions that rows of a step read and that others of its rows read as well: those of shared blocks."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._block_size, self._num_blocks = limits.block_size, limits.num_kv_blocks
+        self._tables = np.zeros((limits.max_num_seqs, limits.blocks_per_seq + 1), np.int32)
+        self._held = np.zeros(limits.max_num_seqs, np.int32)
+        self._columns = np.arange(limits.blocks_per_seq + 1)
+
+    def count(self, plan: StepPlan) -> int:
+        """Take in the plan's grants; return how many positions of its rows are not read for the first time."""
+        for admission in plan.admissions:
+            self._held[admission.slot] = 0
+        for grant in plan.grants:
+            end = grant.offset + len(grant.blocks)
+            self._tables[grant.slot, grant.offset : end] = grant.blocks
+            self._held[grant.slot] = end
+        slots = plan.slots
+        read = self._tables[slots][self._columns < self._held[slots, None]]
+        first = np.zeros(self._num_blocks, np.bool_)
+        first[read] = True
+        return (len(read) - int(np.count_nonzero(first))) * self._block_size
+
+
+class SimulatedDevice(Device):
+    """Computes one plan after the other on the virtual clock; `hang` and `slowness` are for faults."""
+
+    def __init__(self, timeline: Timeline, costs: Costs, computer: PlanComputer, limits: Limits) -> None:
+        self.slowness = 1.0
+        """Factor of the time of each step that is submitted from now on."""
+        self.beside: Callable[[StepPlan], float] = lambda _: 1.0
+        """Factor of the time of a plan, by what else computes on the machine when it is submitted."""
+        self.busy_seconds = 0.0
+        """Time of the steps that were submitted."""
+        self._timeline = timeline
+        self._costs = costs
+        self._computer = computer
+        self._shared = _SharedReads(limits) if costs.shared_read(1) else None
+        self._plans: deque[tuple[StepPlan, float]] = deque()
+        self._busy_until = 0.0
+        self._free_at = 0.0
+        """When the processor is through with what it does beside steps."""
+        self._hangs = False
+
+    @property
+    def ready_at(self) -> float:
+        """When the oldest plan is answered; infinite if it never is."""
+        return math.inf if self._hangs else self._plans[0][1]
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begin to compute once the engine's loop is done with the plan and the device with those before it."""
+        begins = max(max(self._timeline.now, self._free_at) + self._costs.turn(plan), self._busy_until)
+        seconds = self._costs.step(plan)
+        if self._shared is not None:
+            seconds -= self._costs.shared_read(self._shared.count(plan))
+        seconds = max(0.0, seconds) * self.slowness * self.beside(plan)
+        self.busy_seconds += seconds
+        self._busy_until = begins + seconds
+        self._computer.announce(plan)
+        self._plans.append((plan, self._busy_until))
+
+    @property
+    def computing(self) -> bool:
+        """Whether a step is being computed."""
+        return self._busy_until > self._timeline.now
+
+    def work_beside(self, seconds: float) -> float:
+        """Let the processor that computes do something else; return how long that takes.
+
+        Steps in flight share the processor with it and are answered later by its time; so does the next one begin.
+        """
+        if not self.computing:
+            self._free_at = max(self._free_at, self._timeline.now) + seconds
+            return seconds
+        self._busy_until += seconds
+        self._plans = deque((plan, ready + seconds) for plan, ready in self._plans)
+        return 2 * seconds
+
+    def collect(self, timeout: float) -> StepOutput:
+        """Answer the oldest plan; the caller has waited until `ready_at`."""
+        return self._computer.execute(self._plans.popleft()[0])
+
+    def hang(self) -> None:
+        """Answer nothing from now on."""
+        self._hangs = True
+
+    def perform(self, change: Callable[[Runner], None]) -> None:
+        """Nothing can be changed: there is no runner with adapters."""
+        raise NotImplementedError("a simulated device holds no adapters")
+
+    def close(self) -> None:
+        """Forget what was not computed."""
+        self._plans.clear()

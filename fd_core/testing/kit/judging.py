@@ -1,0 +1,145 @@
+"""Whether texts are right, beside the oracle, for sizes at which two candidates may lie as close as rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.registry import load_model
+from fd_core.ops.contract import SampleInput
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.ops.philox import uniform
+from fd_core.runner.sampling.sampler import Sampler
+from fd_core.testing.kit.target import Target
+from fd_core.testing.models.golden import margin_of
+from fd_core.testing.models.paged import PagedDriver
+from fd_core.testing.stepping.texts import run
+from fd_core.types import Admission, IntArray, RequestSpec, TokenLogprobs
+
+__all__ = ["SCORE_MARGIN", "Judge"]
+
+Floats = npt.NDArray[np.float32]
+
+SCORE_MARGIN: Final[Mapping[str, float]] = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
+"""Largest error of a log-probability by `Target.precision`."""
+_FLOAT32_MARGIN: Final = 1e-3
+"""Largest lead of the oracle's greedy token over another one in float32; below it the order of a sum decides."""
+_TRIALS: Final = 24
+"""Changes by rounding that a drawn token may owe itself to."""
+
+
+class _SeeingOps(NumpyOps):
+    """The oracle's pack, which keeps what it sampled from last."""
+
+    seen: Floats
+    rows: SampleInput
+
+    def sample(self, logits: Floats, rows: SampleInput) -> tuple[IntArray, Floats]:
+        """Remember the logits, penalties and biases included."""
+        self.seen, self.rows = logits, rows
+        return super().sample(logits, rows)
+
+    def may_draw(self, token: int, margin: float) -> bool:
+        """Whether a token may be drawn from logits of which each differs by at most `margin` from those of the row.
+
+        A token is drawn where the share of the weights before it and that with it lie around the random number. Either
+        is smallest where the weights up to there are too small and all others too large, and the other way round.
+        """
+        rows = self.rows
+        weights = self.weights(self.seen, rows, self.seen.max(axis=1))[0]
+        spread = np.exp(margin / float(rows.temperature[0]))
+        upto = float(weights[: token + 1].sum())
+        before, total = upto - float(weights[token]), float(weights.sum())
+        least = before / (before + (total - before) * spread**2)
+        most = upto * spread**2 / (upto * spread**2 + total - upto)
+        return weights[token] > 0 and bool(least <= uniform(rows.seeds, rows.positions)[0] <= most)
+
+
+class Judge:
+    """The oracle's texts of some requests of one checkpoint, and what may stand in their place.
+
+    A text that parts from the oracle's is judged token by token, each behind the delivered ones before it: a greedy
+    token may be behind the best by a margin, a drawn one has to be what the oracle draws from logits that differ by no
+    more than rounding.
+    """
+
+    def __init__(self, target: Target, case: str, specs: Sequence[RequestSpec], **settings: Any) -> None:
+        """`settings` are those of the oracle's engine."""
+        self._target, self._case = target, case
+        self.specs = {spec.request_id: spec for spec in specs}
+        with target.oracle.engine(case=case, **settings) as engine:
+            texts = run(engine, specs)
+        self.texts: dict[str, list[int]] = texts.tokens
+        self.scores: dict[str, list[TokenLogprobs]] = texts.scores
+
+    def use(self, target: Target) -> None:
+        """Judge what another target with the same oracle and dtype delivers."""
+        self._target = target
+
+    def whole(self) -> list[list[int]]:
+        """Return prompts with their right texts, for a drafter that knows them."""
+        return [[*spec.prompt, *self.texts[name]] for name, spec in self.specs.items()]
+
+    def check(self, delivered: Mapping[str, Sequence[int]]) -> None:
+        """Compare what was delivered so far of some requests."""
+        for name, text in delivered.items():
+            if list(text) != self.texts[name][: len(text)]:
+                self._check_parted(self.specs[name], list(text))
+
+    def check_scores(self, name: str, at: int, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
+        """Compare the log-probabilities of token `at` of a text that is the oracle's up to there."""
+        right, margin = self.scores[name][at], max(SCORE_MARGIN[self._target.precision], margin_of(self._target))
+        where = f"token {at} of {name}"
+        assert abs(chosen - right.logprob) <= margin, f"{where} has {chosen}, not {right.logprob}"
+        assert all(before >= after for before, after in pairwise(top)), f"{where}: not sorted: {top}"
+        assert len(set(top_ids)) == len(top_ids) == len(right.top), f"{where}: alternatives {list(top_ids)}"
+        errors = np.abs(np.array(top) - np.array(right.top))
+        assert (errors <= margin).all(), f"{where}: {list(top)} instead of {list(right.top)}"
+        if self._target.exact and np.diff(right.top).max(initial=-1) < -2 * margin:
+            assert list(top_ids)[:-1] == list(right.top_ids)[:-1], f"{where}: another order"
+
+    def _check_parted(self, spec: RequestSpec, text: list[int]) -> None:
+        name, right = spec.request_id, self.texts[spec.request_id]
+        parted = next(at for at, token in enumerate(text) if at >= len(right) or token != right[at])
+        where = f"{name} parts from the right text at token {parted} of {len(text)}"
+        assert self._target.oracle.cls.needs_checkpoint, f"{where}: {text[parted]} instead of {right[parted:][:1]}"
+        logits = self._logits(spec, text)
+        for at in range(parted, len(text)):
+            self._check_token(spec, text, at, logits[at], where)
+
+    def _check_token(self, spec: RequestSpec, text: list[int], at: int, logits: Floats, where: str) -> None:
+        ops = _SeeingOps()
+        sampler = Sampler(ops, 1, len(logits))
+        tokens = np.array([*spec.prompt, *text[:at]], np.int32)
+        sampler.admit(Admission(0, 0, tokens, len(spec.prompt), spec.params, (), 0))
+        zero, place = np.zeros(1, np.int32), np.array([len(tokens)], np.int32)
+        rng = np.random.default_rng(at)
+        for trial in range(_TRIALS):
+            noise = rng.uniform(-_FLOAT32_MARGIN, _FLOAT32_MARGIN, len(logits)).astype(np.float32) if trial else 0
+            sampled = sampler.sample((logits + noise)[None], sampler.gather(zero, place, zero, tokens[None]))
+            if int(sampled.tokens[0]) == text[at]:
+                return
+            if spec.params.temperature == 0.0:
+                lead = float(ops.seen.max() - ops.seen[0, text[at]])
+                allowed = max(margin_of(self._target), _FLOAT32_MARGIN)
+                assert lead <= allowed, f"{where}: at token {at} the best one leads {text[at]} by {lead:.3g}"
+                return
+            if not trial and ops.may_draw(text[at], _FLOAT32_MARGIN):
+                return  # the other trials change what filters leave out
+        raise AssertionError(f"{where}: at token {at} {text[at]} was drawn, which rounding cannot explain")
+
+    def _logits(self, spec: RequestSpec, text: list[int]) -> list[Floats]:
+        """Return the oracle's logits from which each delivered token was chosen, behind the delivered ones before."""
+        tokens = [*spec.prompt, *text]
+        path, ops = self._target.oracle.checkpoint(self._case), NumpyOps()
+        assert path is not None
+        with open_checkpoint(path) as checkpoint:
+            model = load_model(checkpoint, ops, len(tokens), quantization=self._target.quantization)
+        driver = PagedDriver(model, ops, [tokens], len(tokens), kv_dtype=self._target.kv_dtype)
+        driver.step([(0, len(tokens) - 1)])
+        return driver.rows[0].logits[len(spec.prompt) - 1 :]

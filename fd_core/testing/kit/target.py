@@ -1,0 +1,209 @@
+"""The backend under test, found as a user would find it, and the engines that tests build on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fd_core.backends.contract import Backend
+from fd_core.config import EngineConfig
+from fd_core.engine.building.builder import load_engine
+from fd_core.engine.core import Engine
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import Ops
+from fd_core.plugins import POSTPROCESS, installed_plugins
+from fd_core.runner.postprocess.contract import Postprocess, require_fit
+from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, write_checkpoint
+from fd_core.testing.stepping.drafting import KnowingDrafter, speculation
+from fd_core.testing.stepping.sizes import SMALL
+
+__all__ = ["Target", "environment_of", "parse_target"]
+
+_MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 1, "watchdog_seconds": 20.0}
+_ISA: Final = "FD_ISA"
+_OF_THE_ORACLE: Final = ("kv_cache_dtype", "quantization")
+"""Settings that decide what is right."""
+
+
+def parse_target(text: str, folder: Path) -> Target:
+    """Return the backend that `NAME` or `NAME:FIELD=VALUE,FIELD=VALUE` names; fields are those of `EngineConfig`.
+
+    The instruction set of native kernels may be among them, as in `cpu:FD_ISA=avx2`; it has to be in the environment
+    as well. Checkpoints are written below `folder`. Raises `ConfigError` for a field that there is not, and for an
+    instruction set that cannot be used here.
+    """
+    settings = _settings_of(text)
+    isa = settings.pop(_ISA, None)
+    for field, value in settings.items():
+        if not value or field not in EngineConfig.__struct_fields__:
+            raise ConfigError(
+                f"'{field}={value}' is not a setting",
+                field="BACKEND",
+                hint="such as cpu:dtype=bfloat16,native_kernels=false",
+            )
+    target = Target(text, text.partition(":")[0], settings, folder)
+    target.config()
+    if isa is not None:
+        _require_instructions(isa)
+    return target
+
+
+def environment_of(text: str) -> dict[str, str]:
+    """Return the variables that the process of a target has to have."""
+    return {field: value for field, value in _settings_of(text).items() if field == _ISA}
+
+
+def _settings_of(text: str) -> dict[str, str]:
+    parts = filter(None, text.partition(":")[2].split(","))
+    return {field: value for field, _, value in (part.partition("=") for part in parts)}
+
+
+def _require_instructions(isa: str) -> None:
+    """Build the native kernels for an instruction set, since a backend would do without those that it cannot have."""
+    from fd_core.ops.native.build import BuildError, load
+
+    if os.environ.get(_ISA) != isa:
+        raise ConfigError(f"{_ISA} is not {isa!r} in the environment", field="BACKEND", hint=f"set {_ISA}={isa}")
+    try:
+        load()
+    except BuildError as error:
+        raise ConfigError(str(error), field="BACKEND") from error
+
+
+class Target:
+    """One backend with settings; makes packs and engines."""
+
+    def __init__(self, text: str, name: str, settings: Mapping[str, str], folder: Path) -> None:
+        self.text = text
+        """As the user wrote it."""
+        self.name = name
+        self._settings = settings
+        self._folder = folder
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def config(self, **settings: Any) -> EngineConfig:
+        """Return engine settings: those of a small engine, then `settings`, then those of the user."""
+        values = {"model": "kit", "backend": self.name} | dict(_MODEST) | settings | dict(self._settings)
+        try:
+            return msgspec.convert(values, EngineConfig, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{self.text}: {error}", field="BACKEND") from error
+
+    @cached_property
+    def cls(self) -> type[Backend]:
+        """The class, imported. Raises `PluginError` if it is missing or cannot run here."""
+        return installed_plugins().choose_backend(self.name).cls
+
+    @cached_property
+    def backend(self) -> Backend:
+        """One instance."""
+        return self.cls(self.config())
+
+    @cached_property
+    def ops(self) -> Ops:
+        """One pack, shared by tests that only compute."""
+        return self.backend.make_ops()
+
+    @cached_property
+    def postprocess(self) -> type[Postprocess]:
+        """What writes the token matrix. Raises `PluginError` if it is missing or not for this backend."""
+        plugins = installed_plugins()
+        name = self.config().postprocess or plugins.default_postprocessor(self.name, self.ops.framework)
+        found = plugins.load(POSTPROCESS, name)
+        require_fit(found, name, self.ops.framework, self.name)
+        return found
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        """What the backend says it lacks, with reasons."""
+        return self.backend.limits
+
+    @property
+    def emulated(self) -> bool:
+        """Whether another device plays the one that the backend is for."""
+        return bool(getattr(self.backend, "emulated", False))
+
+    @property
+    def oracle_name(self) -> str:
+        """The backend whose texts are right: numpy, or the scripted one for those that read no checkpoint."""
+        return "reference" if self.cls.needs_checkpoint else "null"
+
+    @cached_property
+    def oracle(self) -> Target:
+        """The oracle as a target of its own, which keeps weights and KV in as many bits."""
+        kept = {name: value for name, value in self._settings.items() if name in _OF_THE_ORACLE}
+        return Target(self.oracle_name, self.oracle_name, kept, self._folder)
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of its `KVShape`."""
+        return self.config().kv_cache_dtype
+
+    @property
+    def quantization(self) -> str:
+        """What becomes of weights when a model is loaded."""
+        return self.config().quantization
+
+    @property
+    def right(self) -> tuple[str, ...]:
+        """What right texts depend on: the oracle and how it keeps weights and KV."""
+        return self.oracle_name, self.quantization, self.kv_dtype
+
+    @property
+    def precision(self) -> str:
+        """Which margins hold: those of the dtype, or of `packed` weights, beside which activations may have 8 bits."""
+        return self.ops.dtype if self.quantization == "auto" else "packed"
+
+    @property
+    def exact(self) -> bool:
+        """Whether its texts are the oracle's token by token: rounding to fewer bits may move a logit."""
+        return self.precision == "float32" and self.kv_dtype == "auto"
+
+    def quantized(self) -> Target:
+        """Return the same backend with KV of 8 bits."""
+        settings = {**self._settings, "kv_cache_dtype": "int8"}
+        return Target(f"{self.text} with int8 KV", self.name, settings, self._folder)
+
+    def checkpoint(self, case: str = ENGINE_CASE) -> Path | None:
+        """Return the folder of a tiny checkpoint, written at the first call; None for a backend that reads none."""
+        if not self.cls.needs_checkpoint:
+            return None
+        if case == ENGINE_CASE and self.quantization != "auto":
+            case = PACKED_ENGINE_CASE
+        folder = self._folder / case
+        return folder if (folder / "model.safetensors").exists() else write_checkpoint(case, folder)
+
+    def load(self, case: str = ENGINE_CASE, **settings: Any) -> Engine:
+        """Load a small engine on the checkpoint of a case; close it after use."""
+        return load_engine(self.config(**settings), self.checkpoint(case), progress=lambda *_: None)
+
+    @contextmanager
+    def engine(
+        self,
+        k: int = 0,
+        whole: Sequence[Sequence[int]] = (),
+        wrong: float = 0.0,
+        case: str = ENGINE_CASE,
+        **settings: Any,
+    ) -> Iterator[Engine]:
+        """Load a small engine on the checkpoint of a case and close it in the end.
+
+        With `k` > 0 up to k drafts are guessed from the `whole` texts, wrong in that share of the tokens. With `k` = 0
+        a step computes one token a row at most: grammars, whose forced tokens are drafts, are served only if asked for.
+        """
+        speculative = {"speculative": speculation(k), "structured_output": k > 0, "pipeline_depth": 1}
+        engine = self.load(case, **speculative | settings)
+        if k:
+            engine.probe().runner.drafter = KnowingDrafter(engine.info.max_num_seqs, whole, wrong, 0)
+        try:
+            yield engine
+        finally:
+            engine.close()

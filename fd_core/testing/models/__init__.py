@@ -1,0 +1,1 @@
+"""Tiny models, their checkpoints and their golden numbers."""

@@ -1,0 +1,185 @@
+"""Arrays for packs: random values that every dtype holds, metadata of steps, and what counts as equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput, StepInput
+from fd_core.ops.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor
+from fd_core.types import IntArray
+
+__all__ = [
+    "PACKED_TOLERANCE",
+    "TOLERANCE",
+    "Values",
+    "activations",
+    "assert_near",
+    "on_device",
+    "packed_weight",
+    "penalty_input",
+    "raw",
+    "sample_input",
+    "step_input",
+]
+
+Floats = npt.NDArray[np.float32]
+
+TOLERANCE: Final[Mapping[str, float]] = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
+"""Largest error of one operation by dtype, as a share of its largest result; the mean may be an eighth of it.
+
+float32 sums in another order than the oracle; float16 keeps 11 bits and bfloat16 8,
+of inputs, weights and results.
+"""
+
+
+class Values:
+    """Random numbers in the order asked for: two packs that ask in the same order get the same."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Floats:
+        """Return float32 numbers that bfloat16 holds as well, so that packs of all dtypes compute from the same."""
+        values = self._rng.standard_normal(shape, np.float32) * np.float32(scale)
+        rounded: Floats = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        return rounded
+
+
+PACKED_TOLERANCE: Final = dict.fromkeys(WEIGHT_FORMATS, 4e-2) | {FP8: 8e-2}
+"""The same for products with packed weights, by format.
+
+A pack may quantize what it multiplies them by to 8 bits; to `FP8`, which keeps 4 bits of a number, beside such weights.
+"""
+
+
+def assert_near(ops: Ops, found: Array, expected: npt.NDArray[Any], tolerance: float | None = None) -> None:
+    """Compare what a pack computed with what is right, by default as exactly as its dtype allows."""
+    tolerance = tolerance or TOLERANCE[ops.dtype]
+    values = np.asarray(ops.to_host(found), np.float64).reshape(expected.shape)
+    scale = max(float(np.abs(expected).max()), 1e-3)
+    error = np.abs(values - expected)
+    assert np.isfinite(values).all()
+    assert error.max() < tolerance * scale, f"off by {error.max():.3g} where the largest value is {scale:.3g}"
+    assert error.mean() < tolerance / 8 * scale, f"off by {error.mean():.3g} on average"
+
+
+def raw(values: npt.NDArray[Any]) -> RawTensor:
+    """Return a weight as a checkpoint holds it, float32."""
+    return RawTensor("F32", values.astype(np.float32))
+
+
+_PACKED: Final = {
+    # bits, group (0: a row), minima
+    "Q8_0": (8, 32, False),
+    "Q4_0": (4, 32, False),
+    "Q4_1": (4, 32, True),
+    "Q5_0": (5, 32, False),
+    "Q5_1": (5, 32, True),
+    "Q4_K": (4, 32, True),
+    "Q5_K": (5, 32, True),
+    "Q6_K": (6, 16, False),
+    "int8": (8, 0, False),
+    "int4": (4, 32, False),
+    "gptq": (4, 64, True),
+    "awq": (4, 64, True),
+    FP8: (8, 128, False),
+}
+
+
+def packed_weight(kind: str, out: int, inputs: int, group: int | None = None, scale: float = 1.0) -> PackedTensor:
+    """Return a random weight [out, inputs] of one of `ops.weights.WEIGHT_FORMATS`, in groups as it usually has."""
+    bits, usual, minima = _PACKED[kind]
+    group = group or usual or inputs
+    rng = np.random.default_rng([out, inputs, bits])
+    low = 0 if minima and bits < 8 else -(2 ** (bits - 1))
+    values = rng.integers(low, low + 2**bits, (out, inputs)).astype(np.int8)
+    if kind == FP8:
+        values = np.where((values & 127) == 127, np.int8(0), values)  # no NaN
+    # In half precision, as files have them.
+    scales = (scale * rng.uniform(0.5, 1.5, (out, inputs // group)) / 2 ** (bits - 1)).astype(np.float16)
+    lowest = (scale * rng.uniform(-1.5, -0.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None
+    return PackedTensor(kind, bits, values, scales.astype(np.float32), lowest)
+
+
+def activations(ops: Ops, values: Floats) -> Array:
+    """Return [T, H] values as activations of the pack, whatever their dtype there; a fresh array each time."""
+    rows = ops.from_host(np.arange(len(values), dtype=np.int32))
+    return ops.embedding(ops.prepare_embedding(raw(values)), rows)
+
+
+def on_device(ops: Ops, value: Any) -> Any:
+    """Return a StepInput, SampleInput or PenaltyInput of numpy arrays with its arrays on the pack's device."""
+    arrays = {
+        each.name: ops.from_host(getattr(value, each.name))
+        for each in fields(value)
+        if isinstance(getattr(value, each.name), np.ndarray)
+    }
+    return replace(value, **arrays)
+
+
+def sample_input(rows: int, **columns: Any) -> SampleInput:
+    """Return parameters of `rows` rows; a column is a value for all or one for each."""
+    defaults: dict[str, tuple[float, type[np.generic]]] = {
+        "temperature": (1.0, np.float32),
+        "top_k": (0, np.int32),
+        "top_p": (1.0, np.float32),
+        "min_p": (0.0, np.float32),
+        "seeds": (0, np.uint64),
+        "positions": (0, np.int32),
+    }
+    arrays = {
+        name: np.broadcast_to(np.asarray(columns.get(name, default), dtype), (rows,)).copy()
+        for name, (default, dtype) in defaults.items()
+    }
+    filters = (arrays["top_k"] > 0) | (arrays["top_p"] < 1) | (arrays["min_p"] > 0)
+    return SampleInput(**arrays, all_greedy=bool((arrays["temperature"] == 0).all()), any_filter=bool(filters.any()))
+
+
+def penalty_input(
+    counts: IntArray,
+    *,
+    rows: npt.ArrayLike | None = None,
+    counts_rows: npt.ArrayLike | None = None,
+    drafts: Sequence[tuple[int, int]] = (),
+    **columns: npt.ArrayLike,
+) -> PenaltyInput:
+    """Return penalties of `rows`, by default one for each row of `counts`; `drafts` are pairs of (row, token)."""
+    chosen = np.arange(len(counts), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
+    neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+    arrays = {
+        name: np.broadcast_to(np.asarray(columns.get(name, default), np.float32), chosen.shape).copy()
+        for name, default in neutral.items()
+    }
+    return PenaltyInput(
+        rows=chosen,
+        counts=counts,
+        counts_rows=chosen if counts_rows is None else np.asarray(counts_rows, np.int32),
+        draft_rows=np.array([row for row, _ in drafts], np.int32),
+        draft_ids=np.array([token for _, token in drafts], np.int32),
+        **arrays,
+    )
+
+
+def step_input(rows: Sequence[tuple[int, int]], block_size: int, tables: IntArray) -> StepInput:
+    """Return the metadata of (tokens, context) rows over the given block tables."""
+    counts, contexts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    query_start = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+    row_of = np.repeat(np.arange(len(rows)), counts)
+    positions = np.concatenate([np.arange(context - count, context) for count, context in rows]).astype(np.int32)
+    slots = tables[row_of, positions // block_size] * block_size + positions % block_size
+    return StepInput(
+        token_ids=np.zeros(len(positions), np.int32),
+        positions=positions,
+        kv_slots=slots.astype(np.int32),
+        query_start=query_start,
+        context_len=contexts,
+        block_tables=tables,
+        logits_rows=query_start[1:] - 1,
+        max_query=int(counts.max()),
+        max_context=int(contexts.max()),
+    )

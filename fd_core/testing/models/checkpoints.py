@@ -1,0 +1,209 @@
+"""Tiny random checkpoints of every architecture, written as Hugging Face would, without any framework.
+
+Names and shapes come from the same description that the loader checks, so a new architecture needs one more case here
+and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from fd_core.models.loading.config import ModelConfig
+from fd_core.models.registry import ARCHITECTURES
+from fd_core.models.spec import decoder_spec
+from fd_core.testing.models.arrays import Values
+
+__all__ = [
+    "CASES",
+    "ENGINE_CASE",
+    "LLAMA3_ROPE",
+    "LONG_CASE",
+    "PACKED_ENGINE_CASE",
+    "SIZES",
+    "WIDE_CASE",
+    "YARN_ROPE",
+    "abilities_of",
+    "write_checkpoint",
+]
+
+SIZES: Final[Mapping[str, Any]] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 160,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE: Final = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE: Final = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MIXED_LAYERS: Final = ["sliding_attention", "full_attention", "sliding_attention"]
+
+CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    "llama": ("llama", {}),
+    "llama-biases-wide-heads": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-linear-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, "num_key_value_heads": 4},
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3-yarn": ("qwen3", {"rope_parameters": YARN_ROPE}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "layer_types": MIXED_LAYERS,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ernie": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
+    "ernie-moe": (
+        "ernie4_5_moe",
+        {
+            "use_bias": True,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_norm_min": 0.7,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""Name of a case to Hugging Face's model type and what its config has beside `SIZES`."""
+
+ENGINE_CASE: Final = "engine"
+"""A model so small that an engine's steps cost next to nothing, for everything around the model."""
+
+_ENGINE_SIZES: Final[Mapping[str, Any]] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+}
+PACKED_ENGINE_CASE: Final = "packed_engine"
+"""The same where weights are quantized, in groups of 32 values."""
+LONG_CASE: Final = "long"
+"""A small model with room for contexts beyond any split of a kernel."""
+WIDE_CASE: Final = "wide"
+"""A small model whose vocabulary is larger than 2^17."""
+
+_OTHER_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
+    LONG_CASE: {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 1031,
+        "max_position_embeddings": 4096,
+    },
+    WIDE_CASE: {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 140_003,
+        "max_position_embeddings": 512,
+    },
+    PACKED_ENGINE_CASE: {**_ENGINE_SIZES, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4},
+}
+_SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {ENGINE_CASE: _ENGINE_SIZES, **_OTHER_SIZES}
+_ARCHITECTURE_OF: Final[Mapping[str, str]] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+}
+_NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "llama-biases-wide-heads": ("biases",),
+    "mistral-window": ("window",),
+    "qwen2": ("biases",),
+    "qwen2-window": ("biases", "window"),
+    "qwen3-moe": ("moe",),
+    "gemma3": ("window", "softcap"),
+    "ernie": ("biases",),
+    "ernie-moe": ("biases", "moe"),
+}
+
+
+def abilities_of(case: str) -> tuple[str, ...]:
+    """Return the abilities of `fd_core.testing.kit.limits` that a case asks of a backend."""
+    return _NEEDS.get(case, ())
+
+
+def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
+    """Write the case into `folder`, which is made if it is not there, and return it: always the same bytes.
+
+    `more` are fields of its config.
+    """
+    kind, changes = CASES[case] if case in CASES else ("llama", _SIZES_OF[case])
+    name = _ARCHITECTURE_OF[kind]
+    config = {**SIZES, **changes, **more, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    parsed = ModelConfig(config)
+    spec = decoder_spec(name, parsed, ARCHITECTURES[name](parsed))
+    values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_OTHER_SIZES].index(case))
+    tensors = {tensor: _weight(values, tensor, shape, spec.norm_offset) for tensor, shape in spec.tensors()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _weight(values: Values, name: str, shape: tuple[int, ...], norm_offset: float) -> Any:
+    """Return weights whose logits differ enough from token to token to say something."""
+    if len(shape) == 1 or shape[0] == 1:
+        norm = name.endswith("norm.weight")
+        return values(*shape, scale=0.2) + np.float32(1.0 - norm_offset if norm else 0.0)
+    return values(*shape, scale=0.5 if "embed" in name or "lm_head" in name else 1.4 * shape[1] ** -0.5)

@@ -1,0 +1,176 @@
+"""One layer with random weights, built on any pack from the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import Activation, Experts, Heads, KVShape, Lora, Norm, Ops, Rope
+from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.ops.weights import LowRank, Weight
+from fd_core.runner.inputs.inputs import adapter_rows
+from fd_core.testing.models.arrays import Values, activations, on_device, packed_weight, raw, step_input
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What can differ between layers of models."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    d: int = 16
+    hidden: int = 48
+    inner: int = 72
+    block_size: int = 8
+    rotary: int | None = None
+    interleaved: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    head_norms: bool = False
+    post_norm: bool = False
+    biases: bool = False
+    activation: Activation = "silu"
+    experts: int = 0
+    shared_expert: bool = False
+    correction_bias: bool = False
+    packed: str | None = None
+    """Format of all linear layers; None where they are float32."""
+    kv_dtype: str = "auto"
+    adapters: bool = False
+    """Whether tokens have adapters: of ranks 5 and 8, or none."""
+
+
+ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
+"""(tokens, context): decodes, prefills from the start and chunks in the middle, across the 128-token chunks."""
+
+NOWHERE: Final = 2**20
+"""An entry of a block table beyond the context, which has no meaning."""
+
+
+class LayerOn:
+    """A layer's weights and a cache on one pack, and a step over `rows`."""
+
+    def __init__(
+        self, ops: Ops, g: Geometry, rows: list[tuple[int, int]] | None = None, shared_blocks: int = 0
+    ) -> None:
+        rows = ROWS if rows is None else rows
+        self.ops, self.g, self.rows = ops, g, rows
+        make = Values()
+
+        def linear(*shapes: tuple[int, int], gated: bool = False) -> Any:
+            biases = [raw(make(shape[0])) for shape in shapes] if g.biases else None
+            return ops.prepare_linear(self._parts(make, *shapes), biases, gated=gated)
+
+        def norm(width: int) -> Norm:
+            return Norm(ops.prepare_vector(1 + make(width, scale=0.1)), 1e-5)
+
+        half = (g.rotary or g.d) // 2
+        longest = max(256, *(context for _, context in rows))
+        angles = np.arange(longest)[:, None] / 100.0 ** (np.arange(half) / half)
+        rope = Rope(
+            ops.prepare_vector(np.cos(angles).astype(np.float32)),
+            ops.prepare_vector(np.sin(angles).astype(np.float32)),
+            g.interleaved,
+        )
+        self.norm = norm(g.hidden)
+        self.qkv = linear(*[(n * g.d, g.hidden) for n in (g.heads, g.kv_heads, g.kv_heads)])
+        q_norm, k_norm = (norm(g.d) if g.head_norms else None for _ in range(2))
+        self.heads = Heads(g.heads, g.kv_heads, g.d, g.d**-0.5, rope, q_norm, k_norm, g.window, g.softcap)
+        self.output = linear((g.hidden, g.heads * g.d))
+        self.post_norm = norm(g.hidden) if g.post_norm else None
+        self.gate_up = linear((g.inner, g.hidden), (g.inner, g.hidden), gated=True)
+        self.down = linear((g.hidden, g.inner))
+        self.experts = self._experts(make) if g.experts else None
+        used = -(-np.array([context for _, context in rows]) // g.block_size)
+        count = int(used.sum())
+        tables = np.full((len(rows), used.max()), NOWHERE, np.int32)
+        tables[np.arange(used.max()) < used[:, None]] = np.random.default_rng(7).permutation(count)
+        tables[:, :shared_blocks] = tables[0, :shared_blocks]
+        self.blocks = tables
+        self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, g.block_size, g.kv_dtype), count)
+        history: npt.NDArray[Any] = make(count, 2, 2, g.block_size, g.kv_heads, g.d)
+        if self.cache.shape.quantized:
+            history = quantize_kv(history)
+        elif ops.dtype == "bfloat16":
+            history = (history.view(np.uint32) >> 16).astype(np.uint16)
+        elif ops.dtype == "float16":
+            history = history.astype(np.float16)
+        self.cache.import_blocks(np.arange(count, dtype=np.int32), history)
+        self.kv = self.cache.layer(1)
+        self.step = on_device(ops, step_input(rows, g.block_size, tables))
+        self.tokens = sum(count for count, _ in rows)
+        # Changing within rows as well, which no request does, so that every cut of a block is met.
+        self.places = (np.arange(self.tokens) // 3 % 3).astype(np.int32)
+        if g.adapters:
+            self.step = replace(self.step, **adapter_rows(self.places, ops))
+        self.x = make(self.tokens, g.hidden)
+
+    def _parts(self, make: Values, *shapes: tuple[int, int]) -> list[Weight]:
+        if self.g.packed is not None:
+            return [packed_weight(self.g.packed, *shape, scale=shape[1] ** -0.5) for shape in shapes]
+        return [raw(make(*shape, scale=shape[1] ** -0.5)) for shape in shapes]
+
+    def loras(self) -> list[Lora | None]:
+        """Return what adapters add: to q, k and v, to the output, to gate and up, and to what follows them."""
+        g = self.g
+        heads, hidden, inner = [n * g.d for n in (g.heads, g.kv_heads, g.kv_heads)], g.hidden, g.inner
+        shapes = (heads, hidden), ([hidden], g.heads * g.d), ([inner, inner], hidden), ([hidden], inner)
+        return [self._lora(outs, ins, gated=outs == [inner, inner]) for outs, ins in shapes]
+
+    def _lora(self, outs: Sequence[int], ins: int, *, gated: bool = False) -> Lora | None:
+        """Return two adapters on a linear, the second of which leaves its first part alone if there are several."""
+        if not self.g.adapters:
+            return None
+        make = Values(ins)
+
+        def delta(rank: int, out: int) -> LowRank:
+            return LowRank(make(rank, ins, scale=ins**-0.5), make(out, rank, scale=rank**-0.5))
+
+        parts = [[delta(rank, out) for out in outs] for rank in (5, 8)]
+        adapters: list[list[LowRank | None]] = [[*parts[0]], [None, *parts[1][1:]] if outs[1:] else [*parts[1]]]
+        return Lora([self.ops.prepare_lora(each, outs, gated=gated) for each in adapters], self.step)
+
+    def _experts(self, make: Values) -> Experts:
+        ops, g = self.ops, self.g
+        up, down = (g.inner, g.hidden), (g.hidden, g.inner)
+        return Experts(
+            router=ops.prepare_vector(make(g.experts, g.hidden)),
+            gate_up=ops.prepare_experts([self._parts(make, up, up) for _ in range(g.experts)], gated=True),
+            down=ops.prepare_experts([self._parts(make, down) for _ in range(g.experts)], gated=False),
+            top_k=2,
+            normalize=True,
+            correction_bias=ops.prepare_vector(make(g.experts, scale=0.1)) if g.correction_bias else None,
+            norm_floor=1e-12,
+            shared_gate_up=ops.prepare_linear(self._parts(make, up, up), gated=True) if g.shared_expert else None,
+            shared_down=ops.prepare_linear(self._parts(make, down)) if g.shared_expert else None,
+        )
+
+    def run(self, fusions: type[Ops] | Ops) -> list[npt.NDArray[np.float32]]:
+        """Run the layer with the fusions of a pack, or of a class (`Ops` composes them); return what each computed.
+
+        The queries, the attention's output, the residual behind it, and what the feed-forward block computes: float32.
+        """
+        ops = self.ops
+
+        def call(name: str, *arguments: Any) -> Any:
+            if isinstance(fusions, Ops):
+                return getattr(fusions, name)(*arguments)
+            return getattr(fusions, name)(ops, *arguments)
+
+        x = activations(ops, self.x)
+        qkv, output, gate_up, down = self.loras()
+        q = call("attention_inputs", x, self.norm, self.qkv, self.heads, self.kv, self.step, qkv)
+        a = call("attention", q, self.heads, self.kv, self.step)
+        y = call("project_residual", a, self.output, x, self.post_norm, output)
+        # What follows may write into `y`.
+        results = [np.array(ops.to_host(ops.settle(result)), np.float32) for result in (q, a, y)]
+        if self.experts is not None:
+            more = [call("moe_residual", y, self.norm, self.experts, self.g.activation)]
+        else:
+            inner = call("mlp_inputs", y, self.norm, self.gate_up, self.g.activation, gate_up)
+            more = [inner, call("project_residual", inner, self.down, y, self.post_norm, down)]
+        return results + [np.array(ops.to_host(ops.settle(result)), np.float32) for result in more]

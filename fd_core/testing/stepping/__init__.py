@@ -1,0 +1,1 @@
+"""Plans and steps for a runner without an engine."""

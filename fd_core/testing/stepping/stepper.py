@@ -1,0 +1,185 @@
+"""An engine whose planning and answering are apart, so that a test decides what is in flight.
+
+Every plan and every answer is audited: the budget is counted where the forward pass gets its input, a block is never
+granted while a step in flight touches it, and a revocation that was not answered keeps its slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from fd_core.effects.operations import Effects
+from fd_core.engine.core import Engine
+from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.requests import State
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler, SchedulerProbe
+from fd_core.testing.stepping.texts import Texts
+from fd_core.types import RequestSpec, StepOutput, StepPlan
+
+__all__ = ["Stepper", "parts_of"]
+
+
+class Stepper:
+    """Plans, executes and answers one step at a time, with an audit after each."""
+
+    def __init__(self, engine: Engine, *, eager: bool = False) -> None:
+        """`eager` admits every request whose prompt fits, without looking ahead: much more preemption."""
+        self.engine = engine
+        self.scheduler, self.runner = engine.probe().scheduler, engine.probe().runner
+        self.probe = parts_of(engine)
+        self.limits = self.scheduler.limits
+        # No KV is stored outside the device unless a test plays the tiers itself.
+        self.probe.offloading.keep = KeepKV(preempted=False)
+        self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
+        self.texts = Texts()
+        self.computed: list[int] = []
+        """Tokens that the forward pass got, step by step."""
+        self._touched: dict[int, set[int]] = {}
+        """Blocks that each step in flight reads or writes."""
+        self.runner.watch_forward(lambda step: self.computed.append(int(np.shape(step.token_ids)[0])))
+        if eager:
+            self.probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Compute a step at once; override it to send it another way."""
+        return self.runner.execute(plan)
+
+    def submit(self, *specs: RequestSpec) -> None:
+        """Queue requests."""
+        for spec in specs:
+            self.perform(self.scheduler.add(spec))
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request."""
+        self.texts.take(self.engine.abort([request_id]))
+        self.audit()
+
+    def plan(self) -> StepPlan | None:
+        """Plan a step and execute it; its output is left in flight."""
+        plan, effects = self.scheduler.plan()
+        self.perform(effects)
+        if plan is None:
+            return None
+        self._check_grants(plan)
+        before = len(self.computed)
+        self.in_flight.append((plan, self.execute(plan)))
+        allowed = min(max(plan.total_tokens, self._padded(plan)), self.limits.max_num_batched_tokens)
+        computed = sum(self.computed[before:])
+        assert computed <= allowed, f"step {plan.step} computes {computed} tokens where {allowed} were charged"
+        tables = self.runner.batch.tables
+        self._touched[plan.step] = {
+            block
+            for slot, start, count in zip(plan.slots, plan.starts, plan.num_tokens, strict=True)
+            for block in tables[slot, : -(-(start + count) // self.limits.block_size)].tolist()
+        }
+        self.audit()
+        return plan
+
+    def answer(self) -> StepPlan:
+        """Commit the oldest answer."""
+        plan, output = self.receive()
+        deltas, effects = self.scheduler.commit(plan, output)
+        self.texts.take(deltas)
+        self.perform(effects)
+        self.audit()
+        return plan
+
+    def perform(self, effects: Effects) -> None:
+        """Begin what the scheduler wants done outside steps; here nobody performs it."""
+
+    def receive(self) -> tuple[StepPlan, StepOutput]:
+        """Take the oldest answer out of flight without committing it."""
+        plan, output = self.in_flight.popleft()
+        del self._touched[plan.step]
+        return plan, output
+
+    def run(self, depth: int, max_steps: int = 20_000, watch: Callable[[StepPlan], None] = lambda _: None) -> Texts:
+        """Keep `depth` steps in flight until no request is left; `watch` is called with each plan."""
+        for _ in range(max_steps):
+            while len(self.in_flight) < depth and (plan := self.plan()) is not None:
+                watch(plan)
+            answered = bool(self.in_flight)
+            if answered:
+                self.answer()
+            if not self.meanwhile() and not answered:
+                break
+        assert not self.engine.has_work, "the engine did not come to rest"
+        self.check_idle()
+        return self.texts
+
+    def meanwhile(self) -> bool:
+        """Let something outside steps happen between two of them; returns whether anything did."""
+        return False
+
+    def plan_until(self, depth: int, state: State, request_id: str) -> bool:
+        """Step until a request is in `state`; the plan that brought it into that state is still in flight."""
+        for _ in range(500):
+            if self.state_of(request_id) is state:
+                return True
+            if len(self.in_flight) >= depth or self.plan() is None:
+                if not self.in_flight:
+                    return False
+                self.answer()
+        return False
+
+    def state_of(self, request_id: str) -> State | None:
+        """Return the state of a request, None once it has ended."""
+        request = self.probe.requests.get(request_id)
+        return None if request is None else request.state
+
+    def request_in(self, slot: int) -> str:
+        """Return the id of the request in a slot."""
+        request = self.probe.slots.requests[slot]
+        assert request is not None
+        return request.spec.request_id
+
+    def check_idle(self) -> None:
+        """Check that every gauge is back at its value at start."""
+        stats = self.engine.stats()
+        gauges = (stats.scheduler.slots.running, stats.scheduler.slots.waiting, stats.scheduler.slots.draining)
+        assert gauges == (0, 0, 0)
+        assert (stats.scheduler.blocks.used, stats.scheduler.blocks.fenced) == (0, 0)
+        assert stats.scheduler.outputs.stale_outputs == 0
+        assert not self.probe.prefixes.num_computing
+        assert not self.probe.operations.busy
+
+    # Audits -----------------------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Check slots and blocks against each other and against what is in flight."""
+        self.engine.check_integrity()
+        slots = self.probe.slots
+        assert int(slots.occupied.sum()) <= self.limits.max_num_seqs
+        for plan, _ in self.in_flight:
+            for back in plan.revocations:
+                assert slots.draining[back.slot] and slots.gen[back.slot] == back.gen, "freed before its release"
+        free = self.probe.pool.free_blocks()
+        for step, blocks in self._touched.items():
+            assert not blocks & free, f"step {step} in flight touches blocks that are free"
+
+    def _padded(self, plan: StepPlan) -> int:
+        """Return how many tokens a plan's step may have with its padding; the runner may have fewer drafts than it."""
+        if not len(plan.slots):
+            return 0
+        widest = int(plan.num_tokens.max())
+        widths = range(max(1, widest - self.limits.max_drafts), widest + 1)
+        shapes = [self.runner.ops.padded(len(plan.slots), width) for width in widths]
+        return max((rows * width for rows, width in filter(None, shapes)), default=0)
+
+    def _check_grants(self, plan: StepPlan) -> None:
+        busy = set().union(*self._touched.values())
+        matched = {admission.slot: admission.computed // self.limits.block_size for admission in plan.admissions}
+        for grant in plan.grants:
+            shared = matched.get(grant.slot, 0) if grant.offset == 0 else 0
+            fresh = set(grant.blocks[shared:].tolist())
+            assert not fresh & busy, "a block was granted while a step in flight touches it"
+
+
+def parts_of(engine: Engine) -> SchedulerProbe:
+    """Return the parts of an engine's scheduler, which has to be the one that comes with the core."""
+    scheduler = engine.probe().scheduler
+    assert isinstance(scheduler, ContinuousBatchingScheduler)
+    return scheduler.probe()

@@ -1,0 +1,434 @@
+"""Frozen values that cross boundaries between scheduler, runner, engine and clients.
+
+Integer arrays inside these values are numpy arrays with `writeable=False`; whoever needs to change one copies it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+__all__ = [
+    "PHASE_NAMES",
+    "Admission",
+    "BlockGrant",
+    *("GRAMMAR_FAULT", "NOT_FINITE", "NO_CHOICE"),
+    "Delta",
+    "FinishReason",
+    "IntArray",
+    "LogprobRows",
+    "Phase",
+    "PooledRows",
+    "Pooling",
+    "PrefillJob",
+    "PrefillOutcome",
+    "PromptLogprobRows",
+    "Reasoning",
+    "RequestSpec",
+    "Revocation",
+    "SamplingParams",
+    "StepOutput",
+    "StepPlan",
+    "TokenLogprobs",
+    "frozen",
+]
+
+IntArray = npt.NDArray[np.int32]
+
+
+def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return `array` marked read-only, so that a value that was handed over cannot change."""
+    array.setflags(write=False)
+    return array
+
+
+# Ranges of sampling parameters: decoders refuse what is outside, and the HTTP API publishes the same ranges.
+TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
+TopP = Annotated[float, Meta(ge=0.0, le=1.0)]
+MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10.0)]
+LogitBias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A text that begins with reasoning, which ends behind the first occurrence of some token ids."""
+
+    end: tuple[int, ...]
+    """At least one id. A grammar begins exactly behind them."""
+    max_tokens: Count | None = None
+    """Reasoning tokens after which the end is forced; None forces nothing."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token of a request is chosen and when the request ends.
+
+    `seed` together with the position of a token decides every random choice, so a request's text depends on
+    nothing but model, prompt, these parameters and the seed. The fields' ranges hold where values are decoded;
+    `fd_core.types.checks.check_sampling` checks values that were made in Python.
+    """
+
+    max_tokens: TokenCount = 16
+    min_tokens: Count = 0
+    temperature: Temperature = 1.0
+    """0 means greedy: the most likely token, the lower id on a tie."""
+    top_p: TopP = 1.0
+    """0 keeps the most likely token."""
+    top_k: Count = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    min_p: MinP = 0.0
+    seed: int = 0
+    """Unsigned 64-bit key of the counter-based generator."""
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: dict[int, LogitBias] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Tokens that may be generated, each once; None allows all. The end of a text is one of them or does not come."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the text never contains, each not empty; what the prompt ends with does not count."""
+    logprobs: NumLogprobs | None = None
+    """Number of most likely tokens reported beside the chosen one; 0 reports the chosen one only, None nothing."""
+    prompt_logprobs: NumLogprobs | None = None
+    """The same for the tokens of the prompt, from the second on; they come with the first token of the text."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    grammar: str | None = None
+    """What the text must match, in llguidance's own form, which `fd_core.structured.grammar` makes; None for any text.
+    An end-of-sequence or stop token may come exactly where the text matches as a whole."""
+    reasoning: Reasoning | None = None
+    """Set for a text that begins with reasoning, to which the grammar does not apply."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no random number is needed."""
+        return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether logits depend on which tokens were seen before."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+class Pooling(msgspec.Struct, frozen=True):
+    """What a request wants of its prompt instead of a text: one vector."""
+
+    kind: Literal["last", "mean", "tokens"]
+    """`last` and `mean`: the final hidden state of the last token, or the mean of all, normalized as the output
+    projection takes them. `tokens`: the log-probabilities of `token_ids` behind the prompt."""
+    token_ids: tuple[int, ...] = ()
+
+
+class PrefillJob(msgspec.Struct, frozen=True):
+    """A prompt that a prefill worker computes for a decode worker: one value from one scheduler to the other."""
+
+    tokens: bytes
+    """int32[n], little-endian: the tokens whose KV is wanted, at least one."""
+    held_blocks: int = 0
+    """Leading blocks of the prompt that the decode worker holds; their KV is not wanted."""
+    cache_salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+    traceparent: str = ""
+    """Names the span of the request, see W3C Trace Context; empty if nobody traces it."""
+    lease: str = ""
+    """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker names it."""
+    adapter: str = ""
+    """Digest of the LoRA adapter that computes it; empty for the model itself."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose KV is wanted."""
+        return len(self.tokens) // np.dtype(np.int32).itemsize
+
+    @property
+    def token_ids(self) -> IntArray:
+        """int32[n], read-only: the tokens, which are not copied."""
+        return np.frombuffer(self.tokens, "<i4").astype(np.int32, copy=False)
+
+
+class PrefillTrace(msgspec.Struct, frozen=True):
+    """A traced prefill job that is over."""
+
+    traceparent: str
+    ended: float
+    """When, in seconds since 1970."""
+    seconds: float
+    """From the lease to its end."""
+    num_tokens: int
+    """Tokens whose KV was wanted."""
+    end: str
+    """What became of the lease, see `fd_core.disagg.lease.End`."""
+
+
+PrefillOutcome = Literal["transferred", "held", "refused", "lost", "expired", "damaged", "aborted"]
+"""What became of a prefill on another worker. `held`: nothing was asked, because the decode worker had the prefix;
+`lost`: the prefill worker broke off or could not be reached; `damaged`: what arrived was not what was sent. Unless the
+KV was `transferred` or `held`, the decode worker computes the prompt itself."""
+
+
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One generation asked of the engine."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    """Lower runs first under the `priority` policy."""
+    tenant: str = ""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+    delivered: tuple[int, ...] = ()
+    """Tokens of the text that earlier epochs of the engine delivered; this one goes on behind them. Limits, penalties
+    and random numbers count from the prompt, as if the engine had never died."""
+    prefill_at: str = ""
+    """`host:port` of the prefill worker that computes the prompt; empty computes it here."""
+    traceparent: str = ""
+    """Names the span of the request, for the worker at `prefill_at`; empty if nobody traces it."""
+    pooling: Pooling | None = None
+    """Set for a request that ends with its prefill; the one token that it samples is dropped."""
+    prefill_job: PrefillJob | None = None
+    """Set for a request that only computes a prompt for a decode worker; the one token that it samples is dropped."""
+    adapter: str = ""
+    """Digest of the LoRA adapter that computes it; empty for the model itself."""
+
+
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """A LoRA adapter that an engine serves."""
+
+    name: str
+    digest: str
+    """What `RequestSpec.adapter` says: its config and weights by their hex SHA-256."""
+    path: str
+    rank: int
+
+
+GRAMMAR_FAULT: Final = "its grammar "
+"""Errors of requests whose grammar cannot be used, or was left, begin so."""
+NO_CHOICE: Final = "no token can be chosen: "
+"""Errors of requests that forbid every token, or whose logits are no numbers, begin so."""
+NOT_FINITE: Final = "of its logits one is NaN or inf"
+"""Ends such an error where the request forbids nothing."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, in OpenAI's words where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request enters a slot: what the runner must know about it for this stay."""
+
+    slot: int
+    gen: int
+    token_ids: IntArray
+    """int32[n]: prompt and, after a preemption, the tokens delivered so far."""
+    prompt_len: int
+    """How many of `token_ids` are the client's prompt."""
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    computed: int
+    """Tokens at the front whose KV is already in the granted blocks."""
+    request_id: str = ""
+    """Whose stay it is, for traces; the runner has no use for it."""
+    pooling: Pooling | None = None
+    adapter: str = ""
+    """Digest of the LoRA adapter that computes it; empty for the model itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrant:
+    """Blocks appended to a slot's block table from entry `offset` on."""
+
+    slot: int
+    offset: int
+    blocks: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Revocation:
+    """A slot is revoked; exactly one -9 answers the revocation."""
+
+    slot: int
+    gen: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes. Rows are slots with work; row arrays have length `n`.
+
+    The runner applies, in this order: admissions, grants, revocations, rows. A revoked slot has no row.
+    """
+
+    epoch: int
+    step: int
+    slots: IntArray
+    """int32[n], each slot at most once."""
+    gens: IntArray
+    """int32[n], the generation each row belongs to."""
+    starts: IntArray
+    """int32[n], position of the first token computed. For a row that samples while an earlier step with drafts is in
+    flight this is the largest it can be; the runner counts back from the tokens it has."""
+    num_tokens: IntArray
+    """int32[n], tokens computed: a prefill chunk, or one plus the row's drafts."""
+    num_drafts: IntArray
+    """int32[n], drafts among them; the runner uses fewer if it has fewer."""
+    samples: npt.NDArray[np.bool_]
+    """bool[n], whether the row yields a token; false for an unfinished prefill chunk."""
+    admissions: tuple[Admission, ...] = ()
+    grants: tuple[BlockGrant, ...] = ()
+    revocations: tuple[Revocation, ...] = ()
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens charged against the step token budget."""
+        return int(self.num_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log-probabilities of a step, one row for each sampled token of a request that asked for them."""
+
+    slots: IntArray
+    """int32[r]"""
+    columns: IntArray
+    """int32[r], column of the token matrix."""
+    chosen: npt.NDArray[np.float32]
+    """float32[r]"""
+    top_ids: IntArray
+    """int32[r, m], most likely first; a request reads as many as it asked for."""
+    top: npt.NDArray[np.float32]
+    """float32[r, m]"""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobRows:
+    """Log-probabilities of prompt tokens that a step computed for requests that asked for them."""
+
+    slots: IntArray
+    """int32[r]"""
+    positions: IntArray
+    """int32[r], position of the token in its prompt, at least 1."""
+    chosen: npt.NDArray[np.float32]
+    """float32[r]"""
+    top_ids: IntArray
+    """int32[r, m], what was most likely there, most likely first; a request reads as many as it asked for."""
+    top: npt.NDArray[np.float32]
+    """float32[r, m]"""
+    ranks: IntArray
+    """int32[r], 1 for a token that is the most likely one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """What a step has of the vectors of requests that want one."""
+
+    slots: IntArray
+    """int32[n]"""
+    starts: IntArray
+    """int32[n], position of the first token that was computed."""
+    counts: IntArray
+    """int32[n], tokens that went into the vector."""
+    values: tuple[npt.NDArray[np.float32], ...]
+    """n vectors; for a mean the sum of this step's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The one answer to one plan."""
+
+    epoch: int
+    step: int
+    tokens: IntArray
+    """int32[max_num_seqs, 1 + k]; read only by `fd_core.signals`."""
+    gens: IntArray
+    """int32[max_num_seqs], the generation each slot holds in the runner's own batch."""
+    drafts_ready: IntArray | None = None
+    """int32[max_num_seqs], drafts that the runner holds for each slot's next step; None without speculation."""
+    logprobs: LogprobRows | None = None
+    errors: tuple[tuple[int, str], ...] = ()
+    """(slot, message) for rows that failed; the other rows are valid."""
+    prompt_logprobs: PromptLogprobRows | None = None
+    pooled: PooledRows | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probability of one delivered token and of the most likely alternatives."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
+    rank: int | None = None
+    """Place of the token among all, 1 for the most likely; told of prompts only."""
+
+
+class Phase(enum.IntEnum):
+    """What a request does or waits for."""
+
+    COMPUTING = 0
+    """A step computes tokens of it, or will once the steps before it are answered."""
+    SLOT = 1
+    """Every slot is taken."""
+    BLOCKS = 2
+    """There are too few free KV blocks."""
+    BUDGET = 3
+    """The step token budget goes to others."""
+    SCHEDULER = 4
+    """The scheduler has not looked at it yet, or keeps it out by a rule of its own."""
+    PREFIX = 5
+    """Another request computes a prefix of it."""
+    GRAMMAR = 6
+    """Its grammar is compiled."""
+    STORE = 7
+    """KV outside the device is looked up or loaded."""
+    TRANSFER = 8
+    """A prefill worker computes its prompt and sends the KV."""
+    PREEMPTED = 9
+    """It was preempted and waits to be resumed."""
+
+
+PHASE_NAMES: Final = tuple(phase.name.lower() for phase in Phase)
+"""By the number of the phase."""
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """What one step delivered to one request.
+
+    A step makes one for each request, and none is part of a cycle: the garbage collector leaves them alone.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Set in the request's last delta and only there."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token id if the request asked for them."""
+    cached_tokens: int | None = None
+    """Prompt tokens served from the prefix cache; set in the first delta."""
+    error: str | None = None
+    """Set with finish reason `error`."""
+    prefill: PrefillOutcome | None = None
+    """What became of a prefill that another worker was to compute; set in the first delta."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token of the prompt but the first, if the request asked for them; set in the first delta."""
+    pooled: bytes | None = None
+    """The vector of a request that asked for one, float32, little-endian."""
+    phases: tuple[float, ...] | None = None
+    """Seconds since the request came to the engine, by what it did or waited for (`Phase`);
+    set in the first delta with tokens and in the last one, unless the scheduler does not tell."""

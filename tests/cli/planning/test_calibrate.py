@@ -1,0 +1,80 @@
+"""`fdcore calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fd_core.cli.app import app
+from fd_core.errors import FdError
+from fd_core.simulation.costs.calculating import ASSUMED_REQUEST
+from fd_core.simulation.costs.naming import profile_named
+from fd_core.simulation.costs.profile import RequestTerms
+
+SMALL = ("--backend", "null", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FD_CACHE", str(tmp_path / "cache"))
+
+
+def run(*arguments: str, spread: str = "10") -> Result:
+    return CliRunner().invoke(app, ["calibrate", "x", *SMALL, "--seconds", "0.1", "--max-spread", spread, *arguments])
+
+
+def test_a_profile_is_written_where_its_name_finds_it() -> None:
+    done = run()
+    assert done.exit_code == 0, done.output
+    assert "Mean error" in done.output and "mixed" in done.output
+    profile = profile_named("x-null")
+    assert profile.label == "x-null (measured)"
+    assert any("over HTTP" in note for note in profile.notes)
+    assert all(link.source.startswith("measured") for link in (profile.transfer, profile.store_read))
+
+
+def test_requests_take_longer_than_tokens_that_are_delivered() -> None:
+    def measured() -> RequestTerms:
+        assert run().exit_code == 0
+        return profile_named("x-null").request
+
+    # One try of a few is enough, for the machine has other work as well.
+    assert any(0 < request.delivery < request.receive < 1 for request in (measured() for _ in range(3)))
+
+
+def test_a_profile_says_what_was_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise FdError("no server here")
+
+    monkeypatch.setattr("fd_core.cli.planning.measured_server.serving_times", fails)
+    done = run("-o", str(tmp_path / "mine.json"), "--name", "mine")
+    assert done.exit_code == 0, done.output
+    profile = profile_named(str(tmp_path / "mine.json"))
+    assert profile.name == "mine"
+    assert any("no server here" in note for note in profile.notes)
+    assert profile.request.receive == ASSUMED_REQUEST.receive
+
+
+def test_a_noisy_machine_gets_no_profile(tmp_path: Path) -> None:
+    done = run("-o", str(tmp_path / "mine.json"), spread="0.01")
+    assert done.exit_code == 1
+    assert "from one time to the next" in done.output
+    assert not (tmp_path / "mine.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-o", "no/such/folder/mine.json"), "there is no folder"),
+        (("-o", "."), "it is a folder"),
+        (("--name", "../mine"), "is no name"),
+        (("--role", "decode"), "is not measured"),
+        (("--max-num-seqs", "none"), "--max-num-seqs"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_measured(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.output.replace("\n", " ")

@@ -1,0 +1,169 @@
+"""`fdcore simulate`: what it prints and writes, and what it says of settings that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fd_core.cli.app import app
+from fd_core.engine.tracing.reader import read_trace
+from fd_core.types import Phase
+
+SMALL = ["poisson:rate=50,requests=20,prompt=50,output=8", "--profile", "h100:llama-8b"]
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_equal_arguments_write_equal_files(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    for file in files:
+        run(*SMALL, "--workers", "2", "--json", str(file))
+    first, second = (json.loads(file.read_text()) for file in files)
+    first.pop("command", None), second.pop("command", None)
+    assert first == second
+
+
+def test_the_table_says_that_the_profile_was_never_measured() -> None:
+    assert "calculated, never measured" in run(*SMALL, "--slo", "ttft_p99=1")
+
+
+def test_every_combination_is_run_with_every_seed(tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    vary = ["--vary", "scheduling_policy=fcfs,priority", "--vary", "max_num_seqs=2,4", "--vary", "load=1,2"]
+    run(*SMALL, *vary, "--seeds", "2", "--json", str(written), "--page", str(tmp_path / "out.html"))
+    assert written.read_text().count('"seed"') >= 16
+    assert "<html" in (tmp_path / "out.html").read_text()
+
+
+def test_a_policy_may_be_a_file(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from fd_core.scheduling.policies import SchedulingPolicy\n"
+        "class Last(SchedulingPolicy):\n"
+        "    def rank(self, request):\n"
+        "        return (-request.arrival,)\n"
+    )
+    written = tmp_path / "out.json"
+    run(*SMALL, "--vary", f"scheduling_policy=fcfs,{mine}:Last", "--json", str(written))
+    assert "scheduling_policy=mine.py:Last" in written.read_text()
+
+
+def test_a_trace_of_the_production_format_is_written_and_can_be_replayed(tmp_path: Path) -> None:
+    written = tmp_path / "steps.jsonl"
+    run(*SMALL, "--trace", str(written))
+    contents = read_trace(written, 10_000)
+    assert len(contents.residencies) == 20
+    assert not contents.problems
+    assert "20 of 20" in run(f"trace:{written}", *SMALL[1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["nonsense:rate=1"], 2, "nonsense"),
+        ([*SMALL, "--vary", "colour=red"], 2, "colour"),
+        ([*SMALL, "--vary", "max_num_seqs="], 2, "names no values"),
+        ([*SMALL, "--max-num-seqs", "0"], 2, "max-num-seqs"),
+        ([*SMALL, "--prefill", "1"], 2, "--decode"),
+        ([*SMALL, "--workers", "3", "--routers", "0"], 2, "router"),
+        ([*SMALL, "--scheduling-policy", "nobodys"], 4, "nobodys"),
+        (["poisson:rate=1", "--profile", "h900:llama-8b"], 2, "h900"),
+        ([*SMALL, "--slo", "speed=1"], 2, "speed"),
+        ([*SMALL, "--seeds", "2", "--trace", "t.jsonl"], 2, "--seeds"),
+    ],
+)
+def test_what_cannot_be_simulated_is_told_in_a_line(arguments: list[str], code: int, told: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    assert result.exit_code == code, result.output
+    assert told in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_trace_says_what_every_request_waited_for(tmp_path: Path) -> None:
+    written = tmp_path / "steps.jsonl"
+    run(*SMALL, "--max-num-seqs", "2", "--trace", str(written))
+    lines = [position.line for position in read_trace(written, 10**6).positions]
+    came = {entry.request_id: entry.at for line in lines for entry in line.arrived}
+    ended = {entry.request_id: (line.ended, entry.phases) for line in lines for entry in line.finished}
+    assert came.keys() == ended.keys() and len(ended) == 20
+    for name, (at, phases) in ended.items():
+        assert phases is not None and abs(sum(phases) - (at - came[name])) <= len(phases)
+    assert any(phases[Phase.SLOT] for _, phases in ended.values() if phases)
+    printed = CliRunner().invoke(app, ["trace", str(written)]).stdout
+    assert "20 requests computed for " in printed and "s in the mean and waited for slot " in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--by", "speed"], "'speed' is no figure"),
+        (["--by", "goodput"], "no goodput without an SLO"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_before_anything_is_simulated(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fd_core.cli.planning.simulate._run_all", lambda *_: pytest.fail("it was simulated"))
+    result = CliRunner().invoke(app, ["simulate", *SMALL, *arguments])
+    assert result.exit_code == 2 and words in " ".join(result.output.split())
+
+
+POLICIES = """
+from fd_core.scheduling.policies import SchedulingPolicy
+from fd_core.router.policies import RouterPolicy
+
+
+class Nothing(SchedulingPolicy):
+    pass
+
+
+class Wrong(SchedulingPolicy):
+    def rank(self, request):
+        return (request.prompt_len,)
+
+
+class Beyond(RouterPolicy):
+    def choose(self, context):
+        return context.candidates[99]
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "named", "words"),
+    [
+        ("--scheduling-policy", "mine.py:Nothing", "mine.py:Nothing has no rank (write it as fd_core.scheduling.pol"),
+        ("--scheduling-policy", "mine.py:Wrong", "mine.py, line 12, in Wrong.rank: AttributeError: 'QueuedRequest' ob"),
+        ("--policy", "mine.py:Beyond", "mine.py, line 17, in Beyond.choose: IndexError: "),
+        ("--scheduling-policy", "mine.py", "a class in a file is"),
+        (
+            "--scheduling-policy",
+            "wrong.py:Mine",
+            "cannot be used: SyntaxError: '(' was never closed (wrong.py, line 1)",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_ones_own_is_told_in_a_line(
+    flag: str, named: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(POLICIES)
+    (tmp_path / "wrong.py").write_text("class Mine(")
+    result = CliRunner().invoke(app, ["simulate", *SMALL, "--workers", "2", flag, str(tmp_path / named)])
+    assert result.exit_code == 4
+    assert words in result.output
+    assert "of plugin" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert len(result.stderr.splitlines()[-1]) == len(result.stderr.strip().rpartition("fdcore:")[2]) + len("fdcore:")
+
+
+@pytest.mark.parametrize("flag", ["--page", "--json"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(flag: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", "poisson:requests=1000000", flag, "/nowhere/out"])
+    assert result.exit_code == 2
+    assert "there is no folder /nowhere" in result.output

@@ -1,0 +1,129 @@
+"""Jobs are done in order, turns come when they are due, sockets are read, and the thread ends when it is told to."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+
+import pytest
+import zmq
+
+from fd_core.effects.thread_loop import ThreadLoop
+
+
+def test_jobs_are_done_in_order_and_the_end_comes_last() -> None:
+    done: list[object] = []
+    loop = ThreadLoop("fdcore-test", end=lambda: done.append("end"))
+    loop.post(lambda: done.append("before the start"))
+    loop.start()
+    for number in range(100):
+        assert loop.post(lambda number=number: done.append(number))
+    loop.stop()
+    assert not loop.post(lambda: done.append("late"))
+    assert loop.join(10) and not loop._thread.is_alive()
+    assert done == ["before the start", *range(100), "end"]
+
+
+def test_a_sleeping_thread_hears_of_a_job_at_once() -> None:
+    loop = ThreadLoop("fdcore-test")
+    loop.start()
+    time.sleep(0.05)
+    done = threading.Event()
+    loop.post(done.set)
+    assert done.wait(10)
+    loop.stop()
+    assert loop.join(10)
+
+
+def test_a_turn_comes_when_it_is_due() -> None:
+    turns: list[float] = []
+
+    def turn() -> float:
+        turns.append(time.monotonic())
+        return 0.05
+
+    loop = ThreadLoop("fdcore-test", turn)
+    loop.start()
+    time.sleep(0.5)
+    loop.stop()
+    assert loop.join(10)
+    assert 3 <= len(turns) <= 12
+    assert min(later - earlier for earlier, later in itertools.pairwise(turns)) >= 0.04
+
+
+def test_jobs_come_between_turns_that_have_work_left() -> None:
+    loop = ThreadLoop("fdcore-test", lambda: 0.0)
+    loop.start()
+    done = threading.Event()
+    loop.post(done.set)
+    assert done.wait(10)
+    loop.stop()
+    assert loop.join(10)
+
+
+def test_a_failed_job_is_shown_and_the_next_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.exc_type))
+    done = threading.Event()
+    loop = ThreadLoop("fdcore-test")
+    loop.start()
+    loop.post(lambda: [][0])
+    loop.post(done.set)
+    assert done.wait(10)
+    loop.stop()
+    assert loop.join(10)
+    assert shown == [IndexError]
+
+
+def test_a_job_that_was_done_keeps_nothing_alive() -> None:
+    class Array:
+        pass
+
+    array = Array()
+    freed = threading.Event()
+    weakref.finalize(array, freed.set)
+    loop = ThreadLoop("fdcore-test")
+    loop.start()
+    loop.post(lambda held=array: None)
+    del array
+    assert freed.wait(10)
+    loop.stop()
+    assert loop.join(10)
+
+
+def test_a_watched_socket_is_read_until_it_is_forgotten() -> None:
+    context = zmq.Context()
+    try:
+        here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        port = here.bind_to_random_port("tcp://127.0.0.1")
+        there.connect(f"tcp://127.0.0.1:{port}")
+        heard: list[bytes] = []
+        arrived = threading.Event()
+
+        def read() -> None:
+            heard.append(here.recv())
+            arrived.set()
+
+        loop = ThreadLoop("fdcore-test", end=lambda: (loop.forget(here), here.close(0)))
+        loop.watch(here, read)
+        loop.start()
+        there.send(b"word")
+        assert arrived.wait(10)
+        loop.stop()
+        assert loop.join(10)
+        assert heard == [b"word"]
+        there.close(0)
+    finally:
+        context.term()
+
+
+def test_a_loop_that_was_not_started_does_one_job_when_it_is_asked() -> None:
+    done: list[int] = []
+    loop = ThreadLoop("fdcore-test")
+    loop.post(lambda: done.append(1))
+    loop.post(lambda: done.append(2))
+    assert loop.run_one() and done == [1]
+    assert loop.run_one() and not loop.run_one()
+    assert done == [1, 2] and loop.join(0)

@@ -1,0 +1,393 @@
+"""Several engines behind one client: who gets a request, what a dead engine takes with it, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import msgspec
+import pytest
+
+from fd_core.backends import places
+from fd_core.backends.contract import Backend
+from fd_core.backends.places import places_on_cores, places_on_devices
+from fd_core.engine.clients.client import DeltaStream
+from fd_core.engine.clients.data_parallel import DataParallelClient
+from fd_core.engine.clients.launch import open_client
+from fd_core.engine.process.messages import AdaptersChanged, ChangeAdapters, StepEvents, Submit
+from fd_core.errors import BadRequest, ConfigError, EngineDead
+from fd_core.types import AdapterInfo, Delta, FinishReason
+from fd_core.types.kv_events import BEGINNING, Cleared, Stored
+from tests.engine.clients.test_process import CONFIG, until
+from tests.engine.helpers import golden, random_specs
+from tests.engine.stepping import greedy
+from tests.engine.test_ranks import rank_of
+from tests.engine.test_streams import Client
+from tests.kv.following import ids
+
+two_processors = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two processors")
+
+
+def joined(count: int = 2, **info: Any) -> tuple[DataParallelClient, list[Client]]:
+    """Return a client of engines that a test plays."""
+    engines = [Client() for _ in range(count)]
+    for engine in engines:
+        engine._came_up(msgspec.structs.replace(engine.info, **info))
+    return DataParallelClient(engines), engines
+
+
+def placed(engines: list[Client]) -> list[list[str]]:
+    """Return the requests that each engine was given."""
+    return [[sent.spec.request_id for sent in engine.sent if isinstance(sent, Submit)] for engine in engines]
+
+
+def answer(engine: Client, name: str) -> None:
+    engine.hear(engine.info.epoch, Delta(name, (7,), FinishReason.LENGTH))
+
+
+def at_rest(client: DataParallelClient) -> bool:
+    total = client._router.snapshot()
+    return total.total.requests == total.total.prefill_tokens == total.faults == 0
+
+
+# Placement ----------------------------------------------------------------------------------------------------
+
+
+def test_requests_without_a_common_prefix_are_spread_evenly() -> None:
+    client, engines = joined()
+    for index in range(8):
+        client.submit(greedy(f"r{index}", [index] * 40, 9))
+    assert [len(names) for names in placed(engines)] == [4, 4]
+
+
+def test_a_prompt_goes_where_its_prefix_was_served() -> None:
+    client, engines = joined()
+    prompt = range(96)
+    client.submit(greedy("first", prompt, 9))
+    owner = next(index for index, names in enumerate(placed(engines)) if names)
+    answer(engines[owner], "first")
+    for index in range(6):
+        client.submit(greedy(f"r{index}", [*prompt, index], 9))
+        answer(engines[owner], f"r{index}")
+    assert len(placed(engines)[owner]) == 7
+    assert at_rest(client)
+
+
+def test_a_long_prefix_leaves_no_engine_idle() -> None:
+    client, engines = joined()
+    for index in range(16):
+        client.submit(greedy(f"r{index}", [*range(384), index], 9))
+    most, least = sorted((len(names) for names in placed(engines)), reverse=True)
+    assert most - least <= engines[0].info.max_num_seqs // 2 + 1
+
+
+def test_prompts_of_another_adapter_or_salt_share_no_prefix() -> None:
+    client, engines = joined()
+    spec = greedy("first", range(96), 9)
+    client.submit(spec)
+    owner = next(index for index, names in enumerate(placed(engines)) if names)
+    for index, change in enumerate(({"adapter": "a"}, {"cache_salt": "s"})):
+        # The first request still runs there, so that only a common prefix could speak for its engine.
+        client.submit(msgspec.structs.replace(spec, request_id=f"r{index}", **change))
+        answer(engines[1 - owner], f"r{index}")
+    assert placed(engines)[1 - owner] == ["r0", "r1"]
+
+
+def test_a_prompt_goes_where_its_prefix_is_held_if_engines_report_that() -> None:
+    """Whoever served it may have lost it."""
+    client, engines = joined(kv_events=True)
+    prompt, size = range(96), engines[0].info.block_size
+    client.submit(greedy("first", prompt, 9))
+    owner = next(index for index, names in enumerate(placed(engines)) if names)
+    answer(engines[owner], "first")
+    other = engines[1 - owner]
+    keys = tuple(bytes([index]) for index in range(96 // size))
+    other._dispatch(StepEvents([], kv=(Stored(BEGINNING, keys, ids(prompt)),), epoch=other.info.epoch))
+    for index in range(3):
+        client.submit(greedy(f"r{index}", [*prompt, index], 9))
+        answer(other, f"r{index}")
+    assert placed([other]) == [["r0", "r1", "r2"]]
+    assert client.kv_log is not None and client.kv_log.engines == 2
+    assert {event.engine for event in client.kv_log.read(0)[1]} == {1 - owner}
+    other.die()
+    other.come_up(2)
+    client.submit(greedy("last", prompt, 9))
+    assert client._router.snapshot().workers[1 - owner].held_blocks == 0
+    assert client.kv_log.read(1)[1] == (Cleared(engine=1 - owner),)
+
+
+def test_an_engine_that_starts_again_holds_no_prefix_but_its_requests() -> None:
+    client, engines = joined()
+    client.submit(greedy("first", range(96), 9))
+    owner = next(index for index, names in enumerate(placed(engines)) if names)
+    answer(engines[owner], "first")
+    client.submit(greedy("second", range(96), 9))
+    assert client._router.snapshot().index_blocks == 6
+    engines[owner].die()
+    engines[owner].come_up(2)
+    client.submit(greedy("third", range(100, 196), 9))
+    assert client._router.snapshot().index_blocks == 0
+    assert placed(engines)[1 - owner] == ["third"]
+
+
+def test_readers_who_leave_and_engines_that_go_give_back_what_was_counted() -> None:
+    async def main() -> None:
+        client, engines = joined()
+        streams = [client.submit(greedy(f"r{index}", range(40), 9)) for index in range(4)]
+        for engine in engines:
+            engine.hear(1, *(Delta(name, (7,)) for name in placed([engine])[0]))
+        await streams[0].aclose()
+        engines[0]._went_down("it is gone")
+        engines[1]._went_down("it is gone")
+        assert at_rest(client)
+
+    asyncio.run(main())
+
+
+# Engines that are missing ---------------------------------------------------------------------------------------
+
+
+def test_the_other_engines_take_what_a_missing_one_cannot() -> None:
+    client, engines = joined(3)
+    engines[1].die()
+    for index in range(6):
+        client.submit(greedy(f"r{index}", [index] * 40, 9))
+    assert [len(names) for names in placed(engines)] == [3, 0, 3]
+    assert (client.alive, client.healthy, client.restarts) == (True, True, True)
+    assert client.missing == "engine 1 of 3 is not running"
+    engines[1]._went_down("it did not come back")
+    assert (client.alive, client.healthy, client.restarts) == (True, False, False)
+
+
+def test_without_any_engine_requests_are_refused() -> None:
+    client, engines = joined()
+    for engine in engines:
+        engine._went_down("gone")
+    for ask in (lambda: client.submit(greedy("r", [1], 9)), lambda: client.abort(["r"]), client.abort_all):
+        with pytest.raises(EngineDead, match="engine 0 and engine 1 of 2 are not running"):
+            ask()
+
+
+def test_aborts_and_ids_count_for_all_engines() -> None:
+    client, _ = joined()
+    for index in range(4):
+        client.submit(greedy(f"r{index}", [index] * 40, 9))
+    for index in range(4):
+        with pytest.raises(BadRequest, match="already running"):
+            client.submit(greedy(f"r{index}", [index], 9))
+    assert client.active_requests == 4
+    assert sorted(client.abort(["r2", "r1", "unknown"])) == ["r1", "r2"]
+    assert sorted(client.abort_all()) == ["r0", "r1", "r2", "r3"]
+
+
+def test_what_runs_is_told_of_all_engines_together() -> None:
+    client, engines = joined()
+    info = engines[0].info
+    engines[1].die()
+    engines[1].come_up(3)
+    assert client.info.max_num_seqs == 2 * info.max_num_seqs
+    assert client.info.num_kv_blocks == client.stats.scheduler.blocks.total == 2 * info.num_kv_blocks
+    assert client.info.epoch == 3
+
+
+# Adapters -------------------------------------------------------------------------------------------------------
+
+
+class Adaptable(Client):
+    """Loads and unloads what it is told, unless it refuses."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+        super().__init__()
+
+    def _send(self, message: Any) -> None:
+        super()._send(message)
+        if isinstance(message, ChangeAdapters):
+            held = {each.name: each for each in self.info.adapters}
+            if self.refuses:
+                error = "it is too large"
+            else:
+                error = None
+                held.pop(message.name, None)
+                if message.path is not None:
+                    held[message.name] = AdapterInfo(message.name, "digest", message.path, 8)
+            self._adapters_changed(AdaptersChanged(message.ticket, tuple(held.values()), error))
+
+
+def test_an_adapter_is_loaded_into_every_engine_or_into_none() -> None:
+    async def main() -> None:
+        engines = [Adaptable(), Adaptable()]
+        client = DataParallelClient(engines)
+        await client.change_adapters("style", "/style")
+        assert [[each.name for each in engine.info.adapters] for engine in engines] == [["style"], ["style"]]
+        engines[1].refuses = True
+        with pytest.raises(BadRequest, match="too large"):
+            await client.change_adapters("tone", "/tone")
+        with pytest.raises(BadRequest, match="too large"):
+            await client.change_adapters("style", None)
+        assert [[each.path for each in engine.info.adapters] for engine in engines] == [["/style"], ["/style"]]
+        engines[0].die()
+        with pytest.raises(EngineDead, match="engine 0 of 2"):
+            await client.change_adapters("style", None)
+
+    asyncio.run(main())
+
+
+# Processes ------------------------------------------------------------------------------------------------------
+
+
+@two_processors
+def test_texts_are_those_of_one_engine_though_an_engine_dies_among_them() -> None:
+    specs = random_specs(6, seed=11, max_prompt=30, max_tokens=150)
+
+    async def main() -> None:
+        killed = []
+
+        async def read(stream: DeltaStream) -> list[int]:
+            tokens: list[int] = []
+            async for delta in stream:
+                tokens += delta.token_ids
+                if stream._client is second and len(tokens) > 20 and not killed:
+                    killed.append(second.pid)
+                    os.kill(second.pid, signal.SIGKILL)
+            return tokens
+
+        client: Any = await open_client(CONFIG, None, engines=2)
+        try:
+            first, second = client.engines
+            cores = [os.sched_getaffinity(engine.pid) for engine in client.engines]
+            assert len(cores[0]) == len(cores[1])
+            assert not cores[0] & cores[1]
+            streams = [client.submit(spec) for spec in specs]
+            assert first.active_requests
+            texts = await asyncio.gather(*(read(stream) for stream in streams))
+            assert dict(zip((spec.request_id for spec in specs), texts, strict=True)) == golden(specs)
+            await until(lambda: client.missing == "")
+            assert (first.info.epoch, second.info.epoch, client.info.epoch) == (1, 2, 2)
+            assert client.requests_requeued == second.requests_requeued > 0
+            await until(lambda: client.stats.scheduler.blocks.used == 0)
+            assert at_rest(client)
+        finally:
+            await client.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+@two_processors
+def test_each_engine_has_ranks_of_its_own_and_a_dead_one_ends_its_engine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines of two ranks, which share a processor here, and would not outside tests."""
+    monkeypatch.setattr(places, "_require_enough", lambda *_: None)
+    specs = random_specs(6, seed=12, max_prompt=30, max_tokens=150)
+
+    async def main() -> None:
+        client: Any = await open_client(msgspec.structs.replace(CONFIG, tensor_parallel_size=2), None, engines=2)
+        try:
+            first, second = client.engines
+            ranks = [rank_of(engine) for engine in client.engines]
+            for engine, rank in zip(client.engines, ranks, strict=True):
+                assert os.sched_getaffinity(rank) == os.sched_getaffinity(engine.pid)
+            assert not os.sched_getaffinity(ranks[0]) & os.sched_getaffinity(ranks[1])
+            streams = [client.submit(spec) for spec in specs]
+            assert first.active_requests
+            assert second.active_requests
+            os.kill(ranks[1], signal.SIGKILL)
+            texts = [[token async for delta in stream for token in delta.token_ids] for stream in streams]
+            assert dict(zip((spec.request_id for spec in specs), texts, strict=True)) == golden(specs)
+            await until(lambda: client.missing == "", 30.0)
+            assert (first.info.epoch, second.info.epoch) == (1, 2)
+        finally:
+            await client.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(90):
+            await main()
+
+    asyncio.run(bounded())
+
+
+@two_processors
+def test_an_engine_that_cannot_start_ends_the_others() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="hold 128 tokens"):
+            await open_client(msgspec.structs.replace(CONFIG, num_kv_blocks=8), None, engines=2)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"role": "decode"}, "--role"),
+        ({"trace": "steps.trace"}, "--trace"),
+    ],
+)
+def test_settings_that_mean_one_engine_are_refused(settings: dict[str, Any], named: str) -> None:
+    config = msgspec.structs.replace(CONFIG, **settings)
+    with pytest.raises(ConfigError, match=f"{named} does not go with several engines"):
+        asyncio.run(open_client(config, None, engines=2))
+
+
+def test_several_engines_are_not_threads() -> None:
+    with pytest.raises(ConfigError, match="processes of their own"):
+        asyncio.run(open_client(CONFIG, None, where="inproc", engines=2))
+
+
+# Places ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def six_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sockets; processors 0 and 3 are threads of one core of the first, and so on."""
+    socket_and_core = {0: (0, 0), 3: (0, 0), 1: (0, 1), 4: (0, 1), 2: (1, 0), 5: (1, 0)}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(socket_and_core))
+    monkeypatch.setattr(places, "_position", socket_and_core.__getitem__)
+
+
+@pytest.mark.usefixtures("six_processors")
+def test_processors_are_divided_by_cores_and_sockets() -> None:
+    assert [place.cores for place in places_on_cores(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [place.cores for place in places_on_cores(2)] == [(0, 1, 3), (2, 4, 5)]
+    assert [place.cores for place in places_on_cores(4)] == [(0,), (3,), (1,), (4,)]
+
+
+@pytest.mark.usefixtures("six_processors")
+def test_more_engines_than_processors_are_refused() -> None:
+    with pytest.raises(ConfigError, match="7 engines need a processor each, and there are 6") as refused:
+        places_on_cores(7)
+    assert refused.value.hint == "use at most 6"
+    with pytest.raises(
+        ConfigError, match="2 engines of 4 ranks need 8 processors, one for each rank, and there are 6"
+    ) as refused:
+        places_on_cores(2, 4)
+    assert refused.value.hint == "leave it out, or use fewer ranks"
+    with pytest.raises(ConfigError, match="4 engines of 2 ranks need 8 processors") as refused:
+        places_on_cores(4, 2)
+    assert refused.value.hint == "use at most 3, or fewer ranks"
+    assert [place.cores for place in places_on_cores(3, 2)] == [(0, 3), (1, 4), (2, 5)]
+
+
+def test_each_engine_is_shown_a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHIPS", raising=False)
+    assert [place.environment for place in places_on_devices("CHIPS", 3, 2)] == [{"CHIPS": "0"}, {"CHIPS": "1"}]
+    monkeypatch.setenv("CHIPS", "4, GPU-7")
+    assert [place.environment for place in places_on_devices("CHIPS", 8, 2)] == [{"CHIPS": "4"}, {"CHIPS": "GPU-7"}]
+    with pytest.raises(ConfigError, match="3 engines need a device each, and there are 2"):
+        places_on_devices("CHIPS", 8, 3)
+    monkeypatch.delenv("CHIPS")
+    assert [place.environment for place in places_on_devices("CHIPS", 5, 2, 2)] == [{"CHIPS": "0,1"}, {"CHIPS": "2,3"}]
+    with pytest.raises(ConfigError, match="2 engines of 3 ranks need 6 devices, one for each rank, and there are 5"):
+        places_on_devices("CHIPS", 5, 2, 3)
+
+
+def test_a_backend_that_names_no_places_is_refused_by_name() -> None:
+    class Chip(Backend):
+        name = "chip"
+
+    with pytest.raises(ConfigError, match="the chip backend does not say which device each of 2 engines"):
+        Chip.places(2)

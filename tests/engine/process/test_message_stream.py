@@ -1,0 +1,89 @@
+"""Messages on a stream of bytes, which comes in pieces of any length."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fd_core.engine.process.message_stream import MessageStream
+
+
+class Ends:
+    """A stream, and the bytes at its other end."""
+
+    def __init__(self) -> None:
+        own, self.other = socket.socketpair()
+        self.stream = MessageStream(own)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.other.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    opened = Ends()
+    yield opened
+    opened.close()
+
+
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(4, "little") + message
+
+
+@given(messages=st.lists(st.binary(max_size=40)), cuts=st.lists(st.integers(1, 50)))
+def test_messages_are_whole_however_their_bytes_arrive(messages: list[bytes], cuts: list[int]) -> None:
+    ends, data, heard = Ends(), b"".join(map(framed, messages)), []
+    for cut in [*cuts, len(data) or 1]:
+        ends.other.sendall(data[:cut])
+        data = data[cut:]
+        heard += ends.stream.receive() or ()
+    ends.close()
+    assert heard == messages
+
+
+def test_nothing_to_read_is_told_from_an_unfinished_message(ends: Ends) -> None:
+    assert ends.stream.receive() is None
+    ends.other.sendall(framed(b"abc")[:5])
+    assert ends.stream.receive() == []
+    assert ends.stream.receive() is None and not ends.stream.ended
+
+
+def test_last_words_are_read_before_the_end(ends: Ends) -> None:
+    ends.stream.send(b"never read")
+    ends.other.sendall(framed(b"last"))
+    ends.other.close()
+    assert ends.stream.receive() == [b"last"] and not ends.stream.ended
+    assert ends.stream.receive() is None and ends.stream.ended
+    ends.stream.send(b"lost")
+    assert not ends.stream.unsent
+
+
+def test_what_was_not_sent_leaves_before_the_stream_is_closed(ends: Ends) -> None:
+    message = os.urandom(100_000)
+    for _ in range(5):
+        ends.stream.send(message)
+    assert ends.stream.unsent
+    heard = bytearray()
+
+    def hear() -> None:
+        while data := ends.other.recv(1 << 20):
+            heard.extend(data)
+
+    listening = threading.Thread(target=hear)
+    listening.start()
+    ends.stream.close(linger=30)
+    listening.join()
+    assert bytes(heard) == framed(message) * 5
+
+
+def test_closing_does_not_wait_for_an_end_that_does_not_read(ends: Ends) -> None:
+    ends.stream.send(bytes(1_000_000))
+    ends.stream.close(linger=0.05)
+    ends.stream.close(linger=0.05)

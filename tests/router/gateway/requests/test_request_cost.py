@@ -1,0 +1,159 @@
+"""What a request may cost is the same at a server and at a router, whatever the body."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fd_core.router.gateway.requests.model_text import ModelText
+from fd_core.router.gateway.requests.request_cost import CostReader
+from fd_core.server.access.control import AccessControl
+from fd_core.server.access.record import RequestRecord
+from tests.router.gateway.test_tenants import Service, gateway
+from tests.server.fakes import byte_tokenizer, chat_template, live
+from tests.server.test_key_limits import key_file
+
+LIMIT = 5000
+TEXT = st.text("ab é", min_size=1, max_size=12)
+IDS = st.lists(st.integers(0, 255), min_size=1, max_size=6)
+COUNT = st.one_of(st.integers(1, 40), st.sampled_from([None, 0, -1, 7.0, 7.5, 10.0, "7", True, [7], 4000.0, 10**6]))
+PROMPT = st.one_of(TEXT, IDS, st.lists(TEXT, max_size=4), st.lists(IDS, max_size=4), st.just(["a", [1]]), st.none())
+CONTENT = st.one_of(TEXT, st.lists(TEXT, max_size=3).map(lambda t: [{"type": "text", "text": each} for each in t]))
+TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": CONTENT})
+TURNS = st.one_of(st.lists(TURN, max_size=3), st.just("text"), st.just([{"role": "user"}]))
+SHORT = st.sampled_from([None, 3, -1, 0, 2.0, "3"])
+
+
+def body(required: dict[str, Any], **optional: Any) -> Any:
+    return st.fixed_dictionaries(required, optional=optional)
+
+
+BODIES = {
+    "/v1/completions": body(
+        {"prompt": PROMPT},
+        max_tokens=COUNT,
+        max_completion_tokens=COUNT,
+        n=COUNT,
+        best_of=COUNT,
+        echo=st.booleans(),
+        prompt_token_ids=st.one_of(IDS, st.lists(IDS, max_size=3)),
+        truncate_prompt_tokens=SHORT,
+        min_tokens=COUNT,
+        add_special_tokens=st.booleans(),
+    ),
+    "/v1/chat/completions": body(
+        {"messages": TURNS},
+        max_tokens=COUNT,
+        max_completion_tokens=COUNT,
+        n=COUNT,
+        prompt_token_ids=IDS,
+        truncate_prompt_tokens=SHORT,
+        continue_final_message=st.booleans(),
+        disable_chat_template=st.booleans(),
+        reasoning_effort=st.sampled_from(["none", "high", 3]),
+    ),
+    "/v1/messages": body({"model": st.just("fake"), "messages": TURNS, "max_tokens": COUNT}, system=CONTENT),
+    "/v1/responses": body({"input": st.one_of(TEXT, TURNS)}, max_output_tokens=COUNT, instructions=TEXT),
+    "/v1/embeddings": body({"input": PROMPT}, add_special_tokens=st.booleans()),
+    "/v1/score": body({"text_1": st.one_of(TEXT, st.lists(TEXT, max_size=3))}, text_2=st.lists(TEXT, max_size=3)),
+    "/v1/rerank": body({"query": TEXT, "documents": st.lists(TEXT, max_size=4)}, top_n=COUNT),
+    "/tokenize": body({"prompt": TEXT}, n=COUNT),
+    "/v1/messages/count_tokens": body({"model": st.just("fake"), "messages": TURNS}, max_tokens=COUNT),
+}
+
+
+class Pair:
+    """A server and a router with the same key, and what each took in advance for its last request."""
+
+    def __init__(self, alone: Service, behind: Service) -> None:
+        self.services = {"server": alone, "router": behind}
+        self.taken: list[tuple[int, int]] = []
+
+    def costs(self, path: str, asked: Any) -> dict[str, tuple[int, list[int]]]:
+        found = {}
+        for name, service in self.services.items():
+            self.taken.clear()
+            status, _ = service.ask("alice", "POST", path, asked)
+            # A worker behind the router has no account of the key.
+            found[name] = status, [tokens for tokens, account in self.taken if account]
+        return found
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    file = key_file(tmp_path_factory.mktemp("costs"), {"name": "alice", "tokens_per_minute": LIMIT})
+    text = ModelText("bytes", byte_tokenizer(), chat_template())
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        alone = stack.enter_context(live(api_key_file=file))
+        worker = stack.enter_context(live(api_keys=("worker",)))
+        for server in (alone, worker):
+            server.client.reply = lambda _: b""
+        url = stack.enter_context(gateway([worker], file, text=text))
+        made = Pair(Service(alone.url, [alone]), Service(url, [worker]))
+
+        def reserve(_: AccessControl, record: RequestRecord, tokens: int) -> None:
+            made.taken.append((tokens, record.account is not None))
+
+        patch.setattr(AccessControl, "reserve", reserve)
+        yield made
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_server_and_router_take_the_same(pair: Pair, path: str) -> None:
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(asked=BODIES[path])
+    def check(asked: Any) -> None:
+        costs = pair.costs(path, asked)
+        assert costs["server"] == costs["router"], json.dumps(asked)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "tokens"),
+    [
+        ("/v1/completions", {"prompt": ["a", "bb"], "n": 3, "max_tokens": 10}, 3 + 60),
+        ("/v1/completions", {"prompt": [[1], [2, 3]], "n": 3.0, "max_tokens": 10.0}, 3 + 60),
+        ("/v1/completions", {"prompt": "a"}, 1 + 16),
+        ("/v1/chat/completions", {"prompt_token_ids": [1, 2], "n": 10.0, "max_completion_tokens": 20.0}, 202),
+        ("/v1/chat/completions", {"prompt_token_ids": [1, 2], "n": 2}, 2 + 2 * 398),
+        ("/v1/embeddings", {"input": ["ab", "c"]}, 3),
+        ("/v1/rerank", {"query": "ab", "documents": ["c", "c", "def"]}, 6),
+        ("/tokenize", {"prompt": "abc"}, 0),
+    ],
+)
+def test_costs_count_every_prompt_and_every_text(pair: Pair, path: str, asked: Any, tokens: int) -> None:
+    for status, taken in pair.costs(path, asked).values():
+        assert (status, sum(taken)) == (200, tokens)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"n": "3"}, {"n": 1.5}, {"max_tokens": -4}, {"max_tokens": "9"}, {"best_of": 2}, {"n": 129}]
+)
+def test_a_body_that_is_refused_takes_nothing(pair: Pair, wrong: dict[str, Any]) -> None:
+    for status, taken in pair.costs("/v1/completions", {"prompt": "a"} | wrong).values():
+        assert (status, taken) == (400, [])
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "cost"),
+    [
+        ("/v1/completions", {"prompt": ["x" * 40] * 3, "n": 2, "max_tokens": 20}, 30 + 120),
+        ("/v1/completions", {"prompt": [[70_000, 2]], "max_tokens": 4.0}, 2 + 4),
+        ("/v1/completions", {"prompt": "x" * 40}, 10 + 16),
+        ("/v1/messages", {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x" * 400}]}, 100),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "high"}, 1000),
+    ],
+)
+def test_without_a_tokenizer_bytes_are_counted(path: str, asked: Any, cost: int) -> None:
+    reader = CostReader(None)
+    found = asyncio.run(reader.cost(path, "application/json", json.dumps(asked).encode(), 1000))
+    reader.close()
+    assert cost <= found.most <= cost + 20

@@ -1,0 +1,144 @@
+"""The policy sees the prompt as the workers read it, and never an empty one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fd_core.router.gateway.requests.model_text import find_text
+from fd_core.router.gateway.requests.route_requests import RouteRequestReader
+from fd_core.router.selection import RouteRequest
+from fd_core.text.prompt_reader import PromptReader
+from fd_core.text.tool_prompt import shown_tool
+from tests.router.gateway.fakes import COMPLETIONS, FakeWorker, eventually, in_loop, routed
+
+TEXT = find_text("bytes", offline=True)
+
+
+def read(body: Any, *, tokenizer: bool = True, session: str | None = None) -> RouteRequest:
+    reader = RouteRequestReader(TEXT if tokenizer else None)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        return asyncio.run(reader.read(data, session))
+    finally:
+        reader.close()
+
+
+def test_texts_and_conversations_are_read_as_the_server_reads_them() -> None:
+    assert TEXT.tokenizer.decode(read({"prompt": "some text"}).tokens.tolist()) == "some text"
+    messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    asked = read({"messages": messages})
+    assert TEXT.tokenizer.decode(asked.tokens.tolist()) == "system: be\nuser: hi\nassistant: "
+    assert asked.length == len(asked.tokens)
+    assert read({"prompt": [5, 6, 7]}).tokens.tolist() == [5, 6, 7]
+    several = read({"prompt": [[1, 2], [3]]})
+    assert (several.tokens.tolist(), several.length) == ([1, 2], 3)
+    assert read({"input": ["ab", "cd"]}).length == 4
+    assert read({"messages": messages, "prompt_token_ids": [5, 6]}).tokens.tolist() == [5, 6]
+    goes_on = read({"messages": [*messages, {"role": "assistant", "content": "I"}], "continue_final_message": True})
+    assert TEXT.tokenizer.decode(goes_on.tokens.tolist()) == "system: be\nuser: hi\nassistant: I"
+    long = "word " * 5000
+    assert len(read({"prompt": long}).tokens) == len(long)
+
+
+def test_tools_count_as_the_server_counts_them() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}, "strict": True}}
+    reader = PromptReader(TEXT.tokenizer, TEXT.template)
+    expected = reader.chat(messages, tools=[shown_tool(tool)])
+    reader.close()
+    assert read({"messages": messages, "tools": [tool]}).tokens.tolist() == list(expected)
+    plain = read({"messages": messages}).tokens.tolist()
+    assert read({"messages": messages, "tools": [tool], "tool_choice": "none"}).tokens.tolist() == plain
+    assert not read({"messages": messages, "tools": ["x"]}).tokenized
+
+
+def test_the_system_of_the_messages_api_comes_first() -> None:
+    asked = {"system": [{"type": "text", "text": "be"}], "messages": [{"role": "user", "content": "hi"}]}
+    assert TEXT.tokenizer.decode(read(asked).tokens.tolist()) == "system: be\nuser: hi\nassistant: "
+    assert (
+        read(asked, tokenizer=False).tokens.tolist() != read({**asked, "system": "x"}, tokenizer=False).tokens.tolist()
+    )
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": ' + b"[" * 5000),
+        *({}, {"prompt": ""}, {"prompt": []}, {"prompt": None}, {"prompt": [[]]}, {"prompt": 3}, {"prompt": ["a", 1]}),
+        *({"messages": []}, {"messages": ["x"]}, {"messages": [{"role": 1}]}, {"messages": "x"}),
+        *({"prompt": [2**40]}, {"prompt": [-1]}, {"prompt": [True]}, {"prompt": "\ud800"}),
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1}},
+        {"messages": [{"role": "user", "content": "x"}], "documents": [{"text": "x"}], "prompt_token_ids": None},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages_": 1, "self": 2}},
+    ],
+)
+def test_no_body_is_refused_and_none_is_empty(body: Any, tokenizer: bool) -> None:
+    asked = read(body, tokenizer=tokenizer)
+    assert len(asked.tokens) >= 1 and asked.tokens.dtype == np.int32 and asked.length >= 1
+
+
+def test_without_a_tokenizer_equal_beginnings_are_equal() -> None:
+    turns = [{"role": "user", "content": "a long question " * 20}]
+    short = read({"model": "m", "messages": turns, "stream": True}, tokenizer=False)
+    longer = read({"messages": [*turns, {"role": "assistant", "content": "yes"}], "seed": 1}, tokenizer=False)
+    shared = len(short.tokens)
+    assert longer.tokens[:shared].tolist() == short.tokens.tolist()
+    assert short.length == shared // 4
+
+
+def test_sessions_and_salts() -> None:
+    assert read({"prompt": "a", "user": "u"}).session == "u"
+    assert read({"prompt": "a", "user": "u", "session_id": "s"}).session == "s"
+    assert read({"prompt": "a", "user": "u"}, session="h").session == "h"
+    assert read({"prompt": "a", "cache_salt": "tenant"}).salt == "tenant"
+    assert read({"prompt": "a", "cache_salt": 3, "user": ["x"]}).session is None
+
+
+@in_loop
+async def test_requests_that_begin_alike_go_to_the_worker_that_served_the_beginning() -> None:
+    async with (
+        FakeWorker("a") as a,
+        FakeWorker("b") as b,
+        routed(a, b, router={"policy": "cache_aware", "cache_block_size": 16}, text=TEXT) as live,
+    ):
+        for name in ("first", "second", "third", "fourth"):
+            beginning = f"{name} conversation " * 10
+            before = {worker.name: len(worker.seen) for worker in (a, b)}
+            for turn in range(4):
+                await live.post(COMPLETIONS, {"prompt": beginning + f"turn {turn} " * turn})
+            went = [len(worker.seen) - before[worker.name] for worker in (a, b)]
+            assert sorted(went) == [0, 4], "a conversation changed its worker"
+        assert live.router.snapshot().tally.hit_blocks > 0
+
+
+@pytest.mark.parametrize(("word", "path"), [("400", COMPLETIONS), ("after:1", COMPLETIONS), ("json", "/tokenize")])
+@in_loop
+async def test_a_prefix_that_nobody_computed_is_not_remembered(word: str, path: str) -> None:
+    settings = {"policy": "cache_aware", "cache_block_size": 16}
+    async with FakeWorker(usual=word) as worker, routed(worker, router=settings, text=TEXT) as live:
+        for _ in range(2):
+            await live.post(path, {"prompt": "a long prompt " * 10})
+        assert live.router.snapshot().workers[0].index_blocks == 0
+        worker.usual = "stream"
+        await live.post(COMPLETIONS, {"prompt": "a long prompt " * 10})
+        assert live.router.snapshot().workers[0].index_blocks == 140 // 16
+
+
+@in_loop
+async def test_the_tokenizer_is_learned_from_a_worker(caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeWorker(models=("no/such-model-anywhere",)) as worker, routed(worker, learns=True) as live:
+        await eventually(lambda: "is not on this machine" in caplog.text)
+        assert "bytes" in (await live.status())["prompts"]
+    caplog.clear()
+    async with FakeWorker(models=("bytes",)) as worker, routed(worker, learns=True) as live:
+        async with asyncio.timeout(5):
+            while "tokens of bytes" not in (await live.status())["prompts"]:
+                await asyncio.sleep(0.01)
+        assert (await live.post(COMPLETIONS, {"prompt": "x"}))[0] == 200

@@ -1,0 +1,60 @@
+"""A value goes to the device whole, in one upload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fd_core.ops.contract import Array
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.runner.inputs.uploading import uploaded
+from tests.runner.inputs.test_inputs import ids
+
+
+class _OnDevice:
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+
+class _Far(NumpyOps):
+    """Arrays of the device are no numpy arrays."""
+
+    uploads = 0
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Array]:
+        self.uploads += 1
+        return [_OnDevice(array.copy()) for array in arrays]
+
+
+@dataclass(frozen=True)
+class _Part:
+    ids: Any
+    host: Any
+
+
+@dataclass(frozen=True)
+class _Whole:
+    part: _Part | None
+    pairs: tuple[tuple[int, Any], ...]
+    count: int
+    kept: Any
+
+
+def test_arrays_wherever_they_stand_go_in_one_upload_and_what_stays_stays() -> None:
+    ops, there = _Far(), _OnDevice(ids(7))
+    value = _Whole(_Part(ids(1, 2), ids(3)), ((4, ids(5)), (6, ids())), 8, there)
+    found = uploaded(value, ops)
+    assert ops.uploads == 1
+    assert found.part is not None and value.part is not None
+    assert found.part.ids.values.tolist() == [1, 2]
+    assert found.part.host is value.part.host
+    assert [(place, array.values.tolist()) for place, array in found.pairs] == [(4, [5]), (6, [])]
+    assert found.count == 8
+    assert uploaded(found, ops) == found
+
+
+def test_what_is_left_out_is_left_out() -> None:
+    assert uploaded(_Whole(None, (), 0, None), _Far()) == _Whole(None, (), 0, None)

@@ -1,0 +1,86 @@
+"""Tokens that may not come: sequences that a request bans, and tokens beside those that it allows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.runner.sampling.bans import Bans
+from fd_core.runner.sampling.sampler import Sampler
+from fd_core.types import Admission, SamplingParams
+
+VOCABULARY = 40
+sequences = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), max_size=6)
+
+
+def ends_with(text: list[int], banned: tuple[int, ...]) -> bool:
+    return text[-len(banned) :] == list(banned) and len(text) >= len(banned)
+
+
+@given(sequences, st.lists(st.integers(0, 3), min_size=1, max_size=8), st.lists(st.integers(0, 3), max_size=12))
+def test_a_token_is_banned_where_it_would_complete_a_sequence_of_the_text(
+    banned: list[tuple[int, ...]], prompt: list[int], text: list[int]
+) -> None:
+    tokens = np.array([*prompt, *text, 9, 9], np.int32)
+    bans = Bans(banned, len(prompt))
+    for place in range(len(text) + 1):
+        found = set(bans.at(len(prompt) + place, tokens).tolist())
+        wanted = {token for token in range(4) for each in banned if ends_with([*text[:place], token], each)}
+        assert found == wanted
+
+
+def chosen(params: SamplingParams, tokens: list[int], favourites: list[int], columns: int = 1) -> list[int]:
+    """What a greedy request draws behind a prompt of one token and `tokens`, for the last `columns` of these."""
+    sampler = Sampler(NumpyOps(), 2, VOCABULARY)
+    sampler.admit(Admission(1, 0, np.array(tokens[:1], np.int32), 1, params, eos_token_ids=(0,), computed=0))
+    logits = np.zeros((columns, VOCABULARY), np.float32)
+    for rank, token in enumerate(favourites):
+        logits[:, token] = 10 - rank
+    matrix = np.zeros((2, 20), np.int32)
+    matrix[1, : len(tokens)] = tokens
+    positions = np.arange(len(tokens) - columns + 1, len(tokens) + 1, dtype=np.int32)
+    places = np.arange(columns, dtype=np.int32)
+    work = sampler.gather(np.full(columns, 1, np.int32), positions, places, matrix)
+    return sampler.sample(logits, work).tokens.tolist()
+
+
+def test_banned_sequences_look_at_drafts_too() -> None:
+    params = SamplingParams(temperature=0.0, bad_words_token_ids=((5,), (1, 2, 3)))
+    assert chosen(params, [9, 1, 2], [5, 3, 7], columns=3) == [3, 3, 7]
+
+
+def test_what_the_prompt_ends_with_does_not_count() -> None:
+    params = SamplingParams(temperature=0.0, bad_words_token_ids=((9, 3),))
+    assert chosen(params, [9], [3, 7]) == [3]
+    assert chosen(params, [9, 9], [3, 7]) == [7]
+
+
+@pytest.mark.parametrize("allowed", [(4,), (0, 31, 32, 39)])
+def test_only_allowed_tokens_are_drawn(allowed: tuple[int, ...]) -> None:
+    params = SamplingParams(temperature=0.0, allowed_token_ids=allowed, logit_bias={5: 100.0})
+    assert chosen(params, [9, 5], [5, 6, allowed[-1]], columns=2) == [allowed[-1]] * 2
+
+
+def test_a_slot_forgets_the_limits_of_its_last_request() -> None:
+    sampler = Sampler(NumpyOps(), 1, VOCABULARY)
+    for params, token in ((SamplingParams(temperature=0.0, allowed_token_ids=(4,)), 4), (SamplingParams(), 5)):
+        greedy = SamplingParams(temperature=0.0, allowed_token_ids=params.allowed_token_ids)
+        sampler.admit(Admission(0, 0, np.zeros(1, np.int32), 1, greedy, eos_token_ids=(), computed=0))
+        logits = np.zeros((1, VOCABULARY), np.float32)
+        logits[0, 5] = 1
+        zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+        work = sampler.gather(zero, one, zero, np.zeros((1, 9), np.int32))
+        assert sampler.sample(logits, work).tokens.tolist() == [token]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(allowed_token_ids=(1, VOCABULARY)), SamplingParams(bad_words_token_ids=((1, VOCABULARY),))],
+)
+def test_an_unknown_token_is_refused_before_it_reaches_the_device(params: SamplingParams) -> None:
+    sampler = Sampler(NumpyOps(), 1, VOCABULARY)
+    with pytest.raises(ValueError, match=f"names token {VOCABULARY}"):
+        sampler.admit(Admission(0, 0, np.zeros(1, np.int32), 1, params, eos_token_ids=(), computed=0))

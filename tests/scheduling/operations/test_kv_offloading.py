@@ -1,0 +1,211 @@
+"""What is asked, saved and loaded outside the device, and what a preempted request waits for."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from fd_core.config import Limits
+from fd_core.effects.operations import Cancel, Effect, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.policies import Fcfs
+from fd_core.scheduling.requests import Request, State
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
+from fd_core.scheduling.victims import LatestArrival
+from fd_core.types import FinishReason, RequestSpec, SamplingParams
+from tests.scheduling.driving import add, answer, next_plan, planned, take_effects
+from tests.scheduling.test_scheduler import HASHER
+
+_E = TypeVar("_E", bound=Effect)
+
+
+LIMITS = Limits(
+    max_num_seqs=2, max_num_batched_tokens=64, max_model_len=40, block_size=4, num_kv_blocks=20, vocab_size=100
+)
+
+
+def scheduler(keep: KeepKV | None = None, **changes: int) -> ContinuousBatchingScheduler:
+    limits = msgspec.structs.replace(LIMITS, **changes)
+    made = ContinuousBatchingScheduler(
+        SchedulerSetup(limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep or KeepKV())
+    )
+    made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon
+    return made
+
+
+def spec(name: str, length: int = 18, max_tokens: int = 4, first: int = 0) -> RequestSpec:
+    return RequestSpec(
+        request_id=name,
+        prompt=tuple(range(first, first + length)),
+        params=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+def effect_of(s: ContinuousBatchingScheduler, kind: type[_E]) -> _E:
+    """The one effect that the scheduler wants, which is of this kind."""
+    (effect,) = take_effects(s)
+    assert isinstance(effect, kind)
+    return effect
+
+
+def have_on_device(s: ContinuousBatchingScheduler, keys: tuple[bytes, ...]) -> None:
+    """Let free blocks hold a prefix."""
+    pool = s.probe().pool
+    blocks = pool.allocate(len(keys))
+    assert blocks is not None
+    for block, key in zip(blocks.tolist(), keys, strict=True):
+        pool.register(block, key)
+    pool.release(blocks, -1)
+
+
+def test_a_prefix_that_left_the_device_while_its_request_waited_is_asked_for_once() -> None:
+    s = scheduler()
+    add(s, spec("before"))
+    first = effect_of(s, Lookup)
+    s.abort("before")
+    assert take_effects(s) == [Cancel(first.operation)]
+    s.complete(Found(first.operation, 0, 0))
+
+    have_on_device(s, first.keys)
+    request = add(s, spec("a"))
+    assert take_effects(s) == [], "the device has it all"
+    s.probe().pool.forget_prefixes()
+
+    assert next_plan(s) is None
+    again = effect_of(s, Lookup)
+    assert again.keys == first.keys
+    assert request.state is State.WAITING
+    assert next_plan(s) is None, "it waits for the answer"
+    assert take_effects(s) == []
+
+    s.complete(Found(again.operation, 3, 3))
+    next_plan(s)
+    assert effect_of(s, Load).keys == first.keys[:3]
+
+
+def test_a_prefix_that_is_stored_nowhere_is_asked_for_once() -> None:
+    s = scheduler()
+    add(s, spec("a"))
+    assert next_plan(s) is None, "it waits for the answer"
+    s.complete(Found(effect_of(s, Lookup).operation, 0, 0))
+    assert planned(s).num_tokens.tolist() == [18]
+    assert take_effects(s) == []
+
+
+# A preempted request returns ----------------------------------------------------------------------------------
+
+
+def preempted(s: ContinuousBatchingScheduler, stored: int = 0) -> tuple[Request, Save]:
+    """A request that was preempted for want of blocks, with the save of its KV; `stored` blocks of it were before."""
+    for name, first, total in (("old", 40, 0), ("young", 0, stored)):
+        add(s, spec(name, 10, 30, first))
+        s.complete(Found(effect_of(s, Lookup).operation, total, total))
+    young = s.probe().requests["young"]
+    plan = planned(s)
+    while not plan.revocations:
+        answer(s, plan)
+        plan = planned(s)
+    save = effect_of(s, Save)
+    assert young.state is State.DRAINING
+    answer(s, plan)
+    assert (young.state, take_effects(s)) == (State.WAITING, [])
+    return young, save
+
+
+def end_of(s: ContinuousBatchingScheduler, request_id: str) -> None:
+    """Abort a running request and see it leave."""
+    s.abort(request_id)
+    answer(s, planned(s))
+
+
+def test_a_preempted_request_waits_for_its_save_and_asks_nothing_if_all_of_it_is_on_the_host() -> None:
+    s = scheduler(num_kv_blocks=10)
+    young, save = preempted(s)
+    end_of(s, "old")
+    assert next_plan(s) is None, "there is room, but its KV is still copied"
+    assert take_effects(s) == []
+    s.complete(Saved(save.operation, len(save.keys), host=len(save.keys)))
+    s.probe().pool.forget_prefixes()
+    assert next_plan(s) is None
+    load = effect_of(s, Load)
+    assert load.keys == save.keys
+    s.complete(Loaded(load.operation, len(load.keys)))
+    plan = planned(s)
+    assert plan.starts.tolist() == [4 * len(save.keys)]
+    assert (young.state, take_effects(s)) == (State.RUNNING, [])
+
+
+def test_a_save_that_completed_before_the_release_is_not_waited_for_nor_asked_about() -> None:
+    s = scheduler(num_kv_blocks=10)
+    for name, first in (("old", 40), ("young", 0)):
+        add(s, spec(name, 10, 30, first))
+        s.complete(Found(effect_of(s, Lookup).operation, 0, 0))
+    plan = planned(s)
+    while not plan.revocations:
+        answer(s, plan)
+        plan = planned(s)
+    save = effect_of(s, Save)
+    s.complete(Saved(save.operation, len(save.keys), host=len(save.keys)))
+    answer(s, plan)
+    s.probe().pool.forget_prefixes()
+    end_of(s, "old")
+    assert effect_of(s, Load).keys == save.keys
+
+
+@pytest.mark.parametrize(("blocks", "host", "loaded"), [(2, 2, 2), (2, 1, 1), (1, 5, 1)])
+def test_what_a_save_left_on_the_host_is_loaded_and_the_rest_computed(blocks: int, host: int, loaded: int) -> None:
+    s = scheduler(num_kv_blocks=10)
+    young, save = preempted(s)
+    end_of(s, "old")
+    s.complete(Saved(save.operation, blocks, host=host))
+    s.probe().pool.forget_prefixes()
+    assert next_plan(s) is None
+    load = effect_of(s, Load)
+    assert load.keys == save.keys[:loaded]
+    s.complete(Loaded(load.operation, loaded))
+    assert planned(s).starts.tolist() == [4 * loaded]
+    assert young.state is State.RUNNING
+
+
+def test_a_save_that_failed_is_computed_again_without_asking() -> None:
+    s = scheduler(num_kv_blocks=10)
+    young, save = preempted(s)
+    end_of(s, "old")
+    s.complete(Saved(save.operation, 0))
+    s.probe().pool.forget_prefixes()
+    assert planned(s).starts.tolist() == [0]
+    assert (young.state, take_effects(s)) == (State.RUNNING, [])
+
+
+def test_a_save_that_left_blocks_out_is_asked_about() -> None:
+    """What the store is believed to have is not saved again, so the completion does not tell where that is."""
+    s = scheduler(KeepKV(preempted=True, finished=True, persist=True), num_kv_blocks=10)
+    add(s, spec("before", 5, 1))
+    s.complete(Found(effect_of(s, Lookup).operation, 0, 0))
+    answer(s, planned(s))
+    early = effect_of(s, Save)
+    s.complete(Saved(early.operation, 1, host=1))
+    young, save = preempted(s, stored=1)
+    assert save.keys[0] not in early.keys
+    end_of(s, "old")
+    s.complete(Saved(save.operation, len(save.keys), host=len(save.keys)))
+    s.probe().pool.forget_prefixes()
+    assert next_plan(s) is None
+    assert effect_of(s, Lookup).keys[:1] == early.keys
+    assert young.state is State.WAITING
+
+
+def test_who_is_aborted_while_its_save_is_under_way_leaves_at_once_and_its_blocks_with_the_save() -> None:
+    s = scheduler(num_kv_blocks=10)
+    _, save = preempted(s)
+    end_of(s, "old")
+    delta = s.abort("young")
+    assert delta is not None
+    assert delta.finish_reason is FinishReason.ABORT
+    assert (len(s.probe().waiting), s.probe().pool.num_fenced) == (0, len(save.keys))
+    assert s.has_work, "somebody still reads the blocks"
+    s.complete(Saved(save.operation, len(save.keys), host=len(save.keys)))
+    assert (s.has_work, s.probe().pool.num_fenced) == (False, 0)

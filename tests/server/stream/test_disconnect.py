@@ -1,0 +1,165 @@
+"""A client that goes away frees what it held, once and soon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from fd_core.server.stream.disconnect import UntilDisconnect
+from tests.server.fakes import FakeClient, LiveServer, live, samples
+
+PATH = "/v1/completions"
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 1.0) -> float:
+    """Wait until `condition` holds; return how long it took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, "it did not happen in time"
+        time.sleep(0.005)
+    return time.monotonic() - start
+
+
+async def leave(port: int, body: dict, read: int) -> None:
+    """Send a request, read at least so many bytes of the answer, and go away."""
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    if read:
+        await reader.readexactly(read)
+    else:
+        await asyncio.sleep(0.05)
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("stream", "read", "n"), [(True, 300, 1), (True, 300, 3), (True, 0, 1), (False, 0, 1), (False, 0, 3)]
+)
+def test_leaving_aborts_every_choice_once(server: LiveServer, stream: bool, read: int, n: int) -> None:
+    client: FakeClient = server.client
+    client.reply = lambda _: b"x" * 390
+    client.step_seconds = 0.01
+    client.held = not read
+    body = {"prompt": "a", "max_tokens": 390, "stream": stream, "n": n}
+    asyncio.run(leave(server.port, body, read))
+    eventually(lambda: len(client.aborts) == n)
+    assert sorted(client.aborts) == sorted(spec.request_id for spec in client.specs)
+    eventually(lambda: server.call(lambda: client.active_requests) == 0)
+    assert not client.live
+    time.sleep(0.05)
+    assert len(client.aborts) == n
+
+
+def test_leaving_while_nothing_can_be_written_aborts(server: LiveServer) -> None:
+    """A client that does not read fills the buffers; the writer waits, and must still learn that it left."""
+    client: FakeClient = server.client
+    client.reply = lambda _: b"x" * 390
+    body = {"prompt": "a", "max_tokens": 390, "stream": True, "n": 100, "logprobs": 20}
+
+    async def stall() -> None:
+        data = json.dumps(body).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        writer.transport.pause_reading()
+        client.step_seconds = 0.02
+        await asyncio.sleep(0.5)
+        writer.transport.abort()
+
+    asyncio.run(stall())
+    eventually(lambda: server.call(lambda: client.active_requests) == 0)
+    assert len(client.aborts) == len(set(client.aborts))
+
+
+@pytest.mark.timing
+def test_many_streams_with_random_departures_leave_nothing_behind() -> None:
+    """64 streams; about half leave in the middle. Every gauge is back where it was."""
+    chance = random.Random(7)
+    with live(lambda: FakeClient("y" * 200, step_seconds=0.002, max_num_seqs=64), drain_seconds=30.0) as server:
+        client: FakeClient = server.client
+
+        async def one() -> None:
+            body = {"prompt": "a", "max_tokens": 120, "stream": chance.random() < 0.7, "n": chance.choice([1, 1, 2])}
+            if chance.random() < 0.5:
+                await leave(server.port, body, chance.choice([0, 200, 500]) if body["stream"] else 0)
+            else:
+                await asyncio.to_thread(server.post, PATH, body)
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(one() for _ in range(64)))
+
+        asyncio.run(all_of_them())
+        eventually(lambda: server.call(lambda: client.active_requests) == 0)
+        counts = samples(server)
+        assert counts["fdcore_generations_total[error]"] == counts["fdcore_generations_total[abort]"] == 0
+        assert counts["fdcore_generations_total[disconnect]"] == len(client.aborts) > 0
+        assert sum(v for k, v in counts.items() if k.startswith("fdcore_generations_total")) == len(client.specs)
+        assert len(client.aborts) == len(set(client.aborts))
+        # the drain waits for requests that the server thinks are active: there are none
+        start = time.monotonic()
+        server.stop()
+        server.join()
+        assert time.monotonic() - start < 5
+
+
+def test_the_block_is_cancelled_and_the_task_goes_on() -> None:
+    async def scenario() -> list[str]:
+        seen = []
+        left = asyncio.Event()
+
+        async def receive() -> dict[str, str]:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        asyncio.get_running_loop().call_later(0.01, left.set)
+        async with UntilDisconnect(receive) as client:
+            try:
+                await asyncio.sleep(10)
+            finally:
+                seen.append("cleaned")
+        seen.append(f"gone={client.gone}")
+        await asyncio.sleep(0)
+        seen.append("went on")
+        return seen
+
+    assert asyncio.run(scenario()) == ["cleaned", "gone=True", "went on"]
+
+
+def test_a_cancellation_from_outside_is_not_swallowed() -> None:
+    async def scenario() -> None:
+        async def receive() -> dict[str, str]:
+            await asyncio.sleep(10)
+            return {"type": "http.disconnect"}
+
+        async def work() -> None:
+            async with UntilDisconnect(receive):
+                await asyncio.sleep(10)
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+
+
+def test_an_error_within_the_block_passes() -> None:
+    async def scenario() -> None:
+        async def receive() -> dict[str, str]:
+            await asyncio.sleep(10)
+            return {"type": "http.disconnect"}
+
+        async with UntilDisconnect(receive):
+            raise ValueError("as it was")
+
+    with pytest.raises(ValueError, match="as it was"):
+        asyncio.run(scenario())

@@ -1,0 +1,186 @@
+"""Production's tiers under the virtual clock: what copies and calls of the store cost, and what becomes of faults."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fd_core.backends.null import NullCache
+from fd_core.effects.operations import Effect, Found, Load, Loaded, LoadPaceMeasured, Lookup, NotStored, Save, Saved
+from fd_core.effects.port import CompletionQueue
+from fd_core.kv.stores.contract import Trouble
+from fd_core.ops.contract import KVShape
+from fd_core.simulation.clock.timeline import Timeline
+from fd_core.simulation.clock.virtual_loop import VirtualThreads
+from fd_core.simulation.storage.kv_content import BlankKVCache
+from fd_core.simulation.storage.shared_store import SharedStore
+from fd_core.simulation.storage.storage import simulated_storage
+
+from .fixed_costs import FixedCosts
+
+SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4)
+KEYS = tuple(bytes([index]) * 16 for index in range(8))
+BLOCK_BYTES = 1 << 20
+"""What a block of the simulated model takes."""
+COPY, ASK, WRITE = 2**-10, 2**-6, 2**-6
+EACH = 2**-9
+
+
+def ids(*blocks: int) -> np.ndarray:
+    return np.array(blocks, np.int32)
+
+
+class Tiers:
+    """One worker's KV outside the device, and what its engine would be told."""
+
+    def __init__(self, timeline: Timeline, store: SharedStore | None = None, *, host_blocks: int = 4, blank=False):
+        self.timeline = timeline
+        self.threads = VirtualThreads(timeline)
+        self.queue = CompletionQueue(self.look)
+        self.cache = BlankKVCache(32, 4) if blank else NullCache(SHAPE, 32)
+        self.told: list[tuple[float, object]] = []
+        self.port = simulated_storage(
+            self.threads,
+            self.queue,
+            self.cache,
+            FixedCosts(),
+            block_bytes=BLOCK_BYTES,
+            host_bytes=host_blocks * BLOCK_BYTES,
+            store=store,
+        )
+
+    def look(self) -> None:
+        """Take completions as an engine does that was woken."""
+        self.timeline.at(self.timeline.now, self.take)
+
+    def take(self) -> None:
+        self.told += [(self.timeline.now, told) for told in self.port.completions()]
+
+    def after(self, seconds: float, *effects: Effect) -> list[tuple[float, object]]:
+        """Perform effects, let the clock run, and return what was told and when, but for the pace of loading."""
+        self.told.clear()
+        self.port.perform(effects)
+        self.timeline.run(self.timeline.now + seconds)
+        self.take()
+        return [(at, told) for at, told in self.told if not isinstance(told, LoadPaceMeasured)]
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    return Timeline()
+
+
+def test_a_save_and_a_load_take_a_copy_for_each_block(timeline) -> None:
+    tiers = Tiers(timeline)
+    tiers.cache.hashes[:3] = [[7], [8], [9]]
+    assert tiers.after(1.0, Save(1, KEYS[:3], ids(0, 1, 2), False)) == [(3 * COPY, Saved(1, 3, 3))]
+    [(at, told)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
+    assert at == 1.0 + 3 * COPY and told == Loaded(2, 3, 3, 3 * COPY)
+    assert (tiers.cache.hashes[5:8] == tiers.cache.hashes[:3]).all()
+
+
+def test_a_load_writes_its_blocks_no_sooner_than_its_copies_are_over(timeline) -> None:
+    tiers = Tiers(timeline)
+    tiers.cache.hashes[0] = 7
+    tiers.after(1.0, Save(1, KEYS[:1], ids(0), False))
+    tiers.port.perform([Load(2, KEYS[:1], ids(5))])
+    timeline.run(1.0 + COPY / 2)
+    assert not tiers.cache.hashes[5].any()
+    timeline.run(1.0 + COPY)
+    assert (tiers.cache.hashes[5] == 7).all()
+
+
+def test_a_block_that_changes_while_it_is_saved_ends_the_run(timeline) -> None:
+    tiers = Tiers(timeline)
+    timeline.at(COPY / 2, lambda: tiers.cache.hashes[0].fill(3))
+    with pytest.raises(RuntimeError, match="was written while it was copied"):
+        tiers.after(1.0, Save(1, KEYS[:1], ids(0), False))
+
+
+def test_another_worker_finds_what_the_first_one_stored_once_the_write_is_over(timeline) -> None:
+    store = SharedStore(timeline)
+    one, other = Tiers(timeline, store), Tiers(timeline, store)
+    one.cache.hashes[:2] = [[7], [8]]
+    written = 2 * COPY + WRITE + 2 * EACH
+    assert one.after(written - EACH, Save(1, KEYS[:2], ids(0, 1), True)) == [(2 * COPY, Saved(1, 2, 2))]
+    assert [told for _, told in other.after(EACH, Lookup(1, KEYS[:3]))] == []
+    assert [told for _, told in other.after(1.0)] == [Found(1, 0, 0)]
+    began = timeline.now
+    assert other.after(1.0, Lookup(2, KEYS[:3])) == [(began + ASK, Found(2, 0, 2))]
+    began = timeline.now
+    [(at, told)] = other.after(1.0, Load(3, KEYS[:2], ids(4, 5)))
+    assert at - began == ASK + 2 * EACH + 2 * COPY and (told.blocks, told.from_host) == (2, 0)
+    assert (other.cache.hashes[4:6] == one.cache.hashes[:2]).all()
+
+
+def test_workers_share_what_the_store_can_do(timeline) -> None:
+    store = SharedStore(timeline, value_seconds=0.125)
+    one, two, three = (Tiers(timeline, store) for _ in range(3))
+    one.after(4.0, Save(1, KEYS[:2], ids(0, 1), True))
+    for tiers in (two, three):
+        tiers.port.perform([Load(2, KEYS[:2], ids(4, 5))])
+    timeline.run()
+    ends = [next(at for at, told in tiers.told if isinstance(told, Loaded)) - 4.0 for tiers in (two, three)]
+    assert ends == [0.25 + 2 * COPY, 0.5 + 2 * COPY]
+
+
+def test_a_dead_store_costs_one_question_its_time_and_the_next_nothing(timeline) -> None:
+    store = SharedStore(timeline)
+    tiers = Tiers(timeline, store)
+    store.trouble = Trouble.TIMEOUT
+    assert tiers.after(0.5, Lookup(1, KEYS)) == [(0.25, Found(1, 0, 0))]
+    assert tiers.after(0.5, Lookup(2, KEYS)) == [(0.5, Found(2, 0, 0))]
+    assert tiers.port.stats().breaker == "open"
+    store.trouble = None
+    tiers.after(2.0)
+    tiers.after(1.0, Save(3, KEYS[:1], ids(0), True))
+    [(_, found)] = Tiers(timeline, store).after(1.0, Lookup(1, KEYS))
+    assert found == Found(1, 0, 1), "the store is used again once it answers"
+
+
+@pytest.mark.parametrize("fault", ["lost", "damaged", "full", "slow"])
+def test_what_a_store_does_wrong_makes_loads_short_and_never_wrong(timeline, fault) -> None:
+    store = SharedStore(timeline)
+    one, other = Tiers(timeline, store), Tiers(timeline, store)
+    one.cache.hashes[:4] = [[5], [6], [7], [8]]
+    if fault == "full":
+        store.write_trouble = Trouble.FULL
+    told = one.after(2.0, Save(1, KEYS[:4], ids(0, 1, 2, 3), True))
+    assert any(isinstance(news, NotStored) for _, news in told) == (fault == "full")
+    if fault == "lost":
+        store.lose(3)
+    elif fault == "damaged":
+        store.damage(3)
+    elif fault == "slow":
+        store.slowness = 1000.0
+    [(_, loaded)] = other.after(3.0, Load(2, KEYS[:4], ids(4, 5, 6, 7)))
+    assert loaded.blocks == 0
+    assert not other.cache.hashes.any()
+
+
+def test_blank_blocks_take_the_same_time(timeline) -> None:
+    tiers = Tiers(timeline, blank=True)
+    assert tiers.after(1.0, Save(1, KEYS[:3], ids(0, 1, 2), False)) == [(3 * COPY, Saved(1, 3, 3))]
+    [(at, told)] = tiers.after(1.0, Load(2, KEYS[:3], ids(5, 6, 7)))
+    assert at == 1.0 + 3 * COPY and told.blocks == 3
+
+
+def test_an_engine_that_ends_writes_what_was_saved(timeline) -> None:
+    store = SharedStore(timeline)
+    tiers = Tiers(timeline, store)
+    tiers.port.perform([Save(1, KEYS[:4], ids(0, 1, 2, 3), True)])
+    tiers.port.close()
+    timeline.run()
+    assert len(store.values.keys()) == 4 and tiers.port.stats().open_operations == 0
+
+
+def test_the_same_effects_take_the_same_times_and_seal_the_same_bytes(timeline) -> None:
+    def once() -> tuple[object, object]:
+        clock = Timeline()
+        store = SharedStore(clock)
+        one, other = Tiers(clock, store), Tiers(clock, store)
+        told = [one.after(1.0, Save(1, KEYS, ids(*range(8)), True)), other.after(1.0, Load(1, KEYS, ids(*range(8))))]
+        keys = store.values.keys()
+        return repr(told), store.values.get(keys, 2**30, 1.0)
+
+    assert once() == once()

@@ -1,0 +1,32 @@
+"""A file is written as a whole, or what was there stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.simulation.workloads.whole_file import write_whole
+
+
+def test_a_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for content in (b"one", b"two"):
+        write_whole(path, content, "--json")
+        assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    write_whole(path, b"one", "--json")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ConfigError, match="no space left on device"):
+        write_whole(path, b"two", "--json")
+    assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,66 @@
+"""A vendor installs `fd-core[conformance]` and needs nothing else for the kit."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fd_core.errors import PluginError
+from fd_core.testing.kit import requirements
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+KIT = sorted((ROOT / "fd_core" / "testing").rglob("*.py"))
+
+
+def names(wanted):
+    """Modules of requirements; those of the core are named as their distributions are."""
+    return {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in wanted}
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def test_the_kit_imports_nothing_beyond_its_extra():
+    known = names([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["conformance"]])
+    found = {name for path in KIT for name in imported(path)} - set(sys.stdlib_module_names) - {"fd_core"}
+    assert found <= known
+    assert set(requirements.PACKAGES) == found - names(PROJECT["dependencies"])
+
+
+def test_the_kit_runs_where_the_project_s_other_test_packages_are_missing():
+    modules = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in KIT]
+    code = f"""
+import importlib, sys
+for name in ("transformers", "schemathesis", "openai", "xdist", "torch", "paddle", "onnxruntime"):
+    sys.modules[name] = None
+for name in {[name for name in modules if not name.endswith("__main__")]!r}:
+    importlib.import_module(name)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+
+def test_what_is_missing_is_said_with_the_extra(monkeypatch):
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
+    with pytest.raises(PluginError) as raised:
+        requirements.require_packages()
+    assert "fd-core[conformance]" in str(raised.value.hint)
+
+
+def test_plugins_and_the_project_itself_test_with_the_extra():
+    written = [
+        *ROOT.glob("plugins/*/pyproject.toml"),
+        ROOT / "fd_core" / "cli" / "plugins" / "scaffold" / "templates" / "pyproject.toml.tmpl",
+    ]
+    assert len(written) > 5
+    for path in [*written, ROOT / "pyproject.toml"]:
+        assert re.search(r"^test = \[\s*\"fd-core\[conformance(,otel)?\]\"", path.read_text(), re.MULTILINE), path
