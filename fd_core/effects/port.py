@@ -34,25 +34,23 @@ class CompletionQueue:
         """`wake` is called, on any thread, when the queue is no longer empty: it ends the sleep of an idle engine."""
         self._wake = wake
         self._lock = threading.Lock()
-        self._completions: deque[Completion] = deque()
+        self.waiting: deque[Completion] = deque()
         self._filled = threading.Event()
 
     def put(self, completion: Completion) -> None:
         """Add a completion. Any thread."""
         with self._lock:
-            was_empty = not self._completions
-            self._completions.append(completion)
+            was_empty = not self.waiting
+            self.waiting.append(completion)
             self._filled.set()
         if was_empty:
             self._wake()
 
     def take(self) -> list[Completion]:
         """Return the completions since the last call."""
-        if not self._completions:
-            return []
         with self._lock:
-            taken = list(self._completions)
-            self._completions.clear()
+            taken = list(self.waiting)
+            self.waiting.clear()
             self._filled.clear()
         return taken
 
@@ -69,6 +67,8 @@ class EffectPort(ABC, Generic[_Stats]):
 
     performs: ClassVar[tuple[type[Effect], ...]] = ()
     """Types of the effects that this port performs, `Cancel` left out: every port takes that."""
+    idle = False
+    """Whether `tend` has nothing to do until the port performs something."""
 
     def __init__(self, queue: CompletionQueue) -> None:
         """Put completions into `queue`; the ports of one engine share theirs."""
@@ -78,9 +78,13 @@ class EffectPort(ABC, Generic[_Stats]):
     def perform(self, effects: Iterable[Effect]) -> None:
         """Begin effects in order. A `Cancel` of an operation that is unknown here or over is ignored."""
 
+    def tend(self) -> None:
+        """Complete the operations that are past their deadline, and whatever else comes with time."""
+
     def completions(self) -> list[Completion]:
         """Return the completions since the last call, those of operations that are past their deadline included."""
-        return self._queue.take()
+        self.tend()
+        return self._queue.take() if self._queue.waiting else []
 
     def wait(self, seconds: float) -> None:
         """Wait until `completions` may have something to return, at most `seconds`."""
@@ -124,9 +128,11 @@ class JoinedEffectPort(EffectPort[tuple[_Offload | None, _Transfer | None, _Comp
             else:
                 raise ValueError(f"this engine has nothing that performs {type(effect).__name__}")
 
-    def completions(self) -> list[Completion]:
-        """Return the completions of all ports."""
-        return [completion for port in self._ports for completion in port.completions()]
+    def tend(self) -> None:
+        """Tend the ports that have something pending."""
+        for port in self._ports:
+            if not port.idle:
+                port.tend()
 
     def stats(self) -> tuple[_Offload | None, _Transfer | None, _Compiler | None]:
         """Return the counters and gauges of each port."""

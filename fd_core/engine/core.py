@@ -12,6 +12,7 @@ import msgspec
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.effects.operations import (
+    NO_EFFECTS,
     Effects,
     GiveUp,
     LeaseEnded,
@@ -91,8 +92,10 @@ class Engine:
         self._watchdog_seconds = watchdog_seconds
         self._outside = outside
         self._adapters = adapters
-        self._kv_events: list[KVEvent] = []
-        self._prefill_traces: list[PrefillTrace] = []
+        self.kv_events: list[KVEvent] = []
+        """Which prefixes the device came to hold and lost since `take_kv_events`."""
+        self.prefill_traces: list[PrefillTrace] = []
+        """Traced prefill jobs that ended since `take_prefill_traces`."""
         self._prefill_pace = PrefillPace(prefill_token)
         scheduler.complete(PrefillPaceMeasured(prefill_token))
         self._stopping = False
@@ -111,7 +114,8 @@ class Engine:
     def submit(self, spec: RequestSpec) -> list[Delta]:
         """Queue a request; one that can never run is answered with its last delta at once."""
         try:
-            self._require_structure(spec)
+            if spec.params.grammar is not None and not self.info.structured_output:
+                raise BadRequest("structured output is switched off on this engine", field="grammar")
             self._add(spec)
         except BadRequest as error:
             return [Delta(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error))]
@@ -166,12 +170,14 @@ class Engine:
             self._trace.turn_began(self._nanoseconds())
         if not self._in_flight:
             self._device.check()
-        self._adapters.sweep(self._scheduler.request_ids, self._hold)
+        if self._adapters.leaving:
+            self._adapters.sweep(self._scheduler.request_ids(), self._hold)
         ended: list[Delta] = []
         while len(self._in_flight) < self.info.pipeline_depth:
             ended += self._complete()
             plan, effects = self._scheduler.plan()
-            self._perform(effects)
+            if effects is not NO_EFFECTS:
+                self._perform(effects)
             if plan is None:
                 if effects.operations:
                     continue  # some operations are over at once
@@ -188,7 +194,8 @@ class Engine:
         if (pace := self._prefill_pace.observe(plan, submitted, self._clock())) is not None:
             self._scheduler.complete(pace)
         deltas, effects = self._scheduler.commit(plan, output)
-        self._perform(effects)
+        if effects is not NO_EFFECTS:
+            self._perform(effects)
         if self._observer is not None:
             self._observer.step_ended(plan, output)
         if self._trace is not None:
@@ -227,14 +234,14 @@ class Engine:
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
         """Return which prefixes the device came to hold and lost since the last call; none unless asked to tell."""
-        events = tuple(self._kv_events)
-        self._kv_events.clear()
+        events = tuple(self.kv_events)
+        self.kv_events.clear()
         return events
 
     def take_prefill_traces(self) -> tuple[PrefillTrace, ...]:
         """Return the traced prefill jobs that ended since the last call."""
-        traces = tuple(self._prefill_traces)
-        self._prefill_traces.clear()
+        traces = tuple(self.prefill_traces)
+        self.prefill_traces.clear()
         return traces
 
     def check_integrity(self) -> None:
@@ -260,13 +267,13 @@ class Engine:
 
         Returns the last deltas of requests that ended by it.
         """
-        ended = []
+        ended: list[Delta] = []
         for completion in self._outside.completions():
             match completion:
                 case PrefillJobArrived(job):
                     self._begin_job(job)
                 case PrefillTraced(trace):
-                    self._prefill_traces.append(trace)
+                    self.prefill_traces.append(trace)
                 case LeaseEnded(lease):
                     self._scheduler.abort(prefill_request_id(lease))
                 case _:
@@ -274,7 +281,7 @@ class Engine:
                         self._trace.kv.ended(completion)
                     if (end := self._scheduler.complete(completion)) is not None:
                         ended.append(end)
-        return self._ended(ended)
+        return self._ended(ended) if ended else ended
 
     def _ended(self, deltas: list[Delta]) -> list[Delta]:
         """Return the last deltas of requests that ended outside steps."""
@@ -297,9 +304,13 @@ class Engine:
 
     def _add(self, spec: RequestSpec) -> None:
         check_request_ids(spec, self.info.vocab_size)
-        self._adapters.require(spec.adapter)
-        self._perform(self._scheduler.add(spec))
-        self._adapters.began(spec)
+        if spec.adapter:
+            self._adapters.require(spec.adapter)
+        effects = self._scheduler.add(spec)
+        if effects is not NO_EFFECTS:
+            self._perform(effects)
+        if spec.adapter:
+            self._adapters.began(spec)
         if self._trace is not None:
             self._trace.request_came(self._nanoseconds(), spec)
 
@@ -309,13 +320,9 @@ class Engine:
     def _tell_adapters(self) -> None:
         self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
 
-    def _require_structure(self, spec: RequestSpec) -> None:
-        if spec.params.grammar is not None and not self.info.structured_output:
-            raise BadRequest("structured output is switched off on this engine", field="grammar")
-
     def _perform(self, effects: Effects) -> None:
         """Begin what the scheduler wants done outside steps."""
-        self._kv_events.extend(effects.events)
+        self.kv_events.extend(effects.events)
         if self._trace is not None:
             self._trace.kv.began(effects)
         self._outside.perform(effects.operations)

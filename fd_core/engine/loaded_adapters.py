@@ -84,6 +84,8 @@ class EngineAdapters:
         self._named: dict[str, AdapterInfo] = {}
         self._adapters: dict[str, Adapter] = {}
         """By digest, with those that only requests in progress use."""
+        self.leaving = False
+        """Whether adapters that were unloaded may be held still."""
         self._users: dict[str, str] = {}
         """Requests to the adapter that they use; some of them may have ended."""
         for name, folder in lora_modules(config).items():
@@ -116,13 +118,12 @@ class EngineAdapters:
 
     def require(self, digest: str) -> None:
         """Raise `BadRequest` unless an adapter is served."""
-        if digest and not any(info.digest == digest for info in self._named.values()):
+        if not any(info.digest == digest for info in self._named.values()):
             raise BadRequest("the adapter of the request is not loaded here", field="model")
 
     def began(self, spec: RequestSpec) -> None:
         """Note which adapter a request uses."""
-        if spec.adapter:
-            self._users[spec.request_id] = spec.adapter
+        self._users[spec.request_id] = spec.adapter
 
     def load(self, name: str, folder: Path, hold: Callable[[Collection[Adapter]], None]) -> AdapterInfo:
         """Serve one more adapter, which `hold` lets the runner hold.
@@ -149,19 +150,21 @@ class EngineAdapters:
     def unload(self, name: str) -> AdapterInfo:
         """Serve an adapter no longer; requests that use it go on. Raises `BadRequest` if there is none."""
         try:
-            return self._named.pop(name)
+            info = self._named.pop(name)
         except KeyError:
             raise BadRequest(f"there is no adapter named {name[:255]!r}", field="lora_name") from None
+        self.leaving = True
+        return info
 
-    def sweep(self, living: Callable[[], Iterable[str]], hold: Callable[[Collection[Adapter]], None]) -> None:
+    def sweep(self, living: Iterable[str], hold: Callable[[Collection[Adapter]], None]) -> None:
         """Let go of adapters that were unloaded and that none of the `living` requests uses."""
-        if len(named := {info.digest for info in self._named.values()}) == len(self._adapters):
-            return
-        self._users = {name: self._users[name] for name in living() if name in self._users}
+        named = {info.digest for info in self._named.values()}
+        self._users = {name: self._users[name] for name in living if name in self._users}
         used = named.union(self._users.values())
         if len(used) < len(self._adapters):
             self._adapters = {digest: self._adapters[digest] for digest in used}
             hold(self.held)
+        self.leaving = len(named) < len(self._adapters)
 
     def _read(self, folder: Path) -> Adapter:
         return read_adapter(folder, self._spec().adaptable(), self._config.max_lora_rank)

@@ -27,7 +27,7 @@ class PrefillPace:
         """Learn from a step; return the new average if the step tells something. Times in seconds of one clock."""
         begun = max(submitted, self._answered)  # the device computes one step after the other
         self._answered = answered
-        tokens = plan.total_tokens
+        tokens = int(plan.num_tokens.sum())
         if tokens < _MIN_PREFILL_TOKENS or tokens == len(plan.num_tokens):
             return None
         prefill = int(plan.num_tokens[plan.num_tokens > plan.num_drafts + 1].sum())

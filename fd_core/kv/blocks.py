@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.types import IntArray, frozen
+from fd_core.types import IntArray
 from fd_core.types.kv_events import Recorder
 from fd_core.types.metrics import gauge
 
@@ -86,7 +86,9 @@ class BlockPool:
 
     def stats(self) -> BlockStats:
         """Return gauges."""
-        return BlockStats(used=self.num_owned, fenced=self.num_fenced, cached=self.num_cached, total=self.num_blocks)
+        fenced, cached = self._num_fenced + len(self._pinned), len(self._cached)
+        used = self.num_blocks - self._num_empty - cached - fenced
+        return BlockStats(used=used, fenced=fenced, cached=cached, total=self.num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -139,7 +141,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> IntArray | None:
         """Take `count` free blocks for one owner, or none at all if fewer are free."""
-        if count > self.num_free:
+        if count > self._num_empty + len(self._cached):
             return None
         from_empty = min(count, self._num_empty)
         self._num_empty -= from_empty
@@ -148,10 +150,13 @@ class BlockPool:
         if from_empty < count:
             taken = np.concatenate([taken, self._evict(count - from_empty)])
         self._references[taken] = 1
-        return frozen(taken)
+        taken.setflags(write=False)
+        return taken
 
     def acquire(self, blocks: IntArray) -> None:
         """Add an owner to blocks that `match` returned."""
+        if not len(blocks):
+            return
         for block in blocks[self._references[blocks] == 0].tolist():
             del (self._pinned if self._pins[block] else self._cached)[block]
         self._references[blocks] += 1

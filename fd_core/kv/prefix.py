@@ -29,11 +29,15 @@ class PrefixHasher:
         self._keyed = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=secret[:64])
         """The hash before its first byte; a copy costs half of what a new one does."""
         self._identity = f"fd_core/{FORMAT_VERSION}/{block_size}/{identity}".encode()
+        self.plain_root = self.root("")
+        """Parent of the first block of a chain without salt and adapter."""
 
     def root(self, salt: str, adapter: str = "") -> bytes:
         """Return the parent of a chain's first block; different salts, or adapters by digest, never share a block."""
         model = self._identity + (f"/{adapter}".encode() if adapter else b"")
-        return self._digest(len(model).to_bytes(4, "little") + model + salt.encode())
+        state = self._keyed.copy()
+        state.update(len(model).to_bytes(4, "little") + model + salt.encode())
+        return state.digest()
 
     def extend(self, chain: list[bytes], root: bytes, tokens: IntArray, upto: int) -> None:
         """Append keys to `chain` until it covers every full block among the first `upto` of `tokens`."""
@@ -46,8 +50,3 @@ class PrefixHasher:
             state.update(parent + data[begin : begin + 4 * size])
             parent = state.digest()
             chain.append(parent)
-
-    def _digest(self, data: bytes) -> bytes:
-        state = self._keyed.copy()
-        state.update(data)
-        return state.digest()

@@ -12,7 +12,7 @@ joined: no plan looks at everyone who waits. Time is told by whoever owns the sc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
@@ -44,7 +44,7 @@ class PhaseCounters(msgspec.Struct, frozen=True, kw_only=True):
 class PhaseTimes:
     """Where the time of one request went."""
 
-    seconds: list[float] = field(default_factory=lambda: [0.0] * len(Phase))
+    seconds: list[float]
     """By the number of the phase, without the phase that goes on."""
     phase: Phase | None = None
     """The phase that goes on; None in line, and before the request came."""
@@ -72,8 +72,9 @@ class PhaseClock:
         """Everyone in line waits for `phase` from now on."""
         self.looked_at = True
         if phase is not self._line:
-            self._settle_line(self._clock())
-            self._line = phase
+            now = self._clock()
+            self._line_seconds[self._line] += now - self._line_since
+            self._line_since, self._line = now, phase
 
     def join(self, times: PhaseTimes) -> None:
         """A request stands in line from now on."""
@@ -102,22 +103,18 @@ class PhaseClock:
             return None
         return PhaseCounters(seconds=dict(zip(PHASE_NAMES, self._totals, strict=True)))
 
-    def _settle_line(self, now: float) -> None:
-        self._line_seconds[self._line] += now - self._line_since
-        self._line_since = now
-
     def _settle(self, times: PhaseTimes) -> None:
         """Add what went on until now to what is over."""
-        now = self._clock()
-        self._settle_line(now)
+        now, line = self._clock(), self._line_seconds
+        line[self._line] += now - self._line_since
+        self._line_since = now
         if (joined := times.joined) is not None:
             for phase in _LINE:
-                self._spend(times, phase, self._line_seconds[phase] - joined[phase])
-            times.joined = [*self._line_seconds]
+                seconds = line[phase] - joined[phase]
+                times.seconds[phase] += seconds
+                self._totals[phase] += seconds
+            times.joined = [*line]
         elif times.phase is not None:
-            self._spend(times, times.phase, now - times.since)
+            times.seconds[times.phase] += now - times.since
+            self._totals[times.phase] += now - times.since
         times.since = now
-
-    def _spend(self, times: PhaseTimes, phase: Phase, seconds: float) -> None:
-        times.seconds[phase] += seconds
-        self._totals[phase] += seconds

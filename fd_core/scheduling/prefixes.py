@@ -31,21 +31,23 @@ class Prefixes:
     """Told which prefixes become known."""
     _on_end: Callable[[bytes], None]
     """Told which keys no running request will complete."""
-    _computing: dict[bytes, int] = field(default_factory=dict)
+    computing: dict[bytes, int] = field(default_factory=dict)
     """Block keys that running prefills and loads are about to complete, with how many requests."""
 
     @property
     def num_computing(self) -> int:
         """Keys that are being computed; 0 at idle."""
-        return len(self._computing)
+        return len(self.computing)
 
     def root(self, salt: str, adapter: str) -> bytes:
         """Return where the chain of a request begins."""
-        return b"" if self.hasher is None else self.hasher.root(salt, adapter)
+        if self.hasher is None:
+            return b""
+        return self.hasher.root(salt, adapter) if salt or adapter else self.hasher.plain_root
 
     def extend(self, request: Request) -> None:
         """Compute the keys of the full blocks of a request's tokens, as far as they are missing."""
-        if self.hasher is not None:
+        if self.hasher is not None and request.num_tokens >= (len(request.chain) + 1) * self.hasher.block_size:
             self.hasher.extend(request.chain, request.root, request.tokens.view(), request.num_tokens)
 
     def keys(self, request: Request) -> Sequence[bytes]:
@@ -53,7 +55,7 @@ class Prefixes:
 
         There are none for a request that needs every position computed: nothing known can stand for them.
         """
-        if self.hasher is None or request.needs_every_position:
+        if self.hasher is None or ((request.prompt_logprobs or request.pooled) and request.needs_every_position):
             return ()
         return request.chain[: (request.num_tokens - 1) // self.hasher.block_size]
 
@@ -77,12 +79,12 @@ class Prefixes:
         Returns also the number of blocks up to there; None if nobody computes a block of the prompt. Who computes a
         block owns all blocks before it, so the last one is found by bisection, without a look at each block.
         """
-        if not self._computing:
+        if not self.computing:
             return None
         last, end = -1, len(keys)
         while end - last > 1:
             middle = (last + end) // 2
-            if keys[middle] in self._computing or self._pool.knows(keys[middle]):
+            if keys[middle] in self.computing or self._pool.knows(keys[middle]):
                 last = middle
             else:
                 end = middle
@@ -91,7 +93,7 @@ class Prefixes:
     def announce(self, request: Request, first: int, upto: int) -> None:
         """A request is going to compute or load its blocks from `first` to `upto`."""
         for key in request.chain[first:upto]:
-            self._computing[key] = self._computing.get(key, 0) + 1
+            self.computing[key] = self.computing.get(key, 0) + 1
         request.announced = upto
 
     def complete(self, request: Request, table: IntArray, first: int, upto: int) -> None:
@@ -115,10 +117,10 @@ class Prefixes:
         """A request leaves its slot without having completed the blocks that it announced from `first` on."""
         for key in request.chain[first : request.announced]:
             self._end(key)
-            if key not in self._computing:
+            if key not in self.computing:
                 self._on_end(key)
         request.announced = 0
 
     def _end(self, key: bytes) -> None:
-        if (count := self._computing.pop(key, 0)) > 1:
-            self._computing[key] = count - 1
+        if (count := self.computing.pop(key, 0)) > 1:
+            self.computing[key] = count - 1

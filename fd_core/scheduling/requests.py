@@ -20,7 +20,7 @@ from fd_core.scheduling.phases import PhaseTimes
 from fd_core.scheduling.running.pooled_state import PooledState
 from fd_core.scheduling.running.prompt_logprobs import PromptLogprobs
 from fd_core.scheduling.running.tokens import TokenBuffer
-from fd_core.types import FinishReason, PrefillOutcome, RequestSpec
+from fd_core.types import FinishReason, Phase, PrefillOutcome, RequestSpec
 
 __all__ = ["TRANSITIONS", "Event", "QueuedRequest", "Request", "State"]
 
@@ -108,11 +108,13 @@ class Request:
     preemptions: int = 0
     rank: tuple[int, ...] | None = None
     """Place among the waiting requests, given by the policy once."""
+    waits_as: QueuedRequest | None = None
+    """What the policy knows of the request, as long as it stands in the queue."""
     cached_tokens: int | None = None
     """Tokens found in the prefix cache at the first admission."""
     announced: int = 0
     """Leading blocks that the request announced to compute or load, for others with the same prefix to wait for."""
-    times: PhaseTimes = field(default_factory=PhaseTimes)
+    times: PhaseTimes = field(init=False)
     """Where its time went."""
 
     compiling: int | None = None
@@ -146,6 +148,7 @@ class Request:
         spec = self.spec
         self.prompt_len = len(spec.prompt)
         self.limit = min(self.prompt_len + spec.params.max_tokens, max_model_len)
+        self.times = PhaseTimes([0.0] * len(Phase))
         self.tokens = TokenBuffer(spec.prompt, self.limit)
         if spec.delivered:
             self.tokens.append(spec.delivered)
@@ -159,7 +162,8 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Prompt and delivered tokens."""
-        return self.tokens.count
+        # Out of a slot, all tokens stand in the buffer.
+        return self.tokens.taken if self.slot is None else self.tokens.count
 
     @property
     def needs_every_position(self) -> bool:
@@ -169,13 +173,13 @@ class Request:
     @property
     def num_generated(self) -> int:
         """Delivered tokens."""
-        return self.tokens.count - self.prompt_len
+        return self.num_tokens - self.prompt_len
 
     def queued(self) -> QueuedRequest:
         """Return what a scheduling policy may know."""
-        spec = self.spec
-        remaining = self.limit - self.num_tokens
-        return QueuedRequest(self.arrival, self.num_tokens, remaining, spec.priority, spec.tenant, self.preemptions > 0)
+        spec, length = self.spec, self.num_tokens
+        left = self.limit - length
+        return QueuedRequest(self.arrival, length, left, spec.priority, spec.tenant, self.preemptions > 0)
 
     def advance(self, event: Event) -> None:
         """Move along `TRANSITIONS`. Raises `RuntimeError` for anything else: a fault of the engine."""

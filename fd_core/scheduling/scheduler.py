@@ -49,7 +49,7 @@ from fd_core.scheduling.running.slots import SlotTable
 from fd_core.scheduling.waiting.admission_control import AdmissionControl
 from fd_core.scheduling.waiting.admissions import Admissions
 from fd_core.scheduling.waiting.queue import WaitingQueue
-from fd_core.types import GRAMMAR_FAULT, Delta, FinishReason, RequestSpec, StepOutput, StepPlan
+from fd_core.types import GRAMMAR_FAULT, Delta, FinishReason, Phase, RequestSpec, StepOutput, StepPlan
 from fd_core.types.kv_events import Recorder
 from fd_core.types.metrics import snapshot
 
@@ -82,6 +82,7 @@ class ContinuousBatchingScheduler(Scheduler):
     def __init__(self, setup: SchedulerSetup) -> None:
         super().__init__(setup)
         limits, policy, hasher, drafts = setup.limits, setup.policy, setup.hasher, setup.drafts
+        self._policy = policy
         self._recorder = Recorder() if setup.kv_events else None
         self._pool = pool = BlockPool(limits.num_kv_blocks, self._recorder)
         self._slots = slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
@@ -162,14 +163,18 @@ class ContinuousBatchingScheduler(Scheduler):
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended, a slot is still draining, or an operation on KV is not over."""
-        return bool(self._requests) or self._operations.busy or bool(self._slots.draining.any())
+        return bool(self._requests or self._operations.open or self._operations.effects or self._slots.draining.any())
 
     # Steps ------------------------------------------------------------------------------------------------
 
     def plan(self) -> tuple[StepPlan | None, Effects]:
         """Decide the next step, None if a step could do nothing now; return also what is to be done outside steps."""
-        plan = self._planner.plan(self._aborting)
-        self._aborting.clear()
+        plan = None
+        if self._requests:
+            plan = self._planner.plan(self._aborting)
+            self._aborting.clear()
+        else:
+            self._times.line_waits_for(Phase.SCHEDULER)  # whoever comes next
         return plan, self._effects()
 
     def admit(self, draft: PlanBuilder, step: int) -> None:
@@ -245,7 +250,7 @@ class ContinuousBatchingScheduler(Scheduler):
             owned=pool.num_owned,
             fenced=pool.num_fenced,
             cached=pool.num_cached,
-            operations=self._operations.num_open,
+            operations=len(self._operations.open),
         )
 
     # Inside -----------------------------------------------------------------------------------------------
@@ -267,15 +272,22 @@ class ContinuousBatchingScheduler(Scheduler):
         return msgspec.structs.replace(end, error=f"{GRAMMAR_FAULT}cannot be used: {answer.error}")
 
     def _effects(self) -> Effects:
-        operations, decisions = self._operations.take()
+        wanted = self._operations
+        if self._recorder is None and not (wanted.effects or wanted.decisions):
+            return NO_EFFECTS
+        operations, decisions = wanted.take()
         events = () if self._recorder is None else self._recorder.take()
         return Effects(operations, decisions, events) if operations or decisions or events else NO_EFFECTS
 
     def _ended(self, request: Request, reason: FinishReason) -> None:
         request.ended = reason
         del self._requests[request.spec.request_id]
-        self._admissions.ended(request)
-        self._transferring.ended(request, reason)
+        queued = request.queued()
+        self._policy.ended(queued, queued.num_tokens)
+        if self._waiting.turns_move:
+            self._waiting.turn_changed(request)
+        if request.spec.prefill_job is not None:
+            self._transferring.ended(request, reason)
 
     def probe(self) -> SchedulerProbe:
         """Return the parts of this scheduler, for audits and tests."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import ClassVar, Final
 
-from fd_core.effects.operations import Cancel, CompileGrammar, Completion, Effect, GrammarReady
+from fd_core.effects.operations import Cancel, CompileGrammar, Effect, GrammarReady
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import CompletionQueue, EffectPort
 from fd_core.effects.thread_loop import ThreadLoop
@@ -57,6 +57,7 @@ class GrammarPort(EffectPort[CompilerStats]):
                 case CompileGrammar(operation, grammar):
                     loop = self._large if len(grammar) > LARGE_GRAMMAR else self._small
                     late = f"it was not compiled within {self._compile_seconds:g} s"
+                    self.idle = False
                     self._pending.begin(GrammarReady(operation, late), self._clock() + self._compile_seconds)
                     if not loop.post(partial(self._compile, effect)):
                         self._pending.end(operation)
@@ -66,10 +67,10 @@ class GrammarPort(EffectPort[CompilerStats]):
                 case Cancel(operation):
                     self._pending.end(operation)
 
-    def completions(self) -> list[Completion]:
-        """Return the completions since the last call, those of grammars that take too long included."""
+    def tend(self) -> None:
+        """Complete the grammars that take too long."""
         self._pending.expire(self._clock())
-        return super().completions()
+        self.idle = not len(self._pending)
 
     def stats(self) -> CompilerStats:
         """Return counters and gauges of the compiler."""

@@ -145,7 +145,7 @@ class Pressed:
         assert (stats.blocks.used, stats.blocks.fenced, stats.outputs.stale_outputs) == (0, 0, 0)
         assert tiers.host_bytes <= tiers.host_limit_bytes
         assert (tiers.copy_errors, tiers.open_operations) == (0, 0)
-        assert not self._probe.operations.busy
+        assert not (self._probe.operations.open or self._probe.operations.effects)
         return tiers
 
     def warm(self, salt: str = "") -> TierStats:
@@ -194,7 +194,7 @@ class Pressed:
         texts.take(self.engine.step())
         assert step.fair_seconds < _LATE_SECONDS, "a step waited for something"
         self.engine.check_integrity()
-        still = self._probe.operations._open
+        still = self._probe.operations.open
         self._since = {number: since for number, since in self._since.items() if number in still}
         for kind, since in self._since.values():
             bound = _BOUNDS[kind] * self._waits + _LATE_SECONDS

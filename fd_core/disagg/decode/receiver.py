@@ -24,7 +24,7 @@ from fd_core.disagg.stats import ReceiverStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Unfit, Wire
 from fd_core.effects.job_loop import MakeLoop
-from fd_core.effects.operations import Cancel, Completion, Effect, Fetch, Fetched
+from fd_core.effects.operations import Cancel, Effect, Fetch, Fetched
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import CompletionQueue
 from fd_core.effects.thread_loop import ThreadLoop
@@ -128,13 +128,12 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
                     if self._complete(Fetched(operation, "aborted", reason="nobody waits for the prompt any more")):
                         self._loop.post(partial(self._abort, operation))
 
-    def completions(self) -> list[Completion]:
-        """Return the completions since the last call, those of fetches that are past their deadline included."""
+    def tend(self) -> None:
+        """Complete the fetches that are past their deadline."""
         for fetched in self._pending.expire(self._clock()):
             self._account(fetched)
             self._loop.post(partial(self._abort, fetched.operation))
         self._watch(len(self._pending))
-        return super().completions()
 
     def stats(self) -> ReceiverStats:
         """Return counters and gauges."""

@@ -27,7 +27,6 @@ from fd_core.disagg.wire import Wire
 from fd_core.effects.job_loop import MakeLoop
 from fd_core.effects.operations import (
     Cancel,
-    Completion,
     Effect,
     GiveUp,
     LeaseEnded,
@@ -143,14 +142,10 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                     if self._pending.end(operation):
                         self._loop.post(partial(self._cancel, operation))
 
-    def completions(self) -> list[Completion]:
-        """Return the completions since the last call, and the jobs and ended leases between them.
-
-        While the engine does not ask, decode workers are not told that the prefill worker is alive.
-        """
+    def tend(self) -> None:
+        """Note that the engine asks: while it does not, decode workers are not told that this worker is alive."""
         self._asked_at = self._clock()
         self._watch(len(self._pending))
-        return super().completions()
 
     def stats(self) -> SenderStats:
         """Return counters and gauges."""

@@ -75,7 +75,7 @@ def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
     """Decide whose KV is kept outside the device; `stored`: whether there is a store behind the host tier."""
     if stored:
         return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
-    return KeepKV() if config.save_preempted_kv and config.host_kv_memory > 0 else None
+    return KeepKV(shared=False) if config.save_preempted_kv and config.host_kv_memory > 0 else None
 
 
 def _open_store(config: EngineConfig, text: str, plugins: Plugins, identity: str) -> KVStorage:

@@ -75,8 +75,11 @@ class EngineService:
                     deltas += [] if drain else engine.abort_all()
         return deltas
 
-    def tell(self, deltas: list[Delta], now: float) -> None:
-        """Send what a turn delivered, with statistics now and then; `now` in seconds of one clock."""
+    def tell(self, deltas: list[Delta], now: float) -> bool:
+        """Send what a turn delivered, with statistics now and then; `now` in seconds of one clock.
+
+        Returns whether the engine has work.
+        """
         engine = self.engine
         busy = engine.has_work
         news: EngineStats | None = None
@@ -86,22 +89,23 @@ class EngineService:
             stats, self._last_stats = engine.stats(), now
             if stats != self._told:
                 news = self._told = stats
-        kv = engine.take_kv_events()
-        prefills = engine.take_prefill_traces()
+        kv = engine.take_kv_events() if engine.kv_events else ()
+        prefills = engine.take_prefill_traces() if engine.prefill_traces else ()
         if deltas or news is not None or kv or prefills:
             self._send(StepEvents(deltas, news, engine.info.epoch, kv=kv, prefills=prefills))
         self._was_busy = busy
+        return busy
 
 
 def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
     """Serve until a `Shutdown` arrives. An error of a step ends the loop: the client sees a dead engine."""
     service = EngineService(engine, send)
     # Whoever looks before the first request finds statistics too.
-    service.tell([], time.monotonic())
-    while not (service.stopping and not engine.has_work):
-        deltas = service.take(inbox.receive(0.0 if engine.has_work else _IDLE_SECONDS))
+    busy = service.tell([], time.monotonic())
+    while busy or not service.stopping:
+        deltas = service.take(inbox.receive(0.0 if busy else _IDLE_SECONDS))
         deltas += engine.step()
-        service.tell(deltas, time.monotonic())
+        busy = service.tell(deltas, time.monotonic())
     engine.close()
 
 

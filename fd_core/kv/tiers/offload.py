@@ -177,20 +177,17 @@ class KVOffload(EffectPort[TierStats]):
         """Post the job of an operation; complete the operation at once if the job is of no use."""
         self._tally.add(counter)
         if useful:
+            self.idle = False
             self._pending.begin(answer, deadline)
             self._copier.loop.post(job)
         else:
             self._queue.put(answer)
 
-    def completions(self) -> list[Completion]:
-        """Return the completions since the last call, those of operations that are past their deadline included.
-
-        The pace of loading is among them whenever it changed.
-        """
+    def tend(self) -> None:
+        """Complete operations that are past their deadline, and tell the pace of loading whenever it changed."""
         now = self._clock()
         for answer in self._pending.expire(now):
             self._tally.add(_EXPIRED[type(answer)])
-        completions = super().completions()
         pace = (
             self._copier.import_rate.value(now),
             self._reader.block_rate.value(now),
@@ -198,8 +195,8 @@ class KVOffload(EffectPort[TierStats]):
         )
         if pace != self._pace:
             self._pace = pace
-            completions.append(LoadPaceMeasured(*pace))
-        return completions
+            self._queue.put(LoadPaceMeasured(*pace))
+        self.idle = not len(self._pending) and pace == (None, None, None)
 
     def stats(self) -> TierStats:
         """Return counters and gauges."""

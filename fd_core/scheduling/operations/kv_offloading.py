@@ -67,6 +67,8 @@ class KeepKV:
     """Requests that end, for later prompts with the same prefix."""
     persist: bool = False
     """Whether a store keeps the KV beyond the host tier."""
+    shared: bool = True
+    """Whether KV may be found that this scheduler never saved: without a store there is none."""
 
     @property
     def anything(self) -> bool:
@@ -106,8 +108,13 @@ class KVOffloading:
     keep: KeepKV
     counters: OffloadCounters = field(default_factory=OffloadCounters)
     load_or_recompute: LoadOrRecompute = field(default_factory=LoadOrRecompute)
+    stores: bool = field(init=False)
+    """Whether anything may be stored outside the device now."""
     _remembered: dict[bytes, None] = field(default_factory=dict)
     """Keys believed to be in the store, oldest first."""
+
+    def __post_init__(self) -> None:
+        self.stores = self.keep.shared
 
     # Lookups ----------------------------------------------------------------------------------------------
 
@@ -130,7 +137,7 @@ class KVOffloading:
 
     def ask(self, request: Request, keys: Sequence[bytes]) -> int | None:
         """Ask how much of a waiting request's prefix is stored; None if that was asked since the request waits."""
-        if request.asked_store or not self.keep.anything or not keys:
+        if request.asked_store or not (self.stores and self.keep.anything and keys):
             return None
         request.asked_store = True
         request.stored = request.stored_on_host = 0
@@ -208,6 +215,7 @@ class KVOffloading:
         chosen = [index for index, key in enumerate(keys) if not (self.keep.persist and key in self._remembered)]
         if not chosen:
             return None
+        self.stores = True
         named = tuple(keys[index] for index in chosen)
         copied = frozen(blocks[chosen])
         if self.keep.persist:

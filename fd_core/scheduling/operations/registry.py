@@ -25,28 +25,19 @@ class Operations:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._last = 0
-        self._open: dict[int, tuple[Any, IntArray | None]] = {}
-        """What each open operation is about, and the blocks that it holds."""
-        self._effects: list[Effect] = []
-        self._decisions: list[LoadDecision] = []
-
-    @property
-    def num_open(self) -> int:
-        """Operations that were not completed, those included whose effect waits to be returned."""
-        return len(self._open)
-
-    @property
-    def busy(self) -> bool:
-        """Whether an operation is open, or an effect waits to be returned."""
-        return bool(self._open or self._effects)
+        self.open: dict[int, tuple[Any, IntArray | None]] = {}
+        """What each open operation is about, and the blocks that it holds; an operation is open from its beginning."""
+        self.effects: list[Effect] = []
+        """What waits to be returned, as do decisions."""
+        self.decisions: list[LoadDecision] = []
 
     def begin(self, effect: Callable[[int], Effect], about: Any, blocks: IntArray | None = None) -> int:
         """Open an operation and return its number, from which `effect` makes the effect."""
         self._last += 1
         if blocks is not None:
             self._pool.pin(blocks)
-        self._open[self._last] = about, blocks
-        self._effects.append(effect(self._last))
+        self.open[self._last] = about, blocks
+        self.effects.append(effect(self._last))
         return self._last
 
     def end(self, number: int, kind: type[_Subject]) -> _Subject:
@@ -54,7 +45,7 @@ class Operations:
 
         Raises `RuntimeError` if no operation of that kind and number is open.
         """
-        about, blocks = self._open.pop(number, (None, None))
+        about, blocks = self.open.pop(number, (None, None))
         if not isinstance(about, kind):
             raise RuntimeError(f"operation {number} was completed, but is not open or is of another kind")
         if blocks is not None:
@@ -63,17 +54,15 @@ class Operations:
 
     def want(self, effect: Effect) -> None:
         """Have something done that no completion answers."""
-        self._effects.append(effect)
+        self.effects.append(effect)
 
     def decided(self, decision: LoadDecision) -> None:
         """Tell the trace of a decision."""
-        self._decisions.append(decision)
+        self.decisions.append(decision)
 
     def take(self) -> tuple[tuple[Effect, ...], tuple[LoadDecision, ...]]:
         """Return the effects and decisions since the last call, in order."""
-        if not (self._effects or self._decisions):
-            return (), ()
-        taken = tuple(self._effects), tuple(self._decisions)
-        self._effects.clear()
-        self._decisions.clear()
+        taken = tuple(self.effects), tuple(self.decisions)
+        self.effects.clear()
+        self.decisions.clear()
         return taken

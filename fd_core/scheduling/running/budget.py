@@ -29,11 +29,6 @@ class Budget:
         self.left -= granted
         return granted
 
-    @property
-    def used(self) -> int:
-        """Tokens charged so far."""
-        return self.limit - self.left
-
 
 def allot_decodes(
     budget: Budget, drafts: IntArray, last_step: npt.NDArray[np.int64]

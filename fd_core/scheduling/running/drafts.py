@@ -79,6 +79,8 @@ class DraftControl:
         self.max_drafts = max_drafts
         self._cheap_tokens = cheap_tokens
         self._drafter = drafter
+        self.learning = drafter and max_drafts > 0
+        """Whether a drafter makes drafts, of which many may be rejected."""
         self._most = np.full(num_slots, max_drafts if drafter else 0, np.int32)
         self._rate = np.ones(num_slots, np.float64)
         self._drafted = np.zeros(max_drafts, np.int64)
@@ -96,11 +98,6 @@ class DraftControl:
         """A residency begins: no acceptance rate is known, so all drafts are welcome."""
         self._rate[slot] = 1.0
         self._most[slot] = self.max_drafts if grammar or self._drafter else 0
-
-    @property
-    def learning(self) -> bool:
-        """Whether a drafter makes drafts, of which many may be rejected."""
-        return self._drafter and self.max_drafts > 0
 
     @property
     def possible(self) -> bool:

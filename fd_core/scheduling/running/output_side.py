@@ -94,7 +94,8 @@ class OutputSide:
             current = (self._slots.last_step <= plan.step) & (self._slots.gen == output.gens)
             self._slots.drafts_ready[current] = output.drafts_ready[current]
         self._pool.answered(plan.step)
-        deltas += self._acknowledge(plan, outcomes, output)
+        if plan.revocations or np.count_nonzero(outcomes.kinds == _RELEASED):
+            deltas += self._acknowledge(plan, outcomes, output)
         return deltas
 
     def end(self, request: Request, reason: FinishReason) -> Delta:
@@ -139,7 +140,8 @@ class OutputSide:
         if len(delivering) < np.count_nonzero(delivers):
             unasked = delivers > samples
             raise signals.MalformedOutput(f"slot {rows_of[unasked][0]} carries tokens that no row of the step samples")
-        self._collect(output, rows_of)
+        if output.prompt_logprobs is not None or output.pooled is not None:
+            self._collect(output, rows_of)
         asked, given = rows_of, counts
         if len(delivering) < len(rows_of):
             asked, given = rows_of[delivering], counts[delivering]
@@ -171,7 +173,7 @@ class OutputSide:
         given_out = counts.tolist()
         self.counters.generated_tokens += sum(given_out)
         full = slots.num_tokens[rows] >= slots.limit[rows]
-        scores = _logprobs_by_slot(logprobs, slots.requests)
+        scores = {} if logprobs is None else _logprobs_by_slot(logprobs, slots.requests)
         ended: list[tuple[int, FinishReason]] = []
         ends, told = (stopped | full).tolist(), self._told_first
         # Tuples straight from memory: a list for each row would keep the garbage collector busy.
@@ -234,8 +236,6 @@ class OutputSide:
     def _acknowledge(self, plan: StepPlan, outcomes: signals.Outcomes, output: StepOutput) -> list[Delta]:
         """Match every -9 with the one revocation that it answers."""
         slots = self._slots
-        if not plan.revocations and not np.count_nonzero(outcomes.kinds == _RELEASED):
-            return []
         expected = {revoked.slot: revoked.gen for revoked in plan.revocations}
         seen = set((outcomes.kinds == _RELEASED).nonzero()[0].tolist())
         if seen != set(expected):
@@ -272,7 +272,7 @@ class OutputSide:
         if token_ids and request_id not in self._told_first:
             self._told_first.add(request_id)
             cached, prefill = request.cached_tokens, request.prefill
-            phases = self._times.told(request.times)
+            phases = None if reason else self._times.told(request.times)
         if token_ids and request.prompt_logprobs is not None:
             scores, request.prompt_logprobs = request.prompt_logprobs.delivered(), None
         if token_ids and request.pooled is not None:
@@ -290,10 +290,8 @@ class OutputSide:
         )
 
 
-def _logprobs_by_slot(rows: LogprobRows | None, requests: list[Request | None]) -> dict[int, tuple[TokenLogprobs, ...]]:
+def _logprobs_by_slot(rows: LogprobRows, requests: list[Request | None]) -> dict[int, tuple[TokenLogprobs, ...]]:
     """Group rows by slot in column order; each request gets as many alternatives as it asked for."""
-    if rows is None:
-        return {}
     grouped: dict[int, list[TokenLogprobs]] = {}
     for index in np.lexsort((rows.columns, rows.slots)).tolist():
         slot = int(rows.slots[index])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -82,7 +80,10 @@ class PlanBuilder:
             adapter=request.spec.adapter,
         )
         self._admissions.append(admission)
-        self.grant(slot, 0, frozen(table.blocks(slot)))
+        blocks = table.tables[slot, : table.num_blocks[slot]].copy()
+        blocks.setflags(write=False)
+        if len(blocks):
+            self._grants.append(BlockGrant(slot, 0, blocks))
 
     def grant(self, slot: int, offset: int, blocks: IntArray) -> None:
         """Append blocks to a slot's table from entry `offset` on."""
@@ -96,25 +97,27 @@ class PlanBuilder:
 
     def build(self, table: SlotTable) -> StepPlan:
         """Freeze the plan; positions are read from the slot table."""
-        self.rows = slots = _joined(self._slots, np.intp)
-        num_tokens = _joined(self._num_tokens, np.int32)
-        num_drafts = _joined(self._num_drafts, np.int32)
-        starts = table.num_computed[slots]
+        slots, num_tokens, num_drafts = np.empty(0, np.intp), _ZEROS[:0], _ZEROS[:0]
+        if len(self._slots) == 1:  # most plans have one part only, which is nobody else's
+            slots, num_tokens, num_drafts = self._slots[0], self._num_tokens[0], self._num_drafts[0]
+        elif self._slots:
+            slots, num_tokens = np.concatenate(self._slots), np.concatenate(self._num_tokens)
+            num_drafts = np.concatenate(self._num_drafts)
+        self.rows = slots
+        starts, gens, places = table.num_computed[slots], table.gen[slots], slots.astype(np.int32)
+        samples = starts + num_tokens - num_drafts >= table.num_planned[slots]
+        for column in (places, gens, starts, num_tokens, num_drafts, samples):
+            column.setflags(write=False)
         return StepPlan(
             epoch=self._epoch,
             step=self._step,
-            slots=frozen(slots.astype(np.int32)),
-            gens=frozen(table.gen[slots]),
-            starts=frozen(starts),
-            num_tokens=frozen(num_tokens),
-            num_drafts=frozen(num_drafts),
-            samples=frozen(starts + num_tokens - num_drafts >= table.num_planned[slots]),
+            slots=places,
+            gens=gens,
+            starts=starts,
+            num_tokens=num_tokens,
+            num_drafts=num_drafts,
+            samples=samples,
             admissions=tuple(self._admissions),
             grants=tuple(self._grants),
             revocations=tuple(self._revocations),
         )
-
-
-def _joined(parts: list[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
-    """Return the parts as one; most plans have one only, which is nobody else's."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, dtype)

@@ -49,13 +49,20 @@ class Planner:
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are revoked."""
-        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
-        self._residencies.announce_arrivals(draft)
-        self._revoke(aborting, draft)
         ready = self._slots.ready()
-        rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
-        self._decode(rows, draft)
-        self._continue_prefills(rows, draft)
+        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
+        if self._residencies.arrived:
+            self._residencies.announce_arrivals(draft)
+        if aborting:
+            for request in aborting:
+                if request.state is State.RUNNING:
+                    self._residencies.revoke(request, draft)
+            ready = self._slots.ready()
+        rows = ready
+        if len(ready):
+            rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
+            self._decode(rows, draft)
+            self._continue_prefills(rows, draft)
         if draft.num_rows < len(ready) or self._left_out:
             self._note_left_out(ready, rows, draft)
         self._times.looked_at = False
@@ -66,11 +73,6 @@ class Planner:
         if not self._times.looked_at:
             self._times.line_waits_for(Phase.SCHEDULER)
         return None if draft.empty else self._seal(draft)
-
-    def _revoke(self, aborting: list[Request], draft: PlanBuilder) -> None:
-        for request in aborting:
-            if request.state is State.RUNNING:
-                self._residencies.revoke(request, draft)
 
     def _of_this_plan(self, ready: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         """Return which ready slots a plan takes where stages compute different plans at the same time.
@@ -129,7 +131,7 @@ class Planner:
             decoding = rows
         if not len(decoding):
             return
-        if not self._drafts.possible and len(decoding) < draft.budget.left:  # most steps of most engines
+        if len(decoding) < draft.budget.left and not (self._drafts.max_drafts and self._drafts.possible):  # most steps
             draft.budget.take(len(decoding))
             draft.add_decodes(decoding)
             return
@@ -191,13 +193,13 @@ class Planner:
         slots.num_computed[rows] += plan.num_tokens
         slots.num_planned[rows] += plan.samples + plan.num_drafts
         slots.last_step[rows] = plan.step
-        if self._drafts.possible and self._limits.pipeline_depth > 1:
+        if self._drafts.max_drafts and self._limits.pipeline_depth > 1 and self._drafts.possible:
             # Until the answer tells, the runner may hold as many drafts as it can.
             sampling = rows[plan.samples]
             slots.drafts_ready[sampling] = self._drafts.most(sampling)
         self._step += 1
         counters = self._residencies.counters
         counters.steps += 1
-        counters.budget_used += draft.budget.used
+        counters.budget_used += draft.budget.limit - draft.budget.left
         counters.budget_limit += draft.budget.limit
         return plan

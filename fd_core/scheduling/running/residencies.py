@@ -74,18 +74,10 @@ class Residencies:
     _on_end: Callable[[Request, FinishReason], None]
     """Told of each request that ended."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
-    _arrived: list[int] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
     """Slots whose KV arrived; the next plan tells the runner of them."""
 
     # A residency begins -----------------------------------------------------------------------------------
-
-    def occupy(self, slot: int, request: Request, matched: IntArray, blocks: IntArray) -> None:
-        """Give a request a slot with the blocks of its known prefix and further `blocks`, which it owns already."""
-        slots = self.slots
-        slots.occupy(slot, request)
-        slots.append_blocks(slot, matched)
-        slots.append_blocks(slot, blocks)
-        slots.num_registered[slot] = len(matched)
 
     def load(self, slot: int, phase: Phase) -> None:
         """The KV of a request is on its way, from where `phase` says; the slot waits for it."""
@@ -115,7 +107,8 @@ class Residencies:
         if self._prefixes.hasher is not None:
             counters.prefix_queries += num_tokens
             counters.prefix_hits += num_cached
-        self._send_settled(slot, request)
+        if request.spec.prefill_job is not None:
+            self._send_settled(slot, request)
 
     def arrive(self, arrival: Arrival) -> None:
         """The wait of a slot for its KV is over: what arrived is settled, the rest is computed."""
@@ -127,14 +120,14 @@ class Residencies:
         if not request.announced:
             self._prefixes.announce(request, arrived, len(self._prefixes.keys(request)))
         self.run(slot, arrival.num_tokens, arrival.num_cached)
-        self._arrived.append(slot)
+        self.arrived.append(slot)
 
     def announce_arrivals(self, draft: PlanBuilder) -> None:
         """Tell the runner of the slots whose KV arrived since the last plan."""
-        for slot in self._arrived:
+        for slot in self.arrived:
             if self.slots.running[slot]:
                 draft.admit(slot, self.slots)
-        self._arrived.clear()
+        self.arrived.clear()
 
     # A residency goes on ----------------------------------------------------------------------------------
 
@@ -147,7 +140,8 @@ class Residencies:
         for slot in rows[upto // slots.block_size > slots.num_registered[rows]].tolist():
             request = slots.request_in(slot)
             self._register(slot, request, int(slots.num_settled[slot]) // self.slots.block_size)
-            self._send_settled(slot, request)
+            if request.spec.prefill_job is not None:
+                self._send_settled(slot, request)
 
     def _register(self, slot: int, request: Request, upto: int) -> None:
         """Name the blocks of a slot below entry `upto` of its table, which are settled."""
@@ -157,9 +151,8 @@ class Residencies:
 
     def _send_settled(self, slot: int, request: Request) -> None:
         """Send the settled blocks of a request that computes its prompt for another worker."""
-        if request.spec.prefill_job is not None:
-            upto = int(self.slots.num_registered[slot])
-            self._transferring.settled(request, self.slots.blocks(slot, upto=upto))
+        upto = int(self.slots.num_registered[slot])
+        self._transferring.settled(request, self.slots.blocks(slot, upto=upto))
 
     # A residency ends -------------------------------------------------------------------------------------
 
@@ -192,7 +185,8 @@ class Residencies:
         request = self.slots.request_in(slot)
         if request.ended is not None:
             raise RuntimeError(f"slot {slot} has no request to finish")
-        self._control.forecast.observe(request.num_generated, request.limit - request.prompt_len)
+        generated = int(self.slots.num_tokens[slot]) - request.prompt_len
+        self._control.forecast.observe(generated, request.limit - request.prompt_len)
         if request.state is State.DRAINING:
             self.slots.ended[slot] = True
             self._on_end(request, reason)
@@ -202,7 +196,8 @@ class Residencies:
             self._save(slot, request)
         if request.spec.prefill_job is not None:
             self._transferring.finished(request, self.slots.blocks(slot), reason)
-        self._vacate(slot, request)
+        self._give_up_blocks(slot, request)
+        self.slots.vacate(slot)
         self._on_end(request, reason)
 
     def release(self, slot: int) -> Request:
@@ -229,7 +224,9 @@ class Residencies:
         self._offloading.leave(request)
         self._transferring.leave(request)
         request.advance(Event.ABORT_LOADING)
-        self._vacate(slot_of(request), request)
+        slot = slot_of(request)
+        self._give_up_blocks(slot, request)
+        self.slots.vacate(slot)
         self._on_end(request, FinishReason.ABORT)
 
     def _save(self, slot: int, request: Request) -> int | None:
@@ -239,14 +236,11 @@ class Residencies:
             return None
         return self._offloading.save(request, request.chain[:complete], self.slots.blocks(slot, upto=complete))
 
-    def _vacate(self, slot: int, request: Request) -> None:
-        self._give_up_blocks(slot, request)
-        self.slots.vacate(slot)
-
     def _give_up_blocks(self, slot: int, request: Request) -> None:
         slots = self.slots
         self._pool.release(slots.blocks(slot), int(slots.last_step[slot]))
-        self._prefixes.give_up(request, int(slots.num_registered[slot]))
+        if request.announced:
+            self._prefixes.give_up(request, int(slots.num_registered[slot]))
         slots.num_blocks[slot] = 0
 
     # Audit ------------------------------------------------------------------------------------------------

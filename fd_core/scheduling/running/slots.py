@@ -97,7 +97,7 @@ class SlotTable:
 
     def free_slot(self) -> int | None:
         """Return the lowest slot that holds no request."""
-        free = ~self.occupied
+        free = ~(self.running | self.loading | self.draining)
         slot = int(free.argmax())
         return slot if free[slot] else None
 
@@ -113,9 +113,12 @@ class SlotTable:
             raise RuntimeError(f"slot {slot} is empty")
         return request
 
-    def occupy(self, slot: int, request: Request) -> None:
-        """Begin a residency: a new gen, no blocks yet, every token still to compute."""
-        spec = request.spec
+    def occupy(self, slot: int, request: Request, matched: IntArray, blocks: IntArray) -> None:
+        """Begin a residency: a new gen, every token still to compute.
+
+        The slot owns the blocks of a known prefix, `matched`, and the `blocks` behind them.
+        """
+        spec, known, count = request.spec, len(matched), len(matched) + len(blocks)
         self.requests[slot] = request
         self.names[slot] = spec.request_id
         request.slot = slot
@@ -125,13 +128,23 @@ class SlotTable:
         self.arrival[slot] = request.arrival
         self.priority[slot] = spec.priority
         self.preempted_before[slot] = request.preemptions > 0
-        self.num_at_admission[slot] = self.num_tokens[slot] = self.num_planned[slot] = request.num_tokens
+        # Before it is in the slot, every token of a request stands in its own buffer.
+        self.num_at_admission[slot] = self.num_tokens[slot] = self.num_planned[slot] = request.tokens.taken
         self.num_computed[slot] = self.num_settled[slot] = 0
         self.limit[slot] = request.limit
         self.prompt_len[slot] = request.prompt_len
-        self.num_blocks[slot] = self.num_registered[slot] = self.drafts_ready[slot] = 0
+        self.tables[slot, :known] = matched
+        self.tables[slot, known:count] = blocks
+        self.num_blocks[slot], self.num_registered[slot], self.drafts_ready[slot] = count, known, 0
         self.last_step[slot] = -1
-        self._set_stops(slot, request)
+        params = spec.params
+        ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *spec.eos_token_ids)
+        if len(ids) > self.stops.shape[1]:
+            wider = np.full((self.num_slots, len(ids)), NO_CHOICE, np.int32)
+            wider[:, : self.stops.shape[1]] = self.stops
+            self.stops = wider
+        self.stops[slot] = NO_CHOICE
+        self.stops[slot, : len(ids)] = ids
 
     def vacate(self, slot: int) -> None:
         """End a residency; the gen stays, so that late outputs are recognised."""
@@ -178,13 +191,3 @@ class SlotTable:
             self.preempted_before[rows],
             self.block_size,
         )
-
-    def _set_stops(self, slot: int, request: Request) -> None:
-        params = request.spec.params
-        ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *request.spec.eos_token_ids)
-        if len(ids) > self.stops.shape[1]:
-            wider = np.full((self.num_slots, len(ids)), NO_CHOICE, np.int32)
-            wider[:, : self.stops.shape[1]] = self.stops
-            self.stops = wider
-        self.stops[slot] = NO_CHOICE
-        self.stops[slot, : len(ids)] = ids

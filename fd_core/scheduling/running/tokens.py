@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.types import IntArray, frozen
+from fd_core.types import IntArray
 
 __all__ = ["DeliveredTokens", "TokenBuffer"]
 
@@ -25,22 +25,25 @@ class TokenBuffer:
     sees them.
     """
 
-    __slots__ = ("_data", "_delivered", "_slot", "_taken")
+    __slots__ = ("_data", "_delivered", "row", "slot", "taken")
 
     def __init__(self, tokens: Sequence[int] | IntArray, limit: int) -> None:
         """`limit` is the number of tokens that the request may come to have; `tokens` are copied."""
-        self._taken = len(tokens)
-        self._data = np.empty(max(min(self._taken + _ROOM, limit), self._taken), np.int32)
+        self.taken = len(tokens)
+        """Tokens that stand in the buffer."""
+        self._data = np.empty(max(min(self.taken + _ROOM, limit), self.taken), np.int32)
         if isinstance(tokens, tuple):  # half of the time that an array takes to look at them one by one
-            tokens = np.frombuffer(struct.pack(f"={self._taken}i", *tokens), np.int32)
-        self._data[: self._taken] = tokens
+            tokens = np.frombuffer(struct.pack(f"={self.taken}i", *tokens), np.int32)
+        self._data[: self.taken] = tokens
         self._delivered: DeliveredTokens | None = None
-        self._slot = -1
+        self.row: npt.NDArray[np.intp] | None = None
+        """intp[slots]: how many tokens stand in the row of each slot, while the request holds one."""
+        self.slot = -1
 
     @property
     def count(self) -> int:
         """Number of tokens."""
-        return self._taken + (0 if self._delivered is None else self._delivered.count(self._slot))
+        return self.taken if self.row is None else self.taken + int(self.row[self.slot])
 
     def append(self, token_ids: Sequence[int] | IntArray) -> None:
         """Append token ids; views that were handed out before stay as they are."""
@@ -49,32 +52,35 @@ class TokenBuffer:
 
     def view(self, first: int = 0, upto: int | None = None) -> IntArray:
         """Return int32[upto - first], read-only: the tokens from `first` to `upto`, which is the end if left out."""
-        self.take_delivered()
-        view: IntArray = frozen(self._data[first : self._taken if upto is None else upto].view())
+        if self.row is not None and self.row[self.slot]:
+            self.take_delivered()
+        view = self._data[first : self.taken if upto is None else upto]
+        view.setflags(write=False)
         return view
 
     def attach(self, delivered: DeliveredTokens, slot: int) -> None:
         """The request holds a slot from now on: its next tokens come by row `slot` of `delivered`."""
-        self._delivered, self._slot = delivered, slot
+        self._delivered, self.row, self.slot = delivered, delivered.counts, slot
 
     def detach(self) -> None:
         """The request leaves its slot; all its tokens stand in the buffer afterwards."""
-        self.take_delivered()
-        self._delivered, self._slot = None, -1
+        if self.row is not None and self.row[self.slot]:
+            self.take_delivered()
+        self._delivered, self.row, self.slot = None, None, -1
 
     def take_delivered(self) -> None:
         """Take the tokens that stand in the row of the request's slot."""
-        if self._delivered is not None:
-            self._append(self._delivered.take(self._slot))
+        if self._delivered is not None and self._delivered.counts[self.slot]:
+            self._append(self._delivered.take(self.slot))
 
     def _append(self, token_ids: Sequence[int] | IntArray) -> None:
-        count = self._taken + len(token_ids)
+        count = self.taken + len(token_ids)
         if count > len(self._data):
             grown = np.empty(max(count, 2 * len(self._data)), np.int32)
-            grown[: self._taken] = self._data[: self._taken]
+            grown[: self.taken] = self._data[: self.taken]
             self._data = grown
-        self._data[self._taken : count] = token_ids
-        self._taken = count
+        self._data[self.taken : count] = token_ids
+        self.taken = count
 
 
 class DeliveredTokens:
@@ -86,18 +92,15 @@ class DeliveredTokens:
 
     def __init__(self, num_slots: int) -> None:
         self._tokens = np.zeros((num_slots, _ROOM), np.int32)
-        self._counts = np.zeros(num_slots, np.intp)
+        self.counts = np.zeros(num_slots, np.intp)
+        """intp[num_slots]: number of tokens in each row."""
         self._sure = _ROOM
         """Tokens for which every row has room, or fewer than that."""
 
-    def count(self, slot: int) -> int:
-        """Number of tokens in row `slot`."""
-        return int(self._counts[slot])
-
     def take(self, slot: int) -> IntArray:
         """Return int32[count] of row `slot`, valid until the next `append`; the row is empty afterwards."""
-        count = self.count(slot)
-        self._counts[slot] = 0
+        count = int(self.counts[slot])
+        self.counts[slot] = 0
         row: IntArray = self._tokens[slot, :count]
         return row
 
@@ -105,17 +108,17 @@ class DeliveredTokens:
         """Return those of `rows` that have no room for `width` more tokens: their buffers have to take theirs first."""
         if width <= self._sure:
             return []
-        self._sure = self._tokens.shape[1] - int(self._counts.max())
-        slots: list[int] = rows[self._counts[rows] + width > self._tokens.shape[1]].tolist()
+        self._sure = self._tokens.shape[1] - int(self.counts.max())
+        slots: list[int] = rows[self.counts[rows] + width > self._tokens.shape[1]].tolist()
         return slots
 
     def append(self, rows: npt.NDArray[np.intp], tokens: IntArray, counts: IntArray) -> None:
         """Append to each row of `rows` intp[n] the first `counts` int32[n] of its `tokens` int32[n, width]."""
-        first = self._counts[rows]
+        first = self.counts[rows]
         if tokens.shape[1] == 1:
             self._tokens[rows, first] = tokens[:, 0]
         else:
             # Entries behind the count of a row are written, too: the next append writes over them.
             self._tokens[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens
-        self._counts[rows] = first + counts
+        self.counts[rows] = first + counts
         self._sure -= tokens.shape[1]

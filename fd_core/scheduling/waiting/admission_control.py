@@ -119,27 +119,28 @@ class AdmissionControl:
         length, size = request.num_tokens, slots.block_size
         lengths = np.append(slots.num_planned[rows], np.int32(length))
         blocks = np.append(slots.num_blocks[rows], np.int32(-(-length // size)))
-        remaining = np.append(self._remaining(slots, rows), self._remaining_of(request))
+        left = self.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
+        remaining = np.append(self._remaining(slots, rows), left)
         horizon = self.return_cost.horizon(length, size)
         return peak_growth(lengths, blocks, np.minimum(remaining, horizon), size)
 
     def largest_growth(self, slots: SlotTable) -> int:
         """Return an upper bound of `growth` for the running requests alone: each at its own worst moment."""
         rows = np.flatnonzero(slots.running | slots.loading)
+        if not len(rows):
+            return 0
         ends = slots.num_planned[rows] + self._remaining(slots, rows)
         return int(np.maximum(-(-ends // slots.block_size) - slots.num_blocks[rows], 0).sum())
 
     def largest_growth_of(self, request: Request, block_size: int) -> int:
         """Return the share of one more request in that bound."""
         length = request.num_tokens
-        return -(-(length + self._remaining_of(request)) // block_size) - -(-length // block_size)
+        left = self.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
+        return -(-(length + left) // block_size) - -(-length // block_size)
 
     def _remaining(self, slots: SlotTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
         prompts = slots.prompt_len[rows]
         return self.forecast.remaining(slots.num_planned[rows] - prompts, slots.limit[rows] - prompts)
-
-    def _remaining_of(self, request: Request) -> int:
-        return self.forecast.remaining_of(request.num_generated, request.limit - request.prompt_len)
 
 
 @dataclass
@@ -150,17 +151,17 @@ class AdmissionPass:
     _slots: SlotTable
     _bound: int | None = None
 
-    def fits(self, request: Request, needed: int, free: int) -> bool:
-        """Whether `free` blocks hold the `needed` blocks of a request and what all requests grow by."""
+    def admits(self, request: Request, needed: int, free: int) -> bool:
+        """Whether `free` blocks hold the `needed` blocks of a request and what all requests grow by.
+
+        If so, the request counts among them from now on.
+        """
         if needed > free:
             return False
         if self._bound is None:
             self._bound = self._control.largest_growth(self._slots)
-        if needed + self._bound + self._control.largest_growth_of(request, self._slots.block_size) <= free:
-            return True
-        return needed + self._control.growth(self._slots, request) <= free
-
-    def admitted(self, request: Request) -> None:
-        """A request that fits was admitted."""
-        if self._bound is not None:
-            self._bound += self._control.largest_growth_of(request, self._slots.block_size)
+        growth = self._control.largest_growth_of(request, self._slots.block_size)
+        if needed + self._bound + growth > free and needed + self._control.growth(self._slots, request) > free:
+            return False
+        self._bound += growth
+        return True

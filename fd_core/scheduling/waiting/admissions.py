@@ -72,18 +72,20 @@ class Admissions:
 
     def arrive(self, request: Request) -> None:
         """A new request begins to wait."""
-        self._policy.arrived(request.queued())
+        request.waits_as = request.queued()
+        self._policy.arrived(request.waits_as)
         self.wait(request)
 
     def wait(self, request: Request) -> None:
         """A request begins to wait, new or after a preemption."""
         self._prefixes.extend(request)
-        operation = self._grammars.begin_wait(request)
-        if not self._transferring.wants(request):
+        operation = None if request.spec.params.grammar is None else self._grammars.begin_wait(request)
+        if self._offloading.stores and not (self._transferring.paired and self._transferring.wants(request)):
             asked = self._offloading.begin_wait(request, self._prefixes.keys(request))
             operation = operation if asked is None else asked
-        self._waiting.push(request)
-        if operation is not None:
+        if operation is None:
+            self._waiting.push(request)
+        else:
             self._waiting.park(request, operation)
 
     def leave(self, request: Request) -> None:
@@ -93,18 +95,15 @@ class Admissions:
         self._grammars.leave(request)
         self._impatient.discard(request.arrival)
 
-    def ended(self, request: Request) -> None:
-        """A request ended, wherever it was in its life."""
-        self._policy.ended(request.queued(), request.num_tokens)
-        self._waiting.turn_changed(request)
-
     # A plan -----------------------------------------------------------------------------------------------
 
     def admit(self, draft: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots while budget, slots and blocks allow."""
         if not len(self._waiting):
             return
-        self._impatient.update(request.arrival for request in self._waiting.expire(step))
+        for late in self._waiting.expire(step):
+            self._impatient.add(late.arrival)
+        pool, prefixes, size = self._pool, self._prefixes, self._limits.block_size
         admission_pass = AdmissionPass(self._control, self._slots)
         slot = self._slots.free_slot()
         matched = nothing = np.empty(0, np.int32)
@@ -113,28 +112,31 @@ class Admissions:
             request = self._waiting.first()
             if request is None:
                 return
-            if self._is_blocked(request, step):
+            if self._blocked is not None and self._is_blocked(request, step):
                 self._times.line_waits_for(Phase.BLOCKS)
                 return
             if request.compiling is not None:
                 self._waiting.park(request, request.compiling)
                 parked += 1
                 continue
-            keys = self._prefixes.keys(request)
-            if self._park_for_prefix(request, keys, step):
+            keys = prefixes.keys(request)
+            if prefixes.computing and self._park_for_prefix(request, keys, step):
                 parked += 1
                 continue
-            matched = self._prefixes.match(keys, matched)
-            if len(matched) < len(keys) and self._park_for_lookup(request, keys):
+            matched = prefixes.match(keys, matched) if keys else nothing
+            if len(matched) < len(keys) and self._offloading.stores and self._park_for_lookup(request, keys):
                 matched = nothing  # blocks without an owner may be gone when the next prompt is matched
                 parked += 1
                 continue
-            blocks = self._blocks_for(request, matched, admission_pass)
+            needed = -(-request.num_tokens // size) - len(matched)
+            pool.acquire(matched)
+            blocks = pool.allocate(needed) if admission_pass.admits(request, needed, pool.num_free) else None
             if blocks is None:
-                self._blocked = (request.arrival, self._pool.num_freed, step)
+                pool.release(matched, -1)
+                self._blocked = (request.arrival, pool.num_freed, step)
                 self._times.line_waits_for(Phase.BLOCKS)
                 return
-            self._enter(slot, request, matched, blocks, draft)
+            self._enter(slot, request, keys, matched, blocks, draft)
             shared += len(matched)
             slot = self._slots.free_slot()
         self._times.line_waits_for(Phase.SLOT if slot is None else Phase.BUDGET)
@@ -167,36 +169,33 @@ class Admissions:
         self._waiting.park(request, lookup)
         return True
 
-    def _blocks_for(self, request: Request, matched: IntArray, admission_pass: AdmissionPass) -> IntArray | None:
-        """Take the blocks of a known prefix and those for the other tokens, or change nothing and return None."""
-        needed = -(-request.num_tokens // self._limits.block_size) - len(matched)
-        self._pool.acquire(matched)
-        fits = admission_pass.fits(request, needed, self._pool.num_free)
-        blocks = self._pool.allocate(needed) if fits else None
-        if blocks is None:
-            self._pool.release(matched, -1)
-            return None
-        admission_pass.admitted(request)
-        return blocks
-
-    def _enter(self, slot: int, request: Request, matched: IntArray, blocks: IntArray, draft: PlanBuilder) -> None:
+    def _enter(
+        self,
+        slot: int,
+        request: Request,
+        keys: Sequence[bytes],
+        matched: IntArray,
+        blocks: IntArray,
+        draft: PlanBuilder,
+    ) -> None:
         """A request enters a slot: it computes at once, or waits there for its KV from outside the device."""
-        residencies, first = self._residencies, len(matched)
+        residencies, first, queued = self._residencies, len(matched), request.waits_as or request.queued()
         self._waiting.remove(request)
         self._impatient.discard(request.arrival)
         self._blocked = None
-        residencies.occupy(slot, request, matched, blocks)
-        self._policy.admitted(request.queued())
-        self._waiting.turn_changed(request)
-        if self._transferring.wants(request) and self._transferring.worth_fetching(request, first):
+        self._slots.occupy(slot, request, matched, blocks)
+        self._policy.admitted(queued)
+        if self._waiting.turns_move:
+            self._waiting.turn_changed(request)
+        transferring = self._transferring
+        if transferring.paired and transferring.wants(request) and transferring.worth_fetching(request, first):
             # Requests with the same prefix do not wait for a fetch: they may compute before it ends.
             residencies.load(slot, Phase.TRANSFER)
             upto = -(-(request.num_tokens - 1) // self._limits.block_size)
-            self._transferring.fetch(request, slot, self._slots.blocks(slot, first, upto), first)
+            transferring.fetch(request, slot, self._slots.blocks(slot, first, upto), first)
             return
-        keys = self._prefixes.keys(request)
         self._prefixes.announce(request, first, len(keys))
-        count = self._offloading.worth_loading(request, first, len(keys))
+        count = self._offloading.worth_loading(request, first, len(keys)) if request.stored else 0
         if count:
             residencies.load(slot, Phase.STORE)
             loaded = self._slots.blocks(slot, first, first + count)
@@ -206,5 +205,4 @@ class Admissions:
         cached = first * self._limits.block_size
         residencies.run(slot, cached, cached)
         draft.admit(slot, self._slots)
-        chunk = draft.budget.take(request.num_tokens - cached)
-        draft.add_row(slot, chunk)
+        draft.add_row(slot, draft.budget.take(request.num_tokens - cached))

@@ -13,6 +13,7 @@ computation of a prefix block, or the step at which the wait has lasted long eno
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fd_core.scheduling.phases import PhaseClock
@@ -37,26 +38,8 @@ class _Flow:
     """The ready requests of one flow, by rank."""
 
     heap: list[_Entry] = field(default_factory=list)
+    """An entry, two numbers, of a request that left may stay for a while."""
     members: dict[int, Request] = field(default_factory=dict)
-
-    def push(self, rank: tuple[int, ...], request: Request) -> None:
-        self.members[request.arrival] = request
-        heapq.heappush(self.heap, (rank, request.arrival))
-
-    def remove(self, request: Request) -> None:
-        """Let go of a request at once; its entry, two numbers, leaves the heap later."""
-        del self.members[request.arrival]
-        if len(self.heap) > 2 * len(self.members) + _SLACK:
-            self.heap = [entry for entry in self.heap if entry[1] in self.members]
-            heapq.heapify(self.heap)
-
-    def first(self) -> Request | None:
-        while self.heap:
-            request = self.members.get(self.heap[0][1])
-            if request is not None:
-                return request
-            heapq.heappop(self.heap)
-        return None
 
 
 class WaitingQueue:
@@ -65,7 +48,10 @@ class WaitingQueue:
     def __init__(self, policy: SchedulingPolicy, times: PhaseClock) -> None:
         self._policy = policy
         self._times = times
+        self.turns_move = type(policy).turn is not SchedulingPolicy.turn
+        """Whether what the policy sees may change the turn of a flow."""
         self._flows: dict[str | None, _Flow] = {}
+        """Each has an entry in `_turns`."""
         self._turns: list[tuple[int, tuple[str, ...]]] = []
         """Flows by turn, the flow without a name as (). An entry that is out of date moves when it comes to the top."""
         self._flow_of: dict[int, str | None] = {}
@@ -86,15 +72,19 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Make a request ready; a preempted one returns to the place that its rank gives it."""
-        queued = request.queued()
+        queued = request.waits_as or request.queued()
+        request.waits_as = queued
         if request.rank is None:
             request.rank = self._policy.rank(queued)
         name = self._policy.flow(queued)
         flow = self._flows.get(name)
         if flow is None:
             flow = self._flows[name] = _Flow()
-        self._enter(name)
-        flow.push(request.rank, request)
+            self._enter(name)
+        elif self.turns_move:
+            self._enter(name)
+        flow.members[request.arrival] = request
+        heapq.heappush(flow.heap, (request.rank, request.arrival))
         self._flow_of[request.arrival] = name
         if request.preemptions:
             self._times.enter(request.times, Phase.PREEMPTED)
@@ -113,26 +103,30 @@ class WaitingQueue:
 
     def first(self) -> Request | None:
         """Return the ready request that is admitted next, or None."""
-        while self._turns:
+        while self._flow_of:
             turn, named = self._turns[0]
             name = named[0] if named else None
             flow = self._flows.get(name)
-            request = None if flow is None else flow.first()
-            if request is None or turn != self._policy.turn(name):
-                heapq.heappop(self._turns)
-                if request is not None:
-                    self._enter(name)
-                else:
-                    self._flows.pop(name, None)
-                continue
-            return request
+            while flow and flow.heap and flow.heap[0][1] not in flow.members:
+                heapq.heappop(flow.heap)
+            if flow and flow.heap and (not self.turns_move or turn == self._policy.turn(name)):
+                return flow.members[flow.heap[0][1]]
+            heapq.heappop(self._turns)
+            if flow and flow.heap:
+                self._enter(name)
+            else:
+                self._flows.pop(name, None)
         return None
 
     def remove(self, request: Request) -> None:
         """Let go of a request, ready or parked."""
-        arrival = request.arrival
+        arrival, request.waits_as = request.arrival, None
         if arrival in self._flow_of:
-            self._flows[self._flow_of.pop(arrival)].remove(request)
+            flow = self._flows[self._flow_of.pop(arrival)]
+            del flow.members[arrival]
+            if len(flow.heap) > 2 * len(flow.members) + _SLACK:
+                flow.heap = [entry for entry in flow.heap if entry[1] in flow.members]
+                heapq.heapify(flow.heap)
             return
         parked = self._parked_for.pop(arrival, None)
         if parked is not None:
@@ -145,11 +139,14 @@ class WaitingQueue:
     # Waiting for an event ---------------------------------------------------------------------------------
 
     def park(self, request: Request, waits_for: WaitFor, until_step: int | None = None) -> None:
-        """Set a request aside until `wake(waits_for)`, or until step `until_step` at the latest."""
+        """Set a request aside, new or ready, until `wake(waits_for)`, or until step `until_step` at the latest."""
         self.remove(request)
         self._parked.setdefault(waits_for, {})[request.arrival] = request
         self._parked_for[request.arrival] = waits_for, until_step
-        self._times.enter(request.times, _phase_of(request, waits_for))
+        phase = Phase.GRAMMAR if waits_for == request.compiling else Phase.STORE
+        if isinstance(waits_for, bytes):
+            phase = Phase.PREFIX
+        self._times.enter(request.times, Phase.PREEMPTED if request.preemptions else phase)
         if until_step is not None:
             heapq.heappush(self._deadlines, (until_step, request.arrival))
 
@@ -175,20 +172,9 @@ class WaitingQueue:
         return expired
 
     def _enter(self, name: str | None) -> None:
+        """Note the turn of a flow as it is now."""
+        names: Iterable[str | None] = (name,)
         if len(self._turns) > 4 * len(self._flows) + _SLACK:
-            self._turns = [self._turn(flow) for flow in self._flows]
-            heapq.heapify(self._turns)
-        else:
-            heapq.heappush(self._turns, self._turn(name))
-
-    def _turn(self, name: str | None) -> tuple[int, tuple[str, ...]]:
-        return self._policy.turn(name), () if name is None else (name,)
-
-
-def _phase_of(request: Request, waits_for: WaitFor) -> Phase:
-    """Return the phase of a request that is parked."""
-    if request.preemptions:
-        return Phase.PREEMPTED
-    if isinstance(waits_for, bytes):
-        return Phase.PREFIX
-    return Phase.GRAMMAR if waits_for == request.compiling else Phase.STORE
+            self._turns, names = [], self._flows
+        for each in names:
+            heapq.heappush(self._turns, (self._policy.turn(each), () if each is None else (each,)))

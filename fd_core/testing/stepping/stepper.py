@@ -32,7 +32,7 @@ class Stepper:
         self.probe = parts_of(engine)
         self.limits = self.scheduler.limits
         # No KV is stored outside the device unless a test plays the tiers itself.
-        self.probe.offloading.keep = KeepKV(preempted=False)
+        self.probe.offloading.keep, self.probe.offloading.stores = KeepKV(preempted=False), True
         self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
         self.texts = Texts()
         self.computed: list[int] = []
@@ -144,7 +144,7 @@ class Stepper:
         assert (stats.scheduler.blocks.used, stats.scheduler.blocks.fenced) == (0, 0)
         assert stats.scheduler.outputs.stale_outputs == 0
         assert not self.probe.prefixes.num_computing
-        assert not self.probe.operations.busy
+        assert not (self.probe.operations.open or self.probe.operations.effects)
 
     # Audits -----------------------------------------------------------------------------------------------
 

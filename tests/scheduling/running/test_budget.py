@@ -17,7 +17,7 @@ DRAFTS = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 def test_what_is_granted_is_charged_and_never_more_than_the_budget(limit: int, wanted: list[int]) -> None:
     budget = Budget(limit)
     rows, drafts = allot_decodes(budget, np.array(wanted, np.int32), np.zeros(len(wanted), np.int64))
-    assert budget.used == len(rows) + drafts.sum() <= limit
+    assert budget.limit - budget.left == len(rows) + drafts.sum() <= limit
     assert (drafts <= np.array(wanted)[rows]).all()
 
 
