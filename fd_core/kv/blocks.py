@@ -232,7 +232,8 @@ class BlockPool:
         self._block_of.clear()
         self._key_of.clear()
         cached, self._cached = self._cached, OrderedDict()
-        self._push_empty(np.fromiter(cached, np.int32, len(cached)))
+        self._empty[self._num_empty : self._num_empty + len(cached)] = np.fromiter(cached, np.int32, len(cached))
+        self._num_empty += len(cached)
         if self._recorder is not None:
             self._recorder.cleared()
 
@@ -277,17 +278,13 @@ class BlockPool:
             self._pinned.update(dict.fromkeys(blocks[self._pins[blocks] > 0].tolist()))
             blocks = blocks[self._pins[blocks] == 0]
         self.num_freed += len(blocks)
-        if not self._key_of:
-            self._push_empty(blocks)
-            return
-        empty = []
-        for block in blocks.tolist():
-            if block in self._key_of:
-                self._cached[block] = None
-            else:
-                empty.append(block)
-        self._push_empty(np.array(empty, np.int32))
-
-    def _push_empty(self, blocks: IntArray) -> None:
+        if self._key_of:
+            empty = []
+            for block in blocks.tolist():
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    empty.append(block)
+            blocks = np.array(empty, np.int32)
         self._empty[self._num_empty : self._num_empty + len(blocks)] = blocks
         self._num_empty += len(blocks)

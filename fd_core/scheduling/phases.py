@@ -76,16 +76,11 @@ class PhaseClock:
             self._line_seconds[self._line] += now - self._line_since
             self._line_since, self._line = now, phase
 
-    def join(self, times: PhaseTimes) -> None:
-        """A request stands in line from now on."""
-        self._settle(times)
-        times.phase, times.joined = None, [*self._line_seconds]
-
-    def enter(self, times: PhaseTimes, phase: Phase) -> None:
-        """A request does or waits for something else from now on."""
-        if phase is not times.phase:
+    def enter(self, times: PhaseTimes, phase: Phase | None) -> None:
+        """A request does or waits for something else from now on; None: it stands in line."""
+        if phase is None or phase is not times.phase:
             self._settle(times)
-            times.phase, times.joined = phase, None
+            times.phase, times.joined = phase, None if phase is not None else [*self._line_seconds]
 
     def told(self, times: PhaseTimes) -> tuple[float, ...] | None:
         """Return the seconds of a request until now by the number of the phase; their sum is all its time here.

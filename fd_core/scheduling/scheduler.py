@@ -131,7 +131,9 @@ class ContinuousBatchingScheduler(Scheduler):
         )
         self._arrivals += 1
         self._requests[spec.request_id] = request
-        self._admissions.arrive(request)
+        request.waits_as = request.queued()
+        self._policy.arrived(request.waits_as)
+        self._admissions.wait(request)
         return self._effects()
 
     def abort(self, request_id: str) -> Delta | None:

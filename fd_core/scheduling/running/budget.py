@@ -9,25 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.scheduling.running.plan import Budget
 from fd_core.types import IntArray
 
-__all__ = ["Budget", "allot_decodes", "deal"]
-
-
-class Budget:
-    """Tokens left in one step."""
-
-    __slots__ = ("left", "limit")
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.left = limit
-
-    def take(self, wanted: int) -> int:
-        """Charge up to `wanted` tokens and return how many were granted."""
-        granted = min(wanted, self.left)
-        self.left -= granted
-        return granted
+__all__ = ["allot_decodes", "deal"]
 
 
 def allot_decodes(

@@ -148,13 +148,13 @@ class OutputSide:
         told, ended = self._append(asked, given, outcomes.tokens, output.logprobs)
         # What is settled comes before who is done: the blocks that a last step completes are named like any others.
         self._settle(plan, rows, rows_of, counts)
-        for slot, reason in ended:
-            self._residencies.finish(slot, reason)
+        for slot, request, reason in ended:
+            self._residencies.finish(slot, request, reason)
         return deltas + told
 
     def _append(
         self, rows: npt.NDArray[np.intp], counts: IntArray, tokens: IntArray, logprobs: LogprobRows | None
-    ) -> tuple[list[Delta], list[tuple[int, FinishReason]]]:
+    ) -> tuple[list[Delta], list[tuple[int, Request, FinishReason]]]:
         """Append delivered tokens, at most up to a stop token or the length limit; return also the slots that end."""
         slots = self._slots
         if not len(rows):
@@ -174,7 +174,7 @@ class OutputSide:
         self.counters.generated_tokens += sum(given_out)
         full = slots.num_tokens[rows] >= slots.limit[rows]
         scores = {} if logprobs is None else _logprobs_by_slot(logprobs, slots.requests)
-        ended: list[tuple[int, FinishReason]] = []
+        ended: list[tuple[int, Request, FinishReason]] = []
         ends, told = (stopped | full).tolist(), self._told_first
         # Tuples straight from memory: a list for each row would keep the garbage collector busy.
         cells = [*struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)]
@@ -193,7 +193,7 @@ class OutputSide:
             reason = None
             if ends[index]:
                 reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
-                ended.append((slot, reason))
+                ended.append((slot, request, reason))
             given = scores.get(slot)
             deltas[index] = self._delta(request, token_ids, reason, given[:count] if given else None)
         return deltas, ended
@@ -257,7 +257,7 @@ class OutputSide:
 
     def _fail(self, slot: int, message: str) -> Delta:
         request = self._slots.request_in(slot)
-        self._residencies.finish(slot, FinishReason.ERROR)
+        self._residencies.finish(slot, request, FinishReason.ERROR)
         return msgspec.structs.replace(self.end(request, FinishReason.ERROR), error=message)
 
     def _delta(

@@ -5,14 +5,30 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.scheduling.running.budget import Budget
+from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.types import Admission, BlockGrant, IntArray, Revocation, StepPlan, frozen
 
-__all__ = ["PlanBuilder"]
+__all__ = ["Budget", "PlanBuilder"]
 
 _ONES = frozen(np.ones(4096, np.int32))
 _ZEROS = frozen(np.zeros(4096, np.int32))
+
+
+class Budget:
+    """Tokens left in one step."""
+
+    __slots__ = ("left", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.left = limit
+
+    def take(self, wanted: int) -> int:
+        """Charge up to `wanted` tokens and return how many were granted."""
+        granted = min(wanted, self.left)
+        self.left -= granted
+        return granted
 
 
 class PlanBuilder:
@@ -35,11 +51,6 @@ class PlanBuilder:
         self._grants: list[BlockGrant] = []
         self._revocations: list[Revocation] = []
 
-    @property
-    def empty(self) -> bool:
-        """Whether the step would do nothing; a plan that only admits or only revokes is not empty."""
-        return not (self._slots or self._revocations or self._admissions)
-
     def add_rows(self, slots: npt.NDArray[np.intp], num_tokens: IntArray, num_drafts: IntArray) -> None:
         """Schedule several slots."""
         if len(slots):
@@ -50,23 +61,25 @@ class PlanBuilder:
 
     def add_decodes(self, slots: npt.NDArray[np.intp]) -> None:
         """Schedule one token of each of several slots, without drafts."""
-        count = len(slots)
-        if count > len(_ONES):
-            self.add_rows(slots, np.ones(count, np.int32), np.zeros(count, np.int32))
-        else:
-            self.add_rows(slots, _ONES[:count], _ZEROS[:count])
+        count, many = len(slots), len(slots) > len(_ONES)
+        self.num_rows += count
+        self._slots.append(slots)
+        self._num_tokens.append(np.ones(count, np.int32) if many else _ONES[:count])
+        self._num_drafts.append(np.zeros(count, np.int32) if many else _ZEROS[:count])
 
     def add_row(self, slot: int, num_tokens: int) -> None:
         """Schedule one slot without drafts."""
-        self.add_rows(np.array([slot]), np.array([num_tokens], np.int32), np.zeros(1, np.int32))
+        self.num_rows += 1
+        self._slots.append(np.array([slot]))
+        self._num_tokens.append(np.array([num_tokens], np.int32))
+        self._num_drafts.append(_ZEROS[:1])
 
     def chosen(self) -> set[int]:
         """Return the slots that are scheduled so far."""
         return {slot for part in self._slots for slot in part.tolist()}
 
-    def admit(self, slot: int, table: SlotTable) -> None:
+    def admit(self, slot: int, request: Request, table: SlotTable) -> None:
         """Tell the runner about a new residency and the blocks that it begins with."""
-        request = table.request_in(slot)
         admission = Admission(
             slot=slot,
             gen=int(table.gen[slot]),
@@ -95,8 +108,13 @@ class PlanBuilder:
         self._grants = [grant for grant in self._grants if grant.slot != slot]
         self._revocations.append(Revocation(slot, gen))
 
-    def build(self, table: SlotTable) -> StepPlan:
-        """Freeze the plan; positions are read from the slot table."""
+    def build(self, table: SlotTable) -> StepPlan | None:
+        """Freeze the plan; positions are read from the slot table. None if the step would do nothing.
+
+        A plan that only admits or only revokes does something.
+        """
+        if not (self._slots or self._revocations or self._admissions):
+            return None
         slots, num_tokens, num_drafts = np.empty(0, np.intp), _ZEROS[:0], _ZEROS[:0]
         if len(self._slots) == 1:  # most plans have one part only, which is nobody else's
             slots, num_tokens, num_drafts = self._slots[0], self._num_tokens[0], self._num_drafts[0]

@@ -72,7 +72,10 @@ class Planner:
             self._admit(draft, self._step)
         if not self._times.looked_at:
             self._times.line_waits_for(Phase.SCHEDULER)
-        return None if draft.empty else self._seal(draft)
+        plan = draft.build(self._slots)
+        if plan is not None:
+            self._account(plan, draft)
+        return plan
 
     def _of_this_plan(self, ready: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         """Return which ready slots a plan takes where stages compute different plans at the same time.
@@ -186,9 +189,8 @@ class Planner:
         for slot in self._left_out:
             times.enter(slots.request_in(slot).times, Phase.BUDGET if slot in may_run else Phase.BLOCKS)
 
-    def _seal(self, draft: PlanBuilder) -> StepPlan:
-        """Fix the plan and account for it."""
-        plan = draft.build(self._slots)
+    def _account(self, plan: StepPlan, draft: PlanBuilder) -> None:
+        """Count what the plan computes as computed."""
         slots, rows = self._slots, draft.rows
         slots.num_computed[rows] += plan.num_tokens
         slots.num_planned[rows] += plan.samples + plan.num_drafts
@@ -202,4 +204,3 @@ class Planner:
         counters.steps += 1
         counters.budget_used += draft.budget.limit - draft.budget.left
         counters.budget_limit += draft.budget.limit
-        return plan

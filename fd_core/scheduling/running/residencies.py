@@ -86,14 +86,14 @@ class Residencies:
         self._times.enter(request.times, phase)
         self.slots.running[slot], self.slots.loading[slot] = False, True
 
-    def run(self, slot: int, num_computed: int, num_cached: int) -> None:
+    def run(self, slot: int, request: Request, num_computed: int, num_cached: int) -> None:
         """A request begins to run with the KV of `num_computed` tokens in place; `num_cached` were there before it."""
         slots, counters = self.slots, self.counters
-        request = slots.request_in(slot)
         self._times.enter(request.times, Phase.COMPUTING)
         slots.num_computed[slot] = slots.num_settled[slot] = num_computed
-        params = request.spec.params
-        self._drafts.admit(slot, params.grammar is not None or params.reasoning is not None)
+        if self._drafts.max_drafts:
+            params = request.spec.params
+            self._drafts.admit(slot, params.grammar is not None or params.reasoning is not None)
         request.stored = request.stored_on_host = 0
         num_tokens = int(slots.num_tokens[slot])
         if request.cached_tokens is None and not request.spec.delivered:
@@ -119,14 +119,14 @@ class Residencies:
         self._register(slot, request, arrived)
         if not request.announced:
             self._prefixes.announce(request, arrived, len(self._prefixes.keys(request)))
-        self.run(slot, arrival.num_tokens, arrival.num_cached)
+        self.run(slot, request, arrival.num_tokens, arrival.num_cached)
         self.arrived.append(slot)
 
     def announce_arrivals(self, draft: PlanBuilder) -> None:
         """Tell the runner of the slots whose KV arrived since the last plan."""
         for slot in self.arrived:
             if self.slots.running[slot]:
-                draft.admit(slot, self.slots)
+                draft.admit(slot, self.slots.request_in(slot), self.slots)
         self.arrived.clear()
 
     # A residency goes on ----------------------------------------------------------------------------------
@@ -176,13 +176,12 @@ class Residencies:
         self.slots.draining[slot] = True
         draft.revoke(slot, int(self.slots.gen[slot]))
 
-    def finish(self, slot: int, reason: FinishReason) -> None:
+    def finish(self, slot: int, request: Request, reason: FinishReason) -> None:
         """The request in `slot` has delivered its last token.
 
         A running slot is free at once: what is in flight for it belongs to an old gen. A draining slot is free on its
         -9.
         """
-        request = self.slots.request_in(slot)
         if request.ended is not None:
             raise RuntimeError(f"slot {slot} has no request to finish")
         generated = int(self.slots.num_tokens[slot]) - request.prompt_len
@@ -238,7 +237,7 @@ class Residencies:
 
     def _give_up_blocks(self, slot: int, request: Request) -> None:
         slots = self.slots
-        self._pool.release(slots.blocks(slot), int(slots.last_step[slot]))
+        self._pool.release(slots.tables[slot, : slots.num_blocks[slot]].copy(), int(slots.last_step[slot]))
         if request.announced:
             self._prefixes.give_up(request, int(slots.num_registered[slot]))
         slots.num_blocks[slot] = 0

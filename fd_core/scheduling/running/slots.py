@@ -157,8 +157,9 @@ class SlotTable:
 
     def append_tokens(self, rows: npt.NDArray[np.intp], tokens: IntArray, counts: IntArray) -> None:
         """Append to the request in each of the slots `rows` the first `counts` int32[n] of `tokens` int32[n, width]."""
-        for slot in self._delivered.crowded(rows, tokens.shape[1]):
-            self.request_in(slot).tokens.take_delivered()
+        if tokens.shape[1] > self._delivered.sure:
+            for slot in self._delivered.crowded(rows, tokens.shape[1]):
+                self.request_in(slot).tokens.take_delivered()
         self._delivered.append(rows, tokens, counts)
         self.num_tokens[rows] += counts
 

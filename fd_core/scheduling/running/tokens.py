@@ -70,8 +70,9 @@ class TokenBuffer:
 
     def take_delivered(self) -> None:
         """Take the tokens that stand in the row of the request's slot."""
-        if self._delivered is not None and self._delivered.counts[self.slot]:
-            self._append(self._delivered.take(self.slot))
+        if self.row is not None and self._delivered is not None and (count := int(self.row[self.slot])):
+            self.row[self.slot] = 0
+            self._append(self._delivered.tokens[self.slot, :count])
 
     def _append(self, token_ids: Sequence[int] | IntArray) -> None:
         count = self.taken + len(token_ids)
@@ -91,34 +92,26 @@ class DeliveredTokens:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._tokens = np.zeros((num_slots, _ROOM), np.int32)
+        self.tokens = np.zeros((num_slots, _ROOM), np.int32)
+        """int32[num_slots, room]: a row for each slot."""
         self.counts = np.zeros(num_slots, np.intp)
         """intp[num_slots]: number of tokens in each row."""
-        self._sure = _ROOM
+        self.sure = _ROOM
         """Tokens for which every row has room, or fewer than that."""
-
-    def take(self, slot: int) -> IntArray:
-        """Return int32[count] of row `slot`, valid until the next `append`; the row is empty afterwards."""
-        count = int(self.counts[slot])
-        self.counts[slot] = 0
-        row: IntArray = self._tokens[slot, :count]
-        return row
 
     def crowded(self, rows: npt.NDArray[np.intp], width: int) -> list[int]:
         """Return those of `rows` that have no room for `width` more tokens: their buffers have to take theirs first."""
-        if width <= self._sure:
-            return []
-        self._sure = self._tokens.shape[1] - int(self.counts.max())
-        slots: list[int] = rows[self.counts[rows] + width > self._tokens.shape[1]].tolist()
+        self.sure = self.tokens.shape[1] - int(self.counts.max())
+        slots: list[int] = rows[self.counts[rows] + width > self.tokens.shape[1]].tolist()
         return slots
 
     def append(self, rows: npt.NDArray[np.intp], tokens: IntArray, counts: IntArray) -> None:
         """Append to each row of `rows` intp[n] the first `counts` int32[n] of its `tokens` int32[n, width]."""
         first = self.counts[rows]
         if tokens.shape[1] == 1:
-            self._tokens[rows, first] = tokens[:, 0]
+            self.tokens[rows, first] = tokens[:, 0]
         else:
             # Entries behind the count of a row are written, too: the next append writes over them.
-            self._tokens[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens
+            self.tokens[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens
         self.counts[rows] = first + counts
-        self._sure -= tokens.shape[1]
+        self.sure -= tokens.shape[1]

@@ -132,12 +132,6 @@ class AdmissionControl:
         ends = slots.num_planned[rows] + self._remaining(slots, rows)
         return int(np.maximum(-(-ends // slots.block_size) - slots.num_blocks[rows], 0).sum())
 
-    def largest_growth_of(self, request: Request, block_size: int) -> int:
-        """Return the share of one more request in that bound."""
-        length = request.num_tokens
-        left = self.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
-        return -(-(length + left) // block_size) - -(-length // block_size)
-
     def _remaining(self, slots: SlotTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
         prompts = slots.prompt_len[rows]
         return self.forecast.remaining(slots.num_planned[rows] - prompts, slots.limit[rows] - prompts)
@@ -160,7 +154,9 @@ class AdmissionPass:
             return False
         if self._bound is None:
             self._bound = self._control.largest_growth(self._slots)
-        growth = self._control.largest_growth_of(request, self._slots.block_size)
+        length, size = request.num_tokens, self._slots.block_size
+        left = self._control.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
+        growth = -(-(length + left) // size) - -(-length // size)
         if needed + self._bound + growth > free and needed + self._control.growth(self._slots, request) > free:
             return False
         self._bound += growth

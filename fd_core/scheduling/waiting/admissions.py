@@ -70,12 +70,6 @@ class Admissions:
 
     # Requests come and go ---------------------------------------------------------------------------------
 
-    def arrive(self, request: Request) -> None:
-        """A new request begins to wait."""
-        request.waits_as = request.queued()
-        self._policy.arrived(request.waits_as)
-        self.wait(request)
-
     def wait(self, request: Request) -> None:
         """A request begins to wait, new or after a preemption."""
         self._prefixes.extend(request)
@@ -203,6 +197,6 @@ class Admissions:
             return
         request.advance(Event.ADMIT)
         cached = first * self._limits.block_size
-        residencies.run(slot, cached, cached)
-        draft.admit(slot, self._slots)
+        residencies.run(slot, request, cached, cached)
+        draft.admit(slot, request, self._slots)
         draft.add_row(slot, draft.budget.take(request.num_tokens - cached))

@@ -86,10 +86,7 @@ class WaitingQueue:
         flow.members[request.arrival] = request
         heapq.heappush(flow.heap, (request.rank, request.arrival))
         self._flow_of[request.arrival] = name
-        if request.preemptions:
-            self._times.enter(request.times, Phase.PREEMPTED)
-        else:
-            self._times.join(request.times)
+        self._times.enter(request.times, Phase.PREEMPTED if request.preemptions else None)
 
     def turn_changed(self, request: Request) -> None:
         """Follow the policy, which has seen something of a request's flow; a preempted request waited in two."""

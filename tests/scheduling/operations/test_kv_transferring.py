@@ -94,7 +94,7 @@ def sends(s: ContinuousBatchingScheduler) -> list[Send]:
 def finish(s: ContinuousBatchingScheduler, request: Request, reason: FinishReason = FinishReason.LENGTH) -> None:
     """End a running request before its time, through a back door."""
     assert request.slot is not None
-    s.probe().residencies.finish(request.slot, reason)
+    s.probe().residencies.finish(request.slot, request, reason)
 
 
 def compute(s: ContinuousBatchingScheduler, spec: RequestSpec) -> None:
@@ -659,7 +659,7 @@ def test_who_ends_while_it_drains_gives_up_once() -> None:
         if not backs:
             s.probe().slots.num_tokens[old.slot] += 1
     assert [back.slot for back in backs] == [slot]
-    s.probe().residencies.finish(slot, FinishReason.LENGTH)
+    s.probe().residencies.finish(slot, s.probe().slots.request_in(slot), FinishReason.LENGTH)
     (effect,) = take_effects(s)
     assert isinstance(effect, GiveUp)
     assert counters(s).given_up == 1
