@@ -18,7 +18,7 @@ MUTANTS = (
     mutant(
         "a-prefix-that-was-given-up-wakes-nobody",
         _WAIT,
-        (PREFIXES, "            if key not in self._computing:\n                self._on_end(key)\n", ""),
+        (PREFIXES, "            if key not in self.computing:\n                self._on_end(key)\n", ""),
     ),
     mutant(
         "a-prefix-that-is-complete-wakes-nobody",
@@ -49,7 +49,7 @@ MUTANTS = (
     mutant(
         "who-waits-behind-one-that-does-not-fit-is-looked-at",
         "2.6: planning costs the same however many requests wait",
-        (ADMISSIONS, "if self._is_blocked(request, step):", "if False:"),
+        (ADMISSIONS, "if self._blocked is not None and self._is_blocked(request, step):", "if False:"),
     ),
     mutant(
         "one-that-does-not-fit-is-never-looked-at-again",

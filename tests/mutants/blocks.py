@@ -14,7 +14,7 @@ PREFIX = "kv/prefix.py"
 EVENTS = "types/kv_events.py"
 PREFIXES = "scheduling/prefixes.py"
 
-_RELEASE = "self._pool.release(slots.blocks(slot), int(slots.last_step[slot]))"
+_RELEASE = "self._pool.release(slots.tables[slot, : slots.num_blocks[slot]].copy(), int(slots.last_step[slot]))"
 _SETTLED = "upto = np.where(sampled, slots.num_tokens[rows_of] - 1, plan.starts[rows] + plan.num_tokens[rows])"
 
 _TOLD = "whoever follows the events knows exactly what the pool knows"
@@ -47,12 +47,12 @@ MUTANTS = (
     mutant(
         "free-with-a-step-in-flight",
         "3.2: a block leaves fenced only when the last step that touches it was answered",
-        (RESIDENCIES, _RELEASE, "self._pool.release(slots.blocks(slot), -1)"),
+        (RESIDENCIES, _RELEASE, _RELEASE.replace("int(slots.last_step[slot])", "-1")),
     ),
     mutant(
         "the-fence-is-one-step-short",
         "3.2: a block leaves fenced only when the last step that touches it was answered",
-        (RESIDENCIES, _RELEASE, "self._pool.release(slots.blocks(slot), int(slots.last_step[slot]) - 1)"),
+        (RESIDENCIES, _RELEASE, _RELEASE.replace("[slot]))", "[slot]) - 1)")),
     ),
     mutant(
         "the-pool-does-not-fence",
@@ -84,18 +84,18 @@ MUTANTS = (
         "3.6: at idle every gauge equals its value at start",
         (
             RESIDENCIES,
-            "self.slots.blocks(slot), reason)\n        self._vacate(slot, request)\n",
-            "self.slots.blocks(slot), reason)\n        self.slots.vacate(slot)\n",
+            "self.slots.blocks(slot), reason)\n        self._give_up_blocks(slot, request)\n",
+            "self.slots.blocks(slot), reason)\n",
         ),
     ),
     mutant(
         "matching-evicts-what-it-matched",
         "3.3: matching a prefix never evicts what it matched",
-        (ADMISSIONS, "        self._pool.acquire(matched)\n        fits", "        fits"),
+        (ADMISSIONS, "            pool.acquire(matched)\n            blocks", "            blocks"),
         (
             ADMISSIONS,
-            "        if blocks is None:\n            self._pool.release(matched, -1)\n            return None\n",
-            "        if blocks is None:\n            return None\n        self._pool.acquire(matched)\n",
+            "            if blocks is None:\n                pool.release(matched, -1)\n",
+            "            if blocks is not None:\n                pool.acquire(matched)\n            else:\n",
         ),
     ),
     mutant(

@@ -12,7 +12,7 @@ ADMISSIONS = "scheduling/waiting/admissions.py"
 BUDGET = "scheduling/running/budget.py"
 
 _LIMIT = "        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)\n"
-_DECODES = "        self._decode(rows, draft)\n        self._continue_prefills(rows, draft)\n"
+_DECODES = "            self._decode(rows, draft)\n            self._continue_prefills(rows, draft)\n"
 _RESERVED_BEFORE = (
     PLANNER,
     "        chosen, granted = allot_decodes(draft.budget, wanted, slots.last_step[decoding])\n",
@@ -95,7 +95,7 @@ MUTANTS = (
         (
             PLANNER,
             _DECODES,
-            "        self._continue_prefills(rows, draft)\n        self._decode(rows, draft)\n",
+            "            self._continue_prefills(rows, draft)\n            self._decode(rows, draft)\n",
         ),
     ),
     mutant(
@@ -135,10 +135,8 @@ MUTANTS = (
         "2.3: what an aborted request was charged in the same pass is refunded",
         (
             PLANNER,
-            "        self._revoke(aborting, draft)\n",
-            "        for request in aborting:\n"
-            "            draft.budget.take(1 if request.state is State.RUNNING else 0)\n"
-            "        self._revoke(aborting, draft)\n",
+            "                self._residencies.revoke(request, draft)\n",
+            "                draft.budget.take(1)\n                self._residencies.revoke(request, draft)\n",
         ),
     ),
     mutant(
@@ -155,8 +153,9 @@ MUTANTS = (
         "2.1: the chunk is charged after the cached prefix",
         (
             ADMISSIONS,
-            "        chunk = draft.budget.take(request.num_tokens - cached)\n",
-            "        draft.budget.take(cached)\n        chunk = draft.budget.take(request.num_tokens - cached)\n",
+            "        draft.add_row(slot, draft.budget.take(request.num_tokens - cached))\n",
+            "        draft.budget.take(cached)\n"
+            "        draft.add_row(slot, draft.budget.take(request.num_tokens - cached))\n",
         ),
     ),
     mutant(
@@ -174,8 +173,8 @@ MUTANTS = (
         "2.1: the charge is the request's real number of drafts",
         (
             "scheduling/running/slots.py",
-            "= self.num_registered[slot] = self.drafts_ready[slot] = 0",
-            "= self.num_registered[slot] = 0",
+            "self.num_registered[slot], self.drafts_ready[slot] = count, known, 0",
+            "self.num_registered[slot] = count, known",
         ),
     ),
     mutant(
@@ -190,7 +189,7 @@ MUTANTS = (
     mutant(
         "a-plan-can-be-written",
         "8: a scheduler returns frozen values",
-        ("scheduling/running/plan.py", "slots=frozen(slots.astype(np.int32))", "slots=slots.astype(np.int32)"),
+        ("scheduling/running/plan.py", "for column in (places, gens,", "for column in (gens,"),
     ),
     mutant(
         "every-request-is-expected-to-have-forced-tokens",

@@ -219,14 +219,14 @@ MUTANTS = (
         "4: a preempted request continues with all tokens that were delivered",
         (
             "scheduling/running/tokens.py",
-            "        self.take_delivered()\n        self._delivered, self._slot = None, -1\n",
-            "        self._delivered, self._slot = None, -1\n",
+            "            self.take_delivered()\n        self._delivered, self.row, self.slot = None, None, -1\n",
+            "            self.row[self.slot] = 0\n        self._delivered, self.row, self.slot = None, None, -1\n",
         ),
     ),
     mutant(
         "a-look-forgets-to-empty-the-row",
         "4: a token is delivered once",
-        ("scheduling/running/tokens.py", "        self._counts[slot] = 0\n", ""),
+        ("scheduling/running/tokens.py", "            self.row[self.slot] = 0\n", ""),
     ),
     mutant(
         "a-draft-that-the-grammar-forbids-is-verified",
@@ -277,8 +277,8 @@ MUTANTS = (
         "4: what is known of a prompt is computed again where something is asked of it",
         (
             "scheduling/prefixes.py",
-            "if self.hasher is None or request.needs_every_position:",
-            "if self.hasher is None:",
+            " or ((request.prompt_logprobs or request.pooled) and request.needs_every_position):",
+            ":",
         ),
     ),
     mutant(

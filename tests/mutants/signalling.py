@@ -148,8 +148,8 @@ MUTANTS = (
         "1.3: a step whose whole batch was revoked still yields an output",
         (
             "scheduling/running/plan.py",
-            "return not (self._slots or self._revocations or self._admissions)",
-            "return not (self._slots or self._admissions)",
+            "if not (self._slots or self._revocations or self._admissions):",
+            "if not (self._slots or self._admissions):",
         ),
     ),
     mutant(
@@ -184,7 +184,11 @@ MUTANTS = (
     mutant(
         "a-draining-slot-counts-as-free",
         "1.4: while DRAINING a request keeps its slot",
-        ("scheduling/running/slots.py", "free = ~self.occupied", "free = ~(self.running | self.loading)"),
+        (
+            "scheduling/running/slots.py",
+            "free = ~(self.running | self.loading | self.draining)",
+            "free = ~(self.running | self.loading)",
+        ),
     ),
     mutant(
         "what-to-prefill-is-fixed-before-the-release",

@@ -71,7 +71,7 @@ MUTANTS = (
     mutant(
         "a-loaded-slot-is-not-announced",
         "5.2: on return the loaded prefix is used, the rest recomputed",
-        (RESIDENCIES, "        self._arrived.append(slot)\n", ""),
+        (RESIDENCIES, "        self.arrived.append(slot)\n", ""),
     ),
     mutant(
         "the-digest-is-not-checked",
@@ -160,7 +160,7 @@ MUTANTS = (
     mutant(
         "who-looks-up-is-not-waited-for",
         "5.2: the longest stored prefix is loaded",
-        (ADMISSIONS, "        if operation is not None:\n", "        if operation not in (None, request.lookup):\n"),
+        (ADMISSIONS, "        if operation is None:\n", "        if operation in (None, request.lookup):\n"),
     ),
     mutant(
         "nothing-expires",

@@ -22,7 +22,7 @@ MUTANTS = (
     mutant(
         "end-of-text-zero-ends-nothing",
         _LAW,
-        (SLOTS, "*request.spec.eos_token_ids)", "*filter(None, request.spec.eos_token_ids))"),
+        (SLOTS, "*spec.eos_token_ids)", "*filter(None, spec.eos_token_ids))"),
     ),
     mutant(
         "stop-token-zero-may-come-before-min-tokens",

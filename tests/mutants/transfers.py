@@ -7,6 +7,7 @@ from tests.mutants.mutant import mutant
 ADMISSIONS = "scheduling/waiting/admissions.py"
 RESIDENCIES = "scheduling/running/residencies.py"
 OPERATIONS = "scheduling/operations/registry.py"
+SCHEDULER = "scheduling/scheduler.py"
 TRANSFERRING = "scheduling/operations/kv_transferring.py"
 CONTROL = "scheduling/waiting/admission_control.py"
 REQUESTS = "scheduling/requests.py"
@@ -86,8 +87,8 @@ MUTANTS = (
         "3.5: only settled positions are",
         (
             RESIDENCIES,
-            "            upto = int(self.slots.num_registered[slot])\n",
-            "            upto = int(self.slots.num_computed[slot]) // self._block_size\n",
+            "        upto = int(self.slots.num_registered[slot])\n",
+            "        upto = int(self.slots.num_computed[slot]) // self._block_size\n",
         ),
     ),
     mutant(
@@ -105,8 +106,8 @@ MUTANTS = (
         "6: blocks leave while the rest is computed",
         (
             RESIDENCIES,
-            "            counters.prefix_hits += num_cached\n        self._send_settled(slot, request)\n",
-            "            counters.prefix_hits += num_cached\n",
+            "            counters.prefix_hits += num_cached\n        if request.spec.prefill_job is not None:\n",
+            "            counters.prefix_hits += num_cached\n        if False:\n",
         ),
     ),
     mutant(
@@ -150,12 +151,12 @@ MUTANTS = (
     mutant(
         "an-engine-sleeps-on-what-it-has-to-say",
         _BOTH,
-        (OPERATIONS, "bool(self._open or self._effects)", "bool(self._open)"),
+        (SCHEDULER, "self._operations.open or self._operations.effects or", "self._operations.open or"),
     ),
     mutant(
         "a-lease-is-taken-without-room-to-grow",
         "6.1: granted only with what running requests may still grow to",
-        (CONTROL, "(slots.running | slots.loading)\n        if", "(slots.running)\n        if"),
-        (CONTROL, "(slots.running | slots.loading)\n        ends", "(slots.running)\n        ends"),
+        (CONTROL, "(slots.running | slots.loading)\n        if not", "(slots.running)\n        if not"),
+        (CONTROL, "(slots.running | slots.loading)\n        if len", "(slots.running)\n        if len"),
     ),
 )

@@ -49,16 +49,13 @@ class Planner:
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are revoked."""
-        ready = self._slots.ready()
         draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
         if self._residencies.arrived:
             self._residencies.announce_arrivals(draft)
-        if aborting:
-            for request in aborting:
-                if request.state is State.RUNNING:
-                    self._residencies.revoke(request, draft)
-            ready = self._slots.ready()
-        rows = ready
+        for request in aborting:
+            if request.state is State.RUNNING:
+                self._residencies.revoke(request, draft)
+        rows = ready = self._slots.ready()
         if len(ready):
             rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
             self._decode(rows, draft)

@@ -127,7 +127,7 @@ class AdmissionControl:
     def largest_growth(self, slots: SlotTable) -> int:
         """Return an upper bound of `growth` for the running requests alone: each at its own worst moment."""
         rows = np.flatnonzero(slots.running | slots.loading)
-        if not len(rows):
+        if len(rows) == 0:
             return 0
         ends = slots.num_planned[rows] + self._remaining(slots, rows)
         return int(np.maximum(-(-ends // slots.block_size) - slots.num_blocks[rows], 0).sum())
