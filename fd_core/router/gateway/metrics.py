@@ -14,12 +14,12 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from fd_core.http.bodies import BodyStats
+from fd_core.http.connections.connections import ConnectionStats
+from fd_core.http.metrics import Histogram, metric_families, refusal_family
+from fd_core.http.supervision import TaskStats
 from fd_core.router.router import Router
 from fd_core.router.snapshot import OUTCOMES, RouterSnapshot
-from fd_core.server.connections.bodies import BodyStats
-from fd_core.server.connections.connections import ConnectionStats
-from fd_core.server.state.metrics import Histogram, metric_families, refusal_family
-from fd_core.server.state.supervision import TaskStats
 from fd_core.types.metrics import counter
 
 __all__ = ["GatewayCounts", "GatewayMetrics"]

@@ -13,6 +13,12 @@ from typing import Final
 import aiohttp
 
 from fd_core.errors import FdError
+from fd_core.http.access.control import AccessControl
+from fd_core.http.connections import listening
+from fd_core.http.connections.connections import Connections, connection_limit
+from fd_core.http.connections.liveness import liveness
+from fd_core.http.connections.tls import ServingTls, client_context
+from fd_core.http.spans import RequestSpans
 from fd_core.router.gateway.admin import Admin
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.gate import RouterGate
@@ -27,12 +33,6 @@ from fd_core.router.gateway.workers.kv_events import KVFollowers
 from fd_core.router.gateway.workers.models import first_root
 from fd_core.router.gateway.workers.watched import GatewayHttp
 from fd_core.router.router import Router
-from fd_core.server.access.control import AccessControl
-from fd_core.server.connections import listening
-from fd_core.server.connections.connections import Connections, connection_limit
-from fd_core.server.connections.liveness import liveness
-from fd_core.server.connections.tls import ServingTls, client_context
-from fd_core.server.state.spans import RequestSpans
 
 __all__ = ["serve_gateway"]
 

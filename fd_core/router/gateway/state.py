@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from fd_core.http.access.control import AccessControl
+from fd_core.http.bodies import BodyBudget
+from fd_core.http.draining import Drain
+from fd_core.http.spans import RequestSpans
+from fd_core.http.supervision import Supervisor
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.requests.request_cost import CostReader
@@ -15,11 +20,6 @@ from fd_core.router.gateway.requests.route_requests import RouteRequestReader
 from fd_core.router.gateway.requests.timeouts import WorkerTimeouts
 from fd_core.router.router import Router
 from fd_core.router.selection import Mode
-from fd_core.server.access.control import AccessControl
-from fd_core.server.connections.bodies import BodyBudget
-from fd_core.server.state.draining import Drain
-from fd_core.server.state.spans import RequestSpans
-from fd_core.server.state.supervision import Supervisor
 
 __all__ = ["GatewayState", "PairingLog"]
 

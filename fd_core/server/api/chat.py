@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.api.errors import invalid
+from fd_core.http.errors import invalid
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.api_limits import CHAT as CHAT_LIMITS
 from fd_core.server.preprocess.api_limits import MAX_TOOL_NAME

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from fd_core.server.api.errors import invalid
+from fd_core.http.errors import invalid
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
 from fd_core.server.preprocess.prompts import PromptState, require_effort
 from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction

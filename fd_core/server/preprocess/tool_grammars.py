@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from fd_core.server.api.errors import invalid
+from fd_core.http.errors import invalid
 from fd_core.server.preprocess.tools import OfferedTools
 from fd_core.server.state.state import ServerState
 from fd_core.server.stream.generation import Job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from fd_core.server.api.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, invalid
 from fd_core.server.preprocess.prompts import require_role
 from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest

@@ -12,13 +12,13 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.errors import unavailable
 from fd_core.router.gateway.requests.answers import json_response
 from fd_core.router.gateway.requests.headers import to_client
 from fd_core.router.gateway.requests.relaying import TROUBLE, read_up_to
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
-from fd_core.server.access.record import RequestRecord
-from fd_core.server.api.errors import unavailable
 from fd_core.server.schemas.responses import AbortAnswer
 
 __all__ = ["ABORT_PATH", "abort", "change_adapters"]

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from fd_core.http.errors import ApiError, unavailable
 from fd_core.router.selection import NoWorker
-from fd_core.server.api.errors import ApiError, unavailable
 
 __all__ = ["error_event", "error_response", "json_response", "lost", "refusal"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from fd_core.server.api.errors import ApiError
-from fd_core.server.connections.bodies import BodyShare
-from fd_core.server.connections.headers import refuse_encoding
+from fd_core.http.bodies import BodyShare
+from fd_core.http.errors import ApiError
+from fd_core.http.headers import refuse_encoding
 
 __all__ = ["read_body"]
 

@@ -8,11 +8,11 @@ from typing import Final
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.access.tenants import TENANT_HEADER, Tenant, sign_tenant
+from fd_core.http.access.usage import USAGE_HEADER
+from fd_core.http.draining import DRAINING_HEADER
 from fd_core.router.gateway.state import GatewayState
-from fd_core.server.access.record import RequestRecord
-from fd_core.server.access.tenants import TENANT_HEADER, Tenant, sign_tenant
-from fd_core.server.access.usage import USAGE_HEADER
-from fd_core.server.state.draining import DRAINING_HEADER
 
 __all__ = ["AUTO_HEADERS", "to_client", "to_worker"]
 

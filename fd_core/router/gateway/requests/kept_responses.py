@@ -11,11 +11,11 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from fd_core.http.access.record import RequestRecord
 from fd_core.router.gateway.requests.headers import to_worker
 from fd_core.router.gateway.requests.relaying import TROUBLE
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
-from fd_core.server.access.record import RequestRecord
 
 __all__ = ["keeper"]
 

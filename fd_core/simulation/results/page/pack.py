@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from fd_core.errors import ConfigError
-from fd_core.pages.assembling import assemble
+from fd_core.http.pages.assembling import assemble
 from fd_core.simulation.clock.waits import WAIT_TITLES
 from fd_core.simulation.results.comparing import FIGURES, USUAL_FIGURES, VERDICTS, SeedInterval, SettingsComparison
 from fd_core.simulation.results.report import (

@@ -12,7 +12,7 @@ import hmac
 import re
 from typing import Final, NamedTuple
 
-from fd_core.server.access.keys import ApiKey
+from fd_core.http.access.keys import ApiKey
 
 __all__ = ["TENANT_HEADER", "Tenant", "read_tenant", "sign_tenant"]
 

@@ -14,8 +14,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from fd_core.errors import ConfigError
-from fd_core.server.api.errors import ApiError
-from fd_core.server.connections.listening import is_loopback
+from fd_core.http.connections.listening import is_loopback
+from fd_core.http.errors import ApiError
 
 __all__ = ["HostRules", "Visit"]
 

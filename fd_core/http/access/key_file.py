@@ -23,8 +23,8 @@ from typing import Any, Final
 import msgspec
 
 from fd_core.errors import ConfigError
-from fd_core.server.access.keys import ApiKey
-from fd_core.server.access.limits import KeyLimits
+from fd_core.http.access.keys import ApiKey
+from fd_core.http.access.limits import KeyLimits
 
 __all__ = ["FLAG", "read_key_file", "warn_if_others_read"]
 

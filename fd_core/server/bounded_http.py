@@ -10,7 +10,7 @@ from typing import Any, Final
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from fd_core.server.connections.connections import MAX_HEAD_BYTES, Connections, WatchedProtocol
+from fd_core.http.connections.connections import MAX_HEAD_BYTES, Connections, WatchedProtocol
 
 __all__ = ["BoundedHttp"]
 

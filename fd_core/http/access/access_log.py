@@ -6,7 +6,7 @@ import logging
 from typing import Final
 
 from fd_core.config.logs import ACCESS_LOGGER, one_word
-from fd_core.server.access.record import RequestRecord
+from fd_core.http.access.record import RequestRecord
 
 __all__ = ["CLIENT_LEFT", "log_access"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from fd_core.server.access.keys import ApiKey
-from fd_core.server.access.limits import KeyAccount, KeyAdmission, Reservation
-from fd_core.server.access.tenants import Tenant
+from fd_core.http.access.keys import ApiKey
+from fd_core.http.access.limits import KeyAccount, KeyAdmission, Reservation
+from fd_core.http.access.tenants import Tenant
 
 __all__ = ["RequestRecord"]
 

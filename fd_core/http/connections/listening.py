@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
 from fd_core.errors import ConfigError
-from fd_core.server.connections.port_holder import port_holder
-from fd_core.server.state.supervision import Supervisor
+from fd_core.http.connections.port_holder import port_holder
+from fd_core.http.supervision import Supervisor
 
 __all__ = [
     "ANY_ADDRESS",

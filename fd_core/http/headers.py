@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from fd_core.server.api.errors import ApiError
+from fd_core.http.errors import ApiError
 
 __all__ = ["length_of", "parameters", "refuse_encoding"]
 

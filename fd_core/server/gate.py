@@ -11,16 +11,17 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fd_core.server.access.access_log import CLIENT_LEFT, log_access
-from fd_core.server.access.control import AccessControl, limit_headers
-from fd_core.server.access.record import RequestRecord
-from fd_core.server.access.routes import find_route
-from fd_core.server.access.tenants import TENANT_HEADER, Tenant, read_tenant
-from fd_core.server.api.errors import ApiError, error_response, no_such_path, to_api_error, unavailable
+from fd_core.http.access.access_log import CLIENT_LEFT, log_access
+from fd_core.http.access.control import AccessControl, limit_headers
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.access.routes import find_route
+from fd_core.http.access.tenants import TENANT_HEADER, Tenant, read_tenant
+from fd_core.http.connections.connections import source_of
+from fd_core.http.draining import DRAINING_HEADER, Drain
+from fd_core.http.errors import ApiError, no_such_path, to_api_error, unavailable
+from fd_core.http.hosts import HostRules, Visit
+from fd_core.server.api.errors import error_response
 from fd_core.server.batches.asgi import OWNER
-from fd_core.server.connections.connections import source_of
-from fd_core.server.connections.hosts import HostRules, Visit
-from fd_core.server.state.draining import DRAINING_HEADER, Drain
 from fd_core.server.state.metrics import ServerMetrics
 from fd_core.text.fair_thread import CLIENT
 

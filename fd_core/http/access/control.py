@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from fd_core.errors import ConfigError
-from fd_core.server.access.key_file import FLAG, read_key_file, warn_if_others_read
-from fd_core.server.access.keys import ApiKey, KeyRing, scoped
-from fd_core.server.access.limits import KeyAccount, KeyLimits, LimitReached, SlidingWindow
-from fd_core.server.access.record import RequestRecord
-from fd_core.server.access.routes import Right, find_route
-from fd_core.server.api.errors import ApiError, no_such_path
+from fd_core.http.access.key_file import FLAG, read_key_file, warn_if_others_read
+from fd_core.http.access.keys import ApiKey, KeyRing, scoped
+from fd_core.http.access.limits import KeyAccount, KeyLimits, LimitReached, SlidingWindow
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.access.routes import Right, find_route
+from fd_core.http.errors import ApiError, no_such_path
 
 __all__ = ["AccessControl", "limit_error", "limit_headers"]
 

@@ -8,9 +8,9 @@ import socket
 from collections.abc import Callable
 from typing import Any, Final
 
-from fd_core.server.api.errors import unavailable
-from fd_core.server.connections.connections import Connections, WatchedProtocol
-from fd_core.server.connections.tls import ServingTls
+from fd_core.http.connections.connections import Connections, WatchedProtocol
+from fd_core.http.connections.tls import ServingTls
+from fd_core.http.errors import unavailable
 
 __all__ = ["Listener"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from fd_core.server.access.limits import KeyLimits
+from fd_core.http.access.limits import KeyLimits
 
 __all__ = ["ApiKey", "KeyRing", "scoped"]
 

@@ -19,8 +19,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from fd_core.config import ListenConfig
-from fd_core.server.api.errors import ApiError
-from fd_core.server.connections.listening import is_loopback
+from fd_core.http.connections.listening import is_loopback
+from fd_core.http.errors import ApiError
 from fd_core.types.metrics import counter, gauge
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from fd_core.server.api.errors import ApiError, unavailable
-from fd_core.server.connections.headers import length_of
+from fd_core.http.errors import ApiError, unavailable
+from fd_core.http.headers import length_of
 from fd_core.types.metrics import counter, gauge
 
 __all__ = ["BodyBudget", "BodyShare", "BodyStats"]

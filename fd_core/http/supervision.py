@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import msgspec
 
 from fd_core.errors import FdError
-from fd_core.server.api.errors import ApiError
+from fd_core.http.errors import ApiError
 from fd_core.types.metrics import counter
 
 __all__ = ["Supervisor", "TaskStats", "cancelled", "failure_reason"]
