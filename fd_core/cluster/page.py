@@ -16,9 +16,8 @@ import fd_core
 from fd_core.cluster.controller import ProcessPhase
 from fd_core.cluster.deployment import ROUTERS, Deployment
 from fd_core.config import ListenConfig
-from fd_core.http.answers import HealthAnswer
 from fd_core.http.connections.connections import Connections
-from fd_core.http.errors import ApiError
+from fd_core.http.errors import ApiError, HealthAnswer
 from fd_core.http.hosts import HostRules
 from fd_core.http.metrics import metric_families
 from fd_core.router.gateway.requests.answers import error_response, json_response

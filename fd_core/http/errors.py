@@ -11,11 +11,14 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 from fd_core.errors import BadRequest, EngineDead, FdError
-from fd_core.http.answers import ErrorAnswer, ErrorDetail
 
 __all__ = [
     "MESSAGES_PATH",
     "ApiError",
+    "ErrorAnswer",
+    "ErrorDetail",
+    "HealthAnswer",
+    "VersionAnswer",
     "invalid",
     "no_such_path",
     "to_api_error",
@@ -23,6 +26,36 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong, which field, and a word for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class HealthAnswer(msgspec.Struct):
+    """`ok`, or what is wrong."""
+
+    status: str
+    reason: str | None = None
+    """Alongside `ok`: which of several engines is missing, and which background tasks fail."""
+
+
+class VersionAnswer(msgspec.Struct):
+    """The version of fd_core that serves."""
+
+    version: str
+
 
 _STATUS_TEXT = {405: "this path does not take this method"}
 _SHOWN_OF_A_PATH: Final = 128

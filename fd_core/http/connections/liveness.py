@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 
 from fd_core.config import ListenConfig
-from fd_core.http.answers import HealthAnswer
 from fd_core.http.connections.listening import bind_socket
+from fd_core.http.errors import HealthAnswer
 
 __all__ = ["liveness"]
 

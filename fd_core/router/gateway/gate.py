@@ -22,13 +22,10 @@ from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import ApiError, no_such_path, to_api_error, unavailable
 from fd_core.http.hosts import HostRules
 from fd_core.router.gateway.pages import PAGES
-from fd_core.router.gateway.requests.aborting import ABORT_PATH, abort, change_adapters
-from fd_core.router.gateway.requests.answers import error_response, json_response
-from fd_core.router.gateway.requests.body import read_body
+from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_adapters, keeper
+from fd_core.router.gateway.requests.answers import error_response, json_response, read_body, to_worker
 from fd_core.router.gateway.requests.forwarding import Exchange
-from fd_core.router.gateway.requests.headers import to_worker
-from fd_core.router.gateway.requests.kept_responses import keeper
-from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.gateway.workers.models import union
 from fd_core.router.gateway.workers.watched import visit_of
 from fd_core.router.selection import RouteRequest

@@ -22,12 +22,11 @@ from fd_core.http.spans import RequestSpans
 from fd_core.router.gateway.admin import Admin
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.gate import RouterGate
-from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.requests.connector import WorkerConnector, reuse_tracing
 from fd_core.router.gateway.requests.model_text import ModelText, find_text
 from fd_core.router.gateway.requests.request_cost import CostReader
 from fd_core.router.gateway.requests.route_requests import RouteRequestReader
-from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.requests.state import GatewayMetrics, GatewayState
 from fd_core.router.gateway.workers.health_checks import HealthChecks
 from fd_core.router.gateway.workers.kv_events import KVFollowers
 from fd_core.router.gateway.workers.models import first_root

@@ -31,7 +31,7 @@ from fd_core.server.stream.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.stream.logprobs import chat_logprobs
 from fd_core.server.stream.response_format import CollectedText, ResponseFormat
 from fd_core.server.stream.streaming import GenerationResponse
-from fd_core.structured.forms import FormAsked
+from fd_core.structured.grammar import FormAsked
 from fd_core.structured.workers.messages import FormOutcome, Unenforced
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.events import Content

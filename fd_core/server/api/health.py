@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
-from fd_core.http.answers import HealthAnswer, VersionAnswer
+from fd_core.http.errors import HealthAnswer, VersionAnswer
 from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.server.api import kv_events
 from fd_core.server.api.openapi import endpoint

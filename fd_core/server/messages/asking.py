@@ -10,7 +10,7 @@ from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRe
 from fd_core.server.preprocess.prompts import PromptState, require_effort
 from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
 from fd_core.server.schemas.requests import ChatRequest, Message
-from fd_core.structured.forms import FormAsked, SchemaForm
+from fd_core.structured.grammar import FormAsked, SchemaForm
 
 __all__ = ["as_chat", "demanded_form"]
 

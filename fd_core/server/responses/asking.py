@@ -11,7 +11,7 @@ from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, T
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
 from fd_core.server.responses.store import ResponseStore
 from fd_core.server.schemas.requests import ChatRequest, Message
-from fd_core.structured.forms import FormAsked, SchemaForm
+from fd_core.structured.grammar import FormAsked, SchemaForm
 
 __all__ = ["as_chat", "demanded_form", "earlier_messages"]
 

@@ -11,7 +11,7 @@ import msgspec
 
 from fd_core.http.errors import ApiError, unavailable
 from fd_core.router.gateway.requests.relaying import TROUBLE, read_up_to
-from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
 
 __all__ = ["first_root", "served", "union"]

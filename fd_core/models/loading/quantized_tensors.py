@@ -20,7 +20,7 @@ import numpy.typing as npt
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import TensorView
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.loading.mapped_file import StoredTensor
+from fd_core.models.loading.files import StoredTensor
 from fd_core.ops.weights import FP8, RAW_TYPES, PackedTensor, RawTensor, Weight
 
 __all__ = ["quantized_views"]

@@ -10,11 +10,11 @@ from typing import Final, Protocol
 import numpy as np
 
 from fd_core.router.selection import RouteRequest
-from fd_core.simulation.clients.conversations import Conversation, Piece, UserTurn, tokens_of
 from fd_core.simulation.clock.timeline import Appointment, Timeline
 from fd_core.simulation.clock.waits import WaitAccount
 from fd_core.simulation.engines.device import END
 from fd_core.simulation.results.outcomes import RequestOutcome
+from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn, tokens_of
 from fd_core.types import Delta, IntArray, RequestSpec, SamplingParams
 
 __all__ = ["ClientDoor", "SimulatedClient", "WrongAnswer"]

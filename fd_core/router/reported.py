@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.router.places import Numbers, Places
-from fd_core.router.prefixes.holders import Holders
-from fd_core.router.prefixes.index import block_hasher
+from fd_core.router.prefix_index import Holders, block_hasher
+from fd_core.router.selection import Numbers, Places
 from fd_core.router.workers import Registry, RouterWorker
 from fd_core.types import IntArray
 from fd_core.types.kv_events import BEGINNING, TOKEN_BYTES, Cleared, KVEvent, Removed, Stored

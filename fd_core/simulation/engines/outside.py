@@ -10,10 +10,9 @@ from fd_core.engine.building.kv_offload import kept_kv
 from fd_core.ops.contract import KVCache
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.clock.virtual_loop import VirtualThreads
-from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.costs.profile_costs import Costs
 from fd_core.simulation.engines.engine import OutsideParts
-from fd_core.simulation.storage.shared_store import SharedStore
-from fd_core.simulation.storage.storage import simulated_storage
+from fd_core.simulation.storage.storage import SharedStore, simulated_storage
 from fd_core.simulation.storage.transfers import TransferNetwork, simulated_receiver, simulated_sender
 
 __all__ = ["make_outside"]

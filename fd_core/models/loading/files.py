@@ -1,18 +1,22 @@
-"""A read-only memory-mapped file whose every access is checked against the file's size, and the tensors in it."""
+"""Files of checkpoints: mapped into memory, digested, and JSON within bounds."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fd_core.errors import ModelError
 
-__all__ = ["MappedFile", "StoredTensor"]
+__all__ = ["MappedFile", "StoredTensor", "digest_of", "parse_json_object", "read_json_object", "read_limited"]
 
 
 class MappedFile:
@@ -79,3 +83,58 @@ class StoredTensor:
         """Return where entry `index` of the outermost dimension lies: the weight of one expert."""
         nbytes = self.nbytes // self.shape[0]
         return StoredTensor(self.file, self.name, self.dtype, self.shape[1:], self.offset + index * nbytes, nbytes)
+
+
+_WHOLE = 32 << 20
+_PAGE = 4096
+_SAMPLES = 1024
+
+
+def digest_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor]) -> str:
+    """Return the hex SHA-256 over the config and the content of each file that holds some of the tensors.
+
+    A file of up to 32 MiB is covered whole. Of a larger one it covers the size, the first 4 KiB (the header
+    begins there), 4 KiB at the start of each tensor and 1,024 pages of 4 KiB spread evenly over the file: about
+    5 MB of reading for a model of any size.
+    """
+    total = hashlib.sha256(b"fd_core weights 1\n")
+    total.update(json.dumps(config, sort_keys=True, default=str).encode())
+    offsets: dict[MappedFile, set[int]] = {}
+    for tensor in tensors:
+        offsets.setdefault(tensor.file, {0}).add(tensor.offset)
+    for file in sorted(offsets, key=lambda each: each.path.name):
+        total.update(f"\nfile {file.size}\n".encode())
+        if file.size <= _WHOLE:
+            total.update(file.buffer(0, file.size, "the file"))
+            continue
+        spread = (index * (file.size - _PAGE) // (_SAMPLES - 1) for index in range(_SAMPLES))
+        for offset in sorted(offsets[file].union(spread)):
+            total.update(file.buffer(offset, min(_PAGE, file.size - offset), "a page"))
+    return total.hexdigest()
+
+
+_LIMIT = 64 << 20
+
+
+def read_limited(path: Path, limit: int = _LIMIT) -> bytes:
+    """Read a whole file of at most `limit` bytes; `ModelError` if it is larger or cannot be read."""
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise ModelError(f"{path} has {size} bytes, the limit is {limit}", field="model")
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}", field="model") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file whose top level is an object; `ModelError` names the file otherwise."""
+    return parse_json_object(read_limited(path), str(path))
+
+
+def parse_json_object(content: bytes, origin: str) -> dict[str, Any]:
+    """Parse JSON whose top level is an object; `ModelError` names `origin` otherwise."""
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ModelError(f"{origin} is not a JSON object: {error}", field="model") from error

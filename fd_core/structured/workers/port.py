@@ -12,8 +12,14 @@ from fd_core.effects.operations import Cancel, CompileGrammar, Completion, Effec
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import CompletionQueue, EffectPort
 from fd_core.effects.thread_loop import ThreadLoop
-from fd_core.structured.compiler import CompilerStats, GrammarCompiler, GrammarError
-from fd_core.structured.workers.background import LARGE_GRAMMAR, yield_to_all_others, yield_to_others
+from fd_core.structured.compiler import (
+    LARGE_GRAMMAR,
+    CompilerStats,
+    GrammarCompiler,
+    GrammarError,
+    yield_to_all_others,
+    yield_to_others,
+)
 
 __all__ = ["GrammarPort"]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.loading.mapped_file import StoredTensor
+from fd_core.models.loading.files import StoredTensor
 
 __all__ = ["config_from", "token_id"]
 
