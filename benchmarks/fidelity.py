@@ -43,9 +43,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fd_core.plugins import installed_plugins
-from fd_core.simulation.clients.conversations import Conversation, Piece, UserTurn, tokens_of
 from fd_core.simulation.costs.profile import CostProfile, read_profile
 from fd_core.simulation.setups import Setup
+from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn, tokens_of
 from fd_core.simulation.world import World
 
 LIMIT = 0.10

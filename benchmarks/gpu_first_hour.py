@@ -35,7 +35,7 @@ from fd_core.ops.contract import Ops
 from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.runner import Runner
-from fd_core.simulation.costs.architectures import ARCHITECTURES, ModelShape
+from fd_core.simulation.costs.calculating import ARCHITECTURES, ModelShape
 
 MODELS = ("smollm2", "llama-1b", "llama-8b", "qwen3-30b-a3b")
 BATCHES = (1, 32, 256)

@@ -33,7 +33,7 @@ from harness.roofline import (
     work_of,
 )
 
-from fd_core.simulation.costs.architectures import ARCHITECTURES, ModelShape
+from fd_core.simulation.costs.calculating import ARCHITECTURES, ModelShape
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MODELS = ("smollm2", "llama-1b", "llama-8b", "qwen3-30b-a3b")

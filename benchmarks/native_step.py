@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.harness.machine import BandwidthProbe, describe, load_average
 from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
-from fd_core.models.families.llama import llama
+from fd_core.models.families import llama
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.spec import decoder_spec
 from fd_core.ops.contract import Heads, KVCache, Norm, Ops, Rope, StepInput

@@ -38,9 +38,9 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
 from fd_core.router.config import RouterConfig
 from fd_core.router.selection import RouteRequest, Selection
-from fd_core.simulation.clients.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.costs.naming import profile_named
 from fd_core.simulation.costs.profile_costs import costs_of
+from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 
 PROFILE = "h100:llama-8b"

@@ -27,7 +27,7 @@ from fd_core.cli.settings.flags import (
 from fd_core.config import ServerConfig
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.process.messages import LeaseStats
-from fd_core.router.gateway.metrics import GatewayMetrics
+from fd_core.router.gateway.requests.state import GatewayMetrics
 from fd_core.server.app import create_app
 from tests.router.gateway.test_metrics import router_of
 from tests.server.fakes import FakeClient, byte_tokenizer, chat_template

@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "config": {"errors", "types"},
-    "pages": set(),
+    "http": BASE,
     "signals": {"types"},
     "hookspecs": set(),
     "plugins": {"backends", "cluster", "disagg", "errors", "hookspecs", "kv", "launching", "router"}
@@ -26,9 +26,9 @@ ALLOWED: dict[str, set[str]] = {
     "disagg": BASE | {"effects", "hookspecs", "kv", "ops"},
     "scheduling": BASE | {"effects", "kv", "hookspecs", "signals"},
     "router": BASE | {"hookspecs", "kv"},
-    "router/gateway": BASE | {"disagg", "kv", "models", "pages", "router", "server", "text"},
+    "router/gateway": BASE | {"disagg", "http", "kv", "models", "router", "server", "text"},
     "launching": BASE | {"hookspecs"},
-    "cluster": BASE | {"hookspecs", "launching", "router", "router/gateway", "server"},
+    "cluster": BASE | {"hookspecs", "http", "launching", "router", "router/gateway"},
     "ops": BASE,
     "models": BASE | {"ops"},
     "text": BASE | {"hookspecs", "models"},
@@ -52,13 +52,13 @@ ALLOWED: dict[str, set[str]] = {
         "signals",
         "structured",
     }
-    | {"pages", "engine/tracing"},
+    | {"http", "engine/tracing"},
     "engine/tracing": BASE | {"effects", "kv", "scheduling", "signals"},
     "engine": BASE
     | {"backends", "disagg", "effects", "kv", "launching", "models", "ops", "plugins", "router"}
     # `ops.parallel`: the ranks of one model share memory
     | {"runner", "scheduling", "signals", "structured", "text", "engine/tracing"},
-    "server": BASE | {"disagg", "engine", "kv", "pages", "structured", "text"},
+    "server": BASE | {"disagg", "engine", "http", "kv", "structured", "text"},
     "cli": BASE
     | {
         "cluster",
@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "launching",
         "models",
         "ops",
-        "pages",
+        "http",
         "plugins",
         "router",
         "router/gateway",

@@ -17,7 +17,7 @@ from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
 from fd_core.models.catalog import resolve_model
 from fd_core.simulation.costs.calibrating import StepBench
-from fd_core.simulation.costs.cases import CaseRow, StepCase
+from fd_core.simulation.costs.fitting import CaseRow, StepCase
 from fd_core.simulation.costs.profile import CostProfile
 
 _READING = StepCase("decode", (CaseRow(256),))

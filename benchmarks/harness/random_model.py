@@ -14,7 +14,7 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.registry import ARCHITECTURES
 from fd_core.models.spec import decoder_spec
 from fd_core.ops.weights import RawTensor, Weight
-from fd_core.simulation.costs.architectures import ModelShape
+from fd_core.simulation.costs.calculating import ModelShape
 from fd_core.testing.models.arrays import packed_weight
 
 __all__ = ["RandomCheckpoint", "config_of"]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from fd_core.ops.contract import KVShape
-from fd_core.simulation.costs.architectures import ModelShape
-from fd_core.simulation.costs.devices import ACCELERATORS, Accelerator
+from fd_core.simulation.costs.calculating import ACCELERATORS, Accelerator, ModelShape
 
 __all__ = ["CHIPS", "FORMATS", "Chip", "Floor", "Format", "Launching", "Step", "Work", "floor_of", "work_of"]
 

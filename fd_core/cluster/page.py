@@ -16,13 +16,12 @@ import fd_core
 from fd_core.cluster.controller import ProcessPhase
 from fd_core.cluster.deployment import ROUTERS, Deployment
 from fd_core.config import ListenConfig
+from fd_core.http.connections.connections import Connections
+from fd_core.http.errors import ApiError, HealthAnswer
+from fd_core.http.hosts import HostRules
+from fd_core.http.metrics import metric_families
 from fd_core.router.gateway.requests.answers import error_response, json_response
 from fd_core.router.gateway.workers.watched import GatewayHttp, visit_of
-from fd_core.server.api.errors import ApiError
-from fd_core.server.connections.connections import Connections
-from fd_core.server.connections.hosts import HostRules
-from fd_core.server.schemas.responses import HealthAnswer
-from fd_core.server.state.metrics import metric_families
 from fd_core.types.metrics import counter, gauge
 
 __all__ = ["DeploymentPage", "DeploymentStatus", "GroupStatus", "ProcessStatus", "status_of"]

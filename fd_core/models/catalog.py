@@ -15,8 +15,8 @@ from typing import Literal
 from fd_core.config.paths import find_cache_dir
 from fd_core.errors import ModelError
 from fd_core.models.fetching import hub, packaged
+from fd_core.models.fetching.cache import ProgressSink
 from fd_core.models.fetching.packaged import PackagedModel
-from fd_core.models.fetching.progress import ProgressSink
 
 __all__ = ["KNOWN", "ListedModel", "ProgressSink", "ResolvedModel", "list_models", "resolve_model"]
 

@@ -10,10 +10,7 @@ from typing import Final
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.build import ProgressSink, build_decoder, check_tensors
 from fd_core.models.decoder import DecoderModel
-from fd_core.models.families.ernie import ernie, ernie_moe
-from fd_core.models.families.gemma import gemma3
-from fd_core.models.families.llama import llama, mistral
-from fd_core.models.families.qwen import qwen2, qwen3, qwen3_moe
+from fd_core.models.families import ernie, ernie_moe, gemma3, llama, mistral, qwen2, qwen3, qwen3_moe
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.spec import DecoderSpec, Traits, decoder_spec

@@ -12,13 +12,11 @@ import numpy as np
 
 from fd_core.errors import PluginError
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.router.accounting import WorkerLoads
 from fd_core.router.config import RouterConfig
-from fd_core.router.places import Numbers, Places
 from fd_core.router.policies import Candidate, Candidates, RouterPolicy, RoutingContext
-from fd_core.router.prefixes.index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
-from fd_core.router.prefixes.reported import HashedPrompt, ReportedKV
-from fd_core.router.selection import Mode, NoWorker, RouteRequest
+from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
+from fd_core.router.reported import HashedPrompt, ReportedKV
+from fd_core.router.selection import Mode, NoWorker, Numbers, Places, RouteRequest, WorkerLoads
 from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, WorkerState
 
 __all__ = ["PARTS", "Placement", "Placer"]

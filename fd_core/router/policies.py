@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.router.accounting import WorkerLoad
 from fd_core.router.config import RouterConfig
-from fd_core.router.places import Numbers
+from fd_core.router.selection import Numbers, WorkerLoad
 from fd_core.router.workers import RouterWorker
 from fd_core.types import IntArray
 

@@ -16,14 +16,22 @@ from collections.abc import Callable, Collection, Iterable
 from copy import copy, deepcopy
 from typing import Final
 
-from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
 from fd_core.router.config import RouterConfig
 from fd_core.router.placement import PARTS, Placement, Placer
-from fd_core.router.places import Places
 from fd_core.router.policies import RouterPolicy
-from fd_core.router.prefixes.index import PrefixesInFlight, PrefixIndex
-from fd_core.router.prefixes.reported import ReportedKV
-from fd_core.router.selection import Mode, NoWorker, RouteRequest, Selection, Verdict
+from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex
+from fd_core.router.reported import ReportedKV
+from fd_core.router.selection import (
+    IDLE,
+    Mode,
+    NoWorker,
+    Places,
+    RouteRequest,
+    Selection,
+    Verdict,
+    WorkerLoad,
+    WorkerLoads,
+)
 from fd_core.router.snapshot import RouterSnapshot, SelectionCounts, WorkerSnapshot
 from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker
 

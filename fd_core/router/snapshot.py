@@ -8,8 +8,7 @@ from typing import Annotated, Final
 import msgspec
 
 from fd_core.kv.breaker import BreakerState
-from fd_core.router.accounting import WorkerLoad
-from fd_core.router.selection import Mode
+from fd_core.router.selection import Mode, WorkerLoad
 from fd_core.router.workers import Role, RouterWorker, WorkerState
 from fd_core.types.metrics import counter, gauge
 

@@ -12,7 +12,8 @@ from fd_core.config import ServerConfig
 from fd_core.config.paths import find_cache_dir
 from fd_core.engine.clients.client import EngineClient
 from fd_core.errors import ConfigError
-from fd_core.server.access.control import AccessControl
+from fd_core.http.access.control import AccessControl
+from fd_core.http.hosts import HostRules
 from fd_core.server.api import (
     adapters,
     admin,
@@ -29,8 +30,7 @@ from fd_core.server.api.errors import install_handlers
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
-from fd_core.server.connections.gate import Gate
-from fd_core.server.connections.hosts import HostRules
+from fd_core.server.gate import Gate
 from fd_core.server.messages import routes as messages
 from fd_core.server.responses import routes as responses
 from fd_core.server.responses.store import ResponseStore

@@ -16,15 +16,15 @@ import uvicorn
 from fd_core.config import ServerConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.errors import EngineDead
+from fd_core.http.connections import listening
+from fd_core.http.connections.connections import Connections, connection_limit
+from fd_core.http.connections.listener import Listener
+from fd_core.http.connections.liveness import liveness
+from fd_core.http.connections.tls import ServingTls
+from fd_core.http.spans import RequestSpans
 from fd_core.server.app import create_app
-from fd_core.server.connections import listening
-from fd_core.server.connections.bounded_http import BoundedHttp
-from fd_core.server.connections.connections import Connections, connection_limit
-from fd_core.server.connections.listener import Listener
-from fd_core.server.connections.liveness import liveness
-from fd_core.server.connections.tls import ServingTls
+from fd_core.server.bounded_http import BoundedHttp
 from fd_core.server.state.registration import Registration, registration_of
-from fd_core.server.state.spans import RequestSpans
 from fd_core.server.state.state import ServerState
 from fd_core.server.stream.generation_spans import prefill_span
 from fd_core.text.chat_template import ChatTemplate

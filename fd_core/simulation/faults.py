@@ -11,7 +11,7 @@ import msgspec
 
 from fd_core.kv.stores.contract import Trouble
 from fd_core.simulation.engines.worker import SimulatedWorker
-from fd_core.simulation.storage.shared_store import SharedStore
+from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.storage.transfers import TransferNetwork
 from fd_core.simulation.world import World
 

@@ -15,9 +15,9 @@ from fd_core.router.attempts import Attempts, Unreached
 from fd_core.router.router import Router
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.router.workers import RouterWorker, WorkerState
+from fd_core.simulation.clock.network import Network
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.engines.worker import SimulatedWorker
-from fd_core.simulation.network import Network
 from fd_core.simulation.storage.storage import SECRET
 from fd_core.types import Delta, FinishReason, RequestSpec
 

@@ -12,7 +12,7 @@ from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Role
 from fd_core.simulation.costs.profile import CostProfile
 from fd_core.simulation.costs.profile_costs import costs_of
-from fd_core.simulation.storage.shared_store import SharedStore
+from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool
 
 __all__ = ["Setup"]

@@ -21,22 +21,21 @@ from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest
 from fd_core.router.workers import Role
-from fd_core.simulation.clients.clients import SimulatedClient
-from fd_core.simulation.clients.conversations import Conversation, Piece
-from fd_core.simulation.clock.local_time import LocalTimeline
-from fd_core.simulation.clock.timeline import Timeline
+from fd_core.simulation.clients import SimulatedClient
+from fd_core.simulation.clock.network import Network
+from fd_core.simulation.clock.timeline import LocalTimeline, Timeline
 from fd_core.simulation.clock.waits import WaitAccount
-from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.costs.profile_costs import Costs
 from fd_core.simulation.engines.device import AnswerOf, PlanComputer, ScriptedComputer
 from fd_core.simulation.engines.engine import EngineParts, SimulatedEngineClient
+from fd_core.simulation.engines.kv_check import KVCheckedComputer
+from fd_core.simulation.engines.outside import make_outside
 from fd_core.simulation.engines.worker import SimulatedWorker, WorkerPlan
 from fd_core.simulation.gateway import SimulatedGateway
-from fd_core.simulation.network import Network
 from fd_core.simulation.results.outcomes import Absence, RequestOutcome, Run, WorkerSample
-from fd_core.simulation.storage.kv_check import KVCheckedComputer
-from fd_core.simulation.storage.outside import make_outside
-from fd_core.simulation.storage.shared_store import SharedStore
+from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.storage.transfers import TransferNetwork
+from fd_core.simulation.workloads.conversations import Conversation, Piece
 from fd_core.types import Delta, FinishReason, RequestSpec, StepPlan
 from fd_core.types.kv_events import KVEvent
 from fd_core.types.metrics import read_metrics

@@ -1,11 +1,13 @@
 """Compiles grammars, within bounds, and keeps the compiled ones: a cache with a bound of its own.
 
 Time is bounded by llguidance's fuel, which counts work, so that a grammar that compiles on one machine compiles on all.
-Compiling releases the interpreter's lock; whoever must not wait has a thread do it (`fd_core.structured.port`).
+Compiling releases the interpreter's lock; whoever must not wait has a thread do it (`fd_core.structured.workers.port`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import threading
 import time
@@ -20,7 +22,37 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from fd_core.kv.tally import Tally
 from fd_core.types.metrics import counter, gauge
 
-__all__ = ["LIMITS", "CompiledGrammar", "CompilerStats", "GrammarCompiler", "GrammarError", "for_people"]
+__all__ = [
+    "LARGE_GRAMMAR",
+    "LIMITS",
+    "CompiledGrammar",
+    "CompilerStats",
+    "GrammarCompiler",
+    "GrammarError",
+    "for_people",
+    "yield_to_all_others",
+    "yield_to_others",
+]
+
+LARGE_GRAMMAR: Final = 16 * 1024
+"""Characters of a grammar that takes so long to compile that it must not take its time from the steps."""
+
+
+def yield_to_others() -> None:
+    """Have the calling thread leave most of a processor to others that want it: for work of milliseconds."""
+    _be_nice(5)
+
+
+def yield_to_all_others() -> None:
+    """Have the calling thread run when others do not need its processor: for work of a tenth of a second and more."""
+    _be_nice(19)
+
+
+def _be_nice(niceness: int) -> None:
+    # Where the system cannot tell threads apart, nothing changes.
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
 
 LIMITS: Final = LLParserLimits(
     max_items_in_row=2000,

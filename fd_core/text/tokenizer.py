@@ -13,7 +13,7 @@ import tokenizers
 
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.loading.checkpoint import Checkpoint
-from fd_core.models.loading.json_file import parse_json_object
+from fd_core.models.loading.files import parse_json_object
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, JsonTokenizerSource, token_text
 from fd_core.text.token_bytes import Decoding, decoding_of
 

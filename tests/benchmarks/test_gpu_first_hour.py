@@ -17,7 +17,7 @@ from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.torch.ops import TorchOps
 from fd_core.ops.weights import PackedTensor
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
-from fd_core.simulation.costs.architectures import ARCHITECTURES, ModelShape
+from fd_core.simulation.costs.calculating import ARCHITECTURES, ModelShape
 
 TINY = ModelShape("tiny", 2, 64, 4, 2, 16, 96, 300, 256)
 MIXTURE = ModelShape("tiny mixture", 2, 64, 4, 2, 16, 128, 300, 256, experts=8, experts_per_token=2)

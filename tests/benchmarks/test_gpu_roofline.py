@@ -5,7 +5,7 @@ import gpu_roofline
 import pytest
 from harness.roofline import CHIPS, FORMATS, Launching, Step, floor_of, held_bytes, kv_token_bytes, work_of
 
-from fd_core.simulation.costs.architectures import ARCHITECTURES
+from fd_core.simulation.costs.calculating import ARCHITECTURES
 
 LLAMA, QWEN = ARCHITECTURES["llama-8b"], ARCHITECTURES["qwen3-30b-a3b"]
 FREE = replace(CHIPS["h100"], launching=Launching(0.0, 0.0, 0.0))

@@ -20,9 +20,9 @@ from fd_core.cli.serving import startup
 from fd_core.config import EngineConfig, resolve_limits
 from fd_core.engine.process.engine_process import EngineProcess, Start
 from fd_core.errors import ConfigError, FdError, ModelError
+from fd_core.http.connections import port_holder
+from fd_core.http.connections.listening import bind_socket
 from fd_core.models.catalog import resolve_model
-from fd_core.server.connections import port_holder
-from fd_core.server.connections.listening import bind_socket
 from tests.server.fakes import FakeClient, byte_tokenizer, live
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
-from fd_core.server.api.errors import ApiError
-from fd_core.server.connections.bodies import BodyBudget
+from fd_core.http.bodies import BodyBudget
+from fd_core.http.errors import ApiError
 
 from .doors import COMPLETIONS, JSON, KINDS, door, until
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from fd_core.http.connections.listening import settle
 from fd_core.router.gateway.requests.model_text import ModelText, find_text
 from fd_core.router.gateway.requests.route_requests import RouteRequestReader
-from fd_core.server.connections.listening import settle
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.formats.hermes import HermesTools
 from tests.hostile.bodies import BODIES, CHAT, COMPLETIONS, MB, MESSAGE

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import fd_core
-from fd_core.server.connections.connections import MAX_HEAD_BYTES
-from fd_core.server.connections.headers import length_of, parameters
+from fd_core.http.connections.connections import MAX_HEAD_BYTES
+from fd_core.http.headers import length_of, parameters
 from tests.hostile.doors import COMPLETIONS, KINDS, Door, door
 from tests.hostile.event_loop import LONGEST_STALL, Beats, least
 from tests.hostile.limits import LONG

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from fd_core.cli.app import app
 from fd_core.errors import ConfigError
-from fd_core.server.api.errors import ApiError
-from fd_core.server.connections.hosts import HostRules, Visit
+from fd_core.http.errors import ApiError
+from fd_core.http.hosts import HostRules, Visit
 
 from .doors import COMPLETIONS, JSON, KINDS, Hostile, door
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.server.access.control import AccessControl
-from fd_core.server.access.key_file import read_key_file
-from fd_core.server.api.errors import ApiError
+from fd_core.http.access.control import AccessControl
+from fd_core.http.access.key_file import read_key_file
+from fd_core.http.errors import ApiError
 from tests.hostile.limits import at_length
 from tests.server.fakes import LiveServer, live
 from tests.server.test_key_limits import key_file

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-ACCOUNTING = "router/accounting.py"
-AFFINITY = "router/prefixes/affinity.py"
+ACCOUNTING = "router/selection.py"
+AFFINITY = "router/affinity.py"
 ATTEMPTS = "router/attempts.py"
-HOLDERS = "router/prefixes/holders.py"
-INDEX = "router/prefixes/index.py"
+HOLDERS = "router/prefix_index.py"
+INDEX = "router/prefix_index.py"
 PLACEMENT = "router/placement.py"
-REPORTED_KV = "router/prefixes/reported.py"
+REPORTED_KV = "router/reported.py"
 ROUTER = "router/router.py"
 SELECTION = "router/selection.py"
 WORKERS = "router/workers.py"
@@ -66,7 +66,7 @@ MUTANTS = (
     mutant(
         "a-client-writes-tickets",
         "6: a prefill worker is named by a router that knows the secret, never by a client",
-        ("router/gateway/requests/headers.py", "_HOP_BY_HOP | _ROUTERS_OWN | {", "_HOP_BY_HOP | {"),
+        ("router/gateway/requests/answers.py", "_HOP_BY_HOP | _ROUTERS_OWN | {", "_HOP_BY_HOP | {"),
     ),
     mutant(
         "a-prefill-that-was-not-done-is-recorded",

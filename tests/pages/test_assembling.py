@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fd_core
-from fd_core.pages.assembling import assemble, page_headers
+from fd_core.http.pages.assembling import assemble, page_headers
 
 PAGES = {
     "fd_core.server.live_page": ("page.css", "live.js", "playground.js"),

@@ -8,10 +8,9 @@ from functools import partial
 import numpy as np
 
 from fd_core.plugins import ROUTER_POLICY, Plugins
-from fd_core.router.accounting import IDLE
 from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
-from fd_core.router.selection import NoWorker, RouteRequest, Selection
+from fd_core.router.selection import IDLE, NoWorker, RouteRequest, Selection
 from fd_core.router.workers import Role, RouterWorker
 
 KV_PORT = 7001

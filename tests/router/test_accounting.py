@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
-from fd_core.router.places import Places
-from fd_core.router.selection import Selection
+from fd_core.router.selection import IDLE, Places, Selection, WorkerLoad, WorkerLoads
 from fd_core.router.workers import RouterWorker
 from tests.router.helpers import request
 

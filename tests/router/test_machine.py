@@ -11,10 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fd_core.router.accounting import IDLE, WorkerLoad
 from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
-from fd_core.router.selection import NoWorker, Selection
+from fd_core.router.selection import IDLE, NoWorker, Selection, WorkerLoad
 from fd_core.router.workers import ROLES, Role, RouterWorker
 from tests.router.helpers import is_idle, policy_class, request
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.router.accounting import WorkerLoad
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Candidates, RoundRobin, RouterPolicy, RoutingContext, least, lowest
+from fd_core.router.selection import WorkerLoad
 from fd_core.router.workers import RouterWorker
 from tests.router.helpers import add, place, policy_class, router_of
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from fd_core.errors import BadRequest, ConfigError, PluginError
-from fd_core.router.accounting import IDLE, WorkerLoad
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
 from fd_core.router.router import Router
-from fd_core.router.selection import RouteRequest, Selection
+from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import Role, WorkerState
 from tests.router.helpers import (
     KV_PORT,

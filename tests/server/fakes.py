@@ -20,14 +20,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.engine.clients.client import EngineClient, SingleEngineClient
 from fd_core.engine.process.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
+from fd_core.http.connections.listening import bind_socket
+from fd_core.http.spans import RequestSpans
 from fd_core.kv.blocks import BlockStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.running.drafts import DraftStats
 from fd_core.scheduling.running.residencies import SchedulerCounters
 from fd_core.scheduling.running.slots import SlotStats
-from fd_core.server.connections.listening import bind_socket
 from fd_core.server.serve import serve_http
-from fd_core.server.state.spans import RequestSpans
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.token_bytes import Decoding, byte_level

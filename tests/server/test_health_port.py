@@ -13,7 +13,7 @@ import pytest
 
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
-from fd_core.server.connections import liveness
+from fd_core.http.connections import liveness
 from tests.hostile.doors import KINDS, Door, Hostile, door, until
 from tests.server.fakes import live
 from tests.server.processes import free_port

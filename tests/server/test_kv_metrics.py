@@ -8,11 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from fd_core.engine.process.messages import EngineStats
+from fd_core.http.metrics import metric_families
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.operations.kv_offloading import OffloadCounters
 from fd_core.scheduling.operations.load_or_recompute import Pace
-from fd_core.server.state.metrics import metric_families
 
 KV = TierStats(
     host_blocks=3,

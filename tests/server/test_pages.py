@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 import fd_core
-from fd_core.server.state.metrics import Histogram
+from fd_core.http.metrics import Histogram
 from tests.server.fakes import LiveServer, live, samples
 
 

@@ -17,7 +17,7 @@ import uvloop
 
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
-from fd_core.server.connections.listening import bind_socket, warn_if_open
+from fd_core.http.connections.listening import bind_socket, warn_if_open
 from fd_core.server.serve import serve_http
 from tests.server.fakes import FakeClient, byte_tokenizer, chat_template, live
 from tests.server.test_abort import Background, waiting

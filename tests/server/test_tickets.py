@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.disagg.ticket import sign_ticket
 from fd_core.engine.process.messages import EngineStats, LeaseStats
+from fd_core.http.metrics import metric_families
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.operations.kv_transferring import TransferCounters
-from fd_core.server.state.metrics import metric_families
 from tests.server.fakes import FakeClient, LiveServer, live
 
 KEY = b"0123456789abcdef0123456789abcdef"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.costs.profile_costs import Costs
 from fd_core.types import StepPlan
 
 __all__ = ["FixedCosts"]

@@ -10,10 +10,10 @@ import numpy as np
 
 from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
-from fd_core.simulation.clients.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.clock.waits import WAITS
-from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.costs.profile_costs import Costs
 from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 from fd_core.types import StepPlan
 

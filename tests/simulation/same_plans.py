@@ -14,10 +14,10 @@ from fd_core.engine.process.service import EngineService
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.plugins import installed_plugins
 from fd_core.scheduling.contract import Scheduler
-from fd_core.simulation.clients.conversations import Piece
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.engines.device import ScriptedComputer
 from fd_core.simulation.engines.engine import EngineParts, SimulatedEngineClient
+from fd_core.simulation.workloads.conversations import Piece
 from fd_core.types import RequestSpec, SamplingParams, StepPlan
 from tests.simulation.fixed_costs import FixedCosts
 

@@ -7,10 +7,9 @@ import random
 import pytest
 
 from fd_core.router.config import RouterConfig
-from fd_core.simulation.clock.local_time import LocalTimeline
-from fd_core.simulation.clock.timeline import Timeline
+from fd_core.simulation.clock.network import Network
+from fd_core.simulation.clock.timeline import LocalTimeline, Timeline
 from fd_core.simulation.faults import FAULT_KINDS, SimulatedFault, apply, draw_faults, over_at
-from fd_core.simulation.network import Network
 from tests.simulation.helpers import conversations, group, world
 
 WORKERS, ROUTERS = ("mixed0", "mixed1"), ("router0",)

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from fd_core.router.config import RouterConfig
-from fd_core.simulation.clients.conversations import Piece, UserTurn
 from fd_core.simulation.faults import apply, draw_faults
-from fd_core.simulation.storage.shared_store import SharedStore
+from fd_core.simulation.storage.storage import SharedStore
+from fd_core.simulation.workloads.conversations import Piece, UserTurn
 from fd_core.simulation.world import World
 from tests.simulation.helpers import PlainCosts, conversations, group, world
 from tests.simulation.storage.test_outside import BLOCK_BYTES, settle

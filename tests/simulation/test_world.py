@@ -10,8 +10,8 @@ import pytest
 
 from fd_core.config import SpeculativeConfig
 from fd_core.router.config import RouterConfig
-from fd_core.simulation.clients.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.workloads.workload import read_workload
 from fd_core.simulation.world import Stuck, World
 from tests.simulation.helpers import SYSTEM, PlainCosts, conversations, group, world

@@ -7,9 +7,8 @@ import time
 
 from fd_core.effects.operations import Cancel, CompileGrammar, Completion, GrammarReady
 from fd_core.effects.port import CompletionQueue
-from fd_core.structured.compiler import CompilerStats, GrammarError
-from fd_core.structured.port import GrammarPort
-from fd_core.structured.workers.background import LARGE_GRAMMAR
+from fd_core.structured.compiler import LARGE_GRAMMAR, CompilerStats, GrammarError
+from fd_core.structured.workers.port import GrammarPort
 
 LARGE = "x" * (LARGE_GRAMMAR + 1)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.config import RouterConfig
-from fd_core.router.gateway.metrics import GatewayMetrics
+from fd_core.router.gateway.requests.state import GatewayMetrics
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.router.workers import RouterWorker

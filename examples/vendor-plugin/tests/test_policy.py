@@ -1,9 +1,9 @@
 """What the policy adds to its contract."""
 
 import numpy as np
-from fd_core.router.accounting import WorkerLoad
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Candidates, RoutingContext
+from fd_core.router.selection import WorkerLoad
 from fd_core.router.workers import RouterWorker
 
 from fd_slowstart.policy import FLOOR, RAMP, SlowStart

@@ -59,7 +59,7 @@ def files_beside(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Return the tokenizer and what else lies beside weights: copied from a folder, made from a GGUF file."""
     import json
 
-    from fd_core.models.loading.json_file import read_limited
+    from fd_core.models.loading.files import read_limited
     from fd_core.text.tokenizer import load_tokenizer
 
     if checkpoint.path.is_dir():

@@ -71,7 +71,7 @@ def calibrate(
     from fd_core.simulation.costs.calibrating import calibrate as measure
     from fd_core.simulation.costs.naming import calibrated_path
     from fd_core.simulation.costs.profile import write_profile
-    from fd_core.simulation.workloads.whole_file import require_writable
+    from fd_core.simulation.workloads.files import require_writable
 
     config = require_alone(merge(model, given, os.environ, default_model="smollm2").engine)
     if output is not None:

@@ -34,7 +34,7 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
     """
     if not hasattr(time, "clock_gettime"):
         raise FdError("the processor time of another process cannot be read here")
-    from fd_core.server.connections.listening import bind_socket
+    from fd_core.http.connections.listening import bind_socket
 
     with bind_socket("127.0.0.1", 0) as free:
         port = free.getsockname()[1]

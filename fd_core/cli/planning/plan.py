@@ -130,7 +130,7 @@ def plan(
         from fd_core.simulation.planning.search import PlanSearch
         from fd_core.simulation.planning.shapes import parse_roles, setup_of, shapes_of
         from fd_core.simulation.results.slo import parse_slo
-        from fd_core.simulation.workloads.whole_file import require_writable
+        from fd_core.simulation.workloads.files import require_writable
         from fd_core.simulation.workloads.workload import read_workload
 
     for path, flag in ((page, "--page"), (json, "--json")):
@@ -270,7 +270,7 @@ class _Searching:
         return f"{what}{f', {trial.load:g} times the load' if trial.load != 1 else ''}{best}"
 
     def _job(self, trial: Any) -> Any:
-        from fd_core.simulation.planning.jobs import PlanJob
+        from fd_core.simulation.planning.shapes import PlanJob
 
         shape = self._shapes[trial.shape]
         return PlanJob(

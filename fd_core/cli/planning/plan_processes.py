@@ -20,7 +20,7 @@ import msgspec
 
 from fd_core.errors import ConfigError, FdError, PluginError
 from fd_core.plugins import blamed_on_file, installed_plugins
-from fd_core.simulation.planning.jobs import PlanJob, do_job
+from fd_core.simulation.planning.shapes import PlanJob, do_job
 from fd_core.simulation.results.report import ReportedRun
 
 __all__ = ["OutOfTime", "PlanProcesses"]

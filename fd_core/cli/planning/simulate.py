@@ -129,7 +129,7 @@ def simulate(
         from fd_core.simulation.results.slo import parse_slo
         from fd_core.simulation.results.tables import print_report
         from fd_core.simulation.setups import Setup
-        from fd_core.simulation.workloads.whole_file import require_writable
+        from fd_core.simulation.workloads.files import require_writable
         from fd_core.simulation.workloads.workload import read_workload
 
     for path, flag in ((page, "--page"), (json, "--json")):
@@ -354,7 +354,7 @@ def _values(chosen: Mapping[str, tuple[str, Any]], workload: Workload) -> dict[s
 
 def write_output(path: Path, content: bytes, flag: str) -> None:
     """Write a file that a flag names; `-` is standard output. Raises `ConfigError` if that cannot be."""
-    from fd_core.simulation.workloads.whole_file import write_whole
+    from fd_core.simulation.workloads.files import write_whole
 
     if str(path) == "-":
         sys.stdout.buffer.write(content)

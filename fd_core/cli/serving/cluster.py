@@ -57,8 +57,8 @@ def serve(
         from fd_core.cluster.commands import ClusterSecrets, router_spec, worker_spec
         from fd_core.cluster.deployment import ClusterFailed, Deployment
         from fd_core.config.logs import configure_logs
+        from fd_core.http.connections.listening import bind_socket
         from fd_core.plugins import LAUNCHER, SCALING_POLICY, installed_plugins
-        from fd_core.server.connections.listening import bind_socket
 
     config, variables = read_cluster_file(file), dict(os.environ)
     plugins = installed_plugins()
@@ -98,7 +98,7 @@ def status(
 
     from fd_core.cluster.page import DeploymentStatus
     from fd_core.errors import FdError
-    from fd_core.server.connections.listening import ANY_ADDRESS
+    from fd_core.http.connections.listening import ANY_ADDRESS
 
     config = read_cluster_file(file)
     host = "127.0.0.1" if config.host in ANY_ADDRESS else config.host
@@ -173,7 +173,7 @@ async def _serve(deployment: Deployment, sock: socket.socket, console: Console) 
     """Run a deployment until it is told to stop, and say what it is once it serves."""
     from fd_core.cli.serving.summary import show_summary
     from fd_core.cluster.page import DeploymentPage
-    from fd_core.server.connections.listening import port_errors, signals_stop
+    from fd_core.http.connections.listening import port_errors, signals_stop
 
     config, stop, hurry = deployment.config, asyncio.Event(), asyncio.Event()
     with port_errors(config.host, sock, "port"):

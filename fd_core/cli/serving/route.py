@@ -47,12 +47,12 @@ def route(given: Given) -> None:
         from fd_core.cli.serving.summary import show_summary
         from fd_core.config.logs import configure_logs
         from fd_core.errors import BadRequest, ConfigError
-        from fd_core.launching.announcing import announce
+        from fd_core.http.connections.listening import bind_socket, raise_descriptor_limit, settle, url_of
+        from fd_core.launching.child import announce
         from fd_core.plugins import ROUTER_POLICY, installed_plugins
         from fd_core.router.gateway.requests.pairs import ticket_key
         from fd_core.router.gateway.serving import serve_gateway
         from fd_core.router.router import Router
-        from fd_core.server.connections.listening import bind_socket, raise_descriptor_limit, settle, url_of
 
     gateway = settings.gateway
     configure_logs(gateway.log_level, gateway.log_format, access=gateway.access_log)

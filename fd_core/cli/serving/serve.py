@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fd_core.cli.settings.settings import Settings
     from fd_core.config import EngineConfig
     from fd_core.engine.clients.client import EngineClient
-    from fd_core.server.state.spans import RequestSpans
+    from fd_core.http.spans import RequestSpans
 
 __all__ = ["loop_factory", "opened_spans", "serve"]
 
@@ -64,7 +64,7 @@ def serve(
 
     with interrupts_end_it():
         from fd_core.config.logs import configure_logs
-        from fd_core.server.connections.listening import bind_socket, raise_descriptor_limit
+        from fd_core.http.connections.listening import bind_socket, raise_descriptor_limit
 
         importlib.import_module("fd_core.engine.process.engine_process")
         runner = asyncio.Runner(loop_factory=loop_factory())
@@ -81,7 +81,7 @@ def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack
     """Return what makes spans, until `stack` closes; None without an endpoint. Raises `ConfigError`."""
     if endpoint is None:
         return None
-    from fd_core.server.state.spans import open_spans
+    from fd_core.http.spans import open_spans
 
     spans = open_spans(endpoint, service)
     stack.callback(spans.close)
@@ -102,10 +102,10 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
 
         from fd_core.cli.serving.startup import choose_parsers, find_model, running_engine, startup_bars
         from fd_core.cli.serving.summary import show_summary, summary
-        from fd_core.launching.announcing import announce
-        from fd_core.server.connections.hosts import HostRules
-        from fd_core.server.connections.listening import settle
-        from fd_core.server.connections.tls import ServingTls
+        from fd_core.http.connections.listening import settle
+        from fd_core.http.connections.tls import ServingTls
+        from fd_core.http.hosts import HostRules
+        from fd_core.launching.child import announce
 
         # What cannot be used is said before anything is fetched or loaded.
         ServingTls.of(settings.server)

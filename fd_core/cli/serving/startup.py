@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from fd_core.config import EngineConfig
 from fd_core.engine.building.assets import find_assets
-from fd_core.models.fetching.progress import ProgressSink
+from fd_core.models.fetching.cache import ProgressSink
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.choosing import parsers_for

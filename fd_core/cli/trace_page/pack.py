@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fd_core.engine.tracing.cells import KINDS, kinds_of_cells, matrix_of_letters
 from fd_core.engine.tracing.format import COUNT_LETTERS, IDLE, total
 from fd_core.engine.tracing.reader import EXITS, Position, TraceContents
-from fd_core.pages.assembling import assemble
+from fd_core.http.pages.assembling import assemble
 
 __all__ = ["cells", "columns", "page"]
 

@@ -13,7 +13,7 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
 from fd_core.models.catalog import resolve_model
-from fd_core.models.fetching.progress import ProgressSink
+from fd_core.models.fetching.cache import ProgressSink
 from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
 from fd_core.plugins import (
     DRAFTER,

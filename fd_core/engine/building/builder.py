@@ -45,7 +45,7 @@ from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
-from fd_core.structured.port import GrammarPort
+from fd_core.structured.workers.port import GrammarPort
 
 __all__ = ["load_engine"]
 

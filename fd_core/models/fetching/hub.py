@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fd_core.errors import ModelError
-from fd_core.models.fetching.cache import require_room
-from fd_core.models.fetching.progress import ProgressSink, report_growth
-from fd_core.models.loading.json_file import read_json_object
+from fd_core.models.fetching.cache import ProgressSink, report_growth, require_room
+from fd_core.models.loading.files import read_json_object
 
 __all__ = ["cached", "fetch", "find"]
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from fd_core.errors import ModelError
-from fd_core.models.fetching.cache import exclusive, require_room, scratch, sha256_of
-from fd_core.models.fetching.progress import ProgressSink, report_growth
+from fd_core.models.fetching.cache import ProgressSink, exclusive, report_growth, require_room, scratch, sha256_of
 
 __all__ = ["PackagedModel", "fetch", "find", "find_unchecked"]
 

@@ -15,9 +15,8 @@ import numpy.typing as npt
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import PICKLE_HINT
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.loading.json_file import read_json_object
-from fd_core.models.loading.mapped_file import StoredTensor
-from fd_core.models.loading.safetensors.format import read_safetensors
+from fd_core.models.loading.files import StoredTensor, read_json_object
+from fd_core.models.loading.safetensors_files import read_safetensors
 from fd_core.ops.weights import RAW_TYPES, Adapter, LowRank, RawTensor
 
 __all__ = ["read_adapter"]

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.digest import digest_of
-from fd_core.models.loading.mapped_file import StoredTensor
+from fd_core.models.loading.files import StoredTensor, digest_of
 from fd_core.models.loading.tokenizer_source import (
     GgmlTokenizerSource,
     JsonTokenizerSource,
@@ -184,7 +183,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return _open_folder(path)
     suffix = path.suffix.lower()
     if suffix == ".gguf":
-        from fd_core.models.loading.gguf.checkpoint import GgufCheckpoint
+        from fd_core.models.loading.gguf_checkpoint import GgufCheckpoint
 
         return GgufCheckpoint(path)
     if suffix in PICKLE_SUFFIXES:
@@ -201,7 +200,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _open_folder(folder: Path) -> Checkpoint:
     files = sorted(entry for entry in folder.iterdir() if entry.is_file())
     if any(entry.suffix == ".safetensors" or entry.name.endswith(".safetensors.index.json") for entry in files):
-        from fd_core.models.loading.safetensors.checkpoint import SafetensorsCheckpoint
+        from fd_core.models.loading.safetensors_files import SafetensorsCheckpoint
 
         return SafetensorsCheckpoint(folder)
     ggufs = [entry for entry in files if entry.suffix.lower() == ".gguf"]

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.json_file import read_json_object, read_limited
+from fd_core.models.loading.files import read_json_object, read_limited
 
 __all__ = ["VectorSettings", "read_vector_settings"]
 

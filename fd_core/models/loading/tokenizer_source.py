@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.json_file import read_json_object, read_limited
+from fd_core.models.loading.files import read_json_object, read_limited
 
 __all__ = [
     *("GgmlTokenizerSource", "JsonTokenizerSource", "TokenizerSource", "end_tokens", "named_templates"),

@@ -10,14 +10,13 @@ import msgspec
 from aiohttp import web
 
 from fd_core.errors import FdError
-from fd_core.router.gateway.requests.answers import error_response, json_response
-from fd_core.router.gateway.requests.body import read_body
-from fd_core.router.gateway.state import GatewayState
+from fd_core.http.access.keys import KeyRing
+from fd_core.http.bodies import BodyBudget
+from fd_core.http.errors import ApiError, to_api_error
+from fd_core.http.hosts import HostRules
+from fd_core.router.gateway.requests.answers import error_response, json_response, read_body
+from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.gateway.workers.watched import visit_of
-from fd_core.server.access.keys import KeyRing
-from fd_core.server.api.errors import ApiError, to_api_error
-from fd_core.server.connections.bodies import BodyBudget
-from fd_core.server.connections.hosts import HostRules
 
 __all__ = ["Admin", "RegisteredWorker"]
 

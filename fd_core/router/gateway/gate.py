@@ -11,28 +11,25 @@ from urllib.parse import quote
 import numpy as np
 from aiohttp import web
 
+from fd_core.http.access.access_log import CLIENT_LEFT, log_access
+from fd_core.http.access.control import limit_headers
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.access.routes import ROUTES, find_route
+from fd_core.http.access.usage import USAGE_HEADER, UsageMeter
+from fd_core.http.bodies import BodyShare
+from fd_core.http.connections.connections import source_of
+from fd_core.http.draining import DRAINING_HEADER
+from fd_core.http.errors import ApiError, no_such_path, to_api_error, unavailable
+from fd_core.http.hosts import HostRules
 from fd_core.router.gateway.pages import PAGES
-from fd_core.router.gateway.requests.aborting import ABORT_PATH, abort, change_adapters
-from fd_core.router.gateway.requests.answers import error_response, json_response
-from fd_core.router.gateway.requests.body import read_body
+from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_adapters, keeper
+from fd_core.router.gateway.requests.answers import error_response, json_response, read_body, to_worker
 from fd_core.router.gateway.requests.forwarding import Exchange
-from fd_core.router.gateway.requests.headers import to_worker
-from fd_core.router.gateway.requests.kept_responses import keeper
-from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.gateway.workers.models import union
 from fd_core.router.gateway.workers.watched import visit_of
 from fd_core.router.selection import RouteRequest
-from fd_core.server.access.access_log import CLIENT_LEFT, log_access
-from fd_core.server.access.control import limit_headers
-from fd_core.server.access.record import RequestRecord
-from fd_core.server.access.routes import ROUTES, find_route
-from fd_core.server.access.usage import USAGE_HEADER, UsageMeter
-from fd_core.server.api.errors import ApiError, no_such_path, to_api_error, unavailable
-from fd_core.server.connections.bodies import BodyShare
-from fd_core.server.connections.connections import source_of
-from fd_core.server.connections.gate import request_id_of
-from fd_core.server.connections.hosts import HostRules
-from fd_core.server.state.draining import DRAINING_HEADER
+from fd_core.server.gate import request_id_of
 from fd_core.text.fair_thread import CLIENT
 
 __all__ = ["RouterGate"]

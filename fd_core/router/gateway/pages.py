@@ -11,11 +11,11 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
-from fd_core.pages.assembling import assemble, page_headers
+from fd_core.http.errors import HealthAnswer, VersionAnswer
+from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.router.gateway.requests.answers import json_response
-from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import ROLES, WorkerState
-from fd_core.server.schemas.responses import HealthAnswer, VersionAnswer
 
 __all__ = ["PAGES"]
 

@@ -13,26 +13,25 @@ from typing import Final
 import aiohttp
 
 from fd_core.errors import FdError
+from fd_core.http.access.control import AccessControl
+from fd_core.http.connections import listening
+from fd_core.http.connections.connections import Connections, connection_limit
+from fd_core.http.connections.liveness import liveness
+from fd_core.http.connections.tls import ServingTls, client_context
+from fd_core.http.spans import RequestSpans
 from fd_core.router.gateway.admin import Admin
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.gate import RouterGate
-from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.requests.connector import WorkerConnector, reuse_tracing
 from fd_core.router.gateway.requests.model_text import ModelText, find_text
 from fd_core.router.gateway.requests.request_cost import CostReader
 from fd_core.router.gateway.requests.route_requests import RouteRequestReader
-from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.requests.state import GatewayMetrics, GatewayState
 from fd_core.router.gateway.workers.health_checks import HealthChecks
 from fd_core.router.gateway.workers.kv_events import KVFollowers
 from fd_core.router.gateway.workers.models import first_root
 from fd_core.router.gateway.workers.watched import GatewayHttp
 from fd_core.router.router import Router
-from fd_core.server.access.control import AccessControl
-from fd_core.server.connections import listening
-from fd_core.server.connections.connections import Connections, connection_limit
-from fd_core.server.connections.liveness import liveness
-from fd_core.server.connections.tls import ServingTls, client_context
-from fd_core.server.state.spans import RequestSpans
 
 __all__ = ["serve_gateway"]
 

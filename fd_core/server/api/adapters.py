@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.api.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, invalid
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.requests import LoadAdapterRequest, UnloadAdapterRequest

@@ -8,8 +8,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.access.record import RequestRecord
-from fd_core.server.api.errors import invalid
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.errors import invalid
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.requests import AbortRequest

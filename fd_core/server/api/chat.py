@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.api.errors import invalid
+from fd_core.http.errors import invalid
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.api_limits import CHAT as CHAT_LIMITS
 from fd_core.server.preprocess.api_limits import MAX_TOOL_NAME
@@ -31,7 +31,7 @@ from fd_core.server.stream.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.stream.logprobs import chat_logprobs
 from fd_core.server.stream.response_format import CollectedText, ResponseFormat
 from fd_core.server.stream.streaming import GenerationResponse
-from fd_core.structured.forms import FormAsked
+from fd_core.structured.grammar import FormAsked
 from fd_core.structured.workers.messages import FormOutcome, Unenforced
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.events import Content

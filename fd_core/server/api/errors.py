@@ -1,129 +1,15 @@
-"""Errors in OpenAI's shape, and the one place that turns exceptions into HTTP answers."""
+"""Errors as answers of the application, in the shape of the API that was asked."""
 
 from __future__ import annotations
 
-import logging
-import traceback
-from collections.abc import Mapping
-from typing import Final
-
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from fd_core.errors import BadRequest, EngineDead, FdError
-from fd_core.server.schemas.responses import ErrorAnswer, ErrorDetail
+from fd_core.errors import FdError
+from fd_core.http.errors import ApiError, no_such_path, to_api_error
 
-__all__ = [
-    "MESSAGES_PATH",
-    "ApiError",
-    "error_response",
-    "install_handlers",
-    "invalid",
-    "no_such_path",
-    "to_api_error",
-    "unavailable",
-]
-
-log = logging.getLogger(__name__)
-
-_STATUS_TEXT = {405: "this path does not take this method"}
-_SHOWN_OF_A_PATH: Final = 128
-
-
-MESSAGES_PATH: Final = "/v1/messages"
-"""Below it, errors have Anthropic's shape."""
-_MESSAGES_KINDS: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    499: "api_error",
-    503: "overloaded_error",
-}
-
-
-class ApiError(Exception):
-    """An answer other than success, as the client will see it."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
-
-    def body(self) -> bytes:
-        """Return the JSON that OpenAI's clients parse."""
-        detail = ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
-        return msgspec.json.encode(ErrorAnswer(error=detail))
-
-    def body_at(self, path: str) -> bytes:
-        """Return the JSON that clients of the API at `path` parse."""
-        return self.messages_body() if path.startswith(MESSAGES_PATH) else self.body()
-
-    def messages_body(self) -> bytes:
-        """Return the JSON that Anthropic's clients parse."""
-        kind = _MESSAGES_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
-
-
-def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
-    """Return a 400 that names the field at fault."""
-    return ApiError(400, message, param=param, code=code)
-
-
-def unavailable(message: str, code: str, retry_after: int) -> ApiError:
-    """Return a 503; `retry_after` in seconds tells a client when another try makes sense."""
-    return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": str(retry_after)})
-
-
-def no_such_path(path: str) -> ApiError:
-    """Return the 404 for a path at which nothing is served, with the mistake that is often made in it."""
-    message = f"nothing is served at {path[:_SHOWN_OF_A_PATH]!r}"
-    if "//" in path:
-        message += "; a part of the path is empty: leave out the slash at the end of the client's base URL"
-    elif path.startswith("/v1/v1/"):
-        message += "; /v1 stands there twice: one of them is of the client's base URL"
-    elif path.rstrip("/") == "/v1":
-        message += ", the base URL of clients; requests go to paths below it, such as /v1/chat/completions"
-    elif not path.startswith("/v1/"):
-        message += "; paths of OpenAI's API begin with /v1: add it to the client's base URL"
-    return ApiError(404, message)
-
-
-def to_api_error(error: Exception) -> ApiError:
-    """Translate any exception. What nobody expected is logged and answered with a 500 that says nothing about it.
-
-    The log holds the places of the traceback and the type, not the text of the exception: it may quote a prompt.
-    """
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, BadRequest):
-        return invalid(str(error), error.field, error.code)
-    if isinstance(error, EngineDead):
-        return unavailable(str(error), "engine_dead", retry_after=5)
-    if isinstance(error, FdError):
-        return ApiError(500, str(error), kind="server_error", param=error.field)
-    if isinstance(error, HTTPException):
-        message = _STATUS_TEXT.get(error.status_code, error.detail)
-        return ApiError(error.status_code, message, headers=error.headers)
-    places = "".join(traceback.format_tb(error.__traceback__))
-    log.error("unexpected %s while serving a request; places, innermost last:\n%s", type(error).__qualname__, places)
-    return ApiError(500, "internal server error; the server's log says where", kind="server_error")
+__all__ = ["error_response", "install_handlers"]
 
 
 def error_response(error: ApiError, path: str = "") -> Response:

@@ -12,10 +12,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
-from fd_core.pages.assembling import assemble, page_headers
+from fd_core.http.errors import HealthAnswer, VersionAnswer
+from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.server.api import kv_events
 from fd_core.server.api.openapi import endpoint
-from fd_core.server.schemas.responses import HealthAnswer, LoadAnswer, ModelInfoAnswer, VersionAnswer
+from fd_core.server.schemas.responses import LoadAnswer, ModelInfoAnswer
 from fd_core.server.state.state import state_of
 
 __all__ = ["router"]

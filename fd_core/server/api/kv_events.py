@@ -12,8 +12,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.access.keys import KeyRing
-from fd_core.server.api.errors import ApiError, invalid, unavailable
+from fd_core.http.access.keys import KeyRing
+from fd_core.http.errors import ApiError, invalid, unavailable
 from fd_core.server.state.state import ServerState, state_of
 from fd_core.types.kv_events import KVPage
 

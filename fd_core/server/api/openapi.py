@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 
 import fd_core
-from fd_core.server.schemas.responses import ErrorAnswer
+from fd_core.http.errors import ErrorAnswer
 
 __all__ = ["endpoint", "install"]
 

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from fastapi import Request
 
 from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
-from fd_core.server.access.keys import scoped
-from fd_core.server.api.errors import ApiError, invalid, unavailable
+from fd_core.http.access.keys import scoped
+from fd_core.http.errors import ApiError, invalid, unavailable
+from fd_core.http.spans import span_name
 from fd_core.server.preprocess.prompts import PromptState
 from fd_core.server.schemas.pooling import PooledRequest, RerankRequest, ScoreRequest
-from fd_core.server.state.spans import span_name
 from fd_core.server.state.state import ServerState
 from fd_core.server.stream.disconnect import UntilDisconnect, unless_gone
 from fd_core.text.prompt_reader import PromptText

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from fd_core.server.api.errors import ApiError
+from fd_core.http.errors import ApiError
 
 __all__ = ["Account"]
 

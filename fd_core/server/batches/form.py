@@ -7,8 +7,8 @@ from mmap import mmap
 from typing import Final, NamedTuple
 from urllib.parse import unquote
 
-from fd_core.server.api.errors import invalid
-from fd_core.server.connections.headers import parameters
+from fd_core.http.errors import invalid
+from fd_core.http.headers import parameters
 
 __all__ = ["FormField", "boundary_of", "read_form"]
 

@@ -16,14 +16,14 @@ from msgspec import Meta
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from fd_core.server.api.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, invalid
+from fd_core.http.headers import length_of, refuse_encoding
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.batches.form import boundary_of, read_form
 from fd_core.server.batches.lines import ENDPOINTS
 from fd_core.server.batches.running import in_thread
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent, StoredFile, cannot_keep
-from fd_core.server.connections.headers import length_of, refuse_encoding
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.state.state import state_of
 

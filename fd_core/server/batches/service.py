@@ -13,13 +13,13 @@ from typing import Final
 
 from starlette.types import ASGIApp
 
-from fd_core.server.api.errors import ApiError
+from fd_core.http.errors import ApiError
+from fd_core.http.supervision import Supervisor, cancelled, failure_reason
 from fd_core.server.batches.asgi import AsgiAnswer, ask
 from fd_core.server.batches.lines import BatchAnswer, BatchLine, read_requests
 from fd_core.server.batches.output import AnswerFile
 from fd_core.server.batches.running import in_thread, run_requests
 from fd_core.server.batches.store import ANSWERS, BatchCounts, BatchError, BatchErrors, BatchStore, StoredBatch
-from fd_core.server.state.supervision import Supervisor, cancelled, failure_reason
 
 __all__ = ["MOST_REQUESTS", "BatchService"]
 

@@ -26,7 +26,7 @@ from typing import IO, Any, Final, Literal, TypeVar
 
 import msgspec
 
-from fd_core.server.api.errors import ApiError, invalid, unavailable
+from fd_core.http.errors import ApiError, invalid, unavailable
 from fd_core.server.batches.accounts import Account
 from fd_core.server.batches.index import OwnedIndex
 from fd_core.server.batches.output import cut_torn_line

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fd_core.server.api.errors import ApiError
+from fd_core.http.errors import ApiError
 from fd_core.server.messages.schemas import MessagesAnswer, MessagesUsage
 from fd_core.server.schemas.responses import Usage
 from fd_core.server.stream.blocks import Added, AnswerBlock, BlockStep, BlockWriter, Opened, blocks_of

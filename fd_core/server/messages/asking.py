@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from fd_core.server.api.errors import invalid
+from fd_core.http.errors import invalid
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
 from fd_core.server.preprocess.prompts import PromptState, require_effort
 from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
 from fd_core.server.schemas.requests import ChatRequest, Message
-from fd_core.structured.forms import FormAsked, SchemaForm
+from fd_core.structured.grammar import FormAsked, SchemaForm
 
 __all__ = ["as_chat", "demanded_form"]
 

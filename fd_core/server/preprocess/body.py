@@ -12,9 +12,9 @@ import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from fd_core.server.api.errors import ApiError, invalid
-from fd_core.server.connections.bodies import BodyShare
-from fd_core.server.connections.headers import refuse_encoding
+from fd_core.http.bodies import BodyShare
+from fd_core.http.errors import ApiError, invalid
+from fd_core.http.headers import refuse_encoding
 from fd_core.server.preprocess.json_shape import decodable, is_small
 from fd_core.server.preprocess.known_fields import KnownFields, UnknownField
 from fd_core.server.schemas.unsupported import HARMLESS, Refusal

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from fd_core.server.api.errors import invalid
+from fd_core.http.errors import invalid
 from fd_core.types import NumLogprobs
 
 __all__ = ["MAX_PROMPT_LOGPROBS", "EvaluationFields", "check_logprobs", "check_prompt_logprobs"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from fd_core.errors import BadRequest
-from fd_core.server.api.errors import ApiError, to_api_error
+from fd_core.http.errors import ApiError, to_api_error
 from fd_core.server.schemas.requests import GenerationRequest
 
 __all__ = ["MESSAGES_NAMES", "RESPONSES_NAMES", "as_sent", "named_as_sent", "other_names"]

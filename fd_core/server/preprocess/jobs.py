@@ -8,12 +8,12 @@ import msgspec
 from fastapi import Request
 
 from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
-from fd_core.server.access.keys import scoped
-from fd_core.server.api.errors import ApiError, invalid
+from fd_core.http.access.keys import scoped
+from fd_core.http.errors import ApiError, invalid
+from fd_core.http.spans import TRACE_HEADERS
 from fd_core.server.preprocess.evaluation_fields import check_logprobs, check_prompt_logprobs
 from fd_core.server.preprocess.sampling import bad_word_ids, sampling_params, stop_strings, text_cost
 from fd_core.server.schemas.requests import GenerationRequest
-from fd_core.server.state.spans import TRACE_HEADERS
 from fd_core.server.state.state import ServerState
 from fd_core.server.stream.generation import Job
 from fd_core.structured.workers.messages import FormOutcome

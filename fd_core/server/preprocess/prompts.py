@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from fd_core.server.api.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, invalid
 from fd_core.server.preprocess.sampling import asked_tokens
 from fd_core.server.preprocess.tools import offered_tools
 from fd_core.server.schemas.requests import (

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from fd_core.engine.process.messages import EngineInfo
-from fd_core.server.api.errors import invalid
+from fd_core.http.errors import invalid
 from fd_core.server.preprocess.api_limits import MAX_STOP
 from fd_core.server.schemas.requests import (
     MAX_LOGIT_BIAS,

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.api.errors import invalid
+from fd_core.http.errors import invalid
 from fd_core.server.preprocess.evaluation_fields import EvaluationFields
 from fd_core.structured.bounds import MAX_CHOICES
-from fd_core.structured.forms import ChoiceForm, FormAsked, Schema, SchemaForm, TagForm, TextForm
+from fd_core.structured.grammar import ChoiceForm, FormAsked, Schema, SchemaForm, TagForm, TextForm
 
 __all__ = [
     "JsonSchemaFormat",

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from fd_core.server.api.errors import invalid
+from fd_core.http.errors import invalid
 from fd_core.server.preprocess.api_limits import MAX_TOOL_NAME
 from fd_core.server.preprocess.tool_fields import Tool, ToolChoice
 from fd_core.server.state.state import ServerState

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from fd_core.server.api.errors import ApiError
+from fd_core.http.errors import ApiError
 from fd_core.server.responses.schemas import ResponseAnswer, ResponsesRequest
 from fd_core.server.schemas.responses import Usage
 from fd_core.server.stream.blocks import Added, AnswerBlock, BlockStep, BlockWriter, Opened, blocks_of

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from fd_core.server.api.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, invalid
 from fd_core.server.preprocess.prompts import require_role
 from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
 from fd_core.server.responses.store import ResponseStore
 from fd_core.server.schemas.requests import ChatRequest, Message
-from fd_core.structured.forms import FormAsked, SchemaForm
+from fd_core.structured.grammar import FormAsked, SchemaForm
 
 __all__ = ["as_chat", "demanded_form", "earlier_messages"]
 

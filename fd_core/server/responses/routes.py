@@ -8,8 +8,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from fd_core.http.errors import ApiError
 from fd_core.server.api.chat import conversation_job
-from fd_core.server.api.errors import ApiError
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.field_names import RESPONSES_NAMES

@@ -14,33 +14,14 @@ __all__ = [
     *(
         "CompletionLogprobs",
         "DetokenizeAnswer",
-        "ErrorAnswer",
-        "ErrorDetail",
         "FunctionCall",
-        "HealthAnswer",
         "LoadAnswer",
         "ModelCard",
         "ModelInfoAnswer",
         "ModelList",
     ),
     *("PromptLogprob", "PromptTokensDetails", "TokenLogprob", "ToolCall", "TokenizeAnswer", "TopLogprob", "Usage"),
-    "VersionAnswer",
 ]
-
-
-class ErrorDetail(msgspec.Struct):
-    """What went wrong, which field, and a word for programs."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorAnswer(msgspec.Struct):
-    """The body of every answer that is not a success."""
-
-    error: ErrorDetail
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -277,14 +258,6 @@ class AdapterAnswer(msgspec.Struct):
     message: str
 
 
-class HealthAnswer(msgspec.Struct):
-    """`ok`, or what is wrong."""
-
-    status: str
-    reason: str | None = None
-    """Alongside `ok`: which of several engines is missing, and which background tasks fail."""
-
-
 class LoadAnswer(msgspec.Struct):
     """How busy the server is, in requests."""
 
@@ -302,9 +275,3 @@ class ModelInfoAnswer(msgspec.Struct):
     is_generation: bool
     max_model_len: int
     architecture: str
-
-
-class VersionAnswer(msgspec.Struct):
-    """The version of fd_core that serves."""
-
-    version: str

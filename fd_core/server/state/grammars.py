@@ -8,9 +8,9 @@ from typing import Final
 
 from fd_core.engine.process.messages import EngineInfo
 from fd_core.errors import BadRequest
-from fd_core.server.api.errors import invalid, unavailable
+from fd_core.http.errors import invalid, unavailable
 from fd_core.server.preprocess.structured_fields import StructuredFields, form_asked
-from fd_core.structured.forms import FormAsked
+from fd_core.structured.grammar import FormAsked
 from fd_core.structured.vocabulary import vocabulary_table
 from fd_core.structured.workers.messages import FormOutcome
 from fd_core.structured.workers.pool import CompilePool

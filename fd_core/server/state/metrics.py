@@ -5,27 +5,25 @@ Everything here runs on the event loop's thread, so nothing is locked.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 import fd_core
 from fd_core.engine.clients.client import EngineClient, SingleEngineClient
-from fd_core.server.connections.bodies import BodyStats
-from fd_core.server.connections.connections import ConnectionStats
-from fd_core.server.state.supervision import TaskStats
-from fd_core.types.metrics import MetricSpec, counter, gauge, read_metrics
+from fd_core.http.bodies import BodyStats
+from fd_core.http.connections.connections import ConnectionStats
+from fd_core.http.metrics import Histogram, metric_families, refusal_family
+from fd_core.http.supervision import TaskStats
+from fd_core.types.metrics import counter, gauge
 
-__all__ = ["Histogram", "ServerMetrics", "metric_families", "refusal_family"]
+__all__ = ["ServerMetrics"]
 
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
@@ -33,36 +31,6 @@ _WAITS: Final = (0.001, 0.005, 0.02, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 _FINISHED: Final = {"disconnect": "abort"}
 """vLLM's word for an outcome, where it is another one."""
 _END_TO_END: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-
-class Histogram:
-    """Counts of durations in seconds, or of lengths in tokens; cheap to feed."""
-
-    __slots__ = ("bounds", "counts", "help", "name", "total", "vllm")
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float], vllm: tuple[str, ...] = ()) -> None:
-        self.name = name
-        self.help = text
-        self.vllm = vllm
-        """Names that vLLM has for it."""
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value that occurred `times` times."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def family(
-        self, name: str | None = None, labels: Mapping[str, str] = MappingProxyType({})
-    ) -> HistogramMetricFamily:
-        """Return the histogram as Prometheus wants it: cumulative; under its own name if none is given."""
-        bounds = [*map(str, self.bounds), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
-        family = HistogramMetricFamily(name or self.name, self.help, labels=tuple(labels))
-        family.add_metric(tuple(labels.values()), buckets, self.total)
-        return family
 
 
 class EngineStarts(msgspec.Struct, frozen=True):
@@ -242,38 +210,6 @@ class ServerMetrics(Collector):
         facts = {key: str(getattr(client.info, key)) for key in ("model", "architecture", "backend", "device", "dtype")}
         info.add_metric([], {"version": fd_core.__version__, **facts})
         yield info
-
-
-def metric_families(
-    prefix: str,
-    parts: Iterable[tuple[Mapping[str, str], object]],
-    names: Callable[[MetricSpec], Iterable[str]] = lambda spec: (spec.name,),
-) -> Iterable[Metric]:
-    """Return every metric that statistics declare, as Prometheus wants it.
-
-    `parts` are labels that tell their samples apart, all of the same names, and statistics. `names` says under which
-    names a metric appears.
-    """
-    families: dict[str, Metric] = {}
-    for common, stats in parts:
-        for spec, samples in read_metrics(stats):
-            for name in names(spec):
-                if name not in families:
-                    family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-                    families[name] = family(prefix + name, spec.help, labels=(*common, *spec.label_names))
-                for labels, value in samples:
-                    families[name].add_metric((*common.values(), *labels), value)  # type: ignore[attr-defined]
-    return families.values()
-
-
-def refusal_family(prefix: str, refusals: Mapping[tuple[str, str], int]) -> Metric:
-    """Return the requests that limits of API keys held back."""
-    family = CounterMetricFamily(
-        f"{prefix}key_refusals", "Requests refused by a limit of their API key, by its name.", labels=["key", "limit"]
-    )
-    for (name, limited), count in refusals.items():
-        family.add_metric([name, limited], count)
-    return family
 
 
 def _one_two_five(largest: int) -> tuple[float, ...]:

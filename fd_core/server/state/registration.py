@@ -16,9 +16,9 @@ from yarl import URL
 
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
-from fd_core.server.connections.listening import ANY_ADDRESS
-from fd_core.server.connections.tls import client_context
-from fd_core.server.state.supervision import Supervisor, cancelled
+from fd_core.http.connections.listening import ANY_ADDRESS
+from fd_core.http.connections.tls import client_context
+from fd_core.http.supervision import Supervisor, cancelled
 
 __all__ = ["Registration", "registration_of"]
 

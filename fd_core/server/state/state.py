@@ -12,18 +12,18 @@ from fastapi import Request
 import fd_core
 from fd_core.config import ServerConfig
 from fd_core.engine.clients.client import EngineClient
-from fd_core.server.access.control import AccessControl
-from fd_core.server.api.errors import ApiError, unavailable
+from fd_core.http.access.control import AccessControl
+from fd_core.http.bodies import BodyBudget
+from fd_core.http.draining import Drain
+from fd_core.http.errors import ApiError, unavailable
+from fd_core.http.spans import RequestSpans
+from fd_core.http.supervision import Supervisor
 from fd_core.server.batches.service import BatchService
-from fd_core.server.connections.bodies import BodyBudget
 from fd_core.server.preprocess.known_fields import UnknownFieldLog
 from fd_core.server.responses.store import ResponseStore
 from fd_core.server.state.active import ActiveRequests
-from fd_core.server.state.draining import Drain
 from fd_core.server.state.grammars import GrammarChecker
 from fd_core.server.state.metrics import ServerMetrics
-from fd_core.server.state.spans import RequestSpans
-from fd_core.server.state.supervision import Supervisor
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer

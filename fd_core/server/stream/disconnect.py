@@ -10,8 +10,8 @@ from typing import Final, TypeVar
 from fastapi import Request
 from starlette.types import Receive
 
-from fd_core.server.api.errors import ApiError
-from fd_core.server.connections.headers import length_of
+from fd_core.http.errors import ApiError
+from fd_core.http.headers import length_of
 
 __all__ = ["UntilDisconnect", "unless_gone"]
 

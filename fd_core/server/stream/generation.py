@@ -18,11 +18,11 @@ import msgspec
 
 from fd_core.engine.clients.client import DeltaStream
 from fd_core.errors import EngineDead
-from fd_core.server.access.record import RequestRecord
-from fd_core.server.api.errors import ApiError
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.errors import ApiError
+from fd_core.http.spans import RequestSpan
 from fd_core.server.preprocess.sampling import choice_seed
 from fd_core.server.schemas.responses import PromptTokensDetails, Usage
-from fd_core.server.state.spans import RequestSpan
 from fd_core.server.state.state import ServerState
 from fd_core.server.stream.generation_spans import begin_generation, end_generation
 from fd_core.structured.workers.messages import Unenforced

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fd_core.server.state.spans import RequestSpan, RequestSpans, span_name
+from fd_core.http.spans import RequestSpan, RequestSpans, span_name
 from fd_core.types import PHASE_NAMES, PrefillTrace
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from fd_core.server.api.errors import ApiError
+from fd_core.http.errors import ApiError
 from fd_core.server.schemas.responses import Usage
 from fd_core.server.stream.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.stream.logprobs import EncodedLists, prompt_logprobs

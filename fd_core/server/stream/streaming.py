@@ -11,8 +11,8 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fd_core.disagg.ticket import OUTCOME_HEADER
-from fd_core.server.access.usage import USAGE_HEADER, usage_comment
-from fd_core.server.api.errors import to_api_error
+from fd_core.http.access.usage import USAGE_HEADER, usage_comment
+from fd_core.http.errors import to_api_error
 from fd_core.server.state.state import ServerState
 from fd_core.server.stream.disconnect import UntilDisconnect
 from fd_core.server.stream.generation import ChoiceStream, Generation

@@ -14,8 +14,6 @@ from typing import Final
 
 from fd_core.config import Limits
 from fd_core.errors import ConfigError
-from fd_core.simulation.costs.architectures import ModelShape
-from fd_core.simulation.costs.devices import Accelerator, Efficiency
 from fd_core.simulation.costs.profile import (
     CostCurve,
     CostProfile,
@@ -25,7 +23,162 @@ from fd_core.simulation.costs.profile import (
     StepTerms,
 )
 
-__all__ = ["ASSUMED_REQUEST", "ASSUMED_STORE_READ", "ASSUMED_STORE_WRITE", "Calculation", "calculated_profile"]
+__all__ = [
+    "ACCELERATORS",
+    "ARCHITECTURES",
+    "ASSUMED_REQUEST",
+    "ASSUMED_STORE_READ",
+    "ASSUMED_STORE_WRITE",
+    "Accelerator",
+    "Calculation",
+    "Efficiency",
+    "ModelShape",
+    "calculated_profile",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of a maker's numbers that good kernels reach; all are assumptions, and may be set."""
+
+    bandwidth: float = 0.85
+    """Of memory, where weights and KV are read in long runs."""
+    compute: float = 0.65
+    """Of operations, in products with weights."""
+    attention: float = 0.45
+    """Of operations, in attention over chunks of a prompt."""
+    link: float = 0.7
+    """Of links between devices, and of those to the host."""
+    memory: float = 0.9
+    """Of memory that weights and KV may take together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """What a maker promises of one device; rates are per second."""
+
+    title: str
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Bytes read from its memory."""
+    operations: float
+    """Dense bf16 multiplications and additions."""
+    link: float
+    """Bytes to other devices of the machine, one direction."""
+    link_latency: float
+    """Seconds of an all-reduce of few bytes."""
+    host_link: float
+    """Bytes to the host's memory, one direction."""
+    step_overhead: float
+    """Seconds of a step beside its kernels: launching a graph, sampling, one transfer to the host."""
+    layer_overhead: float
+    """Seconds that the kernels of a layer lose at their beginnings and ends."""
+    source: str
+    efficiency: Efficiency | None = None
+    """Where the usual shares do not fit."""
+    most_ranks: int = 8
+    """Devices that one machine holds."""
+
+
+_GPU_STEP: Final = 300e-6
+_GPU_LAYER: Final = 8e-6
+
+ACCELERATORS: Final = {
+    "h100": Accelerator(
+        "NVIDIA H100 SXM 80GB", 80e9, 3.35e12, 989.4e12, 450e9, 8e-6, 64e9, _GPU_STEP, _GPU_LAYER,
+        "NVIDIA H100 datasheet: 3.35 TB/s, 989.4 Tflop/s, NVLink 900 GB/s both ways, PCIe 5.0 x16",
+    ),
+    "h200": Accelerator(
+        "NVIDIA H200 SXM 141GB", 141e9, 4.8e12, 989.4e12, 450e9, 8e-6, 64e9, _GPU_STEP, _GPU_LAYER,
+        "NVIDIA H200 datasheet: 4.8 TB/s, 989.4 Tflop/s, NVLink 900 GB/s both ways, PCIe 5.0 x16",
+    ),
+    "a100": Accelerator(
+        "NVIDIA A100 SXM 80GB", 80e9, 2.039e12, 312e12, 300e9, 10e-6, 32e9, _GPU_STEP, _GPU_LAYER,
+        "NVIDIA A100 80GB datasheet: 2,039 GB/s, 312 Tflop/s, NVLink 600 GB/s both ways, PCIe 4.0 x16",
+    ),
+    "l40s": Accelerator(
+        "NVIDIA L40S 48GB", 48e9, 864e9, 362e12, 32e9, 30e-6, 32e9, _GPU_STEP, _GPU_LAYER,
+        "NVIDIA L40S datasheet: 864 GB/s, 362 Tflop/s, no NVLink, PCIe 4.0 x16",
+    ),
+    "mi300x": Accelerator(
+        "AMD Instinct MI300X 192GB", 192e9, 5.3e12, 1307.4e12, 448e9, 12e-6, 64e9, _GPU_STEP, _GPU_LAYER,
+        "AMD Instinct MI300X datasheet: 5.3 TB/s, 1,307.4 Tflop/s, 7 Infinity Fabric links of 128 GB/s both ways, "
+        "PCIe 5.0 x16",
+        Efficiency(bandwidth=0.75, compute=0.45, attention=0.3),
+    ),
+    "zen4-2c": Accelerator(
+        "two cores of AMD Zen 4 with AVX-512 BF16", 16e9, 42e9, 450e9, 10e9, 30e-6, 10e9, 100e-6, 20e-6,
+        "benchmarks/NOTES.md: 34 to 57 GB/s and 450 Gflop/s for two cores",
+        Efficiency(bandwidth=0.95, compute=0.93, attention=0.5),
+        most_ranks=1,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder with grouped-query attention and gated feed-forward layers, dense or of experts."""
+
+    title: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    """Width of a feed-forward layer, or of one expert."""
+    vocab_size: int
+    max_model_len: int
+    tied: bool = False
+    """Whether embedding and output projection are one weight."""
+    experts: int = 0
+    """Experts of a layer; 0 for a dense model."""
+    experts_per_token: int = 0
+
+    @property
+    def attention_weights(self) -> int:
+        """Parameters of the projections of one layer's attention."""
+        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def expert_weights(self) -> int:
+        """Parameters of one feed-forward layer, or of one expert."""
+        return 3 * self.hidden * self.inner
+
+    @property
+    def head_weights(self) -> int:
+        """Parameters of the output projection."""
+        return self.vocab_size * self.hidden
+
+    def experts_hit(self, tokens: float) -> float:
+        """Return how many experts of a layer are read for `tokens` tokens, 1 for a dense model.
+
+        Expected, where every token goes to each expert with the same chance; real routers are less even.
+        """
+        if not self.experts:
+            return 1.0
+        missed: float = (1 - self.experts_per_token / self.experts) ** tokens
+        return self.experts * (1 - missed)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters in all, without norms and biases."""
+        feed_forward = self.expert_weights * max(self.experts, 1) + self.hidden * self.experts
+        return self.layers * (self.attention_weights + feed_forward) + self.head_weights * (1 if self.tied else 2)
+
+
+ARCHITECTURES: Final = {
+    "llama-8b": ModelShape("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 128256, 131072),
+    "llama-70b": ModelShape("Llama-3.1-70B", 80, 8192, 64, 8, 128, 28672, 128256, 131072),
+    "llama-1b": ModelShape("Llama-3.2-1B", 16, 2048, 32, 8, 64, 8192, 128256, 131072, tied=True),
+    "qwen2.5-7b": ModelShape("Qwen2.5-7B", 28, 3584, 28, 4, 128, 18944, 152064, 131072),
+    "qwen3-30b-a3b": ModelShape(
+        "Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 768, 151936, 40960, experts=128, experts_per_token=8
+    ),
+    "smollm2": ModelShape("SmolLM2-135M", 30, 576, 9, 3, 64, 1536, 49152, 8192, tied=True),
+}
+
 
 _MOST_TOKENS: Final = 1 << 20
 _ITEM_BYTES: Final = {"bf16": 2, "fp8": 1, "int8": 1}

@@ -31,8 +31,17 @@ from fd_core.engine.process.service import EngineService
 from fd_core.errors import ConfigError, FdError
 from fd_core.runner.batch import PersistentBatch
 from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_READ, ASSUMED_STORE_WRITE
-from fd_core.simulation.costs.cases import LEAD_IN, StepCase, cases_of, first_plan, next_plan, shared_pair
-from fd_core.simulation.costs.fitting import MeasuredStep, errors_of, fit_steps
+from fd_core.simulation.costs.fitting import (
+    LEAD_IN,
+    MeasuredStep,
+    StepCase,
+    cases_of,
+    errors_of,
+    first_plan,
+    fit_steps,
+    next_plan,
+    shared_pair,
+)
 from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms
 from fd_core.simulation.costs.profile_costs import step_features
 from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan

@@ -11,9 +11,13 @@ from typing import Final, TypeVar
 
 from fd_core.config.paths import find_cache_dir, user_path
 from fd_core.errors import ConfigError
-from fd_core.simulation.costs.architectures import ARCHITECTURES
-from fd_core.simulation.costs.calculating import Calculation, calculated_profile
-from fd_core.simulation.costs.devices import ACCELERATORS, Efficiency
+from fd_core.simulation.costs.calculating import (
+    ACCELERATORS,
+    ARCHITECTURES,
+    Calculation,
+    Efficiency,
+    calculated_profile,
+)
 from fd_core.simulation.costs.profile import CostProfile, parse_profile, read_profile
 
 __all__ = ["calibrated_folder", "calibrated_path", "packaged_profiles", "profile_named"]

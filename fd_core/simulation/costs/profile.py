@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from fd_core.config import Limits
 from fd_core.errors import ConfigError
-from fd_core.simulation.workloads.whole_file import write_whole
+from fd_core.simulation.workloads.files import write_whole
 
 __all__ = [
     "FORMAT_VERSION",

@@ -15,10 +15,10 @@ from fd_core.engine.device import Device
 from fd_core.ops.contract import KVCache
 from fd_core.runner.runner import Runner
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
-from fd_core.simulation.clients.conversations import Piece, stirred, to_tokens, tokens_from
 from fd_core.simulation.clock.timeline import Timeline
-from fd_core.simulation.costs.contract import Costs
-from fd_core.simulation.storage.kv_content import BlankKVCache
+from fd_core.simulation.costs.profile_costs import Costs
+from fd_core.simulation.storage.storage import BlankKVCache
+from fd_core.simulation.workloads.conversations import Piece, stirred, to_tokens, tokens_from
 from fd_core.types import Admission, StepOutput, StepPlan
 
 __all__ = ["END", "AnswerOf", "PlanComputer", "ScriptedComputer", "SimulatedDevice"]

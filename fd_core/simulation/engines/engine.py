@@ -27,7 +27,7 @@ from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.simulation.clock.timeline import Appointment, Timeline
 from fd_core.simulation.clock.waits import RESTART, STEP, WaitAccount
-from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.costs.profile_costs import Costs
 from fd_core.simulation.engines.device import END, PlanComputer, SimulatedDevice
 from fd_core.types import Delta, StepPlan
 from fd_core.types.kv_events import KVEvent

@@ -13,9 +13,9 @@ from fd_core.engine.clients.client import DeltaStream
 from fd_core.errors import BadRequest, EngineDead, FdError
 from fd_core.router.workers import Role
 from fd_core.scheduling.requests import check_spec
-from fd_core.simulation.clock.local_time import LocalTimeline
+from fd_core.simulation.clock.timeline import LocalTimeline
 from fd_core.simulation.clock.waits import FRONT, WaitAccount
-from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.costs.profile_costs import Costs
 from fd_core.simulation.engines.engine import EngineParts, SimulatedEngineClient
 from fd_core.simulation.storage.storage import SECRET
 from fd_core.types import Delta, RequestSpec

@@ -5,15 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
 
 from fd_core.errors import ConfigError
+from fd_core.plugins import Plugins
+from fd_core.simulation.costs.naming import profile_named
 from fd_core.simulation.costs.profile import CostProfile
+from fd_core.simulation.results.report import LOAD, ReportedRun, reported
+from fd_core.simulation.results.slo import Slo
 from fd_core.simulation.setups import Setup
+from fd_core.simulation.workloads.workload import Workload, read_workload
+from fd_core.simulation.world import World
 
-__all__ = ["DeploymentShape", "parse_roles", "setup_of", "shapes_of"]
+__all__ = ["DeploymentShape", "PlanJob", "do_job", "parse_roles", "setup_of", "shapes_of"]
 
 _MOST_SHAPES: Final = 1000
 _MOST_OF_A_ROLE: Final = 64
@@ -139,3 +146,53 @@ def setup_of(shape: DeploymentShape, units: int, profile: CostProfile, given: Ma
             "max_num_batched_tokens": shape.max_num_batched_tokens,
         },
     )
+
+
+class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What to simulate."""
+
+    shape: DeploymentShape
+    units: int
+    engine: dict[str, Any]
+    """Other fields of engines."""
+    workload: str
+    """As `read_workload` takes it."""
+    seed: int
+    requests: int | None
+    """The first so many; None takes all."""
+    load: float
+    rate: float
+    """Arrivals a second, for whoever draws it."""
+    slo: Slo
+    price: float
+    """Of a worker for an hour."""
+
+
+def do_job(job: PlanJob, plugins: Plugins) -> ReportedRun:
+    """Simulate a plan; equal jobs give equal runs. Raises `ConfigError` for settings that contradict each other."""
+    asked = _workload(job.workload, job.seed)
+    if job.requests is not None:
+        asked = asked.shortened(job.requests)
+    if job.load != 1:
+        asked = asked.scaled(job.load)
+    label = job.shape.described(job.units)
+    setup = setup_of(job.shape, job.units, _profile(job.shape.profile), job.engine)
+    run = World(setup.deployment(label, check=False), plugins, job.seed).run(asked)
+    return reported(
+        run,
+        label,
+        {LOAD: job.rate},
+        slo=job.slo,
+        price_per_worker_hour=job.price,
+        devices_per_worker=job.shape.ranks,
+    )
+
+
+@lru_cache(maxsize=4)
+def _workload(text: str, seed: int) -> Workload:
+    return read_workload(text, seed)
+
+
+@lru_cache(maxsize=64)
+def _profile(name: str) -> CostProfile:
+    return profile_named(name)

@@ -21,9 +21,9 @@ from fd_core.kv.stores.contract import Bytes
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tally import Tally
 from fd_core.ops.contract import KVCache
+from fd_core.simulation.clock.network import Network
 from fd_core.simulation.clock.virtual_loop import VirtualCompletions, VirtualLoop, VirtualThreads
-from fd_core.simulation.costs.contract import Costs
-from fd_core.simulation.network import Network
+from fd_core.simulation.costs.profile_costs import Costs
 from fd_core.simulation.storage.storage import SECRET, TimedKVCache, drawer
 
 __all__ = [

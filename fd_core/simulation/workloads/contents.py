@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.simulation.clients.conversations import Piece, UserTurn
+from fd_core.simulation.workloads.conversations import Piece, UserTurn
 from fd_core.simulation.workloads.draws import Draws, chances, stir
 from fd_core.simulation.workloads.files import number_rows
 from fd_core.simulation.workloads.settings import WorkloadSettings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,17 @@ import numpy.typing as npt
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
 
-__all__ = ["MAX_FILE_BYTES", "MAX_LINES", "MAX_LINE_BYTES", "lines_of", "number_rows", "opened", "wrong_line"]
+__all__ = [
+    "MAX_FILE_BYTES",
+    "MAX_LINES",
+    "MAX_LINE_BYTES",
+    "lines_of",
+    "number_rows",
+    "opened",
+    "require_writable",
+    "write_whole",
+    "wrong_line",
+]
 
 MAX_FILE_BYTES: Final = 1 << 30
 MAX_LINES: Final = 20_000_000
@@ -86,3 +98,36 @@ def number_rows(path: Path, columns: int, most: float) -> npt.NDArray[np.float64
     if not rows:
         raise ConfigError(f"{path} holds no number", field="file", hint="write one number in each line")
     return np.array(rows)
+
+
+def require_writable(path: Path, flag: str) -> None:
+    """Raise `ConfigError` that names `flag` if no file can be made there, before anything is computed for it."""
+    folder = path.absolute().parent
+    reason = "it is a folder" if path.is_dir() else None if folder.is_dir() else f"there is no folder {folder}"
+    if reason is None and not os.access(folder, os.W_OK):
+        reason = f"{folder} is not yours to write"
+    if reason is not None:
+        raise ConfigError(f"cannot write {path}: {reason}", field=flag)
+
+
+def write_whole(path: Path, content: bytes, flag: str) -> None:
+    """Write a file as a whole; what stood there before stays if that is not possible, and nothing is left of the try.
+
+    Raises `ConfigError` that names the file and `flag`. What is no regular file, such as a pipe, is written as it is.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"cannot write {path}: {reason}", field=flag) from error

@@ -15,8 +15,8 @@ import tokenizers
 
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
-from fd_core.simulation.clients.conversations import Piece
 from fd_core.simulation.workloads.contents import RecordedTurn, TextContents
+from fd_core.simulation.workloads.conversations import Piece
 from fd_core.simulation.workloads.files import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_LINES, lines_of, opened, wrong_line
 from fd_core.simulation.workloads.settings import MAX_TOKENS, WorkloadSettings
 

@@ -3,21 +3,175 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from fd_core.errors import BadRequest
 from fd_core.structured import grammar
 from fd_core.structured.calls import CallAsked
-from fd_core.structured.forms import CallsForm, Form, FormAsked, SchemaForm
-from fd_core.structured.workers.faults import faulty_place
+from fd_core.structured.grammar import CallsForm, Form, FormAsked, SchemaForm
 from fd_core.structured.workers.messages import INVALID, FormOutcome, Unenforced
-from fd_core.structured.workers.relaxing import SchemaFault, relaxed
 
-__all__ = ["outcome_of"]
+__all__ = ["LISTED", "NAMED", "SINGLE", "SchemaFault", "faulty_place", "outcome_of", "relaxed"]
+
+_CONTRADICTION: Final = "Unsatisfiable schema"
+_MAX_TRIES: Final = 64
+"""Parts of a schema that are tried; the fault may lie deeper than is found with so many."""
+NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+SINGLE: Final = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+
+
+def faulty_place(schema: Any, reason: str, refusal: Callable[[Any], str | None]) -> tuple[str, str]:
+    """Return the path below `schema` of the smallest part that is at fault, "" for all of it, and why that is refused.
+
+    Such a part is refused for the same `reason`, or if that is a contradiction, for another one that it needs.
+    `refusal` says why a schema is refused, None if it is not.
+    """
+    path, tries = "", 0
+    shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, Mapping) and name in schema}
+    while True:
+        for place, part in _parts(schema):
+            if tries == _MAX_TRIES:
+                return path, reason
+            tries += 1
+            found = refusal({**shared, **part} if isinstance(part, Mapping) else part)
+            if found is not None and (found == reason or _is_cause(found, reason, schema, place)):
+                path, schema, reason = path + place, part, found
+                break
+        else:
+            return path, reason
+
+
+def _is_cause(found: str, reason: str, schema: Mapping[str, Any], place: str) -> bool:
+    """Return True if no value fits the schema because none fits the part at `place`, which it needs."""
+    if not (found.startswith(_CONTRADICTION) and reason.startswith(_CONTRADICTION)):
+        return False
+    name, required = place.removeprefix(".properties."), schema.get("required")
+    return name == place or (isinstance(required, list) and name in required)
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas within a schema, with their places in it."""
+    if not isinstance(schema, Mapping):
+        return
+    for keyword in NAMED:
+        inner = schema.get(keyword)
+        if isinstance(inner, Mapping):
+            yield from ((f".{keyword}.{name}", part) for name, part in inner.items())
+    for keyword in LISTED:
+        inner = schema.get(keyword)
+        if isinstance(inner, list):
+            yield from ((f".{keyword}[{index}]", part) for index, part in enumerate(inner))
+    for keyword in SINGLE:
+        if isinstance(schema.get(keyword), Mapping | bool):
+            yield f".{keyword}", schema[keyword]
+
+
+_MAX_PARTS: Final = 64
+"""Parts of a schema that are left open one by one; beyond, all of it is."""
+_LAST: Final = ("required", "enum", "const", "items", "anyOf", "$ref", "properties", "type")
+"""Keywords that others are left out before, those that say most about a value at the end."""
+
+
+class SchemaFault(NamedTuple):
+    """A part of a schema that cannot be enforced."""
+
+    place: str
+    reason: str
+
+
+def relaxed(
+    schema: Any, place: str, anything: Any, fault_of: Callable[[Any], SchemaFault | None], is_late: Callable[[], bool]
+) -> tuple[Any, list[Unenforced]]:
+    """Return a schema without what cannot be enforced, and what that was. Every value of the given one fits it.
+
+    `fault_of` returns the first part that cannot be, None if all can. Where there are too many such parts, or finding
+    them takes too long, `anything` takes the place of the schema.
+    """
+    fault = fault_of(schema)
+    schema = copy.deepcopy(schema)
+    warnings: list[Unenforced] = []
+    for _ in range(_MAX_PARTS):
+        if fault is None:
+            return schema, warnings
+        where, after = _leave_out(schema, place, fault, fault_of, is_late)
+        warnings.append(Unenforced(where, f"not enforced: {fault.reason}"))
+        if where == place or is_late():
+            break
+        fault = after
+    return anything, [Unenforced(place, warnings[0].message if warnings else "not enforced")]
+
+
+def _leave_out(
+    schema: Any,
+    root: str,
+    fault: SchemaFault,
+    fault_of: Callable[[Any], SchemaFault | None],
+    is_late: Callable[[], bool],
+) -> tuple[str, SchemaFault | None]:
+    """Take the faulty part out of a schema; return its place, which is `root` if it is all, and the next fault."""
+    parent, key, outer = None, None, "schema"
+    node, kind, place = schema, "schema", root
+    while kind != "value" and (step := _step(node, place, fault.place)) is not None:
+        parent, outer = node, kind
+        key, node, place = step
+        kind = _kind(outer, key)
+    if kind == "schema" and isinstance(node, dict):
+        for holder, word, where in _removable(node, place):
+            if is_late():
+                break
+            kept = holder[word]
+            if holder is node:
+                del node[word]
+            else:
+                holder[word] = {}
+            after = fault_of(schema)
+            if after != fault:
+                return where, after
+            holder[word] = kept
+    if parent is None:
+        return root, None
+    if outer == "schema" and kind == "value":
+        del parent[key]
+    else:
+        parent[key] = {}
+    return place, fault_of(schema)
+
+
+def _removable(node: dict[str, Any], place: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield what may be left out of a schema, the least important first: what holds it, its key and its place."""
+    for word in sorted(node, key=lambda each: _LAST.index(each) if each in _LAST else -1):
+        inner = node[word]
+        if word in NAMED and isinstance(inner, dict):
+            yield from ((inner, name, f"{place}.{word}.{name}") for name in [*inner])
+        yield node, word, f"{place}.{word}"
+
+
+def _step(node: Any, place: str, target: str) -> tuple[Any, Any, str] | None:
+    """Return the key, the value and the place of the part of `node` that holds the target; None if none does."""
+    if isinstance(node, Mapping):
+        parts = [(key, value, f"{place}.{key}") for key, value in node.items()]
+    elif isinstance(node, list):
+        parts = [(index, value, f"{place}[{index}]") for index, value in enumerate(node)]
+    else:
+        return None
+    holding = [part for part in parts if target == part[2] or target.startswith((part[2] + ".", part[2] + "["))]
+    return max(holding, key=lambda part: len(part[2]), default=None)
+
+
+def _kind(kind: str, key: Any) -> str:
+    """Return what stands at a key of a schema, or of a map or list of schemas."""
+    if kind == "schemas":
+        return "schema"
+    if key in SINGLE:
+        return "schema"
+    return "schemas" if key in NAMED or key in LISTED else "value"
+
 
 _COMPILE_SECONDS: Final = 0.5
 """Processor time: the engine takes it once more, beside its steps."""

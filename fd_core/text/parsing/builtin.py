@@ -6,7 +6,8 @@ from fd_core.hookspecs import Entry, hookimpl
 
 FD_CONTRACT = 1
 
-_HERE = "fd_core.text.parsing"
+_HERE = "fd_core.text.parsing.formats"
+_THINK = "fd_core.text.parsing.thinking"
 
 
 @hookimpl
@@ -40,11 +41,11 @@ def fd_register_tool_parsers() -> list[Entry]:
 def fd_register_reasoning_parsers() -> list[Entry]:
     """Offer one for each way to write reasoning."""
     return [
-        Entry("qwen3", f"{_HERE}.thinking:QwenReasoning", "between <think> and </think>: Qwen3, GLM-4.5"),
-        Entry("deepseek_r1", f"{_HERE}.thinking:DeepSeekR1Reasoning", "up to </think>, with or without <think>"),
-        Entry("ernie45", f"{_HERE}.thinking:ErnieReasoning", "ERNIE-4.5: up to </think>, then <response>"),
-        Entry("mistral", f"{_HERE}.thinking:MistralReasoning", "between [THINK] and [/THINK]"),
+        Entry("qwen3", f"{_THINK}:QwenReasoning", "between <think> and </think>: Qwen3, GLM-4.5"),
+        Entry("deepseek_r1", f"{_THINK}:DeepSeekR1Reasoning", "up to </think>, with or without <think>"),
+        Entry("ernie45", f"{_THINK}:ErnieReasoning", "ERNIE-4.5: up to </think>, then <response>"),
+        Entry("mistral", f"{_THINK}:MistralReasoning", "between [THINK] and [/THINK]"),
         Entry("gpt_oss", f"{_HERE}.harmony:HarmonyReasoning", "the analysis channel of harmony"),
-        Entry("glm45", f"{_HERE}.thinking:QwenReasoning", "another name of qwen3"),
+        Entry("glm45", f"{_THINK}:QwenReasoning", "another name of qwen3"),
         Entry("openai_gptoss", f"{_HERE}.harmony:HarmonyReasoning", "another name of gpt_oss"),
     ]

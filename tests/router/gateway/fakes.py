@@ -18,17 +18,17 @@ from aiohttp import web
 from yarl import URL
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, OUTCOME_HEADER, ROLE_HEADER, TICKET_HEADER, read_ticket
+from fd_core.http.access.tenants import TENANT_HEADER, read_tenant
+from fd_core.http.connections.listening import bind_socket
+from fd_core.http.spans import RequestSpans
 from fd_core.plugins import ROUTER_POLICY, installed_plugins
-from fd_core.router.accounting import IDLE
 from fd_core.router.config import RouterConfig
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.requests.model_text import ModelText
 from fd_core.router.gateway.serving import serve_gateway
 from fd_core.router.router import Router
+from fd_core.router.selection import IDLE
 from fd_core.router.workers import Role
-from fd_core.server.access.tenants import TENANT_HEADER, read_tenant
-from fd_core.server.connections.listening import bind_socket
-from fd_core.server.state.spans import RequestSpans
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

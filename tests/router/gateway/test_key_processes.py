@@ -120,7 +120,7 @@ def test_a_wrong_file_ends_the_start_with_exit_code_two_and_one_line(tmp_path: P
 
 EARLY = """
 import os, signal, sys
-from fd_core.cli import startup
+from fd_core.cli.serving import startup
 from fd_core.cli.main import main
 from fd_core.errors import ModelError
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.requests.route_requests import RouteRequestReader
+from fd_core.router.gateway.requests.state import GatewayMetrics
 from fd_core.router.selection import RouteRequest
 from tests.router.gateway.fakes import COMPLETIONS, FakeWorker, in_loop, routed
 from tests.router.helpers import router_of

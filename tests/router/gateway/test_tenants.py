@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from fd_core.server.access.keys import ApiKey
-from fd_core.server.access.routes import ROUTES
-from fd_core.server.access.tenants import TENANT_HEADER, Tenant, sign_tenant
+from fd_core.http.access.keys import ApiKey
+from fd_core.http.access.routes import ROUTES
+from fd_core.http.access.tenants import TENANT_HEADER, Tenant, sign_tenant
 from tests.router.gateway.fakes import routed
 from tests.server.fakes import LiveServer, live
 from tests.server.stream.test_disconnect import eventually

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.router.places import Places
-from fd_core.router.prefixes.holders import Holders
+from fd_core.router.prefix_index import Holders
+from fd_core.router.selection import Places
 from fd_core.router.workers import RouterWorker
 
 WORKERS = [RouterWorker(f"http://{number}", "mixed", number) for number in range(40)]

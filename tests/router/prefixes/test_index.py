@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.router.places import Places
-from fd_core.router.prefixes.index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
+from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
+from fd_core.router.selection import Places
 from fd_core.router.workers import RouterWorker
 
 WORKERS = [RouterWorker(f"http://{name}", "mixed", number) for number, name in enumerate("abc")]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.server.access.key_file import read_key_file, warn_if_others_read
-from fd_core.server.access.keys import ApiKey
-from fd_core.server.access.limits import KeyLimits
+from fd_core.http.access.key_file import read_key_file, warn_if_others_read
+from fd_core.http.access.keys import ApiKey
+from fd_core.http.access.limits import KeyLimits
 
 DIGEST = hashlib.sha256(b"sk-bob").hexdigest()
 TOML = f"""

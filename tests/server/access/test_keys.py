@@ -6,9 +6,9 @@ import hashlib
 
 import pytest
 
-from fd_core.server.access.control import AccessControl
-from fd_core.server.access.keys import ApiKey, KeyRing
-from fd_core.server.api.errors import ApiError
+from fd_core.http.access.control import AccessControl
+from fd_core.http.access.keys import ApiKey, KeyRing
+from fd_core.http.errors import ApiError
 
 BASIC = b"Basic bm9ib2R5OmE="  # nobody:a
 

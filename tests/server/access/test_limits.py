@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fd_core.server.access.limits import KeyAccount, KeyAdmission, KeyLimits, LimitReached, Reservation, SlidingWindow
+from fd_core.http.access.limits import KeyAccount, KeyAdmission, KeyLimits, LimitReached, Reservation, SlidingWindow
 
 MINUTE = 60.0
 

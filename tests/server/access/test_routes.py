@@ -12,12 +12,12 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route as StarletteRoute
 
 from fd_core.config import ServerConfig
+from fd_core.http.access.control import AccessControl
+from fd_core.http.access.keys import ApiKey
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.access.routes import ROUTES, find_route
+from fd_core.http.errors import ApiError
 from fd_core.router.gateway.pages import PAGES
-from fd_core.server.access.control import AccessControl
-from fd_core.server.access.keys import ApiKey
-from fd_core.server.access.record import RequestRecord
-from fd_core.server.access.routes import ROUTES, find_route
-from fd_core.server.api.errors import ApiError
 from fd_core.server.app import create_app
 from tests.server.fakes import FakeClient, byte_tokenizer, chat_template
 

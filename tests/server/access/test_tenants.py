@@ -6,10 +6,10 @@ import hashlib
 
 import pytest
 
-from fd_core.server.access.keys import ApiKey
-from fd_core.server.access.limits import KeyLimits
-from fd_core.server.access.record import RequestRecord
-from fd_core.server.access.tenants import TENANT_HEADER, Tenant, read_tenant, sign_tenant
+from fd_core.http.access.keys import ApiKey
+from fd_core.http.access.limits import KeyLimits
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.access.tenants import TENANT_HEADER, Tenant, read_tenant, sign_tenant
 from tests.server.fakes import live
 
 SECRET = hashlib.sha256(b"worker").digest()

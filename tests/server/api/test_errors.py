@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fd_core.errors import EngineDead
-from fd_core.server.api.errors import to_api_error
+from fd_core.http.errors import to_api_error
 from fd_core.types import RequestSpec
 from tests.server.fakes import FakeClient, LiveServer, live
 

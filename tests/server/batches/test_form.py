@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.server.api.errors import ApiError
+from fd_core.http.errors import ApiError
 from fd_core.server.batches.form import boundary_of, read_form
 
 

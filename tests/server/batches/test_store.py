@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fd_core.server.api.errors import ApiError
+from fd_core.http.errors import ApiError
 from fd_core.server.batches.accounts import Account
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredFile
 from tests.server.batches.faulty_disk import FaultyDisk, Killed

@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from fd_core.server.api.errors import ApiError
+from fd_core.http.errors import ApiError
+from fd_core.http.supervision import Supervisor
 from fd_core.server.batches.asgi import OWNER
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore, StoredBatch
-from fd_core.server.state.supervision import Supervisor
 from tests.server.batches import virtual_time
 from tests.server.batches.faulty_disk import FaultyDisk, Killed
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fd_core.server.state.draining import DRAINING_HEADER, Drain
+from fd_core.http.draining import DRAINING_HEADER, Drain
 from tests.server.fakes import LiveServer, live
 from tests.server.test_abort import Background, waiting
 

@@ -21,7 +21,7 @@ from fd_core.disagg.ticket import OUTCOME_HEADER
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.launch import open_client
 from fd_core.errors import ConfigError
-from fd_core.server.state.spans import RequestSpans, open_spans
+from fd_core.http.spans import RequestSpans, open_spans
 from fd_core.types import PHASE_NAMES
 from tests.router.gateway.fakes import FakeWorker, in_loop, routed
 from tests.server.fakes import FakeClient, live
@@ -204,7 +204,7 @@ def test_a_dead_collector_is_told_once_and_holds_nobody_up(
         spans.close()
         assert time.monotonic() - began < 5
     said = [record for record in caplog.records if record.name.startswith(("fd_core", "opentelemetry"))]
-    assert [record.name for record in said] == ["fd_core.server.state.spans"] and "gets no spans" in said[0].message
+    assert [record.name for record in said] == ["fd_core.http.spans"] and "gets no spans" in said[0].message
 
 
 def test_headers_of_a_trace_pass_a_router_that_makes_no_spans() -> None:

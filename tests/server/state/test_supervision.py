@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.server.state.supervision import Supervisor, failure_reason
+from fd_core.http.supervision import Supervisor, failure_reason
 from tests.server.batches import virtual_time
 
 

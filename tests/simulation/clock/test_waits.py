@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.router.config import RouterConfig
-from fd_core.simulation.clients.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.clock.waits import FRONT, RESTART, STEP, WAITS, WaitAccount
 from fd_core.simulation.results.outcomes import Run
-from fd_core.simulation.storage.shared_store import SharedStore
+from fd_core.simulation.storage.storage import SharedStore
+from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from tests.simulation.helpers import conversations, group, require_all_time_told, world
 from tests.simulation.storage.test_outside import pair, stored
 

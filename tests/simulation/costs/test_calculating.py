@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.simulation.costs.architectures import ARCHITECTURES
-from fd_core.simulation.costs.devices import ACCELERATORS
+from fd_core.simulation.costs.calculating import ACCELERATORS, ARCHITECTURES
 from fd_core.simulation.costs.naming import profile_named
 from fd_core.simulation.costs.profile_costs import costs_of
 from tests.simulation.costs.plans import Row, decodes, plan_of

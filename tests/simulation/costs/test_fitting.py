@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from fd_core.config import Limits
-from fd_core.simulation.costs.cases import cases_of, first_plan
 from fd_core.simulation.costs.fitting import (
     MeasuredStep,
+    cases_of,
     errors_of,
+    first_plan,
     fit_steps,
     nonnegative_least_squares,
     predict,

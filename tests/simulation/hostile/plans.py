@@ -9,9 +9,9 @@ from typing import Any
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig
 from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Role
-from fd_core.simulation.clients.conversations import Conversation, Piece, UserTurn
-from fd_core.simulation.costs.contract import Costs
+from fd_core.simulation.costs.profile_costs import Costs
 from fd_core.simulation.faults import SimulatedFault, draw_faults
+from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.types import SamplingParams, StepPlan
 from tests.simulation.hostile.accidents import Accident, Poison
 from tests.simulation.hostile.routed import routed

@@ -10,8 +10,8 @@ import msgspec
 
 from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Role
-from fd_core.simulation.clients.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.faults import FaultKind, SimulatedFault
+from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.types import SamplingParams
 from tests.simulation.hostile.accidents import Accident, AccidentKind
 from tests.simulation.hostile.computing import ADAPTERS

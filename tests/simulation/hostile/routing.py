@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fd_core.router.accounting import WorkerLoad
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
 from fd_core.router.router import Router
-from fd_core.router.selection import NoWorker, RouteRequest, Selection
+from fd_core.router.selection import NoWorker, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import Role, RouterWorker
 from tests.simulation.hostile.computing import BrokenLaw
 

@@ -9,8 +9,8 @@ from functools import partial
 import msgspec
 
 from fd_core.disagg.messages import Alive, Commit, Credit, FromPrefill, KVPiece, Open
+from fd_core.simulation.clock.network import Network
 from fd_core.simulation.clock.virtual_loop import VirtualThreads
-from fd_core.simulation.network import Network
 from fd_core.simulation.storage.transfers import Arrive, Message, TransferNetwork
 from fd_core.types import Delta, RequestSpec
 from tests.simulation.hostile.computing import BrokenLaw

@@ -19,12 +19,12 @@ from fd_core.engine.loaded_adapters import EngineAdapters
 from fd_core.errors import BadRequest
 from fd_core.ops.contract import KVCache
 from fd_core.plugins import ROUTER_POLICY, Plugins, installed_plugins
-from fd_core.router.prefixes.index import block_hasher
-from fd_core.router.prefixes.reported import HashedPrompt
+from fd_core.router.prefix_index import block_hasher
+from fd_core.router.reported import HashedPrompt
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest
 from fd_core.router.workers import RouterWorker
-from fd_core.simulation.clients.clients import SimulatedClient
+from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.engines.device import AnswerOf, PlanComputer
 from fd_core.simulation.engines.engine import EngineParts, OutsideParts, SimulatedEngineClient
@@ -32,7 +32,7 @@ from fd_core.simulation.engines.worker import Caller, SimulatedWorker
 from fd_core.simulation.faults import apply, over_at
 from fd_core.simulation.gateway import SimulatedGateway
 from fd_core.simulation.results.outcomes import RequestOutcome, Run
-from fd_core.simulation.storage.shared_store import SharedStore
+from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 from fd_core.types import Delta, RequestSpec
 from tests.simulation.helpers import require_all_time_told

@@ -9,9 +9,8 @@ import pytest
 from fd_core.plugins import installed_plugins
 from fd_core.simulation.costs.naming import profile_named
 from fd_core.simulation.planning.bounds import demand_of, fewest_workers, least_possible
-from fd_core.simulation.planning.jobs import PlanJob, do_job
 from fd_core.simulation.planning.limiting import slo_margin
-from fd_core.simulation.planning.shapes import DeploymentShape
+from fd_core.simulation.planning.shapes import DeploymentShape, PlanJob, do_job
 from fd_core.simulation.results.slo import parse_slo
 from fd_core.simulation.workloads.workload import read_workload
 

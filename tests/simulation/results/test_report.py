@@ -15,16 +15,17 @@ from rich.console import Console
 from fd_core.errors import ConfigError
 from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.results.report import (
+    SHARES,
     Report,
     ReportedRun,
     axes_of,
     cases_of,
     comparisons_of,
     load_curves_of,
+    over_time,
     report_json,
     reported,
 )
-from fd_core.simulation.results.shapes import SHARES, over_time
 from fd_core.simulation.results.slo import Slo, parse_slo
 from fd_core.simulation.results.tables import print_report
 from tests.simulation.results.made_up import queued

@@ -12,12 +12,11 @@ import pytest
 
 from fd_core.kv.stores.contract import Trouble
 from fd_core.router.config import RouterConfig
-from fd_core.simulation.clients.conversations import Piece, UserTurn
 from fd_core.simulation.clock.timeline import Timeline
+from fd_core.simulation.engines.kv_check import WrongKV
 from fd_core.simulation.results.outcomes import Run
-from fd_core.simulation.storage.kv_check import WrongKV
-from fd_core.simulation.storage.shared_store import SharedStore
-from fd_core.simulation.storage.storage import TimedKVCache
+from fd_core.simulation.storage.storage import SharedStore, TimedKVCache
+from fd_core.simulation.workloads.conversations import Piece, UserTurn
 from fd_core.simulation.world import SimulatedPool, World
 from fd_core.types import IntArray
 from tests.simulation.helpers import conversations, group, world

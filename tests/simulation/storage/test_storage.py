@@ -12,9 +12,7 @@ from fd_core.kv.stores.contract import Trouble
 from fd_core.ops.contract import KVShape
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.clock.virtual_loop import VirtualThreads
-from fd_core.simulation.storage.kv_content import BlankKVCache
-from fd_core.simulation.storage.shared_store import SharedStore
-from fd_core.simulation.storage.storage import simulated_storage
+from fd_core.simulation.storage.storage import BlankKVCache, SharedStore, simulated_storage
 
 from .fixed_costs import FixedCosts
 

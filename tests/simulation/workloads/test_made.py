@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fd_core.simulation.clients.conversations import tokens_of
+from fd_core.simulation.workloads.conversations import tokens_of
 from fd_core.simulation.workloads.workload import read_workload
 
 ARRIVALS = ("poisson", "gamma", "bursts", "diurnal", "constant")

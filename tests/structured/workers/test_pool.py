@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fd_core.structured.forms import Form, FormAsked, SchemaForm, TextForm
+from fd_core.structured.grammar import Form, FormAsked, SchemaForm, TextForm
 from fd_core.structured.vocabulary import VocabularyTable
 from fd_core.structured.workers.messages import FormOutcome
 from fd_core.structured.workers.pool import CompilePool, _TaskSlots

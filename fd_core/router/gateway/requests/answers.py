@@ -1,17 +1,37 @@
-"""Answers of the gateway itself, in the shapes of the server's answers."""
+"""Requests and answers in terms of aiohttp: bodies within bounds, headers that are passed on, the gateway's answers."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
 
+from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.access.tenants import TENANT_HEADER, Tenant, sign_tenant
+from fd_core.http.access.usage import USAGE_HEADER
+from fd_core.http.bodies import BodyShare
+from fd_core.http.draining import DRAINING_HEADER
+from fd_core.http.errors import ApiError, unavailable
+from fd_core.http.headers import refuse_encoding
+from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import NoWorker
-from fd_core.server.api.errors import ApiError, unavailable
 
-__all__ = ["error_event", "error_response", "json_response", "lost", "refusal"]
+__all__ = [
+    "AUTO_HEADERS",
+    "error_event",
+    "error_response",
+    "json_response",
+    "lost",
+    "read_body",
+    "refusal",
+    "to_client",
+    "to_worker",
+]
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:
@@ -45,3 +65,68 @@ def lost() -> ApiError:
     """Return the error for a client whose answer broke off: the client may repeat the request, the gateway must not."""
     message = "the worker was lost while it answered; the answer is not complete, repeat the request"
     return ApiError(502, message, kind="server_error", code="worker_lost")
+
+
+async def read_body(request: web.BaseRequest, share: BodyShare) -> bytes:
+    """Return the body. Raises `ApiError`: 415 if it is compressed, 400 if it breaks off, and beyond its share."""
+    refuse_encoding(request.headers.getall("Content-Encoding", []))
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+    parts: list[bytes] = []
+    try:
+        while part := await request.content.readany():
+            share.received(len(part))
+            parts.append(part)
+    except web.RequestPayloadError as error:
+        raise ApiError(400, "the body broke off or is not framed as announced", code="invalid_body") from error
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
+        *("trailer", "transfer-encoding", "upgrade"),
+    }
+)
+"""Headers that belong to one connection (RFC 9110, section 7.6.1)."""
+_ROUTERS_OWN: Final = frozenset(each.lower() for each in (TICKET_HEADER, OUTCOME_HEADER, USAGE_HEADER, TENANT_HEADER))
+"""Headers that only a router may send: a client could send a worker to an address of its choice, or act for another."""
+_REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
+_ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
+AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+"""Headers that the HTTP client library would add by itself."""
+
+
+def to_worker(
+    state: GatewayState, given: CIMultiDictProxy[str], record: RequestRecord, method: str, path: str
+) -> CIMultiDict[str]:
+    """Return the headers of a request to a worker; the client's API key goes on unless it is the gateway's.
+
+    Of a key of the gateway's, the tenant goes on, signed for this method and this decoded path.
+    """
+    headers = _without(given, _REQUEST_ONLY)
+    headers["X-Request-Id"] = record.request_id
+    if record.key is not None:
+        tenant = Tenant.of(record.key)
+        headers[TENANT_HEADER] = sign_tenant(state.worker_secret, tenant, method, path, record.request_id)
+    if state.config.asks_for_keys:
+        headers.popall("Authorization", None)
+    if state.config.asks_for_keys or "Authorization" in state.own_headers:
+        headers.popall("X-Api-Key", None)
+    headers.update(state.own_headers)
+    return headers
+
+
+def to_client(given: CIMultiDictProxy[str], added: Mapping[str, str]) -> CIMultiDict[str]:
+    """Return the headers of the answer to the client, `added` in place of the worker's of the same names."""
+    headers = _without(given, _ANSWER_ONLY)
+    headers.update(added)
+    return headers
+
+
+def _without(given: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    connection = given.get("Connection")
+    if connection is not None:
+        dropped = dropped | {name.strip().lower() for name in connection.split(",")}
+    return CIMultiDict((name, value) for name, value in given.items() if name.lower() not in dropped)

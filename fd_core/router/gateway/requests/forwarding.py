@@ -16,22 +16,27 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+from fd_core.http.access.control import limit_headers
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.access.usage import UsageMeter
+from fd_core.http.bodies import BodyShare
+from fd_core.http.draining import DRAINING_HEADER
+from fd_core.http.errors import unavailable
+from fd_core.http.spans import RequestSpan, span_name
 from fd_core.router.attempts import Attempts, is_refusal
-from fd_core.router.gateway.requests.answers import error_event, error_response, lost, refusal
+from fd_core.router.gateway.requests.answers import AUTO_HEADERS, error_event, error_response, lost, refusal, to_client
 from fd_core.router.gateway.requests.connector import was_stale
-from fd_core.router.gateway.requests.headers import AUTO_HEADERS, to_client
 from fd_core.router.gateway.requests.pairs import outcome_of, ticket_headers
-from fd_core.router.gateway.requests.relaying import TROUBLE, UpstreamAnswer, WorkerLost, is_own_lack, read_up_to
-from fd_core.router.gateway.requests.timeouts import SilenceTimer
-from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.requests.relaying import (
+    TROUBLE,
+    SilenceTimer,
+    UpstreamAnswer,
+    WorkerLost,
+    is_own_lack,
+    read_up_to,
+)
+from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
-from fd_core.server.access.control import limit_headers
-from fd_core.server.access.record import RequestRecord
-from fd_core.server.access.usage import UsageMeter
-from fd_core.server.api.errors import unavailable
-from fd_core.server.connections.bodies import BodyShare
-from fd_core.server.state.draining import DRAINING_HEADER
-from fd_core.server.state.spans import RequestSpan, span_name
 
 __all__ = ["Exchange"]
 

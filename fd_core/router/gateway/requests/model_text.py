@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from fd_core.models.catalog import resolve_model
-from fd_core.models.fetching.progress import ProgressSink
+from fd_core.models.fetching.cache import ProgressSink
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.chat_template import ChatTemplate

@@ -14,13 +14,13 @@ from typing import Final
 import aiohttp
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
+from fd_core.http.draining import DRAINING_HEADER
 from fd_core.router.attempts import Unreached
 from fd_core.router.gateway.requests.relaying import TROUBLE, is_own_lack
-from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.gateway.workers.models import served
 from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
 from fd_core.server.api.kv_events import OFFER_HEADER
-from fd_core.server.state.draining import DRAINING_HEADER
 
 __all__ = ["HealthChecks"]
 

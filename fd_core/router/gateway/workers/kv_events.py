@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from fd_core.router.gateway.requests.relaying import TROUBLE, read_up_to
-from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import RouterWorker
 from fd_core.server.api.kv_events import PATH, WAIT_SECONDS
 from fd_core.types.kv_events import KVPage

@@ -9,10 +9,10 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from fd_core.http.errors import ApiError, unavailable
 from fd_core.router.gateway.requests.relaying import TROUBLE, read_up_to
-from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
-from fd_core.server.api.errors import ApiError, unavailable
 
 __all__ = ["first_root", "served", "union"]
 

@@ -9,23 +9,24 @@ from typing import Any, Final
 import msgspec
 
 from fd_core.errors import ConfigError
-from fd_core.pages.assembling import assemble
+from fd_core.http.pages.assembling import assemble
 from fd_core.simulation.clock.waits import WAIT_TITLES
 from fd_core.simulation.results.comparing import FIGURES, USUAL_FIGURES, VERDICTS, SeedInterval, SettingsComparison
 from fd_core.simulation.results.report import (
     LOAD,
+    SHARES,
     Report,
     ReportCase,
+    TimeBins,
     axes_of,
     cases_of,
     comparisons_of,
     is_calculated,
     load_curves_of,
 )
-from fd_core.simulation.results.shapes import SHARES, TimeBins
 from fd_core.simulation.results.slo import MEASURES
 from fd_core.simulation.results.summary import RunSummary
-from fd_core.simulation.workloads.whole_file import write_whole
+from fd_core.simulation.workloads.files import write_whole
 
 __all__ = ["facts_of", "page_of", "write_page"]
 

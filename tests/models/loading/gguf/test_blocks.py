@@ -7,7 +7,7 @@ from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fd_core.models.loading.gguf.blocks import PACKED_TYPES, unpack_blocks
+from fd_core.models.loading.gguf_format import PACKED_TYPES, unpack_blocks
 from fd_core.ops.weights import WEIGHT_FORMATS
 
 

@@ -14,7 +14,7 @@ from tiny_gguf import LLAMA, llama_tensors, write_gguf
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.models.loading.gguf.blocks import PACKED_TYPES
+from fd_core.models.loading.gguf_format import PACKED_TYPES
 from fd_core.ops.weights import PackedTensor
 
 MEGABYTE = 1 << 20

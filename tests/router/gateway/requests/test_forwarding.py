@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from fd_core.router.gateway.requests.timeouts import WorkerTimeouts
+from fd_core.router.gateway.requests.relaying import WorkerTimeouts
 from fd_core.router.workers import RouterWorker, WorkerState
 from tests.router.gateway.fakes import CHAT, COMPLETIONS, FakeWorker, Live, events, eventually, in_loop, routed, turn
 

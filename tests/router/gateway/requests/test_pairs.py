@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER, sign_ticket
-from fd_core.router.accounting import IDLE
+from fd_core.router.selection import IDLE
 from tests.router.gateway.fakes import (
     CHAT,
     COMPLETIONS,
@@ -215,7 +215,7 @@ async def test_a_prefill_worker_without_a_port_is_not_used_yet(port: Any) -> Non
 async def test_while_no_prefill_worker_can_be_chosen_decode_workers_compute_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "fd_core.router.gateway.state")
+    caplog.set_level(logging.INFO, "fd_core.router.gateway.requests.state")
     async with (
         FakeWorker("p", role="prefill") as p,
         FakeWorker("d", role="decode") as d,

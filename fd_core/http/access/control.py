@@ -1,0 +1,231 @@
+"""Who may ask, and how much: the keys of a server or a router, their limits, and the answers to what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from fd_core.errors import ConfigError
+from fd_core.http.access.key_file import FLAG, read_key_file, warn_if_others_read
+from fd_core.http.access.keys import ApiKey, KeyRing, scoped
+from fd_core.http.access.limits import KeyAccount, KeyLimits, LimitReached, SlidingWindow
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.access.routes import Right, find_route
+from fd_core.http.errors import ApiError, no_such_path
+
+__all__ = ["AccessControl", "limit_error", "limit_headers"]
+
+log = logging.getLogger(__name__)
+
+_MOST_NAMES: Final = 256
+"""Names of keys in the metrics; the refusals of all further keys are one sample."""
+_WORDS: Final = {
+    "requests": "requests a minute",
+    "tokens": "tokens a minute",
+    "parallel": "requests at the same time",
+}
+_NO_LIMITS: Final = KeyLimits()
+_FIELDS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "parallel": "parallel_requests"}
+
+
+class AccessControl:
+    """The keys in force, and what each has taken; used from one event loop."""
+
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        file: str | None = None,
+        *,
+        protect_pages: bool = False,
+        share_prefixes: bool = False,
+    ) -> None:
+        """`keys` have neither names nor limits. Raises `ConfigError` for a file that is wrong.
+
+        `protect_pages` asks for a key at pages as well, none of which shows a prompt, a text or a key.
+        `share_prefixes` lets keys share what the cache keeps of their prompts.
+        """
+        self._plain = tuple(keys)
+        self._file = None if file is None else Path(file)
+        self._open: tuple[Right, ...] = ("probe", "secret") if protect_pages else ("probe", "secret", "page")
+        self._share_prefixes = share_prefixes
+        self.ring = KeyRing(self._read())
+        self._accounts: dict[str, KeyAccount] = {}
+        self.refusals: Counter[tuple[str, str]] = Counter()
+        """Requests refused, by name of the key and limit."""
+        if self._file is not None:
+            warn_if_others_read(self._file)
+
+    def _read(self) -> tuple[ApiKey, ...]:
+        named = () if self._file is None else read_key_file(self._file)
+        return (*map(ApiKey.of, self._plain), *named)
+
+    @property
+    def reloadable(self) -> bool:
+        """Whether there is a file to read again."""
+        return self._file is not None
+
+    async def reload(self) -> None:
+        """Read the file again. One that is wrong changes nothing but the log."""
+        if self._file is None:
+            return
+        try:
+            ring = await asyncio.to_thread(lambda: KeyRing(self._read()))
+            warn_if_others_read(self._file)
+        except (ConfigError, OSError) as error:
+            log.error("the API keys stay as they were: %s", error)
+            return
+        self.ring = ring
+        named = {key.name: key for key in ring if key.name}
+        self._accounts = {name: each for name, each in self._accounts.items() if name in named or each.running}
+        for name, account in self._accounts.items():
+            if name in named:
+                account.limits = named[name].limits
+        log.info("%s was read again: %d API keys", self._file, len(ring))
+
+    def identify(self, method: str, path: str, authorization: bytes | None, api_key: bytes | None) -> ApiKey | None:
+        """Return whose request it is; None for anybody's.
+
+        Raises `ApiError` (401) unless there are no keys, the path is open, or a header carries an accepted key. For the
+        pages, browsers may give it as password.
+        """
+        if not self.ring:
+            return None
+        found = find_route(path)
+        right = None if found is None else found[1].right
+        page = right == "page" and method in ("GET", "HEAD")
+        key = self.ring.find(authorization, api_key, basic=page)
+        if key is None and right not in self._open:
+            scheme = 'Basic realm="API key as password"' if page else "Bearer"
+            sent = "no API key was sent" if authorization is api_key is None else "the API key sent is not accepted"
+            raise ApiError(
+                401,
+                f"{sent}: a valid one is required, in the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": scheme},
+            )
+        return key
+
+    def of_owner(self, owner: str) -> ApiKey | None:
+        """Return the key for which a batch runs.
+
+        Raises `ApiError` (401) if it is no longer accepted. A batch that was begun without a key goes on.
+        """
+        if not self.ring or not owner:
+            return None
+        key = self.ring.of_owner(owner.partition(".")[0])
+        if key is None:
+            raise ApiError(
+                401, "the API key that this batch was made with is no longer accepted", code="invalid_api_key"
+            )
+        return key
+
+    @staticmethod
+    def authorize(record: RequestRecord, method: str, path: str) -> str:
+        """Return the template of the route that a request of a known key asks for.
+
+        Raises `ApiError`: 404 for a path that `ROUTES` does not name, 405 for another method, 403 without the right.
+        """
+        found = find_route(path)
+        if found is None:
+            raise no_such_path(path)
+        template, route = found
+        if method not in route.allowed or method == "OPTIONS":
+            headers = {"Allow": ", ".join(route.allowed)}
+            raise ApiError(405, f"this path takes {', '.join(route.methods)}", headers=headers)
+        if route.right == "admin" and not record.is_admin:
+            what = f"{path} acts for all keys, which takes one with `admin = true` in the file of {FLAG}"
+            if record.tenant is not None and record.tenant.admin:
+                what += "; so does the worker with the key that the router sends"
+            raise ApiError(403, what, kind="permission_error", code="admin_key_required")
+        return template
+
+    def salt(self, owner: str, given: str | None) -> str:
+        """Return the salt of an owner's prompts in the prefix cache; `given` is that of the request.
+
+        Where there are keys, each has a salt of its own: `cached_tokens` and the time to the first token would show
+        one client what another has sent.
+        """
+        return given or "" if self._share_prefixes else scoped(owner, given)
+
+    def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
+        """Let a request begin; its record has to be closed. Raises `ApiError` (429) if its key has no room for it."""
+        key = record.key
+        if key is None or key.limits == _NO_LIMITS or not _makes_work(method, path):
+            return
+        account = self._accounts.get(key.name)
+        if account is None:
+            account = self._accounts[key.name] = KeyAccount(key.limits)
+        try:
+            record.admission = account.enter(now)
+        except LimitReached as error:
+            refusal = self.refused(key, error)
+            refusal.headers |= limit_headers(account, now)
+            raise refusal from None
+
+    def refused(self, key: ApiKey, error: LimitReached) -> ApiError:
+        """Count a refusal, and return its answer."""
+        known = len({name for name, _ in self.refusals}) < _MOST_NAMES or (key.name, error.limited) in self.refusals
+        self.refusals[key.name if known else "other", error.limited] += 1
+        return limit_error(key, error)
+
+    def reserve(self, record: RequestRecord, tokens: int) -> None:
+        """Take the tokens that a request may need. Raises `ApiError` (429)."""
+        try:
+            record.reserve(tokens)
+        except LimitReached as error:
+            if record.key is None:
+                raise
+            raise self.refused(record.key, error) from None
+
+
+def _makes_work(method: str, path: str) -> bool:
+    """Whether limits count a request: to look, and to end work, must always be possible."""
+    ends = path in ("/v1/abort_requests", "/ping") or path.endswith("/cancel")
+    return method == "POST" and not ends
+
+
+def limit_error(key: ApiKey, error: LimitReached) -> ApiError:
+    """Return the answer to a request beyond a limit, as OpenAI's clients understand it."""
+    message = (
+        f"the API key {key.name} may have {error.limit:,} {_WORDS[error.limited]} ({_FIELDS[error.limited]}): "
+        f"{error.used:,} are in use and this request needs {error.asked:,}"
+    )
+    headers = {}
+    if error.wait is None:
+        message += "; it never fits: ask for less, such as with a lower max_tokens"
+        headers["x-should-retry"] = "false"
+    else:
+        seconds = max(1, math.ceil(error.wait))
+        message += f"; try again in {seconds} s"
+        headers["Retry-After"] = str(seconds)
+    kind = "tokens" if error.limited == "tokens" else "requests"
+    return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
+
+
+def limit_headers(account: KeyAccount | None, now: float) -> dict[str, str]:
+    """Return the headers that tell OpenAI's clients what is left of the minute; none without an account."""
+    headers: dict[str, str] = {}
+    if account is None:
+        return headers
+    windows: tuple[tuple[str, int | None, SlidingWindow], ...] = (
+        ("requests", account.limits.requests_per_minute, account.requests),
+        ("tokens", account.limits.tokens_per_minute, account.tokens),
+    )
+    for what, limit, window in windows:
+        if limit is not None:
+            reset = window.reset(now)
+            headers[f"x-ratelimit-limit-{what}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{what}"] = str(max(0, limit - window.used))
+            headers[f"x-ratelimit-reset-{what}"] = _duration(reset)
+    return headers
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as OpenAI writes it, such as `1m0.25s`."""
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes:.0f}m{rest:.3g}s" if minutes else f"{rest:.3g}s"

@@ -1,0 +1,86 @@
+"""One budget of memory for all bodies that are being received."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Annotated, Final
+
+import msgspec
+
+from fd_core.http.errors import ApiError, unavailable
+from fd_core.http.headers import length_of
+from fd_core.types.metrics import counter, gauge
+
+__all__ = ["BodyBudget", "BodyShare", "BodyStats"]
+
+_FREE_BYTES: Final = 64 * 1024
+"""Of each body; so ordinary requests get in while large ones hold the whole budget. Connections bound their number."""
+
+
+class BodyStats(msgspec.Struct):
+    """How the budget is used."""
+
+    used: Annotated[int, gauge("body_memory_bytes", "Memory taken or announced by bodies being received.")] = 0
+    refused: Annotated[int, counter("bodies_refused", "Bodies refused because others held all memory for them.")] = 0
+
+
+class BodyBudget:
+    """Bytes that bodies may hold together."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.stats = BodyStats()
+
+    def share(self, announced: str | None, largest: int) -> BodyShare:
+        """Return the share of a body, to be held while its bytes are kept; `announced` is its content-length, if told.
+
+        Raises `ApiError`: 413 for more than `largest` bytes, 503 where the budget is used up.
+        """
+        share = BodyShare(self, largest)
+        length = length_of(announced)
+        if length is not None:
+            share.reserve(length)
+        return share
+
+
+class BodyShare:
+    """What one body takes of the budget; a context manager that gives it back."""
+
+    def __init__(self, budget: BodyBudget, largest: int) -> None:
+        self._budget = budget
+        self._largest = largest
+        self._received = 0
+        self._held = 0
+
+    def __enter__(self) -> BodyShare:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def received(self, count: int) -> None:
+        """Count bytes that came. Raises `ApiError` as `BodyBudget.share` does."""
+        self._received += count
+        self.reserve(self._received)
+
+    def reserve(self, size: int) -> None:
+        """Count a body of `size` bytes. Raises `ApiError` as `BodyBudget.share` does."""
+        if size > self._largest:
+            message = f"the body is larger than the {self._largest:,} bytes allowed; see --max-body-size"
+            raise ApiError(413, message, code="body_too_large")
+        more = size - _FREE_BYTES - self._held
+        if more <= 0:
+            return
+        stats = self._budget.stats
+        if stats.used + more > self._budget.limit:
+            stats.refused += 1
+            raise unavailable("other requests hold all memory for bodies; try again", "body_memory", retry_after=1)
+        stats.used += more
+        self._held += more
+
+    def release(self) -> None:
+        """Give back what is held; again without effect."""
+        self._budget.stats.used -= self._held
+        self._held = 0

@@ -1,0 +1,315 @@
+"""The connections of one listening socket: a bound on their number, and an end for those that do not move.
+
+A connection waits for a request, receives a body, or is answered; only the answering of a request has no deadline.
+
+    WAITING --head is complete--> BODY --body is complete--> ANSWERING --answer is sent--> WAITING
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import itertools
+import logging
+import resource
+from collections import Counter
+from http import HTTPStatus
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from fd_core.config import ListenConfig
+from fd_core.http.connections.listening import is_loopback
+from fd_core.http.errors import ApiError
+from fd_core.types.metrics import counter, gauge
+
+__all__ = [
+    *("MAX_HEAD_BYTES", "ConnectionStats", "Connections", "WatchedProtocol"),
+    *("connection_limit", "source_of"),
+]
+
+log = logging.getLogger(__name__)
+
+Reason = Literal["head", "keep_alive", "body", "write", "crowd"]
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Most bytes of the request line and headers of a request; libraries may count each line, or up to one read more."""
+BYTES_PER_SECOND: Final = 64 * 1024
+"""A body may take a second longer for each of these bytes that came, an answer for each that was taken."""
+_RESERVED_DESCRIPTORS: Final = 256
+"""Kept for files, stores, workers and the engine; of a small limit a quarter is kept."""
+_MOST_CONNECTIONS: Final = 10_000
+_CROWD_SECONDS: Final = 1.0
+"""A connection that waits for longer than this makes room for a new one where there is no other."""
+_LOG_SECONDS: Final = 60.0
+
+
+class ConnectionStats(msgspec.Struct):
+    """What became of connections; every count only grows."""
+
+    open: Annotated[int, gauge("connections", "Connections of clients that are open.")] = 0
+    limit: Annotated[int, gauge("connections_limit", "Most connections of clients at a time.")] = 0
+    closed: Annotated[
+        dict[str, int],
+        counter(
+            "connections_closed",
+            "Connections that were closed because nothing moved on them, or to make room for others.",
+            label="reason",
+            values=("head", "keep_alive", "body", "write", "crowd"),
+        ),
+    ] = msgspec.field(default_factory=Counter)
+    refused: Annotated[int, counter("connections_refused", "Connections refused because too many were open.")] = 0
+    refused_of_address: Annotated[
+        int,
+        counter("connections_refused_of_address", "Connections refused because their address had too many open."),
+    ] = 0
+    accept_errors: Annotated[
+        int, counter("accept_errors", "Failures to accept a connection, such as for want of descriptors.")
+    ] = 0
+    handshakes_failed: Annotated[int, counter("tls_handshakes_failed", "Connections whose TLS handshake failed.")] = 0
+
+
+def connection_limit(config: ListenConfig, *, descriptors: int = 1) -> int:
+    """Return the most connections at a time: what the settings say, or what the limit of descriptors leaves.
+
+    `descriptors` is how many one connection may take, the one to a worker included.
+    """
+    if config.limit_concurrency is not None:
+        return config.limit_concurrency
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return max(1, min(_MOST_CONNECTIONS, (allowed - min(_RESERVED_DESCRIPTORS, allowed // 4)) // descriptors))
+
+
+def source_of(address: str) -> str:
+    """Return whose an address is: of IPv6, a network of 64 bits, since one machine may use all addresses in it."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 6 and not parsed.is_loopback:
+        parsed = parsed.ipv4_mapped or ipaddress.IPv6Address(int(parsed) >> 64 << 64)
+    return str(parsed)
+
+
+class Connections:
+    """The open connections of one listening socket."""
+
+    def __init__(self, config: ListenConfig, limit: int) -> None:
+        self.limit = limit
+        self.limit_of_address = config.limit_concurrency_per_address or limit - limit // 4
+        """For each address but those of this machine, at which proxies may run."""
+        self.patience: dict[Reason, float] = {
+            "head": config.timeout_headers,
+            "keep_alive": config.timeout_keep_alive,
+            "body": config.timeout_body,
+            "write": config.timeout_write,
+        }
+        """Seconds after which a connection is closed on which nothing moves, by what it waits for."""
+        self.stats = ConnectionStats(limit=limit)
+        self._opening: set[WatchedProtocol] = set()
+        """Connections that were accepted and not made yet: their TLS handshake goes on."""
+        self._open: set[WatchedProtocol] = set()
+        self._sources: Counter[str] = Counter()
+        """Connections by `source_of` their address."""
+        self._waiting: dict[WatchedProtocol, float] = {}
+        """Those without a request, since when; the one that waits longest is the first."""
+        self._loop = asyncio.get_running_loop()
+        self._pause = min(1.0, min(self.patience.values()) / 4)
+        self._timer = self._loop.call_later(self._pause, self._look)
+        self._next_line: dict[str, float] = {}
+
+    def close(self) -> None:
+        """Watch no longer; connections stay as they are."""
+        self._timer.cancel()
+
+    @property
+    def now(self) -> float:
+        """Seconds of the event loop's clock."""
+        return self._loop.time()
+
+    def accepted(self, connection: WatchedProtocol, address: str) -> None:
+        """Count a connection that is to be made."""
+        connection.source = source_of(address)
+        self._sources[connection.source] += 1
+        self._opening.add(connection)
+
+    def entered(self, connection: WatchedProtocol) -> None:
+        """Note that a connection was made; it waits for its first request."""
+        self._opening.discard(connection)
+        self._open.add(connection)
+        self.stats.open = len(self._open)
+        self.waits(connection)
+
+    def left(self, connection: WatchedProtocol) -> None:
+        """Forget a connection; again without effect."""
+        if connection not in self._open and connection not in self._opening:
+            return
+        self._opening.discard(connection)
+        self._open.discard(connection)
+        self.stats.open = len(self._open)
+        self._waiting.pop(connection, None)
+        self._sources[connection.source] -= 1
+        if not self._sources[connection.source]:
+            del self._sources[connection.source]
+
+    def waits(self, connection: WatchedProtocol) -> None:
+        """Note that a connection has no request."""
+        self._waiting[connection] = self.now
+
+    def works(self, connection: WatchedProtocol) -> None:
+        """Note that a connection has a request."""
+        self._waiting.pop(connection, None)
+
+    def has_room(self, address: str) -> bool:
+        """Whether one more connection may come in; where there are too many, the one that waited longest leaves."""
+        source, most = source_of(address), self.limit_of_address
+        if self._sources[source] >= most and not is_loopback(source):
+            self.stats.refused_of_address += 1
+            self.complain(
+                f"{most} connections of one address are open, so others of it are answered with 503; see "
+                "--limit-concurrency-per-address",
+                f"; the first such address is {source}",
+            )
+            return False
+        if len(self._open) + len(self._opening) < self.limit:
+            return True
+        if self.evict(1):
+            return True
+        self.stats.refused += 1
+        self.complain(f"{self.limit} connections are open, so others are answered with 503; see --limit-concurrency")
+        return False
+
+    def evict(self, most: int) -> int:
+        """Close up to `most` connections without a request, those that waited longest; return their number."""
+        longest = [
+            each for each in itertools.islice(self._waiting, most) if self.now - self._waiting[each] > _CROWD_SECONDS
+        ]
+        for connection in longest:
+            connection.expire("crowd")
+        return len(longest)
+
+    def complain(self, what: str, example: str = "") -> None:
+        """Log a warning, the same one at most once a minute, whatever the `example` is."""
+        if self.now >= self._next_line.get(what, 0.0):
+            self._next_line[what] = self.now + _LOG_SECONDS
+            log.warning("%s%s (logged once a minute)", what, example)
+
+    def _look(self) -> None:
+        """Close what has not moved for too long."""
+        now = self.now
+        for connection in [*self._open]:
+            reason = connection.overdue(now, self._pause)
+            if reason is not None:
+                connection.expire(reason)
+        self._timer = self._loop.call_later(self._pause, self._look)
+
+
+class WatchedProtocol(asyncio.Protocol):
+    """Base of protocols whose connections are watched; it stands before the class that reads HTTP.
+
+    That class says when a request's head is complete, when its body is, and when its answer was sent.
+    """
+
+    watch: Connections
+    """To be set before the connection is made."""
+    source: str
+    """Whose address it is from, see `source_of`; `Connections.accepted` sets it."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to watch."""
+        self._transport = transport
+        self._waits_for: Literal["head", "keep_alive", "body"] | None = "head"
+        self._since = self.watch.now
+        self._received = 0
+        self._pending = 0
+        self._stuck_since: float | None = None
+        self._stuck_bytes = 0
+        self.watch.entered(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Any) -> None:
+        """Watch no longer."""
+        self.watch.left(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Note that something moves."""
+        if self._waits_for == "keep_alive":
+            self._waits_for, self._since = "head", self.watch.now
+        elif self._waits_for == "body":
+            self._received += len(data)
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        """Note that the client does not take its answer."""
+        self._stuck_since, self._stuck_bytes = self.watch.now, self._transport.get_write_buffer_size()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Note that the client has taken its answer."""
+        self._stuck_since = None
+        super().resume_writing()
+
+    def head_complete(self) -> None:
+        """Note that a request begins."""
+        self._waits_for, self._since, self._received = "body", self.watch.now, 0
+        self._pending += 1
+        self.watch.works(self)
+
+    def body_complete(self) -> None:
+        """Note that nothing is missing of the request."""
+        self._waits_for = None
+        self._wait()
+
+    def answer_complete(self) -> None:
+        """Note that the answer was handed over; the rest of an unfinished body keeps its deadline."""
+        self._pending -= 1
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait for the next request, unless one is still received or answered."""
+        if self._pending or self._waits_for is not None:
+            return
+        self._waits_for, self._since = "keep_alive", self.watch.now
+        self.watch.waits(self)
+
+    def overdue(self, now: float, elapsed: float) -> Reason | None:
+        """Return what has taken too long, if anything has; `elapsed` seconds have passed since the last look."""
+        patience = self.watch.patience
+        if self._stuck_since is None and self._transport.is_closing():
+            self._stuck_since, self._stuck_bytes = now, self._transport.get_write_buffer_size()
+        if self._stuck_since is not None:
+            taken = max(0, self._stuck_bytes - self._transport.get_write_buffer_size())
+            if now - self._stuck_since > patience["write"] + taken / BYTES_PER_SECOND:
+                return "write"
+        waits_for = self._waits_for
+        if waits_for is None:
+            return None
+        if waits_for == "body" and not self._transport.is_reading():
+            self._since += elapsed  # the server holds the client up, not the other way round
+        return waits_for if now - self._since > patience[waits_for] + self._received / BYTES_PER_SECOND else None
+
+    def not_http(self) -> ApiError:
+        """Log what came and cannot be read, and return its answer."""
+        self.watch.complain("what came on a connection is not HTTP")
+        return ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http")
+
+    def head_too_large(self) -> ApiError:
+        """Return the answer to a head that is larger than `MAX_HEAD_BYTES`."""
+        return ApiError(431, f"the request line and headers are larger than the {MAX_HEAD_BYTES:,} bytes allowed")
+
+    def end(self, error: ApiError) -> None:
+        """Answer with an error, without the application, and close."""
+        body = error.body()
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+        head += f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._transport.write(head.encode() + body)
+        self._transport.close()
+
+    def expire(self, reason: Reason) -> None:
+        """Close the connection, whatever is still to be sent; whoever works on its request is told that it is lost."""
+        self.watch.stats.closed[reason] += 1
+        self.watch.left(self)
+        self._transport.abort()

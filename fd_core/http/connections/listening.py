@@ -1,0 +1,183 @@
+"""Sockets and signals that every server of the project shares."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import ipaddress
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final
+
+from fd_core.errors import ConfigError
+from fd_core.http.connections.port_holder import port_holder
+from fd_core.http.supervision import Supervisor
+
+__all__ = [
+    "ANY_ADDRESS",
+    "bind_socket",
+    "cannot_listen",
+    "hangup_reloads",
+    "is_loopback",
+    "raise_descriptor_limit",
+    "settle",
+    "signals_stop",
+    "url_of",
+    "warn_if_open",
+]
+
+_MOST_DESCRIPTORS: Final = 2**20
+"""Far more than a server uses; where a limit of billions is allowed, programs that go through all are held up by it."""
+log = logging.getLogger(__name__)
+
+ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # told apart, not bound
+"""Hosts that mean every address of the machine."""
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = "--host") -> socket.socket:
+    """Bind the listening socket; port 0 takes a free one. Call it before loading a model.
+
+    Raises `ConfigError`, naming the flag, if the port is in use, not allowed or out of range, or the host unknown.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port {port} does not exist; ports go from 0 to 65535", field=flag)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:  # no name of a host may be longer than 63 letters between dots
+        reason = error.strerror if isinstance(error, OSError) else "it is not the name of a host"
+        raise ConfigError(f"the host {host!r:.300} cannot be resolved: {reason}", field=host_flag) from error
+    # A reusable address can be bound twice until somebody listens, so it is the second choice, needed only while
+    # connections of an earlier server linger.
+    for reuse in (0, 1):
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            sock.close()
+            if reuse or error.errno != errno.EADDRINUSE:
+                raise cannot_listen(host, port, error, flag=flag, host_flag=host_flag) from error
+        else:
+            break
+    return sock
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and those that it starts have as many descriptors as they are allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def cannot_listen(
+    host: str, port: int, error: OSError, *, flag: str = "--port", host_flag: str = "--host"
+) -> ConfigError:
+    """Return the error of a port that cannot be had, with who has it where the system tells."""
+    reason, hint = (error.strerror or str(error)).lower(), f"choose another with {flag}"
+    if error.errno == errno.EADDRINUSE:
+        holder = port_holder(port)
+        reason += f" by {holder}" if holder else ""
+        hint = f"stop what uses it, {hint}, or take a free one with {flag} 0"
+    elif error.errno == errno.EADDRNOTAVAIL:
+        flag, hint = host_flag, f"give an address of this machine, or {host_flag} 0.0.0.0 for all of them"
+    elif error.errno == errno.EACCES:
+        hint = f"ports below 1024 are for root; {hint}"
+    return ConfigError(f"cannot listen on {host} port {port}: {reason}", field=flag, hint=hint)
+
+
+@contextlib.contextmanager
+def port_errors(host: str, sock: socket.socket, flag: str = "--port") -> Iterator[None]:
+    """Listen on a bound socket within the block; whoever was quicker becomes a `ConfigError` that names the flag."""
+    try:
+        # Connections inherit this, so that those which linger do not keep a restarted server from its port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield
+    except OSError as error:
+        raise cannot_listen(host, sock.getsockname()[1], error, flag=flag) from error
+
+
+@contextlib.contextmanager
+def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
+    """Set `stop` on the first SIGINT or SIGTERM and `hurry` on the next."""
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    installed = []
+    try:
+        for number in _SIGNALS:
+            # only the main thread's loop can take signals; elsewhere the caller stops the server by `stop`
+            with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+                loop.add_signal_handler(number, on_signal)
+                installed.append(number)
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def hangup_reloads(reload: Callable[[], Awaitable[None]] | None, supervisor: Supervisor) -> Iterator[None]:
+    """Call `reload` on each SIGHUP, one call after the other; without it the signal ends the process, as is usual."""
+    if reload is None:
+        yield
+        return
+    loop, one_at_a_time = asyncio.get_running_loop(), asyncio.Lock()
+
+    async def run() -> None:
+        async with one_at_a_time:
+            await reload()
+
+    try:
+        loop.add_signal_handler(signal.SIGHUP, lambda: supervisor.start("reload", run, repeat=False))
+    except (ValueError, RuntimeError, NotImplementedError):  # not the main thread's loop
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+def url_of(host: str, sock: socket.socket, *, secure: bool = False) -> str:
+    """Return the address under which a bound socket is reached from this machine."""
+    port = sock.getsockname()[1]
+    shown = "localhost" if host in ANY_ADDRESS else host
+    scheme = "https" if secure else "http"
+    return f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
+
+
+def settle() -> None:
+    """Tell the garbage collector to leave alone what has been loaded: visiting it would stop every stream for 0.1 s."""
+    gc.collect()
+    gc.freeze()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def warn_if_open(host: str, *, keys: bool) -> None:
+    """Warn about a server that others can reach and that asks for no key."""
+    if not keys and not is_loopback(host):
+        log.warning(
+            "%s can be reached from other machines and no API key is set: whoever can reach it may use it; "
+            "set --api-key-file or keep to --host 127.0.0.1",
+            host or "every address",
+        )

@@ -1,0 +1,45 @@
+"""Values of headers, read in linear time and without codecs that the client chooses."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from fd_core.http.errors import ApiError
+
+__all__ = ["length_of", "parameters", "refuse_encoding"]
+
+_PARAMETER: Final = re.compile(r';[ \t]*([^\s;="]+)=("(?:[^"\\]|\\.)*"|[^;"]*)', re.DOTALL)
+_ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
+_MOST_DIGITS: Final = 18
+_SHOWN: Final = re.compile(r"[A-Za-z0-9_*, -]{1,64}")
+
+
+def length_of(value: str | None) -> int | None:
+    """Return the number of a Content-Length header; None without one that can be read."""
+    if value is None or not (value.isascii() and value.isdecimal()):
+        return None
+    digits = value.lstrip("0") or "0"
+    return int(digits) if len(digits) <= _MOST_DIGITS else 10**_MOST_DIGITS
+
+
+def parameters(value: str) -> tuple[str, dict[str, str]]:
+    """Return what stands before the parameters of a header, in lower case, and the first parameter of each name."""
+    found: dict[str, str] = {}
+    for match in _PARAMETER.finditer(value):
+        name, text = match[1].lower(), match[2].strip()
+        found.setdefault(name, _ESCAPE.sub(r"\1", text[1:-1]) if text.startswith('"') else text)
+    return value.partition(";")[0].strip().lower(), found
+
+
+def refuse_encoding(values: list[str]) -> None:
+    """Raise `ApiError` (415) unless a body is sent as it is; `values` are those of its Content-Encoding headers."""
+    coding = ", ".join(values).strip()
+    if coding.lower() not in ("", "identity"):
+        shown = coding if _SHOWN.fullmatch(coding) else "what was sent"
+        raise ApiError(
+            415,
+            f"the content-encoding {shown} is not supported; send the body uncompressed",
+            code="unsupported_content_encoding",
+            headers={"Accept-Encoding": "identity"},
+        )

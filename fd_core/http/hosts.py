@@ -1,0 +1,138 @@
+"""Which names a server answers to, and pages of which origins may talk to it.
+
+A page that a browser loaded from elsewhere can send requests to this machine: across origins, and, once its name
+resolves to this machine, as if they were of the same one (DNS rebinding). Only browsers say an origin, and all of them
+name the host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from fd_core.errors import ConfigError
+from fd_core.http.connections.listening import is_loopback
+from fd_core.http.errors import ApiError
+
+__all__ = ["HostRules", "Visit"]
+
+_ANY: Final = "*"
+_HOST: Final = re.compile(r"(?:\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[^:\[\]/@]+))(?::[0-9]*)?", re.IGNORECASE)
+_NAME: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|[0-9a-f:.]+|\*", re.IGNORECASE)
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+|null|\*", re.IGNORECASE)
+_METHODS: Final = "GET, HEAD, POST, DELETE, OPTIONS"
+_EXPOSED: Final = ", ".join(
+    (
+        *("X-Request-Id", "X-Ignored-Fields", "Retry-After"),
+        *(f"x-ratelimit-{part}-{what}" for what in ("requests", "tokens") for part in ("limit", "remaining", "reset")),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a request says of where it comes from."""
+
+    hosts: Sequence[str]
+    """Values of the header Host; HTTP/1.0 may leave it out."""
+    address: str | None
+    """This machine's address, at which the connection arrived."""
+    origin: str | None = None
+    method: str = "GET"
+    wants_method: str | None = None
+    """Access-Control-Request-Method: a browser asks on behalf of a page what it may send."""
+    wants_headers: str | None = None
+    """Access-Control-Request-Headers."""
+
+    @classmethod
+    def of(cls, method: str, hosts: Sequence[str], address: str | None, header: Callable[[str], str | None]) -> Visit:
+        """Return what a request says; `header` returns the value of a header."""
+        asks = header("Access-Control-Request-Method"), header("Access-Control-Request-Headers")
+        return cls(hosts, address, header("Origin"), method, *asks)
+
+    @property
+    def preflight(self) -> bool:
+        """Whether this is a browser's question whether it may send the page's request."""
+        return self.method == "OPTIONS" and self.origin is not None and self.wants_method is not None
+
+
+class HostRules:
+    """Tells requests that may be answered from those that a foreign page made a browser send."""
+
+    def __init__(self, bound: str, hosts: Iterable[str], origins: Iterable[str]) -> None:
+        """`bound` is the address on which the server listens; without `hosts`, one on loopback has only its own names.
+
+        Raises `ConfigError` for a host or an origin that is none.
+        """
+        for host in hosts:
+            if not _NAME.fullmatch(host):
+                hint = "give a name such as example.org or *.example.org, an address, or * for any"
+                raise ConfigError(f"{host!r:.80} is no host", field="--allowed-hosts", hint=hint)
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                hint = "give a scheme and a host such as https://chat.example.org, or * for any"
+                raise ConfigError(f"{origin!r:.80} is no origin", field="--allowed-origins", hint=hint)
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._any_host = _ANY in self._hosts or not (self._hosts or is_loopback(bound))
+        self._bound = bound.lower()
+        self._origins = frozenset(origin.lower() for origin in origins)
+
+    def check(self, visit: Visit) -> Mapping[str, str]:
+        """Return the headers that the answer needs for a page of another origin, none for anybody else.
+
+        Raises `ApiError`: 421 for a host that is not this server's, 403 for an origin that is not allowed.
+        """
+        if len(visit.hosts) > 1:
+            raise ApiError(400, "the header Host is given more than once", code="invalid_host")
+        given = visit.hosts[0] if visit.hosts else None
+        if given is not None and not self._any_host and not self._is_own(given, visit.address):
+            raise ApiError(
+                421,
+                "this server is not meant by the Host of the request; --allowed-hosts names others that it answers to",
+                code="foreign_host",
+            )
+        if visit.origin is None or (given is not None and _same(visit.origin, given)):
+            return {}
+        if _ANY not in self._origins and visit.origin.lower() not in self._origins:
+            raise ApiError(
+                403,
+                "pages of this origin may not use the server; --allowed-origins names those that may",
+                code="foreign_origin",
+            )
+        headers = {
+            "Access-Control-Allow-Origin": visit.origin,
+            "Access-Control-Expose-Headers": _EXPOSED,
+            "Vary": "Origin",
+        }
+        if visit.preflight:
+            headers |= {
+                "Access-Control-Allow-Methods": _METHODS,
+                "Access-Control-Allow-Headers": visit.wants_headers or "Authorization, Content-Type",
+                "Access-Control-Allow-Private-Network": "true",
+                "Access-Control-Max-Age": "600",
+            }
+        return headers
+
+    def _is_own(self, given: str, address: str | None) -> bool:
+        found = _HOST.fullmatch(given.strip())
+        if found is None:
+            return False
+        host = (found["six"] or found["name"]).rstrip(".").lower()
+        if is_loopback(host) or host.endswith(".localhost") or host in (self._bound, address):
+            return True
+        return host in self._hosts or any(host.endswith(name[1:]) for name in self._hosts if name.startswith("*."))
+
+
+def _same(origin: str, host: str) -> bool:
+    """Whether a page of `origin` was loaded from `host`; its scheme may have been changed by a proxy in between."""
+    try:
+        page = urlsplit(origin.lower())
+        port = page.port
+    except ValueError:
+        return False
+    default = {"http": ":80", "https": ":443"}.get(page.scheme, "")
+    name = page.netloc if port is None else page.netloc.removesuffix(default)
+    return bool(name) and name == host.strip().lower().removesuffix(default)

@@ -1,0 +1,80 @@
+"""Metrics for Prometheus that every server of the project gives: histograms, and what statistics declare.
+
+Everything here runs on the event loop's thread, so nothing is locked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from types import MappingProxyType
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from fd_core.types.metrics import MetricSpec, read_metrics
+
+__all__ = ["Histogram", "metric_families", "refusal_family"]
+
+
+class Histogram:
+    """Counts of durations in seconds, or of lengths in tokens; cheap to feed."""
+
+    __slots__ = ("bounds", "counts", "help", "name", "total", "vllm")
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], vllm: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.help = text
+        self.vllm = vllm
+        """Names that vLLM has for it."""
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value that occurred `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def family(
+        self, name: str | None = None, labels: Mapping[str, str] = MappingProxyType({})
+    ) -> HistogramMetricFamily:
+        """Return the histogram as Prometheus wants it: cumulative; under its own name if none is given."""
+        bounds = [*map(str, self.bounds), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
+        family = HistogramMetricFamily(name or self.name, self.help, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), buckets, self.total)
+        return family
+
+
+def metric_families(
+    prefix: str,
+    parts: Iterable[tuple[Mapping[str, str], object]],
+    names: Callable[[MetricSpec], Iterable[str]] = lambda spec: (spec.name,),
+) -> Iterable[Metric]:
+    """Return every metric that statistics declare, as Prometheus wants it.
+
+    `parts` are labels that tell their samples apart, all of the same names, and statistics. `names` says under which
+    names a metric appears.
+    """
+    families: dict[str, Metric] = {}
+    for common, stats in parts:
+        for spec, samples in read_metrics(stats):
+            for name in names(spec):
+                if name not in families:
+                    family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+                    families[name] = family(prefix + name, spec.help, labels=(*common, *spec.label_names))
+                for labels, value in samples:
+                    families[name].add_metric((*common.values(), *labels), value)  # type: ignore[attr-defined]
+    return families.values()
+
+
+def refusal_family(prefix: str, refusals: Mapping[tuple[str, str], int]) -> Metric:
+    """Return the requests that limits of API keys held back."""
+    family = CounterMetricFamily(
+        f"{prefix}key_refusals", "Requests refused by a limit of their API key, by its name.", labels=["key", "limit"]
+    )
+    for (name, limited), count in refusals.items():
+        family.add_metric([name, limited], count)
+    return family

@@ -1,1 +1,0 @@
-"""The architectures, each once, over the operations of a pack."""

@@ -1,1 +1,0 @@
-"""Checkpoints of safetensors, as they are and quantized."""

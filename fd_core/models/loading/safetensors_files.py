@@ -1,0 +1,184 @@
+"""The safetensors container: its header checked against the file, its tensors mapped.
+
+The `safetensors` package is not used to read: without a framework it refuses bfloat16 (numpy has no such type) and
+copies every tensor, where this reader hands out views of the mapped file.
+
+Source: https://github.com/huggingface/safetensors#format. A file is 8 bytes of header length, a JSON header and a
+buffer which the tensors cover without holes or overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from fd_core.errors import ModelError
+from fd_core.models.loading.checkpoint import Checkpoint, TokenizerSource
+from fd_core.models.loading.files import MappedFile, StoredTensor, read_json_object
+from fd_core.models.loading.quantized_tensors import quantized_views
+from fd_core.models.loading.tokenizer_source import read_tokenizer_folder
+from fd_core.ops.weights import RAW_TYPES, Weight
+
+__all__ = ["DTYPE_BYTES", "SafetensorsCheckpoint", "read_safetensors"]
+
+_MAX_HEADER = 100_000_000
+_MAX_NAME = 1024
+_MAX_DIMS = 8
+_MAX_ELEMENTS = 1 << 48
+DTYPE_BYTES: Final = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+}
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """Check the header of a safetensors file and return where its tensors lie, by name.
+
+    Raises `ModelError` if anything in the header does not fit the file.
+    """
+    file = MappedFile(path)
+    length = int.from_bytes(file.buffer(0, 8, "the header's length"), "little")
+    if length > _MAX_HEADER:
+        raise _bad(path, f"its header claims {length} bytes, the limit is {_MAX_HEADER}")
+    try:
+        entries = msgspec.json.decode(file.buffer(8, length, "the header"), type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _bad(path, f"its header is not a JSON object: {error}") from error
+    entries.pop("__metadata__", None)
+    start = 8 + length
+    tensors = {name: _placed(file, name, entry, start) for name, entry in entries.items()}
+    _check_cover(file, tensors.values(), start)
+    return tensors
+
+
+def _placed(file: MappedFile, name: str, raw: msgspec.Raw, start: int) -> StoredTensor:
+    path, what = file.path, f"tensor {name[:_MAX_NAME]!r}"
+    if len(name) > _MAX_NAME:
+        raise _bad(path, f"{what} has a name of {len(name)} characters, the limit is {_MAX_NAME}")
+    try:
+        entry = msgspec.json.decode(raw, type=_Entry)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _bad(path, f"{what}: {error}") from error
+    if entry.dtype not in DTYPE_BYTES:
+        raise _bad(path, f"{what} has the unknown type {entry.dtype[:40]!r}")
+    # an empty tensor fits any file, whatever its other sizes claim
+    if math.prod(filter(None, entry.shape)) > _MAX_ELEMENTS:
+        raise _bad(path, f"{what} has the impossible shape {str(entry.shape)[:60]}")
+    begin, end = entry.data_offsets
+    expected = math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
+    if end - begin != expected:
+        raise _bad(path, f"{what} of shape {entry.shape} in {entry.dtype} takes {expected} bytes, not {end - begin}")
+    return StoredTensor(file, name, entry.dtype, tuple(entry.shape), start + begin, expected)
+
+
+def _check_cover(file: MappedFile, tensors: Collection[StoredTensor], start: int) -> None:
+    end = start
+    for tensor in sorted(tensors, key=lambda each: (each.offset, each.nbytes)):
+        what = f"tensor {tensor.name!r}"
+        file.check(tensor.offset, tensor.nbytes, what)
+        if tensor.offset != end:
+            relation = "overlaps what is before it" if tensor.offset < end else "leaves a hole before it"
+            raise _bad(file.path, f"{what} {relation}")
+        end += tensor.nbytes
+    if end != file.size:
+        raise _bad(file.path, f"its tensors end at byte {end}, but it has {file.size}")
+
+
+def _bad(path: Path, what: str) -> ModelError:
+    return ModelError(
+        f"{path} is not a usable safetensors file: {what}",
+        field="model",
+        hint="the file is damaged or its download was cut short",
+    )
+
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """Tensors mapped from the shards that the index names, or from the one file there is."""
+
+    def __init__(self, folder: Path) -> None:
+        config = _read_config(folder)
+        tensors = _open_shards(folder)
+        # A model that was saved without its output projection has no `model.` before its names.
+        bare = "embed_tokens.weight" in tensors
+        views = quantized_views(config, str(folder / "config.json"), tensors)
+        views = {f"model.{name}": view for name, view in views.items()} if bare else views
+        super().__init__(folder, config, views, tensors.values())
+
+    @cached_property
+    def tokenizer(self) -> TokenizerSource:
+        """The tokenizer's files, and the chat templates."""
+        return read_tokenizer_folder(self.path)
+
+    @cached_property
+    def _generation_config(self) -> Mapping[str, Any]:
+        path = self.path / "generation_config.json"
+        return read_json_object(path) if path.is_file() else {}
+
+    def _decoded(self, tensor: StoredTensor) -> Weight:
+        raise ModelError(
+            f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
+            field="model",
+            hint=f"supported are {', '.join(RAW_TYPES)}, and what a quantization_config in config.json describes",
+        )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json", field="model")
+    return read_json_object(path)
+
+
+def _open_shards(folder: Path) -> dict[str, StoredTensor]:
+    index = folder / _INDEX
+    if index.is_file():
+        return _from_index(index)
+    single = folder / _SINGLE
+    if not single.is_file():
+        others = sorted(folder.glob("*.safetensors"))
+        if len(others) != 1:
+            names = ", ".join(each.name for each in others) or "none"
+            raise ModelError(f"{folder} needs {_SINGLE} or {_INDEX}; safetensors found: {names}", field="model")
+        single = others[0]
+    return read_safetensors(single)
+
+
+def _from_index(index: Path) -> dict[str, StoredTensor]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map", field="model")
+    shards = {name: _open_shard(index, name) for name in dict.fromkeys(map(str, weight_map.values()))}
+    for tensor, name in weight_map.items():
+        if tensor not in shards[str(name)]:
+            raise ModelError(f"{index}: tensor {tensor!r} is not in {name}, which should hold it", field="model")
+    return {tensor: shards[str(name)][tensor] for tensor, name in weight_map.items()}
+
+
+def _open_shard(index: Path, name: str) -> dict[str, StoredTensor]:
+    if not name.endswith(".safetensors") or name != Path(name).name or "\\" in name or "\0" in name:
+        raise ModelError(
+            f"{index} names the shard {name[:80]!r}; a shard is a .safetensors file beside the index", field="model"
+        )
+    path = index.parent / name
+    if not path.is_file():
+        raise ModelError(f"{index} names the shard {name}, which is not there", field="model", hint="download it again")
+    return read_safetensors(path)

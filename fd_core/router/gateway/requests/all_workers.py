@@ -1,0 +1,164 @@
+"""Questions to every worker: which one keeps a response, POST /v1/abort_requests, and changes of adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.errors import unavailable
+from fd_core.router.gateway.requests.answers import json_response, to_client, to_worker
+from fd_core.router.gateway.requests.relaying import TROUBLE, read_up_to
+from fd_core.router.gateway.requests.state import GatewayState
+from fd_core.router.workers import RouterWorker, WorkerState
+from fd_core.server.schemas.responses import AbortAnswer
+
+__all__ = ["ABORT_PATH", "abort", "change_adapters", "keeper"]
+
+_RESPONSES_PATH: Final = "/v1/responses"
+_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
+
+
+class _Following(msgspec.Struct):
+    """The field of a request that names what it goes on from."""
+
+    previous_response_id: str | None = None
+
+
+_following: Final = msgspec.json.Decoder(_Following)
+
+
+async def keeper(
+    state: GatewayState, request: web.BaseRequest, body: bytes, record: RequestRecord
+) -> RouterWorker | None:
+    """Return the worker that keeps the response which a request names; None if it names none or no worker has it.
+
+    Workers are asked for the client: a worker shows a response to the key that made it.
+    """
+    name = _named(request.path, body)
+    if not name:
+        return None
+    headers = to_worker(state, request.headers, record, "HEAD", f"{_RESPONSES_PATH}/{name}")
+    answering = (WorkerState.HEALTHY, WorkerState.DRAINING)
+    shown = [each for each in state.router.snapshot().workers if each.state in answering]
+    workers = [each.worker for each in shown if each.worker.role != "prefill"]
+    found = await asyncio.gather(*(_keeps(state, worker, name, headers) for worker in workers))
+    return next((worker for worker, keeps in zip(workers, found, strict=True) if keeps), None)
+
+
+def _named(path: str, body: bytes) -> str | None:
+    if path.startswith(_RESPONSES_PATH + "/"):
+        return path.removeprefix(_RESPONSES_PATH + "/")
+    if path != _RESPONSES_PATH or b"previous_response_id" not in body:
+        return None
+    try:
+        return _following.decode(body).previous_response_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # the worker refuses it properly
+        return None
+
+
+async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: CIMultiDict[str]) -> bool:
+    url = f"{worker.url}{_RESPONSES_PATH}/{quote(name, safe='')}"
+    try:
+        async with state.session.head(url, headers=headers, timeout=_TIMEOUT, allow_redirects=False) as answer:
+            return answer.status == 200
+    except TROUBLE:
+        return False
+
+
+ABORT_PATH: Final = "/v1/abort_requests"
+_MAX_BYTES: Final = 4 << 20
+_ABORT_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
+_LOAD_TIMEOUT: Final = aiohttp.ClientTimeout(total=300)
+_decoder: Final = msgspec.json.Decoder(AbortAnswer)
+
+
+async def abort(
+    state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
+) -> web.Response:
+    """Return the ids that the workers aborted, and the ids that no worker which answered has.
+
+    Workers know from the headers whose requests these may be. A refusal, such as of a key or of a body that is wrong,
+    is passed on if no worker answered otherwise. Raises `ApiError` (503) if no worker can be asked.
+    """
+    told = await _ask_all(state, path, body, headers, record, _ABORT_TIMEOUT)
+    answers = []
+    for each in told:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            if each.status == 200 and isinstance(each.body, bytes):
+                answers.append(_decoder.decode(each.body))
+    if answers:
+        return json_response(_joined(answers))
+    return _refusal(told)
+
+
+async def change_adapters(
+    state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
+) -> web.Response:
+    """Load or unload an adapter on every worker; return the first refusal, or what a worker answered.
+
+    Raises `ApiError` (503) unless every worker answered: the request may be repeated.
+    """
+    told = await _ask_all(state, path, body, headers, record, _LOAD_TIMEOUT)
+    refused = [each for each in told if each.status != 200]
+    return _refusal(refused) if refused or not told else told[0]
+
+
+async def _ask_all(
+    state: GatewayState,
+    path: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    record: RequestRecord,
+    timeout: aiohttp.ClientTimeout,
+) -> list[web.Response]:
+    """Return the answers of all workers that answer clients; 503 stands for one that could not be asked.
+
+    A prefill worker's part of a request ends with the request itself.
+    """
+    answering = (WorkerState.HEALTHY, WorkerState.DRAINING)
+    shown = [each for each in state.router.snapshot().workers if each.state in answering]
+    workers = [each.worker for each in shown if each.worker.role != "prefill"]
+    return await asyncio.gather(*(_ask(state, each, path, body, headers, record, timeout) for each in workers))
+
+
+async def _ask(
+    state: GatewayState,
+    worker: RouterWorker,
+    path: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    record: RequestRecord,
+    timeout: aiohttp.ClientTimeout,
+) -> web.Response:
+    try:
+        async with state.session.post(
+            worker.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+        ) as answer:
+            data = await read_up_to(answer.content, _MAX_BYTES)
+            kept: CIMultiDict[str] = to_client(answer.headers, {"X-Request-Id": record.request_id})
+            return web.Response(body=data, status=answer.status, headers=kept)
+    except TROUBLE:
+        return web.Response(status=503)
+
+
+def _refusal(told: list[web.Response]) -> web.Response:
+    """Return the refusal of a worker that answered. Raises `ApiError` (503) if none did."""
+    for each in told:
+        if 400 <= each.status < 500:
+            return each
+    raise unavailable("no worker could be asked", "none_healthy", retry_after=1)
+
+
+def _joined(answers: list[AbortAnswer]) -> AbortAnswer:
+    aborted = dict.fromkeys(each for answer in answers for each in answer.aborted)
+    missing = dict.fromkeys(each for answer in answers for each in answer.not_found if each not in aborted)
+    return AbortAnswer(list(aborted), list(missing))

@@ -1,0 +1,192 @@
+"""What the parts of one gateway share, and its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Annotated, Final
+
+import aiohttp
+import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from fd_core.http.access.control import AccessControl
+from fd_core.http.bodies import BodyBudget, BodyStats
+from fd_core.http.connections.connections import ConnectionStats
+from fd_core.http.draining import Drain
+from fd_core.http.metrics import Histogram, metric_families, refusal_family
+from fd_core.http.spans import RequestSpans
+from fd_core.http.supervision import Supervisor, TaskStats
+from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.gateway.requests.relaying import WorkerTimeouts
+from fd_core.router.gateway.requests.request_cost import CostReader
+from fd_core.router.gateway.requests.route_requests import RouteRequestReader
+from fd_core.router.router import Router
+from fd_core.router.selection import Mode
+from fd_core.router.snapshot import OUTCOMES, RouterSnapshot
+from fd_core.types.metrics import counter
+
+__all__ = ["GatewayCounts", "GatewayMetrics", "GatewayState", "PairingLog"]
+
+log = logging.getLogger(__name__)
+
+_SELECTING: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
+_FIRST_BYTE: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class GatewayCounts(msgspec.Struct):
+    """What became of requests, as far as only the gateway sees it; every count only grows."""
+
+    disconnects: Annotated[int, counter("disconnects", "Clients that left before their answer ended.")] = 0
+    attempts_lost: Annotated[
+        int, counter("attempts_lost", "Attempts whose worker was lost before the first byte of its answer.")
+    ] = 0
+    streams_broken: Annotated[
+        int, counter("streams_broken", "Answers whose worker was lost after their first byte.")
+    ] = 0
+    transfers: Annotated[
+        dict[str, int],
+        counter("transfers", "Attempts on a pair, by what became of the KV of the prompt.", label="outcome"),
+    ] = msgspec.field(default_factory=Counter)
+
+
+class GatewayMetrics:
+    """All metrics of one gateway."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.counts = GatewayCounts()
+        self.choosing = Histogram(
+            "fdcore_router_choosing_seconds",
+            "Time from the arrival of a request to the selection of its worker, in seconds.",
+            _SELECTING,
+        )
+        self.first_byte = Histogram(
+            "fdcore_router_first_byte_seconds",
+            "Time from the arrival of a request to the first byte of its answer, in seconds.",
+            _FIRST_BYTE,
+        )
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self.refusals: Counter[tuple[str, str]] = Counter()
+        """Of `AccessControl`."""
+        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats(), TaskStats())
+        """Of what listens; others once the gateway does."""
+        self._process = ProcessCollector(registry=CollectorRegistry())
+
+    async def text(self) -> bytes:
+        """Return everything in Prometheus' text format, written on another thread: a worker takes 0.1 ms."""
+        snapshot = self._router.snapshot()
+        others = [*self._others(snapshot), *self._process.collect()]
+        return await asyncio.to_thread(lambda: generate_latest(_Collected(_of_workers(snapshot), others)))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric as it is at this moment."""
+        snapshot = self._router.snapshot()
+        yield from _of_workers(snapshot)
+        yield from self._others(snapshot)
+
+    def _others(self, snapshot: RouterSnapshot) -> Iterator[Metric]:
+        """Yield what does not grow with the workers."""
+        yield from metric_families("fdcore_router_", [({}, snapshot)])
+        for stats in (self.counts, *self.doors):
+            yield from metric_families("fdcore_router_", [({}, stats)])
+        yield self.choosing.family()
+        yield self.first_byte.family()
+        outcomes = CounterMetricFamily(
+            "fdcore_router_outcomes",
+            "Attempts given to workers that ended, by role and outcome.",
+            labels=("role", "outcome"),
+        )
+        for role, counts in snapshot.roles.items():
+            for outcome in OUTCOMES:
+                outcomes.add_metric((role, outcome), getattr(counts, outcome))
+        yield outcomes
+        answers = CounterMetricFamily(
+            "fdcore_router_answers", "HTTP responses begun, by path and status.", labels=("path", "status")
+        )
+        for (path, status), count in self.answers.items():
+            answers.add_metric((path, str(status)), count)
+        yield answers
+        yield refusal_family("fdcore_router_", self.refusals)
+
+
+def _of_workers(snapshot: RouterSnapshot) -> Iterator[Metric]:
+    workers = [({"worker": one.worker.url, "role": one.worker.role}, one) for one in snapshot.workers]
+    yield from metric_families("fdcore_router_worker_", workers)
+
+
+class _Collected(Collector):
+    """What is written when it is asked for."""
+
+    def __init__(self, *parts: Iterable[Metric]) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        return chain(*self._parts)
+
+
+class PairingLog:
+    """Says in the log when decode workers begin to compute prompts themselves, and when pairs are back."""
+
+    def __init__(self) -> None:
+        self._alone = False
+
+    def saw(self, mode: Mode) -> None:
+        """An attempt was made in this mode."""
+        if mode == "mixed" or (mode == "alone") is self._alone:
+            return
+        self._alone = mode == "alone"
+        if self._alone:
+            log.warning("no prefill worker can be chosen: decode workers compute prompts themselves until one can")
+        else:
+            log.info("a prefill worker can be chosen again: prompts are computed by pairs")
+
+
+@dataclass(slots=True)
+class GatewayState:
+    """Everything that an answer may depend on."""
+
+    config: GatewayConfig
+    router: Router
+    session: aiohttp.ClientSession
+    """For requests to workers."""
+    reader: RouteRequestReader
+    """Reads the prompts of requests; replaced when the workers' tokenizer becomes known."""
+    ticket_key: bytes | None
+    """Key of the tickets for pairs. Without one every prompt is computed by the decode worker."""
+    metrics: GatewayMetrics
+    access: AccessControl = field(default_factory=AccessControl)
+    """The router's API keys and what they may take."""
+    costs: CostReader = field(default_factory=lambda: CostReader(None))
+    """Counts what requests of keys with a limit of tokens may take; replaced together with `reader`."""
+    timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
+    pairing: PairingLog = field(default_factory=PairingLog)
+    supervisor: Supervisor = field(default_factory=Supervisor)
+    """Runs the background tasks."""
+    drain: Drain = field(default_factory=Drain)
+    spans: RequestSpans | None = None
+    """Makes the spans of requests; None makes none."""
+    worker_secret: bytes = field(init=False)
+    """Signs the tenants of requests: the digest of the workers' key, as they keep it."""
+    bodies: BodyBudget = field(init=False)
+    """Memory for bodies, until a worker has answered and no other one needs them."""
+
+    def __post_init__(self) -> None:
+        key = next(iter(self.config.worker_api_keys), "")
+        self.worker_secret = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        self.bodies = BodyBudget(self.config.max_body_memory)
+
+    @property
+    def own_headers(self) -> dict[str, str]:
+        """Headers of requests to workers that the gateway itself makes."""
+        keys = self.config.worker_api_keys
+        return {"Authorization": f"Bearer {keys[0]}"} if keys else {}

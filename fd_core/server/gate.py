@@ -1,0 +1,184 @@
+"""Middleware that every HTTP request passes: request id, API key, and the answer to unexpected errors."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fd_core.http.access.access_log import CLIENT_LEFT, log_access
+from fd_core.http.access.control import AccessControl, limit_headers
+from fd_core.http.access.record import RequestRecord
+from fd_core.http.access.routes import find_route
+from fd_core.http.access.tenants import TENANT_HEADER, Tenant, read_tenant
+from fd_core.http.connections.connections import source_of
+from fd_core.http.draining import DRAINING_HEADER, Drain
+from fd_core.http.errors import ApiError, no_such_path, to_api_error, unavailable
+from fd_core.http.hosts import HostRules, Visit
+from fd_core.server.api.errors import error_response
+from fd_core.server.batches.asgi import OWNER
+from fd_core.server.state.metrics import ServerMetrics
+from fd_core.text.fair_thread import CLIENT
+
+__all__ = ["Gate", "request_id_of"]
+
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
+
+_ALWAYS: Final = frozenset({"/v1/abort_requests", "/ping"})
+"""Paths that take POST and are served to the end."""
+_TENANT: Final = TENANT_HEADER.lower().encode()
+_LEAVING: Final = ((b"connection", b"close"), (DRAINING_HEADER.lower().encode(), b"1"))
+
+
+def request_id_of(given: bytes) -> bytes:
+    """Return the client's X-Request-Id if it is usable, else a fresh one."""
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+
+class Gate:
+    """ASGI middleware. Sets `request.state.request_id`: the client's X-Request-Id if it is usable, else a fresh one.
+
+    The id goes back in the response's header. `request.state.owner` says whose key was sent, see `ApiKey.owner`, "" for
+    anybody's. `request.state.record` is the request's `RequestRecord`. `request.state.arrived` is when the request's
+    head was read, in seconds of `time.perf_counter`. Nothing of a request but its access log is ever logged here.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: AccessControl,
+        hosts: HostRules,
+        metrics: ServerMetrics,
+        drain: Drain,
+        access_log: bool,
+    ) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._drain = drain
+        self._access = access
+        self._metrics = metrics
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer for it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        head = scope["method"] == "HEAD"
+        if head:  # answered as GET; the protocol, whose scope stays as it is, leaves the body out
+            scope = {**scope, "method": "GET"}
+        headers = dict(scope["headers"])
+        request_id = request_id_of(headers.get(b"x-request-id", b""))
+        arrived, record = time.perf_counter(), RequestRecord(request_id.decode())
+        state = scope.setdefault("state", {})
+        state.update(request_id=record.request_id, arrived=arrived, record=record)
+        status, ended = 0, False
+        added = [(b"x-request-id", request_id)]
+
+        async def numbered(message: Message) -> None:
+            nonlocal status, ended
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                told = limit_headers(record.account, time.monotonic())
+                left = [(name.encode(), value.encode()) for name, value in told.items()]
+                message["headers"] = [*message.get("headers", ()), *added, *left]
+                if self._drain.leaving:
+                    message["headers"] += _LEAVING
+                self._metrics.answers[_path(scope), status] += 1
+            await send(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            if OWNER not in scope:
+                for name, value in self._hosts.check(_visit(scope, headers)).items():
+                    added.append((name.lower().encode(), value.encode("latin-1")))
+            if scope["method"] == "OPTIONS":
+                await _allowed(scope["path"])(scope, receive, numbered)
+                return
+            self._enter(scope, "HEAD" if head else scope["method"], headers, record)
+            if scope["method"] != "POST" or scope["path"] in _ALWAYS:
+                await self._app(scope, receive, numbered)
+            elif self._drain.refusing:
+                raise unavailable("the server is shutting down", "draining", retry_after=5)
+            else:
+                with self._drain.runs():
+                    await self._app(scope, receive, numbered)
+        except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
+            answer = to_api_error(error)
+            if status:
+                raise ConnectionAbortedError("an answer broke off after it had begun") from None
+            await error_response(answer, scope["path"])(scope, receive, numbered)
+        finally:
+            record.close()
+            if self._access_log:
+                client = "batch" if OWNER in scope else _address(scope)
+                method = "HEAD" if head else scope["method"]
+                seconds, path = time.perf_counter() - arrived, scope["path"]
+                log_access(client, method, path, status if ended else CLIENT_LEFT, seconds, record)
+
+    def _enter(self, scope: Scope, method: str, headers: Mapping[bytes, bytes], record: RequestRecord) -> None:
+        """Find out whose request it is, and what it may do. Raises `ApiError`: 401, 403, 404, 405, 429."""
+        path, owner = scope["path"], scope.get(OWNER)
+        if owner is None:
+            sent = headers.get(b"authorization"), headers.get(b"x-api-key")
+            record.key = self._access.identify(method, path, *sent)
+            record.tenant = self._tenant(record, method, path, headers.get(_TENANT))
+        else:
+            record.key = self._access.of_owner(owner)
+        scope["state"]["owner"] = record.owner if owner is None else owner
+        CLIENT.set(scope["state"]["owner"] or source_of(_address(scope)))
+        self._access.authorize(record, method, path)
+        self._access.enter(record, method, path, time.monotonic())
+
+    def _tenant(self, record: RequestRecord, method: str, path: str, header: bytes | None) -> Tenant | None:
+        """Return for whom a router asks. Raises `ApiError` (403) for a header that the sender's key did not sign."""
+        if header is None:
+            return None
+        if record.key is None and self._access.ring:  # an open path: nothing there depends on the tenant
+            return None
+        secret = None if record.key is None else record.key.digest
+        tenant = read_tenant(secret, header, method, path, record.request_id)
+        if path.startswith(("/v1/files", "/v1/batches")):
+            tenant = None  # no router forwards these: a key that split itself into tenants would multiply its quota
+        if tenant is None:
+            raise ApiError(
+                403,
+                f"{TENANT_HEADER} is not signed with the API key that was sent: only routers send this header",
+                kind="permission_error",
+                code="bad_tenant",
+            )
+        return tenant
+
+
+def _address(scope: Scope) -> str:
+    address: str = scope["client"][0] if scope["client"] else "-"
+    return address
+
+
+def _visit(scope: Scope, headers: Mapping[bytes, bytes]) -> Visit:
+    def header(name: str) -> str | None:
+        value = headers.get(name.lower().encode())
+        return None if value is None else value.decode("latin-1")
+
+    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    return Visit.of(scope["method"], hosts, scope["server"][0] if scope["server"] else None, header)
+
+
+def _allowed(path: str) -> Response:
+    """Return the methods that a path takes, which needs no key; `ApiError` (404) if nothing is served there."""
+    found = find_route(path)
+    if found is None:
+        raise no_such_path(path)
+    return Response(status_code=204, headers={"Allow": ", ".join(found[1].allowed)})
+
+
+def _path(scope: Scope) -> str:
+    """Return the route's own path, so that clients cannot make up metric labels."""
+    route = scope.get("route")
+    path = getattr(route, "path", None)
+    return path if isinstance(path, str) else "other"

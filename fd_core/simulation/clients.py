@@ -1,0 +1,270 @@
+"""Simulated clients: each goes through its conversation, keeps what it was answered, and checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final, Protocol
+
+import numpy as np
+
+from fd_core.router.selection import RouteRequest
+from fd_core.simulation.clock.timeline import Appointment, Timeline
+from fd_core.simulation.clock.waits import WaitAccount
+from fd_core.simulation.engines.device import END
+from fd_core.simulation.results.outcomes import RequestOutcome
+from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn, tokens_of
+from fd_core.types import Delta, IntArray, RequestSpec, SamplingParams
+
+__all__ = ["ClientDoor", "SimulatedClient", "WrongAnswer"]
+
+_SHORT_PIECES: Final = 256
+"""Pieces whose tokens are kept: those that many conversations share."""
+
+
+class WrongAnswer(RuntimeError):
+    """A token was lost, repeated or wrong: a law is broken."""
+
+
+class ClientDoor(Protocol):
+    """Where clients send their requests."""
+
+    def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
+        """Send a request."""
+
+    def leave(self, request_id: str) -> None:
+        """Close the connection of a request."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What came of one request so far. Times in seconds."""
+
+    arrived: float = 0.0
+    prompt_tokens: int = 0
+    most: int = 0
+    """Tokens that the answer may have."""
+    cached: int = 0
+    count: int = 0
+    first: float | None = None
+    last: float = 0.0
+    gap: float = 0.0
+    worker: int = -1
+    attempts: int = 0
+    tokens: list[int] = field(default_factory=list)
+    over: bool = False
+
+
+class SimulatedClient:
+    """One conversation: a request after the other, as long as they are answered."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        door: ClientDoor,
+        conversation: Conversation,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        delay: float,
+        ended: Callable[[RequestOutcome], None],
+        done: Callable[[SimulatedClient], None],
+        check: bool,
+    ) -> None:
+        """`delay`: seconds from a worker's engine to the client. `ended` is told each outcome, `done` the end."""
+        self.conversation = conversation
+        self.wanted: tuple[Sequence[int], str] | None = None
+        """The answer to the request in progress and how it ends, where another model gives it than the turn. Set by the
+        door, for every request."""
+        self._timeline = timeline
+        self._door = door
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._delay = delay
+        self._ended = ended
+        self._done = done
+        self._check = check
+        self._number = -1
+        self._text: IntArray = np.empty(0, np.int32)
+        self._turn: UserTurn = conversation.turns[0]
+        self._more = len(conversation.turns) > 1
+        self._patience: Appointment | None = None
+        self._now = _Reading()
+        self.account = WaitAccount(timeline.clock)
+        """Where the time of the request in progress went."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the request in progress is over for the client."""
+        return self._now.over
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request in progress."""
+        return f"{self.conversation.name}/{self._number}"
+
+    @property
+    def answer(self) -> Piece:
+        """What the model says to the request in progress."""
+        return self._turn.answer
+
+    def next_request(self) -> None:
+        """Send the next request of the conversation, which there has to be."""
+        self._number += 1
+        turns = self.conversation.turns
+        self._turn = turn = turns[self._number]
+        self._more = self._number + 1 < len(turns)
+        parts = [] if turn.fresh or not len(self._text) else [self._text]
+        parts += [_kept_tokens(piece, self._vocab_size) for piece in turn.adds]
+        self._text = parts[0] if len(parts) == 1 else np.concatenate(parts or [self._text[:0]])
+        self._keeps = self._more or self._check
+        prompt = self._text
+        room = max(1, self._max_model_len - len(prompt))
+        most = room if turn.max_tokens is None else min(turn.max_tokens, room)
+        self._now = _Reading(self._timeline.now, len(prompt), most)
+        self.account = WaitAccount(self._timeline.clock)
+        conversation = self.conversation
+        spec = RequestSpec(
+            request_id=self.request_id,
+            prompt=tuple(prompt.tolist()),
+            params=SamplingParams(max_tokens=most, temperature=0.0),
+            eos_token_ids=(END,),
+            priority=conversation.priority,
+            tenant=conversation.tenant,
+        )
+        asked = RouteRequest(prompt, session=conversation.name, output_tokens=turn.max_tokens or 0)
+        if turn.patience is not None:
+            self._patience = self._timeline.after(turn.patience, self.leave)
+        self._door.ask(spec, asked, self)
+
+    def leave(self) -> None:
+        """Leave before the request in progress has ended; the conversation is over."""
+        if self._now.over:
+            return
+        request_id = self.request_id
+        self._end(self._now, "left", "")
+        self._door.leave(request_id)
+
+    # What comes back --------------------------------------------------------------------------------------
+
+    def tried(self) -> None:
+        """A worker was asked."""
+        if self._check and self._now.count and not self._now.over:
+            raise WrongAnswer(f"request {self.request_id} was given to another worker after its first token")
+        self._now.attempts += 1
+        if self._now.attempts > 1 and not self._now.over:
+            self.account.begin_again()
+
+    def read(self, delta: Delta, worker: int) -> None:
+        """Take a part of the answer; it reaches the client a moment later."""
+        now = self._now
+        if now.over:
+            return
+        at = self._timeline.now + self._delay
+        if delta.phases is not None:
+            self.account.tell(delta.phases, at)
+        if tokens := delta.token_ids:
+            if now.first is None:
+                now.first = at
+                self.account.first_token(at)
+            elif (gap := at - now.last) > now.gap:
+                now.gap = gap
+            now.last = at
+            now.count += len(tokens)
+            if self._keeps:
+                now.tokens += tokens
+            if self.wanted is not None and self._check:
+                self._check_part(now, tokens)
+        if delta.cached_tokens is not None:
+            now.cached = delta.cached_tokens
+        now.worker = worker
+        if delta.finish_reason is not None:
+            reason = str(delta.finish_reason)
+            self._timeline.at(at, lambda: self._whole(now, reason))
+
+    def broken(self, status: int, reason: str) -> None:
+        """The request ends without an answer, or without the rest of one."""
+        now = self._now
+        if not now.over:
+            self._timeline.after(self._delay, lambda: self._end(now, "failed" if now.count else "refused", reason))
+
+    def _whole(self, now: _Reading, end: str) -> None:
+        if now.over:
+            return
+        if self._check and end != "abort":  # somebody else ended it: what came is right, and more would have
+            self._check_answer(now, end)
+        self._end(now, end, "")
+
+    def _end(self, now: _Reading, end: str, reason: str) -> None:
+        if now.over:
+            return
+        now.over = True
+        if now.first is not None and now.first > self._timeline.now:
+            now.first, now.count = None, 0  # it was on its way
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        conversation = self.conversation
+        self._ended(
+            RequestOutcome(
+                request_id=self.request_id,
+                tenant=conversation.tenant,
+                priority=conversation.priority,
+                prompt_tokens=now.prompt_tokens,
+                cached_tokens=now.cached,
+                output_tokens=now.count,
+                arrived=now.arrived,
+                first_token=now.first,
+                ended=self._timeline.now,
+                end=end,
+                reason=reason,
+                longest_gap=now.gap,
+                worker=now.worker,
+                attempts=now.attempts,
+            )
+        )
+        answered = end in ("stop", "length")
+        if self._more and (answered or self._begins_anew()):
+            if answered:
+                self._text = np.concatenate([self._text, np.array(now.tokens, np.int32)])
+            following = self.conversation.turns[self._number + 1]
+            self._timeline.after(following.think, self.next_request)
+        else:
+            self._done(self)
+
+    def _begins_anew(self) -> bool:
+        """Pass over turns that need what was said; returns whether one is left that does not."""
+        turns = self.conversation.turns
+        while self._number + 1 < len(turns) and not turns[self._number + 1].fresh:
+            self._number += 1
+        return self._number + 1 < len(turns)
+
+    def _check_part(self, now: _Reading, part: Sequence[int]) -> None:
+        """Raise `WrongAnswer` unless the tokens are those that the model gives next."""
+        begin = now.count - len(part)
+        wanted = [*self.wanted[0][begin : now.count]] if self.wanted is not None else []
+        if [*part] != wanted:
+            raise WrongAnswer(f"request {self.request_id} got {[*part]} from token {begin} on, not {wanted}")
+
+    def _check_answer(self, now: _Reading, end: str) -> None:
+        """Raise `WrongAnswer` unless the answer is the one that the model gives."""
+        if self.wanted is not None:
+            whole, wanted_end = self.wanted
+            if (now.count, end) != (len(whole), wanted_end):
+                what = f"{now.count} tokens in place of {len(whole)} and {wanted_end!r}"
+                raise WrongAnswer(f"request {self.request_id} ended by {end!r}: {what}")
+            return
+        answer = self._turn.answer
+        wanted = tokens_of(Piece(answer.seed, min(answer.tokens, now.most)), self._vocab_size).tolist()
+        got = now.tokens[:-1] if now.tokens[-1:] == [END] else now.tokens
+        stops = answer.tokens < now.most
+        if got != wanted or (end == "stop") is not stops:
+            place = next((at for at, pair in enumerate(zip(got, wanted, strict=False)) if pair[0] != pair[1]), None)
+            what = f"{len(got)} tokens in place of {len(wanted)}" if place is None else f"token {place} is wrong"
+            raise WrongAnswer(f"request {self.request_id} ended by {end!r}: {what}")
+
+
+@lru_cache(_SHORT_PIECES)
+def _kept_tokens(piece: Piece, vocab_size: int) -> IntArray:
+    return tokens_of(piece, vocab_size)

@@ -1,1 +1,0 @@
-"""Simulated clients and their conversations."""

@@ -1,0 +1,109 @@
+"""The port that compiles grammars on threads of its own, so that neither a step nor another request waits for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import ClassVar, Final
+
+from fd_core.effects.operations import Cancel, CompileGrammar, Effect, GrammarReady
+from fd_core.effects.pending import PendingOperations
+from fd_core.effects.port import CompletionQueue, EffectPort
+from fd_core.effects.thread_loop import ThreadLoop
+from fd_core.structured.compiler import (
+    LARGE_GRAMMAR,
+    CompilerStats,
+    GrammarCompiler,
+    GrammarError,
+    yield_to_all_others,
+    yield_to_others,
+)
+
+__all__ = ["GrammarPort"]
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS: Final = 2.0
+
+
+class GrammarPort(EffectPort[CompilerStats]):
+    """Answers a `CompileGrammar` once the compiler has the grammar, at once if it had it before."""
+
+    performs: ClassVar = (CompileGrammar,)
+
+    def __init__(
+        self,
+        queue: CompletionQueue,
+        compiler: GrammarCompiler,
+        *,
+        compile_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A request waits `compile_seconds` at most; a thread starts with the first grammar of its size."""
+        super().__init__(queue)
+        self._compiler = compiler
+        self._compile_seconds = compile_seconds
+        self._clock = clock
+        self._pending: PendingOperations[GrammarReady] = PendingOperations(queue.put)
+        self._small = ThreadLoop("fdcore-grammars")
+        self._small.post(yield_to_others)
+        self._large = ThreadLoop("fdcore-large-grammars")
+        self._large.post(yield_to_all_others)
+        self._started: set[ThreadLoop] = set()
+        self._closed = False
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        """Begin to compile, or forget that somebody waits."""
+        for effect in effects:
+            match effect:
+                case CompileGrammar(operation, grammar) if self._compiler.is_cached(grammar):
+                    self._queue.put(GrammarReady(operation, self._try(grammar)))
+                case CompileGrammar(operation, grammar):
+                    loop = self._large if len(grammar) > LARGE_GRAMMAR else self._small
+                    late = f"it was not compiled within {self._compile_seconds:g} s"
+                    self.idle = False
+                    self._pending.begin(GrammarReady(operation, late), self._clock() + self._compile_seconds)
+                    if not loop.post(partial(self._compile, effect)):
+                        self._pending.end(operation)
+                    elif loop not in self._started:
+                        self._started.add(loop)
+                        loop.start()
+                case Cancel(operation):
+                    self._pending.end(operation)
+
+    def tend(self) -> None:
+        """Complete the grammars that take too long."""
+        self._pending.expire(self._clock())
+        self.idle = not len(self._pending)
+
+    def stats(self) -> CompilerStats:
+        """Return counters and gauges of the compiler."""
+        return self._compiler.stats()
+
+    def close(self) -> None:
+        """Complete every operation and end the thread; one that compiles for too long is left behind. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for operation in self._pending.numbers():
+            self._pending.end(operation)
+        for loop in (self._small, self._large):
+            loop.stop()
+        if [loop for loop in (self._small, self._large) if not loop.join(_CLOSE_SECONDS)]:
+            _log.warning("a grammar takes too long to compile; its thread is left behind")
+
+    # The thread -------------------------------------------------------------------------------------------
+
+    def _compile(self, effect: CompileGrammar) -> None:
+        if effect.operation in self._pending:
+            self._pending.finish(GrammarReady(effect.operation, self._try(effect.grammar)))
+
+    def _try(self, grammar: str) -> str | None:
+        """Have a grammar compiled; return why it cannot be used."""
+        try:
+            self._compiler.matcher(grammar)
+        except GrammarError as error:
+            return str(error)
+        return None
