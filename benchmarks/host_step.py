@@ -51,6 +51,7 @@ WARM_UP = 20
 class NothingOps(NumpyOps):
     """A device that computes nothing and takes no time."""
 
+    on_host = False
     queues = True
 
     def __init__(self, cells: int) -> None:

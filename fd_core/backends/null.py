@@ -80,24 +80,26 @@ class NullModel:
         """Extend the hashes by the step's tokens and return them, uint64[T, 1]."""
         hashes: npt.NDArray[np.uint64] = cache.layer(0)
         flat, size = hashes.reshape(-1), cache.shape.block_size
-        result = np.empty(len(step.token_ids), np.uint64)
-        starts = step.query_start
-        for row in range(len(starts) - 1):
-            begin, end = int(starts[row]), int(starts[row + 1])
-            first = int(step.positions[begin])
-            before = np.uint64(0)
-            if first:
-                last = first - 1
-                before = flat[step.block_tables[row, last // size] * size + last % size]
-            result[begin:end] = running_hashes(before, step.token_ids[begin:end])
+        begins = step.query_start[:-1]
+        last = step.positions[begins] - 1  # position before each row
+        before = flat[step.block_tables[np.arange(len(begins)), last // size] * size + last % size]
+        before[last < 0] = 0
+        if len(step.token_ids) == len(begins):
+            result = next_hashes(before, step.token_ids)
+        else:
+            rows = zip(before, np.split(step.token_ids, begins[1:]), strict=True)
+            result = np.concatenate([running_hashes(each, tokens) for each, tokens in rows])
         flat[step.kv_slots] = result
         return result[:, None]
 
     def head(self, states: npt.NDArray[np.uint64]) -> Any:
         """Derive logits from hashes."""
         mixed = states ^ self._ids
-        mixed = (mixed ^ (mixed >> np.uint64(31))) * _MULTIPLIER
-        logits = ((mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**24)) * np.float32(8.0)
+        mixed ^= mixed >> np.uint64(31)
+        mixed *= _MULTIPLIER
+        mixed >>= np.uint64(40)
+        logits = mixed.astype(np.float32)
+        logits *= np.float32(2**-21)  # to be below 8
         logits[:, self.eos_token_ids[0]] += self._eos_bias
         return logits
 

@@ -326,6 +326,9 @@ class Ops(abc.ABC):
     """Formats of packed weights that `prepare_linear` takes; the reader expands the others."""
     expands_weights: bool = False
     """Whether packed weights take as much memory as others: it keeps what they stand for, in `dtype`."""
+    on_host: bool = False
+    """Whether its arrays are numpy arrays of the host: `from_host` and `to_host` return what they are given, and steps
+    are computed from the arrays that the runner gathered."""
     queues: bool = False
     """Whether calls return before the device has computed, in order, what they queue: then a step can be launched while
     those before it are in flight. What the pack must wait for it waits for in the call, as in `fetch`."""
@@ -392,7 +395,7 @@ class Ops(abc.ABC):
 
     def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Array]:
         """Do what `from_host` does for several arrays; a pack with a device copies them all at once."""
-        return [self.from_host(array) for array in arrays]
+        return list(arrays) if self.on_host else [self.from_host(array) for array in arrays]
 
     def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
         """Return what `to_host` made of a forward's states [T, H] on another stage."""
@@ -407,7 +410,7 @@ class Ops(abc.ABC):
 
         They hold what the arrays hold there, whatever is queued behind them.
         """
-        return HostCopies([self.to_host(array) for array in arrays])
+        return HostCopies(list(arrays) if self.on_host else [self.to_host(array) for array in arrays])
 
     def fetch(self, arrays: Sequence[Array]) -> list[npt.NDArray[Any]]:
         """Bring arrays over as `to_host` does, waiting for the device once for all of them."""

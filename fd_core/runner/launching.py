@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, HostCopies, StepInput
@@ -16,7 +17,7 @@ from fd_core.runner.sampling.prompt_scores import PromptScores
 from fd_core.runner.sampling.sampler import Sampled, SamplingWork
 from fd_core.types import IntArray, LogprobRows, PooledRows, PromptLogprobRows, StepPlan
 
-__all__ = ["LaunchedStep", "Readings", "StepAnswer", "StepWork"]
+__all__ = ["LaunchedStep", "Readings", "StepWork"]
 
 Readings = tuple[PromptScores | None, PooledParts | None]
 """What a step read from prompts, on the device."""
@@ -46,21 +47,6 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True)
-class StepAnswer:
-    """What came over from the device."""
-
-    tokens: IntArray
-    """int32[max_num_seqs, 1 + k], the token matrix."""
-    accepted: IntArray
-    """int32[N], the drafts that each sampling row keeps."""
-    peaks: npt.NDArray[np.float32]
-    """float32[R], see `Ops.sample`."""
-    logprobs: LogprobRows | None
-    prompt_logprobs: PromptLogprobRows | None
-    pooled: PooledRows | None
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step that the device computes, or has computed."""
 
@@ -75,25 +61,15 @@ class LaunchedStep:
     copies: HostCopies
     """Token matrix, accepted drafts, peaks, then what there is of log-probabilities, prompt scores and vectors."""
 
-    def answer(self) -> StepAnswer:
-        """Wait for this step, and return what it computed."""
-        tokens, accepted, peaks, *more = self.copies.wait()
-        found = iter(more)
-        of_tokens, of_prompts, of_vectors = (
-            [*islice(found, len(group))] for group in result_groups(self.sampled, self.read)
+    def extras(
+        self, arrays: Iterable[npt.NDArray[Any]]
+    ) -> tuple[LogprobRows | None, PromptLogprobRows | None, PooledRows | None]:
+        """Return what there is of log-probabilities, prompt scores and vectors, given their arrays of `copies`."""
+        found = iter(arrays)
+        sampled, (scores, pooled) = self.sampled, self.read
+        slots, columns = self.rows.logits_slots[sampled.scored], self.rows.columns[sampled.scored]
+        return (
+            LogprobRows(slots, columns, *islice(found, len(sampled.scores))) if sampled.scores else None,
+            None if scores is None else scores.on_host([*islice(found, len(scores.arrays))]),
+            None if pooled is None else pooled.on_host([*found]),
         )
-        scored, (scores, pooled) = self.sampled.scored, self.read
-        return StepAnswer(
-            tokens,
-            accepted,
-            peaks,
-            LogprobRows(self.rows.logits_slots[scored], self.rows.columns[scored], *of_tokens) if of_tokens else None,
-            None if scores is None else scores.on_host(of_prompts),
-            None if pooled is None else pooled.on_host(of_vectors),
-        )
-
-
-def result_groups(sampled: Sampled, read: Readings) -> tuple[tuple[Array, ...], ...]:
-    """Return arrays that only some steps have: log-probabilities, prompt scores, vectors."""
-    scores, pooled = read
-    return sampled.scores, () if scores is None else scores.parts, () if pooled is None else pooled.arrays

@@ -8,7 +8,6 @@ from fd_core.backends.contract import AdaptableModel, Model
 from fd_core.errors import ModelError
 from fd_core.ops.contract import Forward, KVCache, Ops
 from fd_core.ops.weights import Adapter
-from fd_core.types import IntArray
 
 __all__ = ["RunnerAdapters"]
 
@@ -20,13 +19,14 @@ class RunnerAdapters:
         self._ops = ops
         self._cache = cache
         self._model = model
-        self._places: list[Adapter | None] = []
+        self.places: list[Adapter | None] = []
+        """What is at each place, from 1 on."""
         self._forwards: tuple[Forward, Forward] | None = None
 
     @property
     def held(self) -> list[Adapter]:
         """The adapters that are there."""
-        return [adapter for adapter in self._places if adapter is not None]
+        return [adapter for adapter in self.places if adapter is not None]
 
     def prepare(self) -> None:
         """Set up what adapters that may come will need, if the model takes any, so that no request waits for it then.
@@ -42,7 +42,7 @@ class RunnerAdapters:
         Raises `ModelError` for a model without adapters, and `MemoryError`; then those before are held as they were.
         """
         wanted = {adapter.digest: adapter for adapter in adapters}
-        places = [wanted.pop(held.digest, None) if held is not None else None for held in self._places]
+        places = [wanted.pop(held.digest, None) if held is not None else None for held in self.places]
         for adapter in wanted.values():
             if None in places:
                 places[places.index(None)] = adapter
@@ -55,20 +55,14 @@ class RunnerAdapters:
         forward = self._ops.compile_adapted(model.forward, self._cache, before)
         self._forwards = forward, self._ops.compile_adapted(model.states)
         self._model = model
-        self._places = places
+        self.places = places
 
     def place(self, digest: str) -> int:
-        """Return the place of an adapter, 0 for none; `RuntimeError` if it is not held."""
-        if not digest:
-            return 0
-        for index, adapter in enumerate(self._places, start=1):
+        """Return the place of an adapter; `RuntimeError` if it is not held."""
+        for index, adapter in enumerate(self.places, start=1):
             if adapter is not None and adapter.digest == digest:
                 return index
         raise RuntimeError(f"the runner does not hold the adapter {digest[:12]}")
-
-    def of_step(self, places: IntArray, slots: IntArray) -> IntArray | None:
-        """Return what `gather_inputs` takes for a step of these slots; None if none of them has an adapter."""
-        return places if self._places and places[slots].any() else None
 
     @property
     def forwards(self) -> tuple[Forward, Forward]:

@@ -58,25 +58,23 @@ class Pooler:
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self._wanted: dict[int, tuple[int, Pooling]] = {}
+        self.wanted: dict[int, tuple[int, Pooling]] = {}
         """By slot: length of the prompt, and what is wanted of it."""
 
     def admit(self, admission: Admission) -> None:
         """Remember what a new residency wants."""
-        self._wanted.pop(admission.slot, None)
+        self.wanted.pop(admission.slot, None)
         if admission.pooling is not None:
-            self._wanted[admission.slot] = admission.prompt_len, admission.pooling
+            self.wanted[admission.slot] = admission.prompt_len, admission.pooling
 
     def parts(self, spans: Spans) -> tuple[PooledPart, ...]:
         """Return what a step computes of the vectors."""
-        if not self._wanted:
-            return ()
         found = []
         begins = spans.begins
         for index, slot in enumerate(spans.slots.tolist()):
-            if slot not in self._wanted:
+            if slot not in self.wanted:
                 continue
-            prompt_len, pooling = self._wanted[slot]
+            prompt_len, pooling = self.wanted[slot]
             begin, start, count = int(begins[index]), int(spans.starts[index]), int(spans.counts[index])
             last = prompt_len - 1 - start
             first = 0 if pooling.kind == "mean" else last

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from fd_core.runner.failures import FailedRequests
 from fd_core.runner.inputs.inputs import Rows, gather_inputs, resolve_rows
 from fd_core.runner.inputs.last_tokens import LastTokens
 from fd_core.runner.inputs.uploading import uploaded
-from fd_core.runner.launching import LaunchedStep, Readings, StepAnswer, StepWork, result_groups
+from fd_core.runner.launching import LaunchedStep, Readings, StepWork
 from fd_core.runner.placed_adapters import RunnerAdapters
 from fd_core.runner.pooling import Pooler
 from fd_core.runner.postprocess.contract import Postprocess
@@ -71,7 +70,7 @@ class Runner:
         self._forward = ops.compile(model.forward)
         self._states = ops.compile_states(model.states)
         self._head = model.head
-        self._watch: Callable[[StepInput], None] = lambda _: None
+        self._watch: Callable[[StepInput], None] | None = None
         self.adapters = RunnerAdapters(ops, model, self.cache)
         """Changed between steps, on the thread that executes them."""
         self.batch = PersistentBatch(limits)
@@ -109,7 +108,7 @@ class Runner:
             self.limits.max_drafts and batch.unsettled[slots].max() > 1
         ):
             return "a row computes more tokens than the last, which the host does not know"
-        if self._grammars and len(self._grammars.among(slots)):
+        if self._grammars.matchers and len(self._grammars.among(slots)):
             return "a grammar follows tokens that the host knows"
         if self._sampler.reads_text(slots):
             return "what is banned depends on tokens that the host knows"
@@ -120,18 +119,30 @@ class Runner:
 
         A plan whose whole batch was revoked computes nothing and still yields an output.
         """
-        self._apply(plan)
-        batch, rows = self.batch, resolve_rows(plan, self.batch, self.limits, self.ops.padded)
-        masks = self._grammars.begin(rows, batch.tokens)
-        work = uploaded(self._gather(plan, rows), self.ops)
+        batch, width = self.batch, self.limits.max_drafts + 1
+        for admission in plan.admissions:
+            self._admit(admission)
+        batch.grant(plan)
+        rows = resolve_rows(plan, batch, self.limits, self.ops.padded)
+        masks = self._grammars.begin(rows, batch.tokens) if self._grammars.matchers else None
+        work = self._gather(plan, rows)
+        if not self.ops.on_host:
+            work = uploaded(work, self.ops)
         sampled, read = self._compute(rows, work, masks)
-        grid = self._grid(work, sampled)
-        accepted = self._verify(work, grid)
+        grid = sampled.tokens
+        if work.cells is not None:
+            grid = self.ops.gather_rows(grid, work.cells).reshape(-1, width)
+        elif work.sampling is not None:
+            grid = grid.reshape(-1, 1)
+        accepted = work.undrafted if work.drafts is None else self.ops.verify(grid, *work.drafts)
         matrix = self._postprocess.token_matrix(grid, accepted, work.slots, work.revoked)
-        if work.sampling is not None:
+        if work.sampling is not None and self.ops.queues:
             self._last.keep(work.slots, grid)
-        results = [matrix, accepted, sampled.peaks, *chain.from_iterable(result_groups(sampled, read))]
-        begins = batch.advance(rows.slots[rows.sampling])
+        results = [matrix, accepted, sampled.peaks, *sampled.scores]
+        for part in read:
+            if part is not None:
+                results += part.arrays
+        begins = batch.advance(rows.sampled_slots)
         return LaunchedStep(plan, rows, batch.gen.copy(), begins, sampled, read, self.ops.fetch_later(results))
 
     def finish(self, launched: LaunchedStep) -> StepOutput:
@@ -140,13 +151,24 @@ class Runner:
         A request whose own row fails stands in `StepOutput.errors` of this step and of each later one that computes it,
         until its slot is admitted anew; whatever else fails is raised.
         """
-        plan, gens, answer = launched.plan, launched.gens, launched.answer()
-        self._look_for_failures(launched, answer)
-        self._remember(launched, answer)
-        ready = self.batch.num_drafts.copy() if self.drafter is not None or self._grammars else None
-        errors = self._failed.of_step(plan.slots, gens)
-        of_prompts = answer.prompt_logprobs, answer.pooled
-        return StepOutput(plan.epoch, plan.step, answer.tokens, gens, ready, answer.logprobs, errors, *of_prompts)
+        batch, plan, gens, rows = self.batch, launched.plan, launched.gens, launched.rows
+        tokens, accepted, peaks, *more = launched.copies.wait()
+        if not np.isfinite(peaks).all():
+            self._fail_strange(launched, accepted, peaks)
+        slots, begins, verified, kept = rows.sampled_slots, launched.begins, rows.drafts, accepted
+        stays = batch.gen[slots] == gens[slots]
+        if not stays.all():  # a slot that was admitted anew has forgotten
+            slots, begins, verified, kept = slots[stays], begins[stays], verified[stays], kept[stays]
+        delivered = tokens[slots]
+        batch.settle(slots, begins, delivered, kept)
+        if rows.drafted and self._sampler.penalties.num_rows:
+            self._sampler.penalties.extend(slots, delivered, kept)
+        if self.drafter is not None or self._grammars.matchers:
+            self._continue(slots, delivered, verified, kept)
+        ready = batch.num_drafts.copy() if self.drafter is not None or self._grammars.matchers else None
+        errors = self._failed.of_step(plan.slots, gens) if self._failed.reasons else ()
+        logprobs, scores, vectors = launched.extras(more) if more else (None, None, None)
+        return StepOutput(plan.epoch, plan.step, tokens, gens, ready, logprobs, errors, scores, vectors)
 
     def mask_stats(self) -> MaskStats:
         """Return what grammars cost and spared so far."""
@@ -189,111 +211,98 @@ class Runner:
         """Have `watch` called with the input of every forward pass from now on."""
         self._watch = watch
 
-    def _apply(self, plan: StepPlan) -> None:
-        for admission in plan.admissions:
-            self._failed.clear(admission.slot, admission.gen)
-            self.batch.admit(admission, self.adapters.place(admission.adapter))
+    def _admit(self, admission: Admission) -> None:
+        slot, params = admission.slot, admission.params
+        if self._failed.reasons:
+            self._failed.reasons.pop((slot, admission.gen), None)
+        self.batch.admit(admission, self.adapters.place(admission.adapter) if admission.adapter else 0)
+        if self._scorer.wanted or params.prompt_logprobs is not None:
             self._scorer.admit(admission)
+        if self._pooler.wanted or admission.pooling is not None:
             self._pooler.admit(admission)
+        try:
+            self._sampler.admit(admission)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
+            self._fail(slot, f"its sampling parameters cannot be used: {error}")
+        if self._grammars.matchers or params.grammar is not None or params.reasoning is not None:
             try:
-                self._sampler.admit(admission)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
-                self._fail(admission.slot, f"its sampling parameters cannot be used: {error}")
-            self._admit_grammar(admission)
-            self._admit_to_drafter(admission.slot, admission.token_ids)
-        self.batch.grant(plan)
+                self._grammars.admit(admission)
+            except GrammarError as error:
+                self._fail(slot, f"its grammar cannot be used: {error}")
+        if self.drafter is not None:
+            self._admit_to_drafter(self.drafter, slot, admission.token_ids)
 
     def _gather(self, plan: StepPlan, rows: Rows) -> StepWork:
         """Gather, on the host, the arrays of a step that the device has not."""
-        batch, width = self.batch, self.limits.max_drafts + 1
-        slots = rows.slots[rows.sampling]
-        inputs = self._inputs(rows) if len(rows.slots) else None
-        some = len(slots) > 0
+        batch, limits, slots = self.batch, self.limits, rows.sampled_slots
+        inputs = fed = sampling = cells = None
+        if len(rows.slots):
+            adapters = batch.places if self.adapters.places and batch.places[rows.slots].any() else None
+            inputs = gather_inputs(
+                rows, batch.tokens, batch.tables, limits.block_size, self.cache.spare_block, adapters
+            )
+            if self.ops.queues:
+                fed = self._last.gather(rows, batch.unsettled, len(inputs.token_ids))
+        unsampled: tuple[Array, ...] = ()
+        if len(slots):
+            sampling = self._sampler.gather(rows.logits_slots, rows.positions, rows.columns, batch.tokens)
+            cells = rows.cells(limits.max_drafts + 1).reshape(-1) if limits.max_drafts else None
+        else:
+            unsampled = np.empty((0, limits.max_drafts + 1), np.int32), np.empty(0, np.float32)
         return StepWork(
             inputs=inputs,
-            fed=None if inputs is None else self._last.gather(rows, batch.unsettled, len(inputs.token_ids)),
-            sampling=self._sampler.gather(rows.logits_slots, rows.positions, rows.columns, batch.tokens)
-            if some
-            else None,
+            fed=fed,
+            sampling=sampling,
             slots=slots,
             revoked=np.array([revocation.slot for revocation in plan.revocations], np.int32),
             undrafted=np.zeros(len(slots), np.int32),
-            cells=rows.cells(width).reshape(-1) if width > 1 and some else None,
-            drafts=(batch.drafts(slots), rows.drafts) if rows.drafts.any() else None,
-            unsampled=() if some else (np.empty((0, width), np.int32), np.empty(0, np.float32)),
+            cells=cells,
+            drafts=(batch.drafts(slots), rows.drafts) if rows.drafted else None,
+            unsampled=unsampled,
         )
-
-    def _inputs(self, rows: Rows) -> StepInput:
-        batch = self.batch
-        adapters = self.adapters.of_step(batch.places, rows.slots)
-        return gather_inputs(rows, batch.tokens, batch.tables, self.limits.block_size, self.cache.spare_block, adapters)
 
     def _compute(self, rows: Rows, work: StepWork, masks: Callable[[], Masks] | None) -> tuple[Sampled, Readings]:
         """Run the model, choose a token from each of its rows of logits, and read what is wanted of prompts."""
         logits: Array = None
         read: Readings = None, None
-        if work.inputs is not None:
-            token_ids = self._last.feed(work.inputs.token_ids, work.fed)
-            logits, read = self._run(rows, replace(work.inputs, token_ids=token_ids))
+        if (inputs := work.inputs) is not None:
+            if work.fed is not None:
+                inputs = replace(inputs, token_ids=self._last.feed(inputs.token_ids, work.fed))
+            forward, states_of = (self._forward, self._states) if inputs.lora_places is None else self.adapters.forwards
+            scored = self._scorer.rows(rows) if self._scorer.wanted else None
+            pooled = self._pooler.parts(rows) if self._pooler.wanted else ()
+            if scored is not None or pooled:
+                states = states_of(inputs, self.cache)
+                read = (
+                    None if scored is None else self._scorer.score(states, self._head, scored, self.batch.tokens),
+                    self._pooler.pool(states, self._head, pooled) if pooled else None,
+                )
+                if len(rows.sampling):
+                    logits = self._head(self.ops.gather_rows(states, inputs.logits_rows))
+            else:
+                if self._watch is not None:
+                    self._watch(inputs)
+                logits = forward(inputs, self.cache)
         if work.sampling is None:
-            return Sampled(*work.unsampled), read
+            tokens, peaks = work.unsampled
+            return Sampled(tokens, peaks, []), read
         return self._sampler.sample(logits, work.sampling, None if masks is None else masks()), read
 
-    def _run(self, rows: Rows, inputs: StepInput) -> tuple[Array, Readings]:
-        """Return the rows of logits, if there are any, and what is read of prompts."""
-        forward, states_of = (self._forward, self._states) if inputs.lora_places is None else self.adapters.forwards
-        scored, pooled = self._scorer.rows(rows), self._pooler.parts(rows)
-        if not len(scored[0]) and not pooled:
-            self._watch(inputs)
-            return forward(inputs, self.cache), (None, None)
-        states, head = states_of(inputs, self.cache), self._head
-        read = (
-            self._scorer.score(states, head, scored, self.batch.tokens) if len(scored[0]) else None,
-            self._pooler.pool(states, head, pooled) if pooled else None,
-        )
-        return head(self.ops.gather_rows(states, inputs.logits_rows)) if len(rows.sampling) else None, read
-
-    def _grid(self, work: StepWork, sampled: Sampled) -> Array:
-        """Return the tokens int32[N, 1 + k] of the N rows that sample; unused cells mean nothing."""
-        if work.sampling is None:
-            return sampled.tokens
-        if work.cells is None:
-            return sampled.tokens.reshape(-1, 1)
-        return self.ops.gather_rows(sampled.tokens, work.cells).reshape(-1, self.limits.max_drafts + 1)
-
-    def _verify(self, work: StepWork, grid: Array) -> Array:
-        """Count the drafts int32[N] that each sampling row keeps."""
-        return work.undrafted if work.drafts is None else self.ops.verify(grid, *work.drafts)
-
-    def _look_for_failures(self, launched: LaunchedStep, answer: StepAnswer) -> None:
+    def _fail_strange(self, launched: LaunchedStep, accepted: IntArray, peaks: npt.NDArray[np.float32]) -> None:
         """Fail the requests of which a delivered token was chosen from logits that are not finite."""
-        strange = ~np.isfinite(answer.peaks)
-        if not strange.any():
-            return
         rows, width = launched.rows, self.limits.max_drafts + 1
         cells = rows.cells(width)
-        failed = (strange[cells] & (np.arange(width) <= answer.accepted[:, None])).any(axis=1)
-        for slot, peaks in zip(rows.slots[rows.sampling][failed].tolist(), answer.peaks[cells][failed], strict=True):
-            forbidden = not (np.isnan(peaks) | (peaks == np.inf)).any()
+        failed = (~np.isfinite(peaks)[cells] & (np.arange(width) <= accepted[:, None])).any(axis=1)
+        for slot, found in zip(rows.sampled_slots[failed].tolist(), peaks[cells][failed], strict=True):
+            forbidden = not (np.isnan(found) | (found == np.inf)).any()
             why = self._grammars.trouble(slot) or ("all of its logits are -inf" if forbidden else NOT_FINITE)
             self._fail(slot, f"{NO_CHOICE}{why}", int(launched.gens[slot]))
 
-    def _remember(self, launched: LaunchedStep, answer: StepAnswer) -> None:
-        """Append what was delivered, and guess what comes next; a slot that was admitted anew has forgotten."""
-        rows, begins, accepted = launched.rows, launched.begins, answer.accepted
-        slots, verified = rows.slots[rows.sampling], rows.drafts
-        stays = self.batch.gen[slots] == launched.gens[slots]
-        if not stays.all():
-            slots, begins, accepted, verified = slots[stays], begins[stays], accepted[stays], verified[stays]
-        delivered = answer.tokens[slots]
-        self.batch.settle(slots, begins, delivered, accepted)
-        if rows.drafts.any():
-            self._sampler.extend(slots, delivered, accepted)
-        if self.drafter is None and not self._grammars:
-            return
+    def _continue(self, slots: IntArray, delivered: IntArray, verified: IntArray, accepted: IntArray) -> None:
+        """Let grammars follow what was delivered of residencies that go on, and guess what comes next."""
         healthy = self._healthy(slots)
         slots, delivered, verified, accepted = slots[healthy], delivered[healthy], verified[healthy], accepted[healthy]
-        if self._grammars:
+        if self._grammars.matchers:
             for slot, message in self._grammars.extend(slots, delivered, verified, accepted):
                 self._fail(slot, message)
             healthy = self._healthy(slots)
@@ -302,7 +311,7 @@ class Runner:
             return
         if self.drafter is not None:
             self._draft(self.drafter, slots, delivered, accepted + 1)
-        elif self._grammars and self.limits.max_drafts:
+        elif self._grammars.matchers and self.limits.max_drafts:
             some = self._grammars.among(slots)
             self._guess(some, np.zeros((len(some), self.limits.max_drafts), np.int32), np.zeros(len(some), np.int32))
 
@@ -314,7 +323,7 @@ class Runner:
             self._fail_one_of(slots, error)
             # Which of the others it took in is not known, so it gets their whole texts.
             for slot in slots[self._healthy(slots)].tolist():
-                self._admit_to_drafter(slot, self.batch.tokens[slot, : self.batch.length[slot]].copy())
+                self._admit_to_drafter(drafter, slot, self.batch.tokens[slot, : self.batch.length[slot]].copy())
         while len(slots := slots[self._healthy(slots)]):
             try:
                 self._guess(slots, *drafter.propose(slots, self.limits.max_drafts))
@@ -331,24 +340,16 @@ class Runner:
         unknown = drafts.astype(np.uint32) >= self.limits.vocab_size
         if unknown.any():
             counts = np.where(unknown.any(axis=1), np.minimum(counts, unknown.argmax(axis=1)), counts).astype(np.int32)
-        if self._grammars:
+        if self._grammars.matchers:
             drafts, counts = drafts.copy(), counts.copy()
             self._grammars.shape_drafts(slots, drafts, counts)
         self.batch.guess(slots, drafts, counts)
 
-    def _admit_grammar(self, admission: Admission) -> None:
+    def _admit_to_drafter(self, drafter: Drafter, slot: int, tokens: IntArray) -> None:
         try:
-            self._grammars.admit(admission)
-        except GrammarError as error:
-            self._fail(admission.slot, f"its grammar cannot be used: {error}")
-
-    def _admit_to_drafter(self, slot: int, tokens: IntArray) -> None:
-        if self.drafter is None:
-            return
-        try:
-            self.drafter.admit(slot, tokens)
+            drafter.admit(slot, tokens)
         except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
-            self._fail(slot, f"the drafter {self.drafter.name} failed: {type(error).__name__}: {error}")
+            self._fail(slot, f"the drafter {drafter.name} failed: {type(error).__name__}: {error}")
 
     def _healthy(self, slots: IntArray) -> npt.NDArray[np.bool_]:
         return self._failed.healthy(slots, self.batch.gen[slots])

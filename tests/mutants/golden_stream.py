@@ -67,7 +67,7 @@ MUTANTS = (
     mutant(
         "a-token-in-flight-reaches-the-next-residency",
         "4: a token belongs to the generation that its step was launched for",
-        (RUNNER, "        if not stays.all():\n", "        if False:\n"),
+        (RUNNER, "        if not stays.all():  #", "        if False:  #"),
     ),
     mutant(
         "what-is-banned-does-not-wait-for-the-token-before",
@@ -77,7 +77,7 @@ MUTANTS = (
     mutant(
         "the-drafter-keeps-the-residency-before",
         "4: the drafts of one residency are not those of the next",
-        (RUNNER, "self._admit_to_drafter(admission.slot, admission.token_ids)", "pass"),
+        (RUNNER, "self._admit_to_drafter(self.drafter, slot, admission.token_ids)", "pass"),
     ),
     mutant(
         "set-back-is-omitted",
@@ -96,7 +96,7 @@ MUTANTS = (
     mutant(
         "a-row-begins-where-the-plan-hoped",
         "4: a row begins behind the tokens that were really kept",
-        (INPUTS, "starts = np.where(plan.samples, batch.length[slots] - own, plan.starts)", "starts = plan.starts"),
+        (INPUTS, "starts = np.where(plan.samples, length - own, plan.starts)", "starts = plan.starts"),
     ),
     mutant(
         "a-draft-after-a-wrong-one-is-kept",
@@ -118,22 +118,26 @@ MUTANTS = (
         "4: one uniform number per (seed, position)",
         (
             INPUTS,
-            "positions=batch.length[sampled_slots][row_of] + columns,",
-            "positions=batch.length[sampled_slots][row_of],",
+            "positions = positions[row_of] + columns\n",
+            "positions = positions[row_of]\n",
         ),
     ),
     mutant(
         "sampling-position-counts-output-only",
         "4: one uniform number per (seed, position), whatever was preempted",
-        (SAMPLING, "rows=self._rows(slots, positions),", "rows=self._rows(slots, positions - positions.min()),"),
+        (
+            SAMPLING,
+            "                positions=positions,\n",
+            "                positions=positions - positions.min(),\n",
+        ),
     ),
     mutant(
         "penalties-ignore-drafts",
         "4: penalties see every token before the one that is chosen",
         (
             SAMPLING,
-            "penalties=self._penalties.gather(slots, positions, columns, tokens),",
-            "penalties=self._penalties.gather(slots, positions - columns, 0 * columns, tokens),",
+            "penalties = self.penalties.gather(slots, positions, columns, tokens)",
+            "penalties = self.penalties.gather(slots, positions - columns, 0 * columns, tokens)",
         ),
     ),
     mutant(
@@ -265,7 +269,7 @@ MUTANTS = (
     mutant(
         "a-new-residency-keeps-the-grammar-before",
         "4: a row's result depends on its own request only",
-        (SLOT_GRAMMARS, "        self._matchers.pop(slot, None)\n        self._forced.pop(slot, None)\n", ""),
+        (SLOT_GRAMMARS, "        self.matchers.pop(slot, None)\n        self._forced.pop(slot, None)\n", ""),
     ),
     mutant(
         "a-text-may-end-where-its-grammar-goes-on",

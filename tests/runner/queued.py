@@ -63,6 +63,7 @@ class _Copies(HostCopies):
 class QueuedPack(NullPack):
     """Queues what the runner calls, in order, and computes it with the numpy pack."""
 
+    on_host = False
     queues = True
 
     def __init__(self) -> None:

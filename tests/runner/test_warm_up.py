@@ -96,5 +96,5 @@ def test_what_a_pack_wants_is_computed_and_forgotten(monkeypatch: pytest.MonkeyP
     assert computed == [64, 1, 6, 6]
     assert seen[-1] == "warmed up"
     assert (runner.batch.length == 0).all()
-    assert not runner._sampler._penalties._num_rows
+    assert not runner._sampler.penalties.num_rows
     engine.close()

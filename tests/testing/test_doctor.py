@@ -97,6 +97,8 @@ class OnChip(np.ndarray):
 
 
 class PartlyOnTheHost(NumpyOps):
+    on_host = False
+
     def from_host(self, array):
         return array.view(OnChip)
 

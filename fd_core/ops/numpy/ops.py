@@ -63,6 +63,7 @@ class NumpyOps(NumpySampling, Ops):
     name = "numpy"
     framework = "numpy"
     dtype = "float32"
+    on_host = True
     weight_formats = WEIGHT_FORMATS
     expands_weights = True
     kv_dtypes: Collection[str] = ("int8",)

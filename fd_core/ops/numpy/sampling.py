@@ -29,7 +29,7 @@ class NumpySampling:
     def sample(self, logits: Floats, rows: SampleInput) -> tuple[IntArray, Floats]:
         """Choose a token for each row."""
         likeliest: IntArray = logits.argmax(axis=1).astype(np.int32)  # of a NaN, where there is one
-        peaks: Floats = np.take_along_axis(logits, likeliest[:, None], axis=1)[:, 0]
+        peaks: Floats = logits[np.arange(len(logits)), likeliest]
         if rows.all_greedy:
             return likeliest, peaks
         with np.errstate(invalid="ignore"):  # a row without a finite peak

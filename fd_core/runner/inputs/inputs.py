@@ -59,8 +59,12 @@ class Rows(Spans):
 
     sampling: IntArray
     """int32[N], indices of the rows that sample."""
+    sampled_slots: IntArray
+    """int32[N]"""
     drafts: IntArray
     """int32[N], drafts that each of them verifies."""
+    drafted: bool
+    """Whether there is any."""
     logits_slots: IntArray
     """int32[R]"""
     positions: IntArray
@@ -70,7 +74,7 @@ class Rows(Spans):
 
     def cells(self, width: int) -> IntArray:
         """Return int32[N, width], the row of logits behind each cell of the sampling rows; the last one repeats."""
-        if not self.drafts.any():
+        if not self.drafted:
             return np.repeat(np.arange(len(self.drafts), dtype=np.int32), width).reshape(-1, width)
         firsts = np.cumsum(self.drafts + 1) - (self.drafts + 1)
         return (firsts[:, None] + np.minimum(np.arange(width), self.drafts[:, None])).astype(np.int32)
@@ -90,35 +94,45 @@ def resolve_rows(
     Raises `BudgetExceeded` if the step is larger than the budget, and `RuntimeError` if it reaches beyond the tokens
     that the runner knows.
     """
-    slots = plan.slots
+    slots, length = plan.slots, batch.length[plan.slots]
     drafts = np.minimum(plan.num_drafts, batch.num_drafts[slots])
     own = plan.num_tokens - plan.num_drafts
-    starts = np.where(plan.samples, batch.length[slots] - own, plan.starts)
     counts = own + drafts
+    starts = np.where(plan.samples, length - own, plan.starts)
     shape = padded(len(counts), int(counts.max())) if padded is not None and len(counts) else None
     if shape is not None and (starts + counts < shape[1]).any():
         shape = None
     total = int(counts.sum()) if shape is None else shape[0] * shape[1]
     if total > limits.max_num_batched_tokens:
         raise BudgetExceeded(f"step {plan.step} computes {total} tokens; the budget is {limits.max_num_batched_tokens}")
-    astray = (starts > plan.starts) | (starts + own > batch.length[slots]) | (starts < 0)
+    astray = (starts > plan.starts) | (starts + own > length) | (starts < 0)
     if astray.any():
         slot = int(slots[astray][0])
         raise RuntimeError(f"step {plan.step} plans tokens of slot {slot} that the runner does not have")
     sampling = plan.samples.nonzero()[0].astype(np.int32)
-    verified = drafts[sampling]
-    first_logits = (_begins(counts, shape) + own - 1)[sampling]
-    row_of, columns = _rows_and_columns(verified)
-    sampled_slots = slots[sampling]
+    logits_rows = (_begins(counts, shape) + own - 1)[sampling]
+    logits_slots = sampled_slots = slots[sampling]
+    positions, verified = length[sampling], drafts[sampling]
+    drafted = bool(verified.any())
+    if drafted:
+        row_of = np.repeat(np.arange(len(verified), dtype=np.int32), verified + 1)
+        firsts = np.cumsum(verified + 1, dtype=np.int32) - (verified + 1)
+        columns = np.arange(len(row_of), dtype=np.int32) - firsts[row_of]
+        logits_rows, logits_slots = logits_rows[row_of] + columns, sampled_slots[row_of]
+        positions = positions[row_of] + columns
+    else:
+        columns = np.zeros(len(sampling), np.int32)
     return Rows(
         slots=slots,
         starts=starts,
         counts=counts,
         sampling=sampling,
+        sampled_slots=sampled_slots,
         drafts=verified,
-        logits_rows=first_logits[row_of] + columns,
-        logits_slots=sampled_slots[row_of],
-        positions=batch.length[sampled_slots][row_of] + columns,
+        drafted=drafted,
+        logits_rows=logits_rows,
+        logits_slots=logits_slots,
+        positions=positions,
         columns=columns,
         shape=shape,
     )
@@ -131,16 +145,6 @@ def _begins(counts: IntArray, shape: tuple[int, int] | None) -> IntArray:
     else:
         ends = np.arange(shape[1], len(counts) * shape[1] + 1, shape[1], dtype=np.int32)
     return ends - counts
-
-
-def _rows_and_columns(drafts: IntArray) -> tuple[IntArray, IntArray]:
-    """Return int32[R] each: for every row of logits, which of the N rows with `drafts` it is of, and its column."""
-    rows = np.arange(len(drafts), dtype=np.int32)
-    if not drafts.any():
-        return rows, np.zeros(len(drafts), np.int32)
-    firsts = np.cumsum(drafts + 1, dtype=np.int32) - (drafts + 1)
-    row_of = np.repeat(rows, drafts + 1)
-    return row_of, np.arange(len(row_of), dtype=np.int32) - firsts[row_of]
 
 
 def build_inputs(spans: Spans, tokens: IntArray, tables: IntArray, size: int, ops: Ops) -> StepInput:
@@ -162,47 +166,51 @@ def gather_inputs(
     the number of tokens in a block; `spare_block` is the block that padding writes.
     `adapters` has the place of each slot's adapter, int32[num_slots]; None if none of these slots has one.
     """
-    slots, starts, counts, more = spans.slots, spans.starts, spans.counts, 0
+    slots, starts, counts = spans.slots, spans.starts, spans.counts
     context = starts + counts
-    width, max_context = int(counts.max()), int(context.max())
+    width, max_context, padding = int(counts.max()), int(context.max()), 0
+    spare = 0 if spare_block is None else spare_block
     if spans.shape is not None:
         if spare_block is None:
             raise RuntimeError("the pack pads steps, but its KV cache has no spare block")
-        more, width = spans.shape[0] - len(slots), spans.shape[1]
+        padding, width = spans.shape[0] - len(slots), spans.shape[1]
         starts, counts = context - width, np.full_like(counts, width)
-    total, spare = int(counts.sum()), 0 if spare_block is None else spare_block
-    if total == len(slots):  # one token each
-        query_start = np.arange(total + more + 1, dtype=np.int32)
+    if width == 1:
+        query_start = np.arange(len(slots) + 1, dtype=np.int32)
         positions, slot_of = starts, slots
     else:
-        query_start = np.zeros(len(slots) + more + 1, np.int32)
-        np.cumsum(_padded(counts, more, width), out=query_start[1:])
+        query_start = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
         row_of = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
-        positions = np.arange(total, dtype=np.int32) - query_start[row_of] + starts[row_of]
+        positions = np.arange(len(row_of), dtype=np.int32) - query_start[row_of] + starts[row_of]
         slot_of = slots[row_of]
     entries, offsets = np.divmod(positions, size)
     kv_slots = tables[slot_of, entries] * size + offsets
     if spans.shape is not None and width > 1:
         kv_slots[positions < np.repeat(spans.starts, width)] = spare * size  # what was computed before
-    host = HostStep(
-        query_start=query_start,
-        context_len=_padded(context, more, width),
-        block_tables=_padded(tables[slots, : -(-max_context // size)], more, spare),
-    )
-    filling = more * width
+    token_ids = tokens[slot_of, positions]
+    block_tables = tables[slots, : -(-max_context // size)]
+    lora_places = None if adapters is None else adapters[slot_of]
+    if padding:
+        filling = padding * width
+        query_start = _padded(query_start, padding, query_start[-1] + width * np.arange(1, padding + 1, dtype=np.int32))
+        context, block_tables = _padded(context, padding, width), _padded(block_tables, padding, spare)
+        token_ids, kv_slots = _padded(token_ids, filling, 0), _padded(kv_slots, filling, spare * size)
+        positions = _padded(positions, filling, np.arange(filling, dtype=np.int32) % width)
+        lora_places = None if lora_places is None else _padded(lora_places, filling, 0)
     return StepInput(
-        token_ids=_padded(tokens[slot_of, positions], filling, 0),
-        positions=_padded(positions, filling, np.arange(filling, dtype=np.int32) % width),
-        kv_slots=_padded(kv_slots, filling, spare * size),
-        query_start=host.query_start,
-        context_len=host.context_len,
-        block_tables=host.block_tables,
+        token_ids=token_ids,
+        positions=positions,
+        kv_slots=kv_slots,
+        query_start=query_start,
+        context_len=context,
+        block_tables=block_tables,
         logits_rows=spans.logits_rows,
         max_query=width,
         max_context=max_context,
         uniform=width == 1 or spans.shape is not None,
-        host=host,
-        **({} if adapters is None else _adapter_fields(_padded(adapters[slot_of], filling, 0))),
+        host=HostStep(query_start, context, block_tables),
+        **({} if lora_places is None else _adapter_fields(lora_places)),
     )
 
 
@@ -221,8 +229,6 @@ def _adapter_fields(places: IntArray) -> dict[str, Any]:
 
 def _padded(array: IntArray, more: int, value: IntArray | int) -> IntArray:
     """Return the array with `more` rows of `value`, or of its elements, behind it."""
-    if not more:
-        return array
     filling = np.empty((more, *array.shape[1:]), array.dtype)
     filling[...] = value
     return np.concatenate([array, filling])

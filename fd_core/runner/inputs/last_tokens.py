@@ -42,10 +42,8 @@ class LastTokens:
             return None, slots
         return (rows.begins + rows.counts - 1)[fed], rows.slots[fed]
 
-    def feed(self, token_ids: Array, fed: Fed | None) -> Array:
+    def feed(self, token_ids: Array, fed: Fed) -> Array:
         """Put last tokens, as `gather` said, into the tokens int32[T] of a step."""
-        if fed is None:
-            return token_ids
         places, slots = fed
         tokens = self._ops.gather_rows(self._tokens, slots)
         if places is not None:
@@ -54,5 +52,4 @@ class LastTokens:
 
     def keep(self, slots: Array, grid: Array) -> None:
         """Remember what a step sampled: int32[N], int32[N, 1 + k] of rows without drafts; of others nobody asks."""
-        if self._ops.queues:
-            self._tokens = self._ops.write_rows(self._tokens, slots, grid[:, :1])
+        self._tokens = self._ops.write_rows(self._tokens, slots, grid[:, :1])

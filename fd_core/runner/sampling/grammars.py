@@ -61,19 +61,16 @@ class SlotGrammars:
         """`compiler` is None where structured output is switched off."""
         self._compiler = compiler
         self._vocab_size = vocab_size
-        self._matchers: dict[int, TokenMatcher] = {}
+        self.matchers: dict[int, TokenMatcher] = {}
+        """By slot; as long as it is empty, nothing below has anything to do but `admit`."""
         self._forced: dict[int, int] = {}
         """Leading drafts of a slot that its grammar forces."""
         self._thread: ThreadPoolExecutor | None = None
         self.stats = MaskStats()
 
-    def __bool__(self) -> bool:
-        """Whether any slot has a matcher."""
-        return bool(self._matchers)
-
     def trouble(self, slot: int) -> str | None:
         """Say why the grammar of a slot may have left nothing to choose; None for a slot without a grammar."""
-        matcher = self._matchers.get(slot)
+        matcher = self.matchers.get(slot)
         return None if matcher is None else matcher.trouble or "no token continues a text of the form asked for"
 
     def admit(self, admission: Admission) -> None:
@@ -82,7 +79,7 @@ class SlotGrammars:
         Compiles the grammar if nobody did. Raises `GrammarError` if it cannot be used.
         """
         slot, params = admission.slot, admission.params
-        self._matchers.pop(slot, None)
+        self.matchers.pop(slot, None)
         self._forced.pop(slot, None)
         if params.grammar is None and params.reasoning is None:
             return
@@ -94,11 +91,11 @@ class SlotGrammars:
         ends = params.stop_token_ids if params.ignore_eos else (*admission.eos_token_ids, *params.stop_token_ids)
         matcher = TokenMatcher(grammar, ends, self._vocab_size, params.reasoning)
         matcher.consume(admission.token_ids[admission.prompt_len :].tolist())
-        self._matchers[slot] = matcher
+        self.matchers[slot] = matcher
 
     def drop(self, slot: int) -> None:
         """The request in a slot failed: it needs no masks any more."""
-        self._matchers.pop(slot, None)
+        self.matchers.pop(slot, None)
 
     def extend(
         self, slots: IntArray, tokens: IntArray, verified: IntArray, accepted: IntArray
@@ -108,7 +105,7 @@ class SlotGrammars:
         `verified` int32[N] are the drafts of each row. Yields slots whose tokens their grammar does not allow, and why.
         """
         for row, slot in enumerate(slots.tolist()):
-            matcher = self._matchers.get(slot)
+            matcher = self.matchers.get(slot)
             if matcher is None:
                 continue
             forced = min(self._forced.pop(slot, 0), int(verified[row]))
@@ -125,7 +122,7 @@ class SlotGrammars:
         Forced tokens replace a drafter's guesses; guesses that the grammar forbids are left out, and those behind.
         """
         for row, slot in enumerate(slots.tolist()):
-            matcher = self._matchers.get(slot)
+            matcher = self.matchers.get(slot)
             if matcher is None:
                 continue
             forced = matcher.forced(drafts.shape[1])
@@ -138,7 +135,7 @@ class SlotGrammars:
 
     def among(self, slots: IntArray) -> IntArray:
         """Return those of `slots` int32[n] that have a matcher."""
-        chosen: IntArray = slots[[slot in self._matchers for slot in slots.tolist()]]
+        chosen: IntArray = slots[[slot in self.matchers for slot in slots.tolist()]]
         return chosen
 
     def begin(self, rows: Rows, tokens: IntArray) -> Callable[[], Masks] | None:
@@ -146,14 +143,12 @@ class SlotGrammars:
 
         `tokens` int32[num_slots, *] holds the drafts of each slot, which nobody changes meanwhile.
         """
-        if not self._matchers:
-            return None
         firsts = np.cumsum(rows.drafts + 1) - (rows.drafts + 1)
         wanted: list[tuple[TokenMatcher, list[int], int]] = []
         for slot, first, count in zip(
             rows.slots[rows.sampling].tolist(), firsts.tolist(), rows.drafts.tolist(), strict=True
         ):
-            matcher = self._matchers.get(slot)
+            matcher = self.matchers.get(slot)
             if matcher is not None:
                 place = int(rows.positions[first])
                 wanted.append((matcher, tokens[slot, place : place + count].tolist(), first))

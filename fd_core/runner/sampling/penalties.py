@@ -34,7 +34,8 @@ class Penalties:
         self._row_of = np.full(num_slots, -1, np.int32)
         """Row of counts of each slot; -1 for a request without penalties."""
         self._free: list[int] = []
-        self._num_rows = 0
+        self.num_rows = 0
+        """Rows of counts; 0 as long as no request was penalized, when nothing below has anything to do but `admit`."""
         self._counts: Array = None
         """int32[num_rows, V] as `PenaltyInput.counts`."""
 
@@ -58,8 +59,6 @@ class Penalties:
 
     def extend(self, slots: IntArray, tokens: IntArray, accepted: IntArray) -> None:
         """Count delivered tokens: int32[N, 1 + k], of which row i keeps the first 1 + accepted[i]."""
-        if not self._num_rows:
-            return
         rows = self._row_of[slots]
         kept = (np.arange(tokens.shape[1]) <= accepted[:, None]) & (rows >= 0)[:, None]
         ids = tokens[kept]
@@ -69,18 +68,15 @@ class Penalties:
 
     def counting(self, slots: IntArray) -> Counting | None:
         """Return what `count` needs, on the host, for a token of each of `slots`; None if none is penalized."""
-        if not self._num_rows:
-            return None
         penalized = (self._row_of[slots] >= 0).nonzero()[0].astype(np.int32)
         if not len(penalized):
             return None
         return self._row_of[slots[penalized]], penalized, np.full(len(penalized), 2, np.int32)
 
-    def count(self, counting: Counting | None, tokens: Array) -> None:
+    def count(self, counting: Counting, tokens: Array) -> None:
         """Count tokens int32[N] that are on the device, one of each slot that `counting` was made of."""
-        if counting is not None:
-            rows, penalized, twos = counting
-            self._add(rows, self._ops.gather_rows(tokens, penalized), twos)
+        rows, penalized, twos = counting
+        self._add(rows, self._ops.gather_rows(tokens, penalized), twos)
 
     def gather(self, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> PenaltyInput | None:
         """Return, on the host, what `apply` needs for R rows of logits, but for counts; None if none is penalized.
@@ -88,8 +84,6 @@ class Penalties:
         See `Sampler.gather` for the arguments. The token in column c of a slot follows c drafts, which stand in
         `tokens` before its position.
         """
-        if not self._num_rows:
-            return None
         rows = (self._row_of[slots] >= 0).nonzero()[0].astype(np.int32)
         if not len(rows):
             return None
@@ -108,10 +102,8 @@ class Penalties:
             frequency=self._frequency[slots],
         )
 
-    def apply(self, logits: Array, penalties: PenaltyInput | None) -> Array:
+    def apply(self, logits: Array, penalties: PenaltyInput) -> Array:
         """Penalize the logits of rows whose request asked for it; `penalties` is what `gather` returned, uploaded."""
-        if penalties is None:
-            return logits
         return self._ops.penalize(logits, replace(penalties, counts=self._counts))
 
     def _add(self, rows: Array, ids: Array, twos: Array) -> None:
@@ -120,7 +112,7 @@ class Penalties:
     def _take_row(self) -> int:
         """Return a row of counts that no slot has; what it holds means nothing."""
         if not self._free:
-            old, new = self._num_rows, min(max(2 * self._num_rows, _FEWEST_ROWS), len(self._row_of))
+            old, new = self.num_rows, min(max(2 * self.num_rows, _FEWEST_ROWS), len(self._row_of))
             if old:
                 self._counts = self._ops.gather_rows(
                     self._counts, self._ops.from_host(np.arange(new, dtype=np.int32) % old)
@@ -128,5 +120,5 @@ class Penalties:
             else:
                 self._counts = self._ops.from_host(np.zeros((new, self._vocab_size), np.int32))
             self._free = list(range(new - 1, old - 1, -1))
-            self._num_rows = new
+            self.num_rows = new
         return self._free.pop()

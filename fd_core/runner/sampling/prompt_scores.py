@@ -24,12 +24,12 @@ class PromptScores:
 
     slots: IntArray
     positions: IntArray
-    parts: tuple[Array, ...]
+    arrays: tuple[Array, ...]
     """Four arrays for each part of the rows, in order: what `Ops.logprobs` and `Ops.ranks` returned."""
 
-    def on_host(self, parts: list[npt.NDArray[np.generic]]) -> PromptLogprobRows:
-        """Return the rows, given the arrays of `parts` from the device."""
-        chosen, top_ids, top, ranks = (np.concatenate(parts[kind::4]) for kind in range(4))
+    def on_host(self, arrays: list[npt.NDArray[np.generic]]) -> PromptLogprobRows:
+        """Return the rows, given `arrays` from the device."""
+        chosen, top_ids, top, ranks = (np.concatenate(arrays[kind::4]) for kind in range(4))
         return PromptLogprobRows(
             self.slots,
             self.positions,
@@ -46,34 +46,32 @@ class PromptScorer:
     def __init__(self, ops: Ops, vocab_size: int) -> None:
         self._ops = ops
         self._rows_at_a_time = max(SCORED_CELLS // vocab_size, 1)
-        self._wanted: dict[int, tuple[int, int]] = {}
+        self.wanted: dict[int, tuple[int, int]] = {}
         """By slot: length of the prompt, and most likely tokens reported for each of its tokens."""
 
     def admit(self, admission: Admission) -> None:
         """Remember what a new residency wants; one that returns with tokens of its text was told already."""
-        self._wanted.pop(admission.slot, None)
+        self.wanted.pop(admission.slot, None)
         top_n = admission.params.prompt_logprobs
         if top_n is not None and len(admission.token_ids) == admission.prompt_len:
-            self._wanted[admission.slot] = admission.prompt_len, top_n
+            self.wanted[admission.slot] = admission.prompt_len, top_n
 
-    def rows(self, spans: Spans) -> tuple[IntArray, IntArray, IntArray]:
-        """Return where a step computes states that a prompt token is scored from.
+    def rows(self, spans: Spans) -> tuple[IntArray, IntArray, IntArray] | None:
+        """Return where a step computes states that a prompt token is scored from; None if nowhere.
 
         int32[r] each: indices into the step's tokens, slots, and positions of the tokens that are scored, which are
         those behind the computed ones.
         """
-        if not self._wanted:
-            return (np.empty(0, np.int32),) * 3
         found: list[tuple[IntArray, IntArray, IntArray]] = [(np.empty(0, np.int32),) * 3]
         begins = spans.begins
         for index, slot in enumerate(spans.slots.tolist()):
-            if slot in self._wanted:
+            if slot in self.wanted:
                 first = int(spans.starts[index])
-                count = max(min(int(spans.counts[index]), self._wanted[slot][0] - 1 - first), 0)
+                count = max(min(int(spans.counts[index]), self.wanted[slot][0] - 1 - first), 0)
                 steps = np.arange(count, dtype=np.int32)
                 found.append((int(begins[index]) + steps, np.full(count, slot, np.int32), first + 1 + steps))
         places, slots, positions = (np.concatenate(column) for column in zip(*found, strict=True))
-        return places, slots, positions
+        return (places, slots, positions) if len(places) else None
 
     def score(
         self,
@@ -87,7 +85,7 @@ class PromptScorer:
         `tokens` int32[num_slots, *] holds what is known of every slot.
         """
         places, slots, positions = rows
-        top_n = max(self._wanted[slot][1] for slot in set(slots.tolist()))
+        top_n = max(self.wanted[slot][1] for slot in set(slots.tolist()))
         ids, host = tokens[slots, positions], self._ops.from_host
         parts: list[Array] = []
         for begin in range(0, len(places), self._rows_at_a_time):

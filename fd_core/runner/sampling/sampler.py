@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -28,8 +28,8 @@ class Sampled:
     """int32[R]"""
     peaks: Array
     """float32[R], not finite where no token could be chosen; see `Ops.sample`."""
-    scored: npt.NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
-    """[r] on the host: rows whose request asked for log-probabilities."""
+    scored: list[int]
+    """Rows whose request asked for log-probabilities."""
     scores: tuple[Array, ...] = ()
     """What `Ops.logprobs` returned for the unchanged logits of those rows; empty if there are none."""
 
@@ -50,8 +50,8 @@ class SamplingWork:
     """Rows and bits, as `Ops.mask_logits` takes them."""
     scored: Array | None
     """int32[r], rows whose request asked for log-probabilities."""
-    host: npt.NDArray[np.intp]
-    """The same, on the host."""
+    scored_rows: list[int]
+    """The same, for the host."""
     top_n: int
     """Alternatives that those rows want."""
 
@@ -82,7 +82,7 @@ class Sampler:
         self._seeds = np.zeros(num_slots, np.uint64)
         self._logprobs = np.full(num_slots, -1, np.int32)
         """Alternatives wanted; -1 for a request that wants no log-probabilities."""
-        self._penalties = Penalties(ops, num_slots, vocab_size)
+        self.penalties = Penalties(ops, num_slots, vocab_size)
         self._extras: dict[int, _Extras] = {}
         self._allowed: dict[int, IntArray] = {}
         """Bits of the tokens that may be chosen, as `Ops.mask_logits` takes them."""
@@ -103,7 +103,8 @@ class Sampler:
         self._min_p[slot] = params.min_p
         self._seeds[slot] = params.seed
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self._penalties.admit(admission)
+        if params.penalized or self.penalties.num_rows:
+            self.penalties.admit(admission)
         self._extras.pop(slot, None)
         if params.logit_bias or params.min_tokens or params.bad_words_token_ids:
             bias = params.logit_bias or {}
@@ -126,13 +127,6 @@ class Sampler:
             allowed[list(params.allowed_token_ids)] = True
             self._allowed[slot] = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
 
-    def extend(self, slots: IntArray, tokens: IntArray, accepted: IntArray) -> None:
-        """Take note of delivered tokens that `sample` did not count: those of a step with drafts.
-
-        int32[N, 1 + k], of which row i keeps the first 1 + accepted[i].
-        """
-        self._penalties.extend(slots, tokens, accepted)
-
     def reads_text(self, slots: IntArray) -> bool:
         """Say whether a choice for one of `slots` depends on tokens of its text, other than through counts."""
         readers = [slot for slot, extras in self._extras.items() if extras.bans.read_text]
@@ -146,20 +140,36 @@ class Sampler:
         stands in the token matrix.
         """
         added = self._added(slots, positions, tokens) if self._extras else None
-        known = self._known
-        if known is not None and known.key == slots.tobytes():
+        known, key = self._known, slots.tobytes()
+        if known is not None and known.key == key:
             return replace(known, rows=replace(known.rows, positions=positions), added=added)
+        temperature, top_k = self._temperature[slots], self._top_k[slots]
+        top_p, min_p = self._top_p[slots], self._min_p[slots]
+        random = temperature > 0
         drafted = bool(columns.any())
+        penalties = counting = None
+        if self.penalties.num_rows:
+            penalties = self.penalties.gather(slots, positions, columns, tokens)
+            counting = None if drafted else self.penalties.counting(slots)
         scored = (self._logprobs[slots] >= 0).nonzero()[0]
         return SamplingWork(
-            key=b"" if drafted else slots.tobytes(),
-            rows=self._rows(slots, positions),
-            penalties=self._penalties.gather(slots, positions, columns, tokens),
-            counting=None if drafted else self._penalties.counting(slots),
+            key=b"" if drafted else key,
+            rows=SampleInput(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seeds=self._seeds[slots],
+                positions=positions,
+                all_greedy=not random.any(),
+                any_filter=bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()),
+            ),
+            penalties=penalties,
+            counting=counting,
             added=added,
             allowed=self._bits(slots) if self._allowed else None,
             scored=scored.astype(np.int32) if len(scored) else None,
-            host=scored,
+            scored_rows=scored.tolist(),
             top_n=int(self._logprobs[slots].max()),
         )
 
@@ -173,7 +183,8 @@ class Sampler:
         if work.key:
             self._known = work
         raw = None if work.scored is None else ops.gather_rows(logits, work.scored)
-        logits = self._penalties.apply(logits, work.penalties)
+        if work.penalties is not None:
+            logits = self.penalties.apply(logits, work.penalties)
         if work.added is not None:
             logits = ops.add_at(logits, *work.added)
         if work.allowed is not None:
@@ -181,24 +192,12 @@ class Sampler:
         if masks is not None and len(masks.rows):
             logits = ops.mask_logits(logits, *ops.upload([masks.rows, masks.bits]))
         chosen, peaks = ops.sample(logits, work.rows)
-        self._penalties.count(work.counting, chosen)
+        if work.counting is not None:
+            self.penalties.count(work.counting, chosen)
         if raw is None:
-            return Sampled(chosen, peaks)
-        return Sampled(chosen, peaks, work.host, ops.logprobs(raw, ops.gather_rows(chosen, work.scored), work.top_n))
-
-    def _rows(self, slots: IntArray, positions: IntArray) -> SampleInput:
-        temperature, top_k = self._temperature[slots], self._top_k[slots]
-        top_p, min_p = self._top_p[slots], self._min_p[slots]
-        random = temperature > 0
-        return SampleInput(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seeds=self._seeds[slots],
-            positions=positions,
-            all_greedy=not random.any(),
-            any_filter=bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()),
+            return Sampled(chosen, peaks, work.scored_rows)
+        return Sampled(
+            chosen, peaks, work.scored_rows, ops.logprobs(raw, ops.gather_rows(chosen, work.scored), work.top_n)
         )
 
     def _added(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fd_core.ops.contract import Array
+from fd_core.ops.contract import Array, HostStep
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.runner.inputs.uploading import uploaded
 from tests.runner.inputs.test_inputs import ids
@@ -22,6 +22,7 @@ class _OnDevice:
 class _Far(NumpyOps):
     """Arrays of the device are no numpy arrays."""
 
+    on_host = False
     uploads = 0
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Array]:
@@ -32,7 +33,7 @@ class _Far(NumpyOps):
 @dataclass(frozen=True)
 class _Part:
     ids: Any
-    host: Any
+    host: HostStep
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class _Whole:
 
 def test_arrays_wherever_they_stand_go_in_one_upload_and_what_stays_stays() -> None:
     ops, there = _Far(), _OnDevice(ids(7))
-    value = _Whole(_Part(ids(1, 2), ids(3)), ((4, ids(5)), (6, ids())), 8, there)
+    value = _Whole(_Part(ids(1, 2), HostStep(ids(3), ids(4), ids())), ((4, ids(5)), (6, ids())), 8, there)
     found = uploaded(value, ops)
     assert ops.uploads == 1
     assert found.part is not None and value.part is not None
@@ -58,3 +59,8 @@ def test_arrays_wherever_they_stand_go_in_one_upload_and_what_stays_stays() -> N
 
 def test_what_is_left_out_is_left_out() -> None:
     assert uploaded(_Whole(None, (), 0, None), _Far()) == _Whole(None, (), 0, None)
+
+
+def test_a_pack_on_the_host_gets_the_value_as_it_is() -> None:
+    value = _Whole(None, ((1, ids(2)),), 0, None)
+    assert uploaded(value, NumpyOps()) is value

@@ -113,7 +113,7 @@ def test_a_grammar_behind_reasoning_masks_the_drafts_behind_it(grammars: SlotGra
 def test_a_new_request_in_the_slot_has_its_own_grammar_or_none(grammars: SlotGrammars) -> None:
     grammars.admit(admission(0, WORD))
     grammars.admit(admission(0, None))
-    assert not grammars and step(grammars, {0: []})[1] == {}
+    assert not grammars.matchers and step(grammars, {0: []})[1] == {}
     grammars.admit(admission(0, ABC, "ab"))
     assert step(grammars, {0: []})[1] == {0: set(ids("abc"))}
 

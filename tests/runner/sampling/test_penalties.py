@@ -64,7 +64,7 @@ def test_penalties_are_those_of_a_recount(seed: int) -> None:
         lengths = np.array([len(texts[slot][1]) + len(texts[slot][2]) for slot in slots.tolist()], np.int32)
         logits = rng.choice([-2.0, 0.0, 3.5], (len(rows), VOCABULARY)).astype(np.float32)
         gathered = penalties.gather(slots[rows], lengths[rows] + columns, columns, tokens)
-        found = penalties.apply(logits.copy(), gathered)
+        found = logits if gathered is None else penalties.apply(logits.copy(), gathered)
         for row, (index, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
             params, prompt, generated = texts[int(slots[index])]
             expected = recounted(logits[row], params, prompt, generated + drafts[index, :column].tolist())
