@@ -4,7 +4,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
 from typer.main import get_command
 
 from benchmarks import documented_speed
@@ -114,19 +113,6 @@ def numbered(title: str) -> list[str]:
 
 def test_the_tour_has_eight_steps():
     assert len(numbered("The life of a request, in eight steps")) == 8
-
-
-@pytest.mark.parametrize(
-    ("walk", "most"), [("Chat to token", 20), ("Preempted slot and back", 12), ("Prefill to decode", 25)]
-)
-def test_a_walk_has_few_hops_and_names_functions_that_exist(walk: str, most: int):
-    hops = numbered(walk)
-    assert 1 <= len(hops) <= most
-    sources = [path.read_text() for path in (ROOT / "fd_core").rglob("*.py")]
-    for hop in hops:
-        owner, name = re.match(r"`(?:(\w+)\.)?(\w+)`", hop).groups()
-        home = rf"^class {owner}\b" if owner else rf"^(?:async )?def {name}\("
-        assert any(re.search(home, source, re.MULTILINE) and f"def {name}(" in source for source in sources), hop
 
 
 def test_links_lead_somewhere():

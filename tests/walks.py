@@ -1,6 +1,7 @@
-"""Ways of a request through the code, traced: every function of `fd_core` that three scenarios enter.
+"""Ways of a request through the code, traced: every function of `fd_core` that a scenario enters.
 
-`python -m tests.walks` prints what each walk costs and its trace. `tests/test_walks.py` keeps the walks within budgets.
+`python -m tests.walks` prints what each walk costs and its trace, `--write` puts the walks into the tour.
+`tests/test_walks.py` keeps them within budgets and the tour up to date.
 """
 
 from __future__ import annotations
@@ -40,23 +41,49 @@ class Call(NamedTuple):
 
 
 class Walk(msgspec.Struct, frozen=True):
-    """What a scenario entered, in order."""
+    """What a scenario entered, in order, in the shortest of several tries."""
 
     calls: tuple[Call, ...]
+    passing: tuple[tuple[str, str], ...] = ()
+    """Files and functions that not every try entered."""
 
     @property
-    def functions(self) -> int:
-        """Number of distinct functions."""
-        return len({call[1:] for call in self.calls})
+    def functions(self) -> set[tuple[str, str]]:
+        """Distinct functions, each with its file."""
+        return {call[1:] for call in self.calls}
 
     @property
-    def files(self) -> int:
-        """Number of distinct files."""
-        return len({call.file for call in self.calls})
+    def files(self) -> set[str]:
+        """Distinct files."""
+        return {call.file for call in self.calls}
 
     def cost(self) -> str:
         """Return the figures that budgets bound."""
-        return f"{len(self.calls)} calls, {self.functions} functions, {self.files} files"
+        return f"{len(self.calls)} calls, {len(self.functions)} functions, {len(self.files)} files"
+
+    def hops(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Yield thread, file and functions each time that a thread comes to functions of a file that are new to it."""
+        seen = set(self.passing)
+        for thread in dict.fromkeys(call.thread for call in self.calls):
+            file, functions = "", list[str]()
+            for call in self.calls:
+                if call.thread != thread or call[1:] in seen:
+                    continue
+                seen.add(call[1:])
+                if call.file != file and functions:
+                    yield thread, file, functions
+                    functions = []
+                file = call.file
+                functions.append(call.function)
+            if functions:
+                yield thread, file, functions
+
+
+def shortest(tries: list[tuple[Call, ...]]) -> Walk:
+    """Return the walk of several tries."""
+    entered = [{call[1:] for call in calls} for calls in tries]
+    passing = set.union(*entered) - set.intersection(*entered)
+    return Walk(min(tries, key=len), tuple(sorted(passing)))
 
 
 class Recorder:
@@ -73,12 +100,12 @@ class Recorder:
         """Record from the entry of one function to that of one of others, once."""
         self._between = first, last
 
-    def take(self) -> Walk:
+    def take(self) -> tuple[Call, ...]:
         """Return what was recorded since the last call."""
         self.records = False
-        walk = Walk(tuple(self._calls))
+        calls = tuple(self._calls)
         self._calls, self._suspended = [], {}
-        return walk
+        return calls
 
     @contextmanager
     def installed(self) -> Iterator[Recorder]:
@@ -133,15 +160,15 @@ def chat(recorder: Recorder, tokens: int) -> Walk:
         assert answer.status == 200
         time.sleep(0.2)
 
-    walks = []
+    tries = []
     with live(null_client) as server:
         ask()
         ask()
         for _ in range(_TRIES):
             recorder.records = True
             ask()
-            walks.append(recorder.take())
-    return min(walks, key=lambda walk: len(walk.calls))
+            tries.append(recorder.take())
+    return shortest(tries)
 
 
 def preemption(recorder: Recorder) -> Walk:
@@ -149,7 +176,7 @@ def preemption(recorder: Recorder) -> Walk:
     from tests.engine.helpers import null_engine
     from tests.engine.stepping import greedy
 
-    walks = []
+    tries = []
     for _ in range(_TRIES):
         engine = null_engine(num_kv_blocks=26, max_num_seqs=6)
         for number in range(8):
@@ -158,9 +185,9 @@ def preemption(recorder: Recorder) -> Walk:
         while engine.has_work:
             engine.step()
         engine.close()
-        walks.append(recorder.take())
-        assert walks[-1].calls[-1].function in _WAITS, "no request was preempted"
-    return min(walks, key=lambda walk: len(walk.calls))
+        tries.append(recorder.take())
+        assert tries[-1][-1].function in _WAITS, "no request was preempted"
+    return shortest(tries)
 
 
 def prefill_to_decode(recorder: Recorder) -> Walk:
@@ -168,7 +195,7 @@ def prefill_to_decode(recorder: Recorder) -> Walk:
     from tests.engine.building.test_kv_transfer import pair
     from tests.engine.stepping import greedy
 
-    walks = []
+    tries = []
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.write_bytes(b"of sixteen bytes")
@@ -177,8 +204,8 @@ def prefill_to_decode(recorder: Recorder) -> Walk:
             for number in range(2 + _TRIES):
                 recorder.records = number >= 2
                 two.run(greedy(f"r{number}", range(number, number + 40), 2))
-                walks.append(recorder.take())
-    return min(walks[2:], key=lambda walk: len(walk.calls))
+                tries.append(recorder.take())
+    return shortest(tries[2:])
 
 
 SCENARIOS: Final[dict[str, Callable[[Recorder], Walk]]] = {
@@ -195,15 +222,54 @@ def walks(names: Iterable[str] = SCENARIOS) -> dict[str, Walk]:
         return {name: SCENARIOS[name](recorder) for name in names}
 
 
+TOUR: Final = ROOT.parent / "docs" / "understand" / "tour.md"
+_THREADS: Final = {
+    "Thread-1 (_main)": "On the server's event loop",
+    "fdcore-text_0": "In the thread of templates",
+    "fdcore-engine": "In the engine's thread",
+    "fdcore-device": "In the device's thread",
+    "fdcore-kv-copy": "In the thread that copies KV",
+    "MainThread": "In the engine's thread",
+    "fdcore-kv-sender": "In the sender's thread",
+    "fdcore-kv-receiver": "In the receiver's thread",
+}
+"""How the tour names threads."""
+
+
+def section(name: str, walk: Walk) -> str:
+    """Return a walk as the tour shows it."""
+    lines = [f"## {name}", "", f"{walk.cost()}. Functions are named where they are entered first."]
+    last = ""
+    for number, (thread, file, functions) in enumerate(walk.hops(), 1):
+        if thread != last:
+            lines += ["", f"{_THREADS.get(thread, thread)}:", ""]
+            last = thread
+        lines.append(f"{number}. `{file}`: {', '.join(f'`{each}`' for each in functions)}")
+    return "\n".join(lines) + "\n\n"
+
+
+def rewrite(text: str, found: dict[str, Walk]) -> str:
+    """Return the text of the tour with these walks in it."""
+    for name, walk in found.items():
+        before, heading, rest = text.partition(f"## {name}\n")
+        if heading:
+            text = before + section(name, walk) + "## " + rest.partition("\n## ")[2]
+    return text
+
+
 def main() -> None:
     """Print the walks; with `--json`, for the test."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*", default=list(SCENARIOS))
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="put them into the tour")
     asked = parser.parse_args()
     found = walks(asked.names)
     if asked.json:
         sys.stdout.write(msgspec.json.encode(found).decode())
+        return
+    if asked.write:
+        TOUR.write_text(rewrite(TOUR.read_text(), found))
         return
     for name, walk in found.items():
         print(f"{name}: {walk.cost()}")
