@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -247,6 +248,16 @@ def test_only_signals_knows_the_negative_ids() -> None:
             if minus and isinstance(node.operand, ast.Constant) and node.operand.value == 9:
                 wrong.append(str(path.relative_to(ROOT)))
     assert set(wrong) == {"signals.py"}
+
+
+def test_only_the_slot_table_writes_its_columns() -> None:
+    wrong = []
+    for path in sources("scheduling"):
+        for node in ast.walk(parsed(path)):
+            written = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+            if written and re.search(r"\bslots\.\w+$", ast.unparse(node.value)):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    assert wrong == []
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:

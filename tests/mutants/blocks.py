@@ -14,7 +14,7 @@ PREFIX = "kv/prefix.py"
 EVENTS = "types/kv_events.py"
 PREFIXES = "scheduling/prefixes.py"
 
-_RELEASE = "self._pool.release(slots.tables[slot, : slots.num_blocks[slot]].copy(), int(slots.last_step[slot]))"
+_RELEASE = "self._pool.release(slots.take_blocks(slot), int(slots.last_step[slot]))"
 _SETTLED = "upto = np.where(sampled, slots.num_tokens[rows_of] - 1, plan.starts[rows] + plan.num_tokens[rows])"
 
 _TOLD = "whoever follows the events knows exactly what the pool knows"

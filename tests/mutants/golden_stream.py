@@ -82,16 +82,12 @@ MUTANTS = (
     mutant(
         "set-back-is-omitted",
         "4: neither rejected drafts nor their KV exist",
-        (
-            OUTPUTS,
-            "            slots.num_planned[rows_of] -= rejected\n            slots.num_computed[rows_of] -= rejected\n",
-            "",
-        ),
+        (OUTPUTS, "            slots.take_back(rows_of, rejected)\n", ""),
     ),
     mutant(
         "set-back-leaves-the-kv-of-rejected-drafts",
         "4: neither rejected drafts nor their KV exist",
-        (OUTPUTS, "            slots.num_computed[rows_of] -= rejected\n", ""),
+        ("scheduling/running/slots.py", "        self.num_computed[rows] -= rejected\n", ""),
     ),
     mutant(
         "a-row-begins-where-the-plan-hoped",

@@ -92,7 +92,7 @@ class OutputSide:
         if output.drafts_ready is not None:
             # Slots that were scheduled again since this step hold newer drafts; those of an earlier gen hold none.
             current = (self._slots.last_step <= plan.step) & (self._slots.gen == output.gens)
-            self._slots.drafts_ready[current] = output.drafts_ready[current]
+            self._slots.hold_drafts(current.nonzero()[0], output.drafts_ready[current])
         self._pool.answered(plan.step)
         if plan.revocations or np.count_nonzero(outcomes.kinds == _RELEASED):
             deltas += self._acknowledge(plan, outcomes, output)
@@ -222,8 +222,7 @@ class OutputSide:
             self._drafts.observe(rows_of[sampled], drafted[sampled], accepted[sampled])
             rejected = np.where(sampled, drafted - accepted, 0)
             # Neither rejected drafts nor their KV exist.
-            slots.num_planned[rows_of] -= rejected
-            slots.num_computed[rows_of] -= rejected
+            slots.take_back(rows_of, rejected)
         still = slots.running[rows_of]
         if np.count_nonzero(still) < len(rows_of):
             rows = np.arange(len(plan.slots))[rows][still]

@@ -189,13 +189,11 @@ class Planner:
     def _account(self, plan: StepPlan, draft: PlanBuilder) -> None:
         """Count what the plan computes as computed."""
         slots, rows = self._slots, draft.rows
-        slots.num_computed[rows] += plan.num_tokens
-        slots.num_planned[rows] += plan.samples + plan.num_drafts
-        slots.last_step[rows] = plan.step
+        slots.schedule(rows, plan)
         if self._drafts.max_drafts and self._limits.pipeline_depth > 1 and self._drafts.possible:
             # Until the answer tells, the runner may hold as many drafts as it can.
             sampling = rows[plan.samples]
-            slots.drafts_ready[sampling] = self._drafts.most(sampling)
+            slots.hold_drafts(sampling, self._drafts.most(sampling))
         self._step += 1
         counters = self._residencies.counters
         counters.steps += 1

@@ -84,13 +84,13 @@ class Residencies:
         request = self.slots.request_in(slot)
         request.advance(Event.LOAD)
         self._times.enter(request.times, phase)
-        self.slots.running[slot], self.slots.loading[slot] = False, True
+        self.slots.load(slot)
 
     def run(self, slot: int, request: Request, num_computed: int, num_cached: int) -> None:
         """A request begins to run with the KV of `num_computed` tokens in place; `num_cached` were there before it."""
         slots, counters = self.slots, self.counters
         self._times.enter(request.times, Phase.COMPUTING)
-        slots.num_computed[slot] = slots.num_settled[slot] = num_computed
+        slots.run(slot, num_computed)
         if self._drafts.max_drafts:
             params = request.spec.params
             self._drafts.admit(slot, params.grammar is not None or params.reasoning is not None)
@@ -112,9 +112,8 @@ class Residencies:
 
     def arrive(self, arrival: Arrival) -> None:
         """The wait of a slot for its KV is over: what arrived is settled, the rest is computed."""
-        slot, request, slots = arrival.slot, arrival.request, self.slots
+        slot, request = arrival.slot, arrival.request
         request.advance(Event.LOADED)
-        slots.loading[slot], slots.running[slot] = False, True
         arrived = arrival.num_tokens // self.slots.block_size
         self._register(slot, request, arrived)
         if not request.announced:
@@ -134,7 +133,7 @@ class Residencies:
     def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
         """The KV of slots `rows` is settled below positions `upto` int32[n]: name the blocks that this completes."""
         slots = self.slots
-        slots.num_settled[rows] = upto
+        slots.settle(rows, upto)
         if self._prefixes.hasher is None:
             return
         for slot in rows[upto // slots.block_size > slots.num_registered[rows]].tolist():
@@ -147,7 +146,7 @@ class Residencies:
         """Name the blocks of a slot below entry `upto` of its table, which are settled."""
         slots = self.slots
         self._prefixes.complete(request, slots.tables[slot], int(slots.num_registered[slot]), upto)
-        slots.num_registered[slot] = max(upto, int(slots.num_registered[slot]))
+        slots.register(slot, upto)
 
     def _send_settled(self, slot: int, request: Request) -> None:
         """Send the settled blocks of a request that computes its prompt for another worker."""
@@ -172,8 +171,7 @@ class Residencies:
         slot = slot_of(request)
         request.advance(Event.REVOKE)
         self._give_up_blocks(slot, request)
-        self.slots.running[slot] = False
-        self.slots.draining[slot] = True
+        self.slots.drain(slot)
         draft.revoke(slot, int(self.slots.gen[slot]))
 
     def finish(self, slot: int, request: Request, reason: FinishReason) -> None:
@@ -187,7 +185,7 @@ class Residencies:
         generated = int(self.slots.num_tokens[slot]) - request.prompt_len
         self._control.forecast.observe(generated, request.limit - request.prompt_len)
         if request.state is State.DRAINING:
-            self.slots.ended[slot] = True
+            self.slots.end(slot)
             self._on_end(request, reason)
             return
         request.advance(Event.FINISH)
@@ -237,10 +235,9 @@ class Residencies:
 
     def _give_up_blocks(self, slot: int, request: Request) -> None:
         slots = self.slots
-        self._pool.release(slots.tables[slot, : slots.num_blocks[slot]].copy(), int(slots.last_step[slot]))
+        self._pool.release(slots.take_blocks(slot), int(slots.last_step[slot]))
         if request.announced:
             self._prefixes.give_up(request, int(slots.num_registered[slot]))
-        slots.num_blocks[slot] = 0
 
     # Audit ------------------------------------------------------------------------------------------------
 

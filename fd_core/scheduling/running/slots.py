@@ -21,7 +21,7 @@ import numpy.typing as npt
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.tokens import DeliveredTokens
 from fd_core.scheduling.victims import RunningRequests
-from fd_core.types import IntArray
+from fd_core.types import IntArray, StepPlan
 from fd_core.types.metrics import gauge
 
 __all__ = ["NO_CHOICE", "SlotStats", "SlotTable"]
@@ -48,7 +48,7 @@ class SlotStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotTable:
-    """Columns over `num_slots` slots; private to one scheduler."""
+    """Columns over `num_slots` slots; private to one scheduler, read by its parts and written here alone."""
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
         self.num_slots = num_slots
@@ -146,6 +146,29 @@ class SlotTable:
         self.stops[slot] = NO_CHOICE
         self.stops[slot, : len(ids)] = ids
 
+    def load(self, slot: int) -> None:
+        """The KV of a slot is on its way from outside the device."""
+        self.running[slot], self.loading[slot] = False, True
+
+    def run(self, slot: int, num_computed: int) -> None:
+        """A slot computes from now on, behind `num_computed` positions whose KV is in place."""
+        self.running[slot], self.loading[slot] = True, False
+        self.num_computed[slot] = self.num_settled[slot] = num_computed
+
+    def drain(self, slot: int) -> None:
+        """A slot was revoked: it keeps its place until its -9."""
+        self.running[slot], self.draining[slot] = False, True
+
+    def end(self, slot: int) -> None:
+        """The client of a draining slot was told the end."""
+        self.ended[slot] = True
+
+    def take_blocks(self, slot: int) -> IntArray:
+        """Return the block table of a slot, which owns no block from now on."""
+        table: IntArray = self.tables[slot, : self.num_blocks[slot]].copy()
+        self.num_blocks[slot] = 0
+        return table
+
     def vacate(self, slot: int) -> None:
         """End a residency; the gen stays, so that late outputs are recognised."""
         request = self.requests[slot]
@@ -154,6 +177,31 @@ class SlotTable:
             request.tokens.detach()
         self.requests[slot] = None
         self.running[slot] = self.loading[slot] = self.draining[slot] = self.ended[slot] = False
+
+    # A step -----------------------------------------------------------------------------------------------
+
+    def schedule(self, rows: npt.NDArray[np.intp], plan: StepPlan) -> None:
+        """A plan computes the slots `rows`, with all of their drafts as if they were accepted."""
+        self.num_computed[rows] += plan.num_tokens
+        self.num_planned[rows] += plan.samples + plan.num_drafts
+        self.last_step[rows] = plan.step
+
+    def hold_drafts(self, rows: npt.NDArray[np.intp], drafts: IntArray) -> None:
+        """The runner holds, or may hold, `drafts` int32[n] for the slots `rows`."""
+        self.drafts_ready[rows] = drafts
+
+    def take_back(self, rows: npt.NDArray[np.intp], rejected: IntArray) -> None:
+        """Of the slots `rows`, `rejected` int32[n] drafts do not exist, nor does their KV."""
+        self.num_planned[rows] -= rejected
+        self.num_computed[rows] -= rejected
+
+    def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
+        """The KV of the slots `rows` is settled below positions `upto` int32[n]."""
+        self.num_settled[rows] = upto
+
+    def register(self, slot: int, upto: int) -> None:
+        """The leading `upto` blocks of a slot were offered to the prefix index."""
+        self.num_registered[slot] = max(upto, int(self.num_registered[slot]))
 
     def append_tokens(self, rows: npt.NDArray[np.intp], tokens: IntArray, counts: IntArray) -> None:
         """Append to the request in each of the slots `rows` the first `counts` int32[n] of `tokens` int32[n, width]."""
