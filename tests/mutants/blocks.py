@@ -155,7 +155,7 @@ MUTANTS = (
     mutant(
         "a-prefill-that-left-still-claims-its-prefix",
         "1.7: everything a request holds is freed exactly once",
-        (RESIDENCIES, "        self._prefixes.give_up(request, int(slots.num_registered[slot]))\n", ""),
+        (RESIDENCIES, "        if request.announced:\n", "        if False:\n"),
     ),
     mutant(
         "the-hash-ignores-the-salt",
