@@ -12,8 +12,6 @@ import runpy
 import sys
 import threading
 
-__all__ = ["announce", "end_with_parent", "main", "open_channel"]
-
 _channel: list[int] = []
 """The descriptor to write to, in a launched process."""
 

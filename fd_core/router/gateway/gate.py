@@ -32,8 +32,6 @@ from fd_core.router.gateway.workers.watched import visit_of
 from fd_core.router.selection import RouteRequest
 from fd_core.text.fair_thread import CLIENT
 
-__all__ = ["RouterGate"]
-
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
 _ADAPTERS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})

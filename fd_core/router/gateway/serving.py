@@ -33,8 +33,6 @@ from fd_core.router.gateway.workers.models import first_root
 from fd_core.router.gateway.workers.watched import GatewayHttp
 from fd_core.router.router import Router
 
-__all__ = ["serve_gateway"]
-
 log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 0.5

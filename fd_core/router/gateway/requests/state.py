@@ -34,8 +34,6 @@ from fd_core.router.selection import Mode
 from fd_core.router.snapshot import OUTCOMES, RouterSnapshot
 from fd_core.types.metrics import counter
 
-__all__ = ["GatewayCounts", "GatewayMetrics", "GatewayState", "PairingLog"]
-
 log = logging.getLogger(__name__)
 
 _SELECTING: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
