@@ -12,8 +12,6 @@ from fd_core.cluster.config import ClusterConfig, RouterGroup, WorkerGroup
 from fd_core.errors import ConfigError
 from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec
 
-__all__ = ["CONTENT", "ClusterSecrets", "router_spec", "worker_spec"]
-
 CONTENT: Final = "FD_CONTENT_OF_"
 """Begins the name of a variable that holds what the file of a setting would hold; the rest is the setting's name."""
 _PROGRAM: Final = ("-m", "fd_core.cli.serving.sealed")

@@ -15,8 +15,6 @@ from fd_core.config.constraints import CheckedStruct, Range, make_settings
 from fd_core.errors import ConfigError
 from fd_core.router.workers import ROLES, Role
 
-__all__ = ["ClusterConfig", "RouterGroup", "WorkerGroup", "cluster_config"]
-
 _S = TypeVar("_S", bound=CheckedStruct)
 _DAY: Final = 86400
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")

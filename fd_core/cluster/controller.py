@@ -15,11 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = [
-    *("ClusterAction", "ClusterController", "ClusterNote", "DrainProcess", "GroupPlan", "KillProcess", "ManagedGroup"),
-    *("ManagedProcess", "ProcessEnd", "ProcessPhase", "ProcessSeen", "StartProcess", "Supervision"),
-]
-
 _OWN_FAULT: Final = (2, 3, 4)
 """Exit codes of a bad command line, a bad model and a bad plugin: the next start would end the same way."""
 

@@ -41,8 +41,6 @@ from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
 from fd_core.errors import FdError
 from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
 
-__all__ = ["ROUTERS", "ClusterFailed", "Deployment", "HeldProcess", "plans_of", "supervision_of"]
-
 log = logging.getLogger(__name__)
 
 ROUTERS: Final = "router"

@@ -24,8 +24,6 @@ from fd_core.router.gateway.requests.answers import error_response, json_respons
 from fd_core.router.gateway.workers.watched import GatewayHttp, visit_of
 from fd_core.types.metrics import counter, gauge
 
-__all__ = ["DeploymentPage", "DeploymentStatus", "GroupStatus", "ProcessStatus", "status_of"]
-
 _CONNECTIONS: Final = 64
 
 

@@ -14,8 +14,6 @@ import msgspec
 from fd_core.cluster.scaling import quantile
 from fd_core.router.workers import Role
 
-__all__ = ["Doing", "FirstTokens", "ProcessAnswer", "RouterAdmin", "ask", "late_first_token", "total_doing"]
-
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5, connect=3)
 _WINDOW_SECONDS: Final = 30.0
 _SHARE: Final = 0.9

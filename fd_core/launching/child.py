@@ -6,43 +6,12 @@ It ends when standard input closes, for then nobody watches over it any more. CO
 
 from __future__ import annotations
 
-import contextlib
 import os
 import runpy
 import sys
-import threading
 
-__all__ = ["announce", "end_with_parent", "main", "open_channel"]
-
-_channel: list[int] = []
-"""The descriptor to write to, in a launched process."""
-
-
-def open_channel() -> None:
-    """Have announcements go to standard input, which is a socket in a launched process."""
-    _channel[:] = [sys.stdin.fileno()]
-
-
-def announce(text: str) -> None:
-    """Say where this process is reached, such as `http://127.0.0.1:8000`. Does nothing in one that was not launched."""
-    for descriptor in _channel:
-        os.write(descriptor, f"{text}\n".encode())
-
-
-def end_with_parent() -> None:
-    """End this process, from a thread, once standard input closes.
-
-    The parent keeps the other end open as long as it lives.
-    """
-    threading.Thread(target=_wait_for_the_end, name="fdcore-parent-watch", daemon=True).start()
-
-
-def _wait_for_the_end() -> None:
-    # The bare descriptor: a thread that waits inside the buffered reader makes the interpreter's shutdown fail.
-    with contextlib.suppress(OSError):  # a socket whose other end had something left to read
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-    os._exit(0)
+from fd_core.launching.announcing import open_channel
+from fd_core.launching.parent_watch import end_with_parent
 
 
 def main(cores: str, _: str, module: str, *arguments: str) -> None:

@@ -3,7 +3,7 @@
 A launched process
 
 - is a module of the node's interpreter, run by `fd_core.launching.child`, and ends when nobody watches over it;
-- chooses its ports itself, binds them, and announces where it is reached, with `fd_core.launching.child.announce`:
+- chooses its ports itself, binds them, and announces where it is reached, with `fd_core.launching.announcing.announce`:
   `fdcore serve` and `fdcore route` announce their URL once they take requests, so nobody has to guess a free port; a
   router's admin address follows behind a space;
 - has its output forwarded to the launcher's standard error behind its name, and its last lines kept for `reason`.

@@ -23,8 +23,6 @@ from fd_core.launching.contract import (
     require_startable,
 )
 
-__all__ = ["OwnedProcess", "SpawnLauncher"]
-
 _LAST_LINES: Final = 10
 _LAST_WORDS_SECONDS: Final = 0.5
 """For which lines of an ended process are waited for."""

@@ -12,8 +12,6 @@ from fd_core.ops.contract import Ops
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import Adapter, LowRank
 
-__all__ = ["AdapterWeights", "LayerLoras", "adapters_bytes", "layer_loras", "prepare_adapter"]
-
 AdapterWeights = tuple[tuple[Any | None, ...], ...]
 """For each layer what `Ops.prepare_lora` made for each of its adaptable linears; None where one is left alone."""
 _GATE_UP = 2

@@ -27,8 +27,6 @@ from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec,
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
 from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
-__all__ = ["ProgressSink", "build_decoder", "check_tensors"]
-
 ProgressSink = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), in the bytes of the files."""
 

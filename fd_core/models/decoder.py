@@ -16,8 +16,6 @@ from fd_core.models.spec import DecoderSpec
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
 from fd_core.ops.weights import Adapter, WeightUse
 
-__all__ = ["Attention", "Decoder", "DecoderModel", "Layer", "Mlp", "Moe"]
-
 
 @dataclass(frozen=True, slots=True)
 class Attention:

@@ -11,8 +11,6 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.rope import RopeSpec, rope_spec, scaled_rope_spec
 from fd_core.models.spec import MoeSpec, Traits, VectorSpec, gate_up_down, head_dim_of
 
-__all__ = ["ernie", "ernie_moe", "gemma3", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
-
 
 def llama(config: ModelConfig) -> Traits:
     """Describe `LlamaForCausalLM`."""

@@ -14,8 +14,6 @@ from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.ops.contract import Ops
 from fd_core.ops.weights import PackedTensor, RawTensor
 
-__all__ = ["INT4_GROUP", "head_format", "quantize", "quantized", "require_formats"]
-
 INT4_GROUP: Final = 32
 _CHUNK: Final = 1 << 16
 """Elements at a time, which stay in the cache."""

@@ -23,8 +23,6 @@ from fd_core.models.registry import spec_of
 from fd_core.models.spec import DecoderSpec, MoeSpec
 from fd_core.ops.weights import PackedTensor
 
-__all__ = ["write_quantized"]
-
 _Header = dict[str, tuple[str, list[int]]]
 """Name to type and shape, in the order of the file."""
 

@@ -15,8 +15,6 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.config import ModelConfig
 from fd_core.ops.contract import Ops, Rope
 
-__all__ = ["RopeSpec", "rope_spec", "rope_tables", "scaled_rope_spec"]
-
 _SUPPORTED = ("default", "linear", "llama3", "yarn")
 Doubles = npt.NDArray[np.float64]
 

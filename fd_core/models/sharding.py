@@ -17,11 +17,6 @@ from fd_core.errors import ConfigError
 from fd_core.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec
 from fd_core.ops.parallel import Parallel, Stage
 
-__all__ = [
-    *("LinearShare", "adaptable_shares", "attention_shares", "feed_forward_shares", "head_shares", "require_division"),
-    *("stage_layers", "times", "vocabulary_share", "width_share"),
-]
-
 _GRAIN: Final = 32
 """Values of a row that share a scale where activations are quantized: cutting between them changes no value."""
 

@@ -15,21 +15,6 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.rope import RopeSpec
 from fd_core.ops.contract import Activation
 
-__all__ = [
-    "AttentionSpec",
-    "DecoderSpec",
-    "LayerSpec",
-    "LinearSpec",
-    "MlpSpec",
-    "MoeSpec",
-    "TensorShape",
-    "Traits",
-    "VectorSpec",
-    "decoder_spec",
-    "gate_up_down",
-    "head_dim_of",
-]
-
 _MAX_HEAD_DIM: Final = 65_536
 
 TensorShape = tuple[str, tuple[int, ...]]

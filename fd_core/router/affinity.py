@@ -23,8 +23,6 @@ from fd_core.router.policies import (
 )
 from fd_core.router.workers import RouterWorker
 
-__all__ = ["CacheAware", "Expiring", "PrefixHash", "SessionAffinity"]
-
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 

@@ -11,8 +11,6 @@ from fd_core.router.router import Router
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.types import PrefillOutcome
 
-__all__ = ["Attempts", "Unreached", "is_refusal"]
-
 _Answer = TypeVar("_Answer")
 
 _BUSY: Final = frozenset({429, 503})

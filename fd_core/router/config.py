@@ -10,8 +10,6 @@ from fd_core.config.constraints import CheckedStruct, Prefix, Range, make_settin
 from fd_core.errors import ConfigError
 from fd_core.router.workers import Role
 
-__all__ = ["ALIASES", "SECTIONS", "RouterConfig", "router_config"]
-
 ALIASES: Final[Mapping[str, str]] = {
     "fd_metrics_score": "metrics_score",
     "fd_remote_metrics_score": "metrics_score",

@@ -19,8 +19,6 @@ from fd_core.router.reported import HashedPrompt, ReportedKV
 from fd_core.router.selection import Mode, NoWorker, Numbers, Places, RouteRequest, WorkerLoads
 from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, WorkerState
 
-__all__ = ["PARTS", "Placement", "Placer"]
-
 PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill", "decode"), "alone": ("decode",)}
 """Roles that serve a request together, the prefill side first; `alone` only where nothing else is possible."""
 

@@ -18,8 +18,6 @@ from fd_core.router.selection import Numbers, Places
 from fd_core.router.workers import RouterWorker
 from fd_core.types import IntArray
 
-__all__ = ["Holders", "PrefixIndex", "PrefixesInFlight", "block_hasher", "block_keys"]
-
 _FEW: Final = 8
 """So many bits are looked at one by one."""
 

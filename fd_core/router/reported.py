@@ -23,8 +23,6 @@ from fd_core.router.workers import Registry, RouterWorker
 from fd_core.types import IntArray
 from fd_core.types.kv_events import BEGINNING, TOKEN_BYTES, Cleared, KVEvent, Removed, Stored
 
-__all__ = ["MAX_BLOCK_SIZE", "MAX_ENGINES", "HashedPrompt", "ReportedKV"]
-
 MAX_BLOCK_SIZE: Final = 1 << 16
 """Tokens; larger block sizes are taken for nonsense."""
 MAX_ENGINES: Final = 1 << 10

@@ -17,20 +17,6 @@ from fd_core.router.workers import RouterWorker
 from fd_core.types import IntArray, frozen
 from fd_core.types.metrics import gauge
 
-__all__ = [
-    "IDLE",
-    "Mode",
-    "NoWorker",
-    "Numbers",
-    "Places",
-    "Reason",
-    "RouteRequest",
-    "Selection",
-    "Verdict",
-    "WorkerLoad",
-    "WorkerLoads",
-]
-
 Numbers = npt.NDArray[np.int64]
 
 

@@ -12,8 +12,6 @@ from fd_core.router.selection import Mode, WorkerLoad
 from fd_core.router.workers import Role, RouterWorker, WorkerState
 from fd_core.types.metrics import counter, gauge
 
-__all__ = ["OUTCOMES", "RouterSnapshot", "SelectionCounts", "WorkerSnapshot"]
-
 _PROMPT_BLOCKS: Final = counter("prompt_blocks", "Prompt blocks looked up in what workers hold.")
 _HIT_BLOCKS: Final = counter("hit_blocks", "Prompt blocks that the chosen worker was believed to hold.")
 

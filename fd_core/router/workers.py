@@ -23,8 +23,6 @@ from fd_core.kv.breaker import Breaker
 if TYPE_CHECKING:
     from fd_core.router.config import RouterConfig
 
-__all__ = ["ROLES", "Circuit", "Member", "Registry", "Role", "RouterWorker", "WorkerState"]
-
 Role = Literal["mixed", "prefill", "decode"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 

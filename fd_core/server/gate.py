@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Final
 
@@ -14,30 +12,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fd_core.http.access.access_log import CLIENT_LEFT, log_access
 from fd_core.http.access.control import AccessControl, limit_headers
 from fd_core.http.access.record import RequestRecord
-from fd_core.http.access.routes import find_route
 from fd_core.http.access.tenants import TENANT_HEADER, Tenant, read_tenant
 from fd_core.http.connections.connections import source_of
 from fd_core.http.draining import DRAINING_HEADER, Drain
-from fd_core.http.errors import ApiError, no_such_path, to_api_error, unavailable
+from fd_core.http.errors import ApiError, to_api_error, unavailable
+from fd_core.http.gate import allow_header, request_id_of
 from fd_core.http.hosts import HostRules, Visit
 from fd_core.server.api.errors import error_response
 from fd_core.server.batches.asgi import OWNER
 from fd_core.server.state.metrics import ServerMetrics
 from fd_core.text.fair_thread import CLIENT
 
-__all__ = ["Gate", "request_id_of"]
-
-_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
+__all__ = ["Gate"]
 
 _ALWAYS: Final = frozenset({"/v1/abort_requests", "/ping"})
 """Paths that take POST and are served to the end."""
 _TENANT: Final = TENANT_HEADER.lower().encode()
 _LEAVING: Final = ((b"connection", b"close"), (DRAINING_HEADER.lower().encode(), b"1"))
-
-
-def request_id_of(given: bytes) -> bytes:
-    """Return the client's X-Request-Id if it is usable, else a fresh one."""
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 class Gate:
@@ -98,7 +89,7 @@ class Gate:
                 for name, value in self._hosts.check(_visit(scope, headers)).items():
                     added.append((name.lower().encode(), value.encode("latin-1")))
             if scope["method"] == "OPTIONS":
-                await _allowed(scope["path"])(scope, receive, numbered)
+                await Response(status_code=204, headers=allow_header(scope["path"]))(scope, receive, numbered)
                 return
             self._enter(scope, "HEAD" if head else scope["method"], headers, record)
             if scope["method"] != "POST" or scope["path"] in _ALWAYS:
@@ -167,14 +158,6 @@ def _visit(scope: Scope, headers: Mapping[bytes, bytes]) -> Visit:
 
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     return Visit.of(scope["method"], hosts, scope["server"][0] if scope["server"] else None, header)
-
-
-def _allowed(path: str) -> Response:
-    """Return the methods that a path takes, which needs no key; `ApiError` (404) if nothing is served there."""
-    found = find_route(path)
-    if found is None:
-        raise no_such_path(path)
-    return Response(status_code=204, headers={"Allow": ", ".join(found[1].allowed)})
 
 
 def _path(scope: Scope) -> str:

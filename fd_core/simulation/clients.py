@@ -17,8 +17,6 @@ from fd_core.simulation.results.outcomes import RequestOutcome
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn, tokens_of
 from fd_core.types import Delta, IntArray, RequestSpec, SamplingParams
 
-__all__ = ["ClientDoor", "SimulatedClient", "WrongAnswer"]
-
 _SHORT_PIECES: Final = 256
 """Pieces whose tokens are kept: those that many conversations share."""
 

@@ -15,8 +15,6 @@ from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.storage.transfers import TransferNetwork
 from fd_core.simulation.world import World
 
-__all__ = ["FAULT_KINDS", "FaultKind", "SimulatedFault", "apply", "draw_faults", "over_at"]
-
 FaultKind = Literal[
     "engine_dies",
     "engine_hangs",

@@ -21,8 +21,6 @@ from fd_core.simulation.engines.worker import SimulatedWorker
 from fd_core.simulation.storage.storage import SECRET
 from fd_core.types import Delta, FinishReason, RequestSpec
 
-__all__ = ["Reader", "SimulatedGateway"]
-
 _UNREACHABLE_SECONDS = 30.0
 """Answers of a worker that no health check has reached for so long are ended, as the gateway's default is."""
 _CONNECT_SECONDS = 3.0

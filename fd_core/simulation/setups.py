@@ -15,8 +15,6 @@ from fd_core.simulation.costs.profile_costs import costs_of
 from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool
 
-__all__ = ["Setup"]
-
 _MAX_WORKERS: Final = 10_000
 _MAX_ROUTERS: Final = 100
 

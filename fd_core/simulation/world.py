@@ -40,8 +40,6 @@ from fd_core.types import Delta, FinishReason, RequestSpec, StepPlan
 from fd_core.types.kv_events import KVEvent
 from fd_core.types.metrics import read_metrics
 
-__all__ = ["SimulatedDeployment", "SimulatedPool", "Stuck", "World"]
-
 _MAX_SAMPLES: Final = 20_000
 """Samples of workers that are kept; beyond, every second one goes and the next ones are taken half as often."""
 

@@ -16,8 +16,6 @@ from fd_core.structured.lark import LarkText, in_regex, literal, slashed
 from fd_core.text.parsing.argument_types import KINDS, json_of, kind_of, kinds_of, referred
 from fd_core.text.parsing.contract import TaggedArguments
 
-__all__ = ["KeywordGrammar", "TaggedGrammar"]
-
 _NOTES: Final = frozenset({"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated"})
 _DEFINITIONS: Final = ("$defs", "definitions")
 _OBJECT: Final = frozenset({"type", "properties", "required", "additionalProperties", "strict", *_DEFINITIONS}) | _NOTES

@@ -12,19 +12,6 @@ from typing import Any, Final
 from fd_core.errors import BadRequest
 from fd_core.structured.schemas import compilable
 
-__all__ = [
-    "MAX_CHOICES",
-    "MAX_DEPTH",
-    "MAX_GRAMMAR_BYTES",
-    "MAX_OPTIONAL",
-    "MAX_REPEATS",
-    "MAX_TAGS",
-    "require_few_repeats",
-    "require_schema",
-    "require_shallow",
-    "require_small",
-]
-
 MAX_GRAMMAR_BYTES: Final = 128 * 1024
 """Of a schema, a regex, a grammar or all choices together."""
 MAX_DEPTH: Final = 64

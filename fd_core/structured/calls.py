@@ -10,8 +10,6 @@ from fd_core.structured.bounds import require_schema, require_small
 from fd_core.structured.lark import LarkText, in_regex
 from fd_core.text.parsing.contract import CallForm, FreePart
 
-__all__ = ["CallAsked", "chosen_calls", "demanded_calls"]
-
 
 class CallAsked(NamedTuple):
     """A tool that may be called."""

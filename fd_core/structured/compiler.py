@@ -22,18 +22,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from fd_core.kv.tally import Tally
 from fd_core.types.metrics import counter, gauge
 
-__all__ = [
-    "LARGE_GRAMMAR",
-    "LIMITS",
-    "CompiledGrammar",
-    "CompilerStats",
-    "GrammarCompiler",
-    "GrammarError",
-    "for_people",
-    "yield_to_all_others",
-    "yield_to_others",
-]
-
 LARGE_GRAMMAR: Final = 16 * 1024
 """Characters of a grammar that takes so long to compile that it must not take its time from the steps."""
 

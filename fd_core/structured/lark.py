@@ -13,8 +13,6 @@ from llguidance.gbnf_to_lark import any_to_lark
 from fd_core.errors import BadRequest
 from fd_core.structured.bounds import MAX_DEPTH
 
-__all__ = ["ANY_TEXT", "JSON_STYLE", "LarkText", "as_lark", "containing", "in_regex", "literal", "slashed"]
-
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as most programs print it on one line. With one way to write white space, most of what a schema demands is
 forced; and no model can fill an answer with blanks."""

@@ -22,8 +22,6 @@ import numpy.typing as npt
 from fd_core.structured.compiler import CompiledGrammar, GrammarError, for_people
 from fd_core.types import IntArray, Reasoning
 
-__all__ = ["TokenMatcher", "mask_words"]
-
 _ALL = np.uint32(0xFFFFFFFF)
 _EXHAUSTED = "a regular expression in the grammar became too large"
 P = ParamSpec("P")

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from fd_core.errors import BadRequest
 
-__all__ = ["compilable"]
-
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Words whose object names schemas."""
 _DATA: Final = frozenset({"const", "enum", "default", "examples", "example", "x-guidance"})

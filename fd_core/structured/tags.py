@@ -11,8 +11,6 @@ from fd_core.structured.bounds import MAX_TAGS, require_few_repeats, require_sch
 from fd_core.structured.lark import ANY_TEXT, LarkText, as_lark, slashed
 from fd_core.text.parsing.contract import TaggedArguments
 
-__all__ = ["structural_tag"]
-
 _STYLES: Final = {
     "json": None,
     "qwen_xml": TaggedArguments("<parameter=", ">", "</parameter>", ("</parameter>",)),

@@ -10,8 +10,6 @@ from llguidance import LLTokenizer
 
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["VocabularyTable", "grammar_vocabulary", "vocabulary_table"]
-
 _MAX_IDS: Final = 2**22
 """Far beyond any model's; memory for as many is taken."""
 

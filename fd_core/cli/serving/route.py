@@ -48,7 +48,7 @@ def route(given: Given) -> None:
         from fd_core.config.logs import configure_logs
         from fd_core.errors import BadRequest, ConfigError
         from fd_core.http.connections.listening import bind_socket, raise_descriptor_limit, settle, url_of
-        from fd_core.launching.child import announce
+        from fd_core.launching.announcing import announce
         from fd_core.plugins import ROUTER_POLICY, installed_plugins
         from fd_core.router.gateway.requests.pairs import ticket_key
         from fd_core.router.gateway.serving import serve_gateway

@@ -105,7 +105,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         from fd_core.http.connections.listening import settle
         from fd_core.http.connections.tls import ServingTls
         from fd_core.http.hosts import HostRules
-        from fd_core.launching.child import announce
+        from fd_core.launching.announcing import announce
 
         # What cannot be used is said before anything is fetched or loaded.
         ServingTls.of(settings.server)

@@ -22,7 +22,7 @@ from fd_core.engine.process.message_stream import MessageStream
 from fd_core.engine.process.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown
 from fd_core.engine.process.service import serve_engine, tells_admissions
 from fd_core.errors import FdError
-from fd_core.launching.child import end_with_parent
+from fd_core.launching.parent_watch import end_with_parent
 from fd_core.plugins import installed_plugins
 
 _log = logging.getLogger(__name__)

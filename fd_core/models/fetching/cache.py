@@ -12,8 +12,6 @@ from pathlib import Path
 
 from fd_core.errors import ModelError
 
-__all__ = ["ProgressSink", "exclusive", "report_growth", "require_room", "scratch", "sha256_of"]
-
 
 class ProgressSink:
     """Receives the progress of one task at a time: `start`, any number of `advance`, `finish`.

@@ -13,8 +13,6 @@ from fd_core.errors import ModelError
 from fd_core.models.fetching.cache import ProgressSink, report_growth, require_room
 from fd_core.models.loading.files import read_json_object
 
-__all__ = ["cached", "fetch", "find"]
-
 # Top-level safetensors, configuration and tokenizer, and named chat templates: never pickles, never code.
 _ALLOWED = ("*.safetensors", "*.json", "*.jinja")
 _TEMPLATES = "additional_chat_templates/*.jinja"

@@ -22,8 +22,6 @@ from typing import IO
 from fd_core.errors import ModelError
 from fd_core.models.fetching.cache import ProgressSink, exclusive, report_growth, require_room, scratch, sha256_of
 
-__all__ = ["PackagedModel", "fetch", "find", "find_unchecked"]
-
 _CHUNK = 1 << 20
 
 

@@ -19,8 +19,6 @@ from fd_core.models.loading.files import StoredTensor, read_json_object
 from fd_core.models.loading.safetensors_files import read_safetensors
 from fd_core.ops.weights import RAW_TYPES, Adapter, LowRank, RawTensor
 
-__all__ = ["read_adapter"]
-
 Floats = npt.NDArray[np.float32]
 
 _CONFIG: Final = "adapter_config.json"

@@ -10,8 +10,6 @@ from typing import Any
 from fd_core.errors import ModelError
 from fd_core.ops.contract import Activation
 
-__all__ = ["ModelConfig"]
-
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

@@ -16,8 +16,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from fd_core.errors import ModelError
 
-__all__ = ["MappedFile", "StoredTensor", "digest_of", "parse_json_object", "read_json_object", "read_limited"]
-
 
 class MappedFile:
     """One file, mapped once. Slices are views: they cost address space, not memory."""

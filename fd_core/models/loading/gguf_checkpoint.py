@@ -27,8 +27,6 @@ from fd_core.models.loading.gguf_config import config_from
 from fd_core.models.loading.gguf_format import PACKED_TYPES, read_gguf, unpack_blocks
 from fd_core.ops.weights import RAW_TYPES, RawTensor, Weight
 
-__all__ = ["SUPPORTED_TYPES", "GgufCheckpoint", "views_of"]
-
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",

@@ -15,8 +15,6 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import StoredTensor
 
-__all__ = ["config_from", "token_id"]
-
 Tensors = Mapping[str, StoredTensor]
 
 _NO_TOKEN = 0xFFFFFFFF

@@ -23,8 +23,6 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.files import MappedFile, StoredTensor
 from fd_core.ops.weights import PackedTensor
 
-__all__ = ["PACKED_TYPES", "read_gguf", "unpack_blocks"]
-
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4

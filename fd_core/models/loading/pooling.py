@@ -10,8 +10,6 @@ import msgspec
 from fd_core.errors import ModelError
 from fd_core.models.loading.files import read_json_object, read_limited
 
-__all__ = ["VectorSettings", "read_vector_settings"]
-
 _MODES: Final[dict[str, Literal["last", "mean"]]] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 
 

@@ -23,8 +23,6 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import StoredTensor
 from fd_core.ops.weights import FP8, RAW_TYPES, PackedTensor, RawTensor, Weight
 
-__all__ = ["quantized_views"]
-
 _CODES: Final = {"I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", FP8: "u1", **RAW_TYPES}
 _LARGEST_FP8_SCALE: Final = np.finfo(np.float32).max / 448
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -24,8 +24,6 @@ from fd_core.models.loading.quantized_tensors import quantized_views
 from fd_core.models.loading.tokenizer_source import read_tokenizer_folder
 from fd_core.ops.weights import RAW_TYPES, Weight
 
-__all__ = ["DTYPE_BYTES", "SafetensorsCheckpoint", "read_safetensors"]
-
 _MAX_HEADER = 100_000_000
 _MAX_NAME = 1024
 _MAX_DIMS = 8

@@ -14,11 +14,6 @@ import msgspec
 from fd_core.errors import ModelError
 from fd_core.models.loading.files import read_json_object, read_limited
 
-__all__ = [
-    *("GgmlTokenizerSource", "JsonTokenizerSource", "TokenizerSource", "end_tokens", "named_templates"),
-    "read_tokenizer_folder",
-]
-
 T = TypeVar("T")
 
 DEFAULT_TEMPLATE: Final = "default"

@@ -18,8 +18,6 @@ from fd_core.router.gateway.requests.answers import error_response, json_respons
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.gateway.workers.watched import visit_of
 
-__all__ = ["Admin", "RegisteredWorker"]
-
 _MAX_BODY_BYTES: Final = 16 * 1024
 
 

@@ -8,8 +8,6 @@ from fd_core.config import ListenConfig
 from fd_core.config.constraints import Range
 from fd_core.router.workers import ROLES, Role
 
-__all__ = ["GatewayConfig"]
-
 _DAY: Final = 86400
 
 

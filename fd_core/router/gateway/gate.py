@@ -20,6 +20,7 @@ from fd_core.http.bodies import BodyShare
 from fd_core.http.connections.connections import source_of
 from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import ApiError, no_such_path, to_api_error, unavailable
+from fd_core.http.gate import allow_header, request_id_of
 from fd_core.http.hosts import HostRules
 from fd_core.router.gateway.pages import PAGES
 from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_adapters, keeper
@@ -29,10 +30,7 @@ from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.gateway.workers.models import union
 from fd_core.router.gateway.workers.watched import visit_of
 from fd_core.router.selection import RouteRequest
-from fd_core.server.gate import request_id_of
 from fd_core.text.fair_thread import CLIENT
-
-__all__ = ["RouterGate"]
 
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
 _ADAPTERS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
@@ -96,10 +94,7 @@ class RouterGate:
     ) -> web.StreamResponse:
         path = request.path
         if request.method == "OPTIONS":
-            found = find_route(path)
-            if found is None:
-                raise no_such_path(path)
-            return web.Response(status=204, headers={"Allow": ", ".join(found[1].allowed)})
+            return web.Response(status=204, headers=allow_header(path))
         sent = _header(request, "Authorization"), _header(request, "X-Api-Key")
         record.key = self._access.identify(request.method, path, *sent)
         CLIENT.set(record.owner or source_of(request.remote or "-"))

@@ -17,8 +17,6 @@ from fd_core.router.gateway.requests.answers import json_response
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import ROLES, WorkerState
 
-__all__ = ["PAGES"]
-
 
 async def health(state: GatewayState) -> web.Response:
     """Answer 200 while the gateway lives, and name background tasks that fail."""

@@ -14,11 +14,13 @@ import aiohttp
 
 from fd_core.errors import FdError
 from fd_core.http.access.control import AccessControl
+from fd_core.http.bodies import BodyBudget
 from fd_core.http.connections import listening
 from fd_core.http.connections.connections import Connections, connection_limit
 from fd_core.http.connections.liveness import liveness
 from fd_core.http.connections.tls import ServingTls, client_context
 from fd_core.http.spans import RequestSpans
+from fd_core.http.supervision import Supervisor
 from fd_core.router.gateway.admin import Admin
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.gate import RouterGate
@@ -32,8 +34,6 @@ from fd_core.router.gateway.workers.kv_events import KVFollowers
 from fd_core.router.gateway.workers.models import first_root
 from fd_core.router.gateway.workers.watched import GatewayHttp
 from fd_core.router.router import Router
-
-__all__ = ["serve_gateway"]
 
 log = logging.getLogger(__name__)
 
@@ -92,18 +92,22 @@ async def serve_gateway(
         ) as session,
         contextlib.AsyncExitStack() as stack,
     ):
+        connections = Connections(config, connection_limit(config, descriptors=2))
+        bodies, supervisor = BodyBudget(config.max_body_memory), Supervisor()
+        stats = (connections.stats, bodies.stats, supervisor.stats)
         state = GatewayState(
             config,
             router,
             session,
             RouteRequestReader(text),
             ticket_key,
-            GatewayMetrics(router),
+            GatewayMetrics(router, refusals=access.refusals, stats=stats),
+            bodies,
             access,
             costs=CostReader(text),
+            supervisor=supervisor,
             spans=spans,
         )
-        state.metrics.refusals = access.refusals
         stack.callback(lambda: state.reader.close())
         stack.callback(lambda: state.costs.close())
         followers = KVFollowers(state)
@@ -113,8 +117,6 @@ async def serve_gateway(
             with listening.port_errors(config.admin_host, admin_sock, "--admin-port"):
                 admin = GatewayHttp(Admin(state, checks.wake), admin_sock, config, few, tls)
             stack.push_async_callback(admin.close, _CLOSE_SECONDS)
-        connections = Connections(config, connection_limit(config, descriptors=2))
-        state.metrics.doors = (connections.stats, state.bodies.stats, state.supervisor.stats)
         with listening.port_errors(config.host, sock):
             gateway = GatewayHttp(RouterGate(state), sock, config, connections, tls)
         stack.push_async_callback(gateway.close, _CLOSE_SECONDS)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from fd_core.simulation.clock.timeline import Timeline
 
-__all__ = ["Network"]
-
 
 class Network:
     """Delays between named places. What is sent between two places arrives in order and once, as over TCP.

@@ -6,8 +6,6 @@ import heapq
 import math
 from collections.abc import Callable
 
-__all__ = ["Appointment", "LocalTimeline", "Timeline"]
-
 
 class Appointment:
     """Something that happens at a time, unless it is called off before."""

@@ -17,8 +17,6 @@ from fd_core.effects.operations import Completion
 from fd_core.effects.port import CompletionQueue
 from fd_core.simulation.clock.timeline import Appointment, Timeline
 
-__all__ = ["VirtualCompletions", "VirtualLoop", "VirtualThreads"]
-
 
 def _never() -> float:
     return math.inf

@@ -11,8 +11,6 @@ from typing import Final
 
 from fd_core.types import PHASE_NAMES
 
-__all__ = ["FRONT", "NETWORK", "RESTART", "STEP", "WAITS", "WAIT_TITLES", "WaitAccount"]
-
 _AROUND: Final = ("network", "retry", "front", "step", "restart", "engine")
 WAITS: Final = (*PHASE_NAMES, *_AROUND)
 """Reasons by number: phases of the scheduler first, `computing` the first of them, then what is around the engine."""

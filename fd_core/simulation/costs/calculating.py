@@ -23,19 +23,6 @@ from fd_core.simulation.costs.profile import (
     StepTerms,
 )
 
-__all__ = [
-    "ACCELERATORS",
-    "ARCHITECTURES",
-    "ASSUMED_REQUEST",
-    "ASSUMED_STORE_READ",
-    "ASSUMED_STORE_WRITE",
-    "Accelerator",
-    "Calculation",
-    "Efficiency",
-    "ModelShape",
-    "calculated_profile",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:

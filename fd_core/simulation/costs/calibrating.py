@@ -46,17 +46,6 @@ from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel,
 from fd_core.simulation.costs.profile_costs import step_features
 from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan
 
-__all__ = [
-    "ASSUMED_LINKS",
-    "ASSUMED_SERVING",
-    "MOST_SPREAD",
-    "Calibration",
-    "MachineTooNoisy",
-    "StepBench",
-    "calibrate",
-    "require_alone",
-]
-
 _LEAST_ROUNDS: Final = 5
 _ROUNDS: Final = 15
 MOST_SPREAD: Final = 0.2

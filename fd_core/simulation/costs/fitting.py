@@ -19,22 +19,6 @@ from fd_core.config import Limits
 from fd_core.simulation.costs.profile import CostCurve, FitError, StepTerms
 from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepPlan
 
-__all__ = [
-    "LEAD_IN",
-    "CaseRow",
-    "MeasuredStep",
-    "StepCase",
-    "StepKind",
-    "cases_of",
-    "errors_of",
-    "first_plan",
-    "fit_steps",
-    "next_plan",
-    "nonnegative_least_squares",
-    "predict",
-    "shared_pair",
-]
-
 StepKind = Literal["decode", "prefill", "mixed", "drafts"]
 Matrix = npt.NDArray[np.float64]
 

@@ -19,8 +19,6 @@ from fd_core.kv.stores.location import parse_location
 from fd_core.simulation.costs.calibrating import usual
 from fd_core.simulation.costs.profile import KVLink
 
-__all__ = ["disk_links", "transfer_link"]
-
 _ROUNDS: Final = 24
 _LEAST_ROUNDS: Final = 3
 _MOST_BYTES: Final = 64 * 2**20

@@ -20,8 +20,6 @@ from fd_core.simulation.costs.calculating import (
 )
 from fd_core.simulation.costs.profile import CostProfile, parse_profile, read_profile
 
-__all__ = ["calibrated_folder", "calibrated_path", "packaged_profiles", "profile_named"]
-
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")

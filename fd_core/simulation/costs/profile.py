@@ -16,20 +16,6 @@ from fd_core.config import Limits
 from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.files import write_whole
 
-__all__ = [
-    "FORMAT_VERSION",
-    "CostCurve",
-    "CostProfile",
-    "FitError",
-    "KVLink",
-    "ProfiledModel",
-    "RequestTerms",
-    "StepTerms",
-    "parse_profile",
-    "read_profile",
-    "write_profile",
-]
-
 FORMAT_VERSION: Final = 1
 _MAX_BYTES: Final = 1 << 20
 

@@ -11,8 +11,6 @@ import numpy as np
 from fd_core.simulation.costs.profile import CostCurve, CostProfile, KVLink
 from fd_core.types import StepPlan
 
-__all__ = ["Costs", "costs_of", "curve_function", "step_features"]
-
 
 class Costs(abc.ABC):
     """Times of one worker."""

@@ -21,8 +21,6 @@ from fd_core.simulation.storage.storage import BlankKVCache
 from fd_core.simulation.workloads.conversations import Piece, stirred, to_tokens, tokens_from
 from fd_core.types import Admission, StepOutput, StepPlan
 
-__all__ = ["END", "AnswerOf", "PlanComputer", "ScriptedComputer", "SimulatedDevice"]
-
 END: Final = 2
 """Token that ends an answer."""
 _ENDLESS: Final = Piece(0, 2**31 - 1)

@@ -32,8 +32,6 @@ from fd_core.simulation.engines.device import END, PlanComputer, SimulatedDevice
 from fd_core.types import Delta, StepPlan
 from fd_core.types.kv_events import KVEvent
 
-__all__ = ["EngineParts", "OutsideParts", "SimulatedEngineClient"]
-
 _LOOK_SECONDS: Final = 0.005
 """How often an engine whose requests all wait for something outside steps looks at its deadlines."""
 _ROUNDING: Final = 1e-9

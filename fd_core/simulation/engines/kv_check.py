@@ -11,8 +11,6 @@ from fd_core.signals import EMPTY_TOKEN_ID
 from fd_core.simulation.engines.device import PlanComputer
 from fd_core.types import IntArray, StepOutput, StepPlan
 
-__all__ = ["KVCheckedComputer", "WrongKV"]
-
 
 class WrongKV(RuntimeError):
     """A step would compute with KV that is not that of its request: lost, stale or another's."""

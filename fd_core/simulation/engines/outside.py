@@ -15,8 +15,6 @@ from fd_core.simulation.engines.engine import OutsideParts
 from fd_core.simulation.storage.storage import SharedStore, simulated_storage
 from fd_core.simulation.storage.transfers import TransferNetwork, simulated_receiver, simulated_sender
 
-__all__ = ["make_outside"]
-
 
 def make_outside(
     timeline: Timeline,

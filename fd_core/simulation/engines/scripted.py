@@ -20,8 +20,6 @@ from fd_core.scheduling.victims import FewestTokens
 from fd_core.signals import EMPTY_TOKEN_ID
 from fd_core.types import Delta, RequestSpec, SamplingParams, StepOutput, StepPlan
 
-__all__ = ["EOS", "REJECT_EVERY", "PrefillBurst", "ScriptedEngine", "SteadyDecode"]
-
 EOS: Final = 2
 """Token that ends a request. No answer holds it, but every token is compared with it."""
 REJECT_EVERY: Final = 8

@@ -20,8 +20,6 @@ from fd_core.simulation.engines.engine import EngineParts, SimulatedEngineClient
 from fd_core.simulation.storage.storage import SECRET
 from fd_core.types import Delta, RequestSpec
 
-__all__ = ["Caller", "SimulatedWorker", "WorkerPlan"]
-
 
 class Caller(Protocol):
     """Who sent a request to a worker. Calls are made when the worker says it; the network takes time of its own."""

@@ -19,8 +19,6 @@ from fd_core.simulation.results.report import Report, ReportedRun
 from fd_core.simulation.results.slo import Slo
 from fd_core.simulation.results.tables import duration_text
 
-__all__ = ["PlanAnswer", "PlanAsked", "answer_json", "answer_of", "page_report", "print_answer"]
-
 PLAN_VERSION: Final = 1
 
 

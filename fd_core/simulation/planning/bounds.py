@@ -21,8 +21,6 @@ from fd_core.simulation.results.slo import Objective, Slo
 from fd_core.simulation.results.summary import Numbers, percentiles
 from fd_core.simulation.workloads.workload import Workload
 
-__all__ = ["Demand", "demand_of", "fewest_workers", "least_possible"]
-
 _MOST_REQUESTS: Final = 100_000
 """Requests that are looked at; the rest of a longer workload counts as nothing."""
 

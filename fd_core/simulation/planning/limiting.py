@@ -16,8 +16,6 @@ from fd_core.simulation.results.slo import parse_slo
 from fd_core.simulation.results.summary import ObjectiveCheck, RunSummary
 from fd_core.simulation.results.tables import duration_text
 
-__all__ = ["LimitFound", "check_margin", "check_text", "limit_of", "slo_margin"]
-
 _NEVER: Final = -1e9
 """Margin of a limit that too many requests never came to."""
 _UNEVEN: Final = 1.5

@@ -12,8 +12,6 @@ from collections.abc import Generator, Sequence
 
 import msgspec
 
-__all__ = ["LOADS", "PlanSearch", "PlanShape", "PlanTrial"]
-
 _AT_ONCE = 4
 """Shapes of which a run is asked for together. The answer must not depend on how many processes there are."""
 LOADS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)

@@ -20,8 +20,6 @@ from fd_core.simulation.setups import Setup
 from fd_core.simulation.workloads.workload import Workload, read_workload
 from fd_core.simulation.world import World
 
-__all__ = ["DeploymentShape", "PlanJob", "do_job", "parse_roles", "setup_of", "shapes_of"]
-
 _MOST_SHAPES: Final = 1000
 _MOST_OF_A_ROLE: Final = 64
 

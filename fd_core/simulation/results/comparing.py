@@ -17,20 +17,6 @@ from fd_core.errors import ConfigError
 from fd_core.simulation.clock.waits import WAIT_TITLES, WAITS
 from fd_core.simulation.results.summary import LatencyFigures, RunSummary
 
-__all__ = [
-    *(
-        "FIGURES",
-        "USUAL_FIGURES",
-        "ComparedFigure",
-        "Difference",
-        "SeedInterval",
-        "SettingsComparison",
-        "compare",
-        "figure_named",
-    ),
-    *("interval", "usual_figure"),
-]
-
 CONFIDENCE: Final = 0.95
 
 

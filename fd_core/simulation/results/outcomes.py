@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Absence", "RequestOutcome", "Run", "WorkerSample"]
-
 
 class RequestOutcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What became of one request. Times are seconds from the begin of the run."""

@@ -26,28 +26,6 @@ from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.results.slo import Slo
 from fd_core.simulation.results.summary import Numbers, RunSummary, column, latencies_of, percentiles, summarize
 
-__all__ = [
-    "LOAD",
-    "REPORT_VERSION",
-    "SHARES",
-    "LoadCurve",
-    "LoadPoint",
-    "Report",
-    "ReportCase",
-    "ReportedRun",
-    "TimeBins",
-    "axes_of",
-    "cases_of",
-    "comparisons_of",
-    "distributions",
-    "is_calculated",
-    "load_curves_of",
-    "over_time",
-    "report_json",
-    "reported",
-    "shown",
-]
-
 SHARES: Final = (*map(float, range(1, 99)), 99.0, 99.5, 99.9, 99.99)
 """Percentiles that stand for a distribution."""
 _BINS: Final = 160

@@ -9,8 +9,6 @@ import msgspec
 
 from fd_core.errors import ConfigError
 
-__all__ = ["MEASURES", "Objective", "Slo", "parse_slo"]
-
 MEASURES: Final = {
     "ttft": "time to the first token (TTFT)",
     "tpot": "time per output token after the first (TPOT)",

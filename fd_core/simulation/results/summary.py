@@ -23,21 +23,6 @@ from fd_core.simulation.clock.waits import WAITS
 from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.results.slo import Slo
 
-__all__ = [
-    *(
-        "PERCENTILES",
-        "Numbers",
-        "LatencyFigures",
-        "ObjectiveCheck",
-        "RunSummary",
-        "SloFigures",
-        "TenantFigures",
-        "WaitFigures",
-        "WorkerCost",
-    ),
-    *("WorkerFigures", "column", "jain", "latencies_of", "percentiles", "summarize"),
-]
-
 PERCENTILES: Final = (50.0, 90.0, 95.0, 99.0)
 _COMPLETED: Final = ("stop", "length")
 _MOST_TENANTS: Final = 50

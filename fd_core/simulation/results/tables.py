@@ -28,8 +28,6 @@ from fd_core.simulation.results.report import (
 )
 from fd_core.simulation.results.summary import RunSummary
 
-__all__ = ["duration_text", "figure_text", "print_report"]
-
 _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "gap": "Longest gap", "e2e": "End to end"}
 _NOTHING: Final = 5e-7
 """Seconds below which a wait is none: what sums of rounded numbers leave."""

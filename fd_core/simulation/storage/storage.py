@@ -23,8 +23,6 @@ from fd_core.simulation.clock.virtual_loop import VirtualCompletions, VirtualThr
 from fd_core.simulation.costs.profile_costs import Costs
 from fd_core.types import IntArray
 
-__all__ = ["SECRET", "BlankKVCache", "SharedStore", "SharedStoreClient", "TimedKVCache", "drawer", "simulated_storage"]
-
 
 class BlankKVCache(KVCache):
     """Blocks without content, for worlds in which nobody looks at it: one byte each."""

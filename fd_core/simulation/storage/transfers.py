@@ -26,15 +26,6 @@ from fd_core.simulation.clock.virtual_loop import VirtualCompletions, VirtualLoo
 from fd_core.simulation.costs.profile_costs import Costs
 from fd_core.simulation.storage.storage import SECRET, TimedKVCache, drawer
 
-__all__ = [
-    "SimulatedDecodeLinks",
-    "SimulatedPrefillLink",
-    "SimulatedPrefillLinks",
-    "TransferNetwork",
-    "simulated_receiver",
-    "simulated_sender",
-]
-
 _FIRST_PORT: Final = 9000
 _UNREACHABLE: Final = "the prefill worker cannot be reached"
 _BROKE: Final = "the connection to the prefill worker broke"

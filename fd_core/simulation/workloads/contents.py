@@ -15,8 +15,6 @@ from fd_core.simulation.workloads.draws import Draws, chances, stir
 from fd_core.simulation.workloads.files import number_rows
 from fd_core.simulation.workloads.settings import WorkloadSettings
 
-__all__ = ["Contents", "MadeContents", "RecordedRequests", "RecordedTurn", "TextContents", "clients_of"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from fd_core.types import IntArray
 
-__all__ = ["Conversation", "Piece", "UserTurn", "stirred", "to_tokens", "tokens_from", "tokens_of"]
-
 _FIRST_TOKEN = 16
 """Tokens below are never in a text: the end of an answer is one of them."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from fd_core.simulation.workloads.files import number_rows
 
-__all__ = ["Distribution", "Draws", "chances", "distribution", "stir"]
-
 Floats = npt.NDArray[np.float64]
 
 _CHUNK: Final = 1024

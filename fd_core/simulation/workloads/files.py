@@ -15,18 +15,6 @@ import numpy.typing as npt
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
 
-__all__ = [
-    "MAX_FILE_BYTES",
-    "MAX_LINES",
-    "MAX_LINE_BYTES",
-    "lines_of",
-    "number_rows",
-    "opened",
-    "require_writable",
-    "write_whole",
-    "wrong_line",
-]
-
 MAX_FILE_BYTES: Final = 1 << 30
 MAX_LINES: Final = 20_000_000
 MAX_LINE_BYTES: Final = 1 << 24

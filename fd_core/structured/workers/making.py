@@ -16,8 +16,6 @@ from fd_core.structured.calls import CallAsked
 from fd_core.structured.grammar import CallsForm, Form, FormAsked, SchemaForm
 from fd_core.structured.workers.messages import INVALID, FormOutcome, Unenforced
 
-__all__ = ["LISTED", "NAMED", "SINGLE", "SchemaFault", "faulty_place", "outcome_of", "relaxed"]
-
 _CONTRADICTION: Final = "Unsatisfiable schema"
 _MAX_TRIES: Final = 64
 """Parts of a schema that are tried; the fault may lie deeper than is found with so many."""

@@ -8,8 +8,6 @@ from typing import IO, Final
 
 import msgspec
 
-__all__ = ["CPU_SECONDS", "INVALID", "LENGTH", "FormOutcome", "Unenforced", "read_frame", "write_frame"]
-
 INVALID: Final = "invalid_grammar"
 """The code of errors about a form."""
 LENGTH: Final = struct.Struct("<I")

@@ -27,8 +27,6 @@ from fd_core.structured.vocabulary import VocabularyTable
 from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, LENGTH, FormOutcome
 from fd_core.text.fair_thread import CLIENT
 
-__all__ = ["CompilePool"]
-
 _log = logging.getLogger(__name__)
 
 _PROCESSES: Final = 4

@@ -21,8 +21,6 @@ from fd_core.structured.compiler import (
     yield_to_others,
 )
 
-__all__ = ["GrammarPort"]
-
 _log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 2.0

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from fd_core.launching.child import announce
+from fd_core.launching.announcing import announce
 
 __all__ = ["main"]
 

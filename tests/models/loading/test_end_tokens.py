@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tiny_gguf import write_gguf
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
+from tests.models.loading.tiny_gguf import write_gguf
 
 VOCABULARY = ["a", "b", "<eos>", "</s>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"]
 ROWS = 48

@@ -13,9 +13,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from tiny_gguf import write_gguf
 
 from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
+from tests.models.loading.tiny_gguf import write_gguf
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -13,8 +13,7 @@ from fd_core.ops.contract import KVShape
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.clock.virtual_loop import VirtualThreads
 from fd_core.simulation.storage.storage import BlankKVCache, SharedStore, simulated_storage
-
-from .fixed_costs import FixedCosts
+from tests.simulation.fixed_costs import FixedCosts
 
 SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4)
 KEYS = tuple(bytes([index]) * 16 for index in range(8))

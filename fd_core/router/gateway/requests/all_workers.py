@@ -21,8 +21,6 @@ from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.server.schemas.responses import AbortAnswer
 
-__all__ = ["ABORT_PATH", "abort", "change_adapters", "keeper"]
-
 _RESPONSES_PATH: Final = "/v1/responses"
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 

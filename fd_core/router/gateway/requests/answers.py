@@ -21,18 +21,6 @@ from fd_core.http.headers import refuse_encoding
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import NoWorker
 
-__all__ = [
-    "AUTO_HEADERS",
-    "error_event",
-    "error_response",
-    "json_response",
-    "lost",
-    "read_body",
-    "refusal",
-    "to_client",
-    "to_worker",
-]
-
 
 def json_response(value: Any, status: int = 200) -> web.Response:
     """Return a value as JSON."""

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 import aiohttp
 
-__all__ = ["WorkerConnector", "reuse_tracing", "was_stale"]
-
 _RESETS: Final = frozenset({errno.ECONNRESET, errno.EPIPE})
 
 

@@ -38,8 +38,6 @@ from fd_core.router.gateway.requests.relaying import (
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
 
-__all__ = ["Exchange"]
-
 _NO_MODEL: Final = (b'"model_not_found"', b'"not_found_error"')
 """How workers say that they do not serve a model: as OpenAI's, and as Anthropic's clients read it."""
 _ELSEWHERE_BYTES: Final = 64 * 1024

@@ -11,8 +11,6 @@ from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["BYTES", "ModelText", "find_text"]
-
 BYTES: Final = "bytes"
 """Name of the tokenizer of workers on the null backend."""
 

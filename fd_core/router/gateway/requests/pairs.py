@@ -16,8 +16,6 @@ from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import Selection
 from fd_core.types import PrefillOutcome
 
-__all__ = ["outcome_of", "ticket_headers", "ticket_key"]
-
 _NOT_TOLD: Final = "not_told"
 """Outcome where the decode worker names none: it does not know tickets, or ignores them."""
 _OUTCOMES: Final = frozenset(get_args(PrefillOutcome))

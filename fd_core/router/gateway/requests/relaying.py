@@ -16,17 +16,6 @@ import aiohttp
 
 from fd_core.router.workers import RouterWorker
 
-__all__ = [
-    "TROUBLE",
-    "EventCutter",
-    "SilenceTimer",
-    "UpstreamAnswer",
-    "WorkerLost",
-    "WorkerTimeouts",
-    "is_own_lack",
-    "read_up_to",
-]
-
 
 class SilenceTimer:
     """Measures for how long the worker of one answer has been silent, and ends the answer on demand."""

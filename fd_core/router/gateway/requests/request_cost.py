@@ -26,8 +26,6 @@ from fd_core.server.schemas.requests import MAX_CHOICES, ChatRequest, Completion
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 
-__all__ = ["Cost", "CostReader"]
-
 _UNKNOWN_CONTEXT: Final = 1 << 19
 _FORMATS: Final[Mapping[str, BodyFormat[Any]]] = {
     "/v1/chat/completions": chat.BODY,

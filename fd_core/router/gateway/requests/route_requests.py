@@ -17,8 +17,6 @@ from fd_core.text.prompt_reader import PromptReader, split_prompts, template_kwa
 from fd_core.text.tool_prompt import shown_tool
 from fd_core.types import IntArray
 
-__all__ = ["BYTES_PER_TOKEN", "RouteRequestReader"]
-
 _MAX_CHARS: Final = 1_000_000
 """Longer texts are compared by their bytes."""
 _MAX_TOKENS: Final = 131_072

@@ -34,8 +34,6 @@ from fd_core.router.selection import Mode
 from fd_core.router.snapshot import OUTCOMES, RouterSnapshot
 from fd_core.types.metrics import counter
 
-__all__ = ["GatewayCounts", "GatewayMetrics", "GatewayState", "PairingLog"]
-
 log = logging.getLogger(__name__)
 
 _SELECTING: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
@@ -61,8 +59,17 @@ class GatewayCounts(msgspec.Struct):
 class GatewayMetrics:
     """All metrics of one gateway."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(
+        self,
+        router: Router,
+        *,
+        refusals: Counter[tuple[str, str]] | None = None,
+        stats: tuple[object, ...] = (ConnectionStats(), BodyStats(), TaskStats()),
+    ) -> None:
+        """`refusals` are those of `AccessControl`, `stats` those of what listens."""
         self._router = router
+        self.refusals = Counter() if refusals is None else refusals
+        self._stats = stats
         self.counts = GatewayCounts()
         self.choosing = Histogram(
             "fdcore_router_choosing_seconds",
@@ -75,10 +82,6 @@ class GatewayMetrics:
             _FIRST_BYTE,
         )
         self.answers: Counter[tuple[str, int]] = Counter()
-        self.refusals: Counter[tuple[str, str]] = Counter()
-        """Of `AccessControl`."""
-        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats(), TaskStats())
-        """Of what listens; others once the gateway does."""
         self._process = ProcessCollector(registry=CollectorRegistry())
 
     async def text(self) -> bytes:
@@ -96,7 +99,7 @@ class GatewayMetrics:
     def _others(self, snapshot: RouterSnapshot) -> Iterator[Metric]:
         """Yield what does not grow with the workers."""
         yield from metric_families("fdcore_router_", [({}, snapshot)])
-        for stats in (self.counts, *self.doors):
+        for stats in (self.counts, *self._stats):
             yield from metric_families("fdcore_router_", [({}, stats)])
         yield self.choosing.family()
         yield self.first_byte.family()
@@ -118,19 +121,16 @@ class GatewayMetrics:
         yield refusal_family("fdcore_router_", self.refusals)
 
 
-def _of_workers(snapshot: RouterSnapshot) -> Iterator[Metric]:
+def _of_workers(snapshot: RouterSnapshot) -> Iterable[Metric]:
     workers = [({"worker": one.worker.url, "role": one.worker.role}, one) for one in snapshot.workers]
-    yield from metric_families("fdcore_router_worker_", workers)
+    return metric_families("fdcore_router_worker_", workers)
 
 
 class _Collected(Collector):
-    """What is written when it is asked for."""
-
     def __init__(self, *parts: Iterable[Metric]) -> None:
         self._parts = parts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
         return chain(*self._parts)
 
 
@@ -164,6 +164,8 @@ class GatewayState:
     ticket_key: bytes | None
     """Key of the tickets for pairs. Without one every prompt is computed by the decode worker."""
     metrics: GatewayMetrics
+    bodies: BodyBudget
+    """Memory for bodies, until a worker has answered and no other one needs them."""
     access: AccessControl = field(default_factory=AccessControl)
     """The router's API keys and what they may take."""
     costs: CostReader = field(default_factory=lambda: CostReader(None))
@@ -177,13 +179,10 @@ class GatewayState:
     """Makes the spans of requests; None makes none."""
     worker_secret: bytes = field(init=False)
     """Signs the tenants of requests: the digest of the workers' key, as they keep it."""
-    bodies: BodyBudget = field(init=False)
-    """Memory for bodies, until a worker has answered and no other one needs them."""
 
     def __post_init__(self) -> None:
         key = next(iter(self.config.worker_api_keys), "")
         self.worker_secret = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-        self.bodies = BodyBudget(self.config.max_body_memory)
 
     @property
     def own_headers(self) -> dict[str, str]:

@@ -22,8 +22,6 @@ from fd_core.router.gateway.workers.models import served
 from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
 from fd_core.server.api.kv_events import OFFER_HEADER
 
-__all__ = ["HealthChecks"]
-
 _STANDSTILL_SECONDS: Final = 1.0
 """A delay of a check by more than this is not the worker's."""
 _MODELS_SECONDS: Final = 60.0

@@ -22,8 +22,6 @@ from fd_core.router.workers import RouterWorker
 from fd_core.server.api.kv_events import PATH, WAIT_SECONDS
 from fd_core.types.kv_events import KVPage
 
-__all__ = ["KVFollowers"]
-
 log = logging.getLogger(__name__)
 
 _MAX_BYTES: Final = 256 << 20

@@ -14,8 +14,6 @@ from fd_core.router.gateway.requests.relaying import TROUBLE, read_up_to
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
 
-__all__ = ["first_root", "served", "union"]
-
 _MAX_BYTES: Final = 1 << 20
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 

@@ -20,8 +20,6 @@ from fd_core.http.connections.tls import ServingTls
 from fd_core.http.hosts import Visit
 from fd_core.router.gateway.requests.answers import error_response
 
-__all__ = ["GatewayHttp", "visit_of"]
-
 _QUIET: Final = logging.Logger("fd_core.router.gateway.http", logging.CRITICAL + 1)
 """For the HTTP library, which would log what it cannot parse, keys and prompts included."""
 

@@ -28,8 +28,6 @@ from fd_core.simulation.results.slo import MEASURES
 from fd_core.simulation.results.summary import RunSummary
 from fd_core.simulation.workloads.files import write_whole
 
-__all__ = ["facts_of", "page_of", "write_page"]
-
 _MOST_CASES: Final = 1000
 _CURVES_BYTES: Final = 300_000
 _BINS_BYTES: Final = 500_000
