@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -182,7 +183,7 @@ class PrefillConnections:
         for peer in idle:
             if now >= peer.idle_since + _KEEP_SECONDS:
                 self._drop(peer)
-        return min((peer.idle_since + _KEEP_SECONDS - now for peer in idle), default=_KEEP_SECONDS)
+        return min((peer.idle_since + _KEEP_SECONDS - now for peer in idle), default=math.inf)
 
     def close(self) -> None:
         """Close every connection."""
