@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fd_core.disagg.connectors.contract import Connector, KVInbox, KVOutbox
-from fd_core.effects.job_loop import MakeLoop
 from fd_core.effects.port import CompletionQueue, EffectPort
+from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.tally import Tally
 
 __all__ = ["ENGINE_ENDS", "KVTransfer"]
@@ -55,7 +55,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         queue: CompletionQueue,
         clock: Callable[[], float],
         stuck_seconds: float,
-        make_loop: MakeLoop,
+        make_loop: Callable[..., ThreadLoop],
     ) -> None:
         """`thread` is the name of the thread, which the side starts once it is complete.
 

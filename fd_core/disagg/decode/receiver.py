@@ -14,16 +14,14 @@ from typing import Final, cast
 import msgspec
 
 from fd_core.disagg.connectors.contract import Bytes, Connector, KVInbox
-from fd_core.disagg.decode.connections import PrefillConnections
+from fd_core.disagg.decode.connections import PrefillConnections, PrefillLink
 from fd_core.disagg.decode.lease import DecodeLease
 from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.lease import MAX_WINDOW, Action, DecodeEnd, Say, TakePiece, wanted
-from fd_core.disagg.links import MakePrefillLinks, PrefillLink
 from fd_core.disagg.messages import AbortLease, FromDecode, FromPrefill, KVPiece, Open, Refuse
 from fd_core.disagg.stats import ReceiverStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Unfit, Wire
-from fd_core.effects.job_loop import MakeLoop
 from fd_core.effects.operations import Cancel, Effect, Fetch, Fetched
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import CompletionQueue
@@ -86,8 +84,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         silence: float = 10.0,
         longest: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
-        make_loop: MakeLoop = ThreadLoop,
-        connect: MakePrefillLinks = PrefillConnections,
+        make_loop: Callable[..., ThreadLoop] = ThreadLoop,
+        connect: Callable[..., PrefillConnections] = PrefillConnections,
         name_lease: Callable[[], str] = _random_name,
     ) -> None:
         """Start the thread.

@@ -18,14 +18,12 @@ from fd_core.config.logs import ACCESS_LOGGER, one_word
 from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, Connector, KVOutbox
 from fd_core.disagg.kv_compatibility import KVCompatibility, difference
 from fd_core.disagg.lease import Action, PrefillEnd, Say, SendPiece, wanted
-from fd_core.disagg.links import MakeDecodeLinks
 from fd_core.disagg.messages import MAX_TEXT, AbortLease, Confirm, FromDecode, FromPrefill, Open, Refuse
 from fd_core.disagg.prefill.connections import DecodeConnections
 from fd_core.disagg.prefill.lease import PrefillLease
 from fd_core.disagg.stats import SenderStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Wire
-from fd_core.effects.job_loop import MakeLoop
 from fd_core.effects.operations import (
     Cancel,
     Effect,
@@ -102,8 +100,8 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         max_tokens: int,
         longest: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
-        make_loop: MakeLoop = ThreadLoop,
-        listen: MakeDecodeLinks = DecodeConnections,
+        make_loop: Callable[..., ThreadLoop] = ThreadLoop,
+        listen: Callable[..., DecodeConnections] = DecodeConnections,
     ) -> None:
         """Listen at `host:port`, 0 for any free port, and start the thread. Raises `ConfigError` if it cannot listen.
 
