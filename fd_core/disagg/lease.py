@@ -112,14 +112,14 @@ def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
     """Say for people why no lease can be opened like that, None if one can."""
     job, compatibility = opening.job, opening.compatibility
     numbers = [value for value in msgspec.structs.astuple(compatibility) if isinstance(value, int)]
-    if not LEASE_NAME.fullmatch(opening.lease):
+    if not LEASE_NAME.fullmatch(job.lease):
         return "a lease has to be named by 32 hexadecimal digits"
     if not all(0 < number <= MAX_NUMBER for number in numbers):
         return "a number that describes the KV is impossible"
     if len(job.tokens) % TOKEN_BYTES or not 0 <= job.held_blocks <= MAX_NUMBER or not wanted(opening):
         return "no KV is asked for"
-    if job.num_tokens > max_tokens:
-        return f"the prompt has {job.num_tokens} tokens, the prefill worker takes at most {max_tokens}"
+    if (tokens := job.num_tokens) > max_tokens:
+        return f"the prompt has {tokens} tokens, the prefill worker takes at most {max_tokens}"
     if job.token_ids.min() < 0:
         return "a token is negative"
     if abs(job.priority) > MAX_NUMBER:

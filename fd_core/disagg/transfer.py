@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fd_core.disagg.connectors.contract import Connector, KVInbox, KVOutbox
-from fd_core.effects.job_loop import MakeLoop
 from fd_core.effects.port import CompletionQueue, EffectPort
+from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.tally import Tally
 
 __all__ = ["ENGINE_ENDS", "KVTransfer"]
@@ -55,7 +55,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         queue: CompletionQueue,
         clock: Callable[[], float],
         stuck_seconds: float,
-        make_loop: MakeLoop,
+        make_loop: Callable[..., ThreadLoop],
     ) -> None:
         """`thread` is the name of the thread, which the side starts once it is complete.
 
@@ -73,7 +73,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         self._copying: deque[_Kept] = deque()
         """Leases with pieces to copy, the next one first."""
         self._due = math.inf
-        """No lease has anything to do for its time's sake before."""
+        """Nothing is to be done for time's sake before. No message brings the next tick of a lease forward."""
         self._closed = False
 
     # The engine's thread ----------------------------------------------------------------------------------
@@ -121,11 +121,9 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
     def _end_all(self) -> None:
         """End every lease and give up the connections, as the thread ends."""
 
-    def _add(self, lease: _Kept, piece: Any) -> None:
-        """Have a piece of a lease copied in its turn."""
-        if not lease.to_copy:
-            self._copying.append(lease)
-        lease.to_copy.append(piece)
+    def _tidy(self, now: float) -> float:
+        """Give up what was long without use; return the seconds until there may be more of it."""
+        return math.inf
 
     def _close_end(self, end: KVInbox | KVOutbox) -> None:
         try:
@@ -153,7 +151,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
                 self._copy(lease, piece)
         now = self._clock()
         if now >= self._due:
-            self._due = math.inf
+            self._due = now + self._tidy(now)
             for lease in list(self._leases.values()):
                 if lease.machine.next_tick <= now:
                     self._tick(lease, now)

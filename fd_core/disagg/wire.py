@@ -30,6 +30,7 @@ _ROOM_FOR_TOKENS: Final = 4 * 2**20
 """Bytes: a prompt that is too long is refused in words; only one that is absurd costs its sender the connection."""
 
 _Message = TypeVar("_Message", FromDecode, FromPrefill)
+_Told = TypeVar("_Told", bound=Refuse | AbortLease)
 
 
 class Unsealed(Exception):
@@ -70,28 +71,32 @@ class Wire:
     # Messages ---------------------------------------------------------------------------------------------
 
     def seal_from_decode(self, message: FromDecode) -> bytes:
-        """Return the frame of a message of the decode side. Raises `Unfit` for an `Open` beyond a limit."""
-        self._check(message)
-        return self._seal(_DECODE, message)
+        """Return the frame of a message of the decode side; that of an `Open` is within the limits, see `check`."""
+        if isinstance(message, AbortLease):
+            message = _shortened(message)
+        return b"".join(self._envelope.seal(_DECODE, self._encoder.encode(message)))
 
     def seal_from_prefill(self, message: FromPrefill) -> bytes:
         """Return the frame of a message of the prefill side."""
-        return self._seal(_PREFILL, message)
+        if isinstance(message, Refuse | AbortLease):
+            message = _shortened(message)
+        return b"".join(self._envelope.seal(_PREFILL, self._encoder.encode(message)))
 
     def open_from_decode(self, frame: Bytes) -> FromDecode:
         """Return the decode side's message in a frame. Raises `Unsealed` or `Unfit`."""
         message = self._open(_DECODE, frame, self._from_decode)
-        self._check(message)
+        if isinstance(message, Open):
+            self.check(message)
         return message
 
     def open_from_prefill(self, frame: Bytes) -> FromPrefill:
         """Return the prefill side's message in a frame. Raises `Unsealed` or `Unfit`."""
         return self._open(_PREFILL, frame, self._from_prefill)
 
-    def _seal(self, key: bytes, message: FromDecode | FromPrefill) -> bytes:
-        if isinstance(message, Refuse | AbortLease) and len(message.reason) > MAX_TEXT:
-            message = msgspec.structs.replace(message, reason=message.reason[:MAX_TEXT])
-        return b"".join(self._envelope.seal(key, self._encoder.encode(message)))
+    def check(self, opening: Open) -> None:
+        """Raise `Unfit` for an `Open` beyond a limit."""
+        if (wrong := flaw(opening, self._max_tokens)) is not None:
+            raise Unfit(wrong, opening.lease if LEASE_NAME.fullmatch(opening.lease) else None)
 
     def _open(self, key: bytes, frame: Bytes, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
         try:
@@ -103,23 +108,22 @@ class Wire:
         except (msgspec.DecodeError, RecursionError) as error:
             raise Unfit("it is no message within the limits") from error
 
-    def _check(self, message: FromDecode) -> None:
-        if isinstance(message, Open) and (wrong := flaw(message, self._max_tokens)) is not None:
-            raise Unfit(wrong, message.lease if LEASE_NAME.fullmatch(message.lease) else None)
-
     # Pieces -----------------------------------------------------------------------------------------------
 
     def seal_piece(self, lease: str, index: int, array: npt.NDArray[Any]) -> tuple[bytes, Sequence[Bytes]]:
         """Return digest and parts of the piece that holds a block's array, which is not copied."""
-        header, payload = self._envelope.seal(_piece_key(lease, index), array.data.cast("B"))
+        header, payload = self._envelope.seal(bytes.fromhex(lease) + index.to_bytes(4, "little"), array.data.cast("B"))
         return bytes(memoryview(header)[-_DIGEST_BYTES:]), (header, payload)
 
     def open_piece(self, lease: str, index: int, value: Bytes) -> tuple[bytes, npt.NDArray[Any]]:
         """Return digest and array of a piece, usually a view into `value`. Raises `Damaged`."""
-        payload = self._envelope.open(_piece_key(lease, index), value, self._block.bytes)
+        key = bytes.fromhex(lease) + index.to_bytes(4, "little")
+        payload = self._envelope.open(key, value, self._block.bytes)
         digest = bytes(memoryview(value).cast("B")[HEADER_BYTES - _DIGEST_BYTES : HEADER_BYTES])
         return digest, self._block.view(payload)
 
 
-def _piece_key(lease: str, index: int) -> bytes:
-    return bytes.fromhex(lease) + index.to_bytes(4, "little")
+def _shortened(message: _Told) -> _Told:
+    """Return a message with as much of its reason as may be told."""
+    too_long = len(message.reason) > MAX_TEXT
+    return msgspec.structs.replace(message, reason=message.reason[:MAX_TEXT]) if too_long else message

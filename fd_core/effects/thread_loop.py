@@ -12,10 +12,9 @@ from typing import Any, Final, TypeVar
 
 import zmq
 
-from fd_core.effects.job_loop import Job
+__all__ = ["Job", "ThreadLoop"]
 
-__all__ = ["ThreadLoop"]
-
+Job = Callable[[], object]
 _Result = TypeVar("_Result")
 
 _LONGEST_SLEEP: Final = 60.0

@@ -162,7 +162,7 @@ def test_what_is_beyond_a_limit_is_neither_said_nor_heard(change: dict[str, obje
     with pytest.raises(Unfit) as heard:
         WIRE.open_from_decode(frame)
     with pytest.raises(Unfit):
-        WIRE.seal_from_decode(message)
+        WIRE.check(message)
     assert heard.value.lease == (None if "lease" in change else LEASE)
 
 

@@ -22,7 +22,7 @@ _TICKET = "6: clients cannot send a worker to an address of their choice"
 
 _EXPIRY = '        if late := self._clock.late(now):\n            return self._break("expired", late)\n'
 _NOT_TAKEN = "index not in self._taking:\n            return []\n        self._taking.remove"
-_TOLD = "return [Say(AbortLease(self._opening.lease, reason)), *self._end("
+_TOLD = "return [Say(AbortLease(self._name, reason)), *self._end("
 
 MUTANTS = (
     mutant(
@@ -130,7 +130,7 @@ MUTANTS = (
     mutant(
         "credit-is-given-before-the-copy",
         _WINDOW,
-        (DECODE, "lease, len(self._copied)))]", "lease, len(self._copied) + len(self._taking)))]"),
+        (DECODE, "name, len(self._copied)))]", "name, len(self._copied) + len(self._taking)))]"),
     ),
     mutant(
         "a-flood-of-pieces-is-taken",
@@ -145,7 +145,7 @@ MUTANTS = (
     mutant(
         "a-lost-opening-stays-lost",
         _TIME,
-        (DECODE, "Say(Alive(self._opening.lease) if self._met else self._opening)", "Say(Alive(self._opening.lease))"),
+        (DECODE, "Say(Alive(self._name) if self._met else self._opening)", "Say(Alive(self._name))"),
     ),
     mutant(
         "a-lost-commit-stays-lost",

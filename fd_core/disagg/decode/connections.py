@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -12,14 +14,13 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from fd_core.disagg.links import PrefillLink
 from fd_core.disagg.messages import FromDecode, FromPrefill
 from fd_core.disagg.wire import Unfit, Unsealed, Wire
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes
 from fd_core.kv.tally import Tally
 
-__all__ = ["Endpoint", "Peer", "PrefillConnections", "look_up", "split_address"]
+__all__ = ["Endpoint", "Peer", "PrefillConnections", "PrefillLink", "look_up", "split_address"]
 
 Endpoint = tuple[str, bool]
 """What ZeroMQ connects to, and whether it is IPv6."""
@@ -77,6 +78,19 @@ def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> 
 def _endpoint(address: str, port: int) -> Endpoint:
     six = ":" in address
     return (f"tcp://[{address}]:{port}" if six else f"tcp://{address}:{port}"), six
+
+
+class PrefillLink(ABC):
+    """One prefill worker, as a decode worker reaches it. A link that was lost stays lost."""
+
+    def __init__(self) -> None:
+        self.leases: set[str] = set()
+        self.idle_since = 0.0
+        """When the last lease ended."""
+
+    @abstractmethod
+    def say(self, message: FromDecode) -> None:
+        """Send a message; it may be lost."""
 
 
 class Peer(PrefillLink):
@@ -140,7 +154,10 @@ class Peer(PrefillLink):
 
 
 class PrefillConnections:
-    """Links over ZeroMQ: a connection to each prefill worker, closed when long without a lease."""
+    """Links to prefill workers by address: a connection to each for all leases there, closed when long without one.
+
+    Everything here belongs to the thread of the loop. What is said may be lost, repeated and reordered.
+    """
 
     def __init__(
         self,
@@ -152,7 +169,11 @@ class PrefillConnections:
         reopen: Callable[[str], None],
         gone: Callable[[str, str], None],
     ) -> None:
-        """See `fd_core.disagg.links.MakePrefillLinks`."""
+        """`hear` takes a message and the frames behind it.
+
+        `reopen` takes the name of each lease whose `Open` has to be said again, `gone` the name of each lease whose
+        link is lost, and why.
+        """
         self._loop = loop
         self._wire = wire
         self._tally = tally
@@ -165,8 +186,8 @@ class PrefillConnections:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def get(self, address: str) -> Peer:
-        """Return the peer at `host:port`, to be connected sooner or later. Raises `ValueError` for no address."""
+    def get(self, address: str) -> PrefillLink:
+        """Return the link to `host:port`, a new one if the last was lost. Raises `ValueError` for no address."""
         peer = self._peers.get(address)
         if peer is None:
             host, port = split_address(address)
@@ -182,7 +203,7 @@ class PrefillConnections:
         for peer in idle:
             if now >= peer.idle_since + _KEEP_SECONDS:
                 self._drop(peer)
-        return min((peer.idle_since + _KEEP_SECONDS - now for peer in idle), default=_KEEP_SECONDS)
+        return min((peer.idle_since + _KEEP_SECONDS - now for peer in idle), default=math.inf)
 
     def close(self) -> None:
         """Close every connection."""

@@ -20,6 +20,7 @@ class DecodeLease:
         self.cached = 0
         """Tokens whose KV the prefill side had in its prefix cache, known with its `Commit`."""
         self._opening = opening
+        self._name = opening.job.lease
         self._pieces = wanted(opening)
         self._tokens = opening.job.num_tokens
         self._clock = Clock(opening.silence, longest, now)
@@ -89,7 +90,7 @@ class DecodeLease:
         if self._copied:
             return self._credit(now)
         self._clock.said(now)
-        return [Say(Alive(self._opening.lease) if self._met else self._opening)]
+        return [Say(Alive(self._name) if self._met else self._opening)]
 
     @property
     def _stuck(self) -> float:
@@ -120,14 +121,14 @@ class DecodeLease:
         if commit_digest(self._copied) != self._commit.digest:
             return self._break("damaged", "the pieces that came are not those that were sent")
         self.cached = max(0, min(self._commit.cached, self._tokens))
-        return [Say(Confirm(self._opening.lease)), *self._end("transferred", "")]
+        return [Say(Confirm(self._name)), *self._end("transferred", "")]
 
     def _credit(self, now: float) -> list[Action]:
         self._clock.said(now)
-        return [Say(Credit(self._opening.lease, len(self._copied)))]
+        return [Say(Credit(self._name, len(self._copied)))]
 
     def _break(self, outcome: PrefillOutcome, reason: str) -> list[Action]:
-        return [Say(AbortLease(self._opening.lease, reason)), *self._end(outcome, reason)]
+        return [Say(AbortLease(self._name, reason)), *self._end(outcome, reason)]
 
     def _end(self, outcome: PrefillOutcome, reason: str) -> list[Action]:
         self.outcome = outcome

@@ -14,16 +14,14 @@ from typing import Final, cast
 import msgspec
 
 from fd_core.disagg.connectors.contract import Bytes, Connector, KVInbox
-from fd_core.disagg.decode.connections import PrefillConnections
+from fd_core.disagg.decode.connections import PrefillConnections, PrefillLink
 from fd_core.disagg.decode.lease import DecodeLease
 from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.lease import MAX_WINDOW, Action, DecodeEnd, Say, TakePiece, wanted
-from fd_core.disagg.links import MakePrefillLinks, PrefillLink
 from fd_core.disagg.messages import AbortLease, FromDecode, FromPrefill, KVPiece, Open, Refuse
 from fd_core.disagg.stats import ReceiverStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Unfit, Wire
-from fd_core.effects.job_loop import MakeLoop
 from fd_core.effects.operations import Cancel, Effect, Fetch, Fetched
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import CompletionQueue
@@ -54,6 +52,7 @@ class _DecodeSide:
     """A lease that is not over."""
 
     effect: Fetch
+    name: str
     opening: Open
     machine: DecodeLease
     inbox: KVInbox
@@ -85,8 +84,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         silence: float = 10.0,
         longest: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
-        make_loop: MakeLoop = ThreadLoop,
-        connect: MakePrefillLinks = PrefillConnections,
+        make_loop: Callable[..., ThreadLoop] = ThreadLoop,
+        connect: Callable[..., PrefillConnections] = PrefillConnections,
         name_lease: Callable[[], str] = _random_name,
     ) -> None:
         """Start the thread.
@@ -137,7 +136,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
 
     def stats(self) -> ReceiverStats:
         """Return counters and gauges."""
-        return self._tally.read(ReceiverStats, open_leases=len(self._pending), peers=len(self._connections))
+        stats = self._tally.read(ReceiverStats, open_leases=len(self._pending), peers=len(self._connections))
+        return msgspec.structs.replace(stats, bytes=stats.pieces * self._wire.payload_bytes)
 
     def _begin(self, effect: Fetch) -> None:
         self._watch(len(self._pending))
@@ -178,8 +178,9 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         operation = effect.operation
         if operation not in self._pending:
             return
+        name = self._name_lease()
         opening = Open(
-            job=msgspec.structs.replace(effect.job, lease=self._name_lease()),
+            job=msgspec.structs.replace(effect.job, lease=name),
             compatibility=self._compatibility,
             window=self._window,
             silence=self._silence,
@@ -194,16 +195,14 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             return
         window = min(self._window, len(pieces))
         try:
-            inbox = self._connector.open_inbox(
-                opening.lease, pieces=pieces, window=window, value_bytes=self._wire.value_bytes
-            )
+            inbox = self._connector.open_inbox(name, pieces=pieces, window=window, value_bytes=self._wire.value_bytes)
         except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
             self._failed("connector", "open_inbox", error)
             self._complete(Fetched(operation, "lost", reason="the connector could not open this worker's end"))
             return
         opening = msgspec.structs.replace(opening, window=window, address=inbox.address)
         try:
-            self._wire.seal_from_decode(opening)
+            self._wire.check(opening)
             peer = self._connections.get(effect.peer)
         except (Unfit, ValueError) as error:
             self._close_end(inbox)
@@ -211,10 +210,10 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             self._complete(Fetched(operation, outcome, reason=str(error)))
             return
         machine = DecodeLease(opening, longest=self._longest, now=self._clock())
-        self._leases[opening.lease] = _DecodeSide(effect, opening, machine, inbox, peer, began, began)
-        self._names[operation] = opening.lease
+        self._leases[name] = _DecodeSide(effect, name, opening, machine, inbox, peer, began, began)
+        self._names[operation] = name
         self._due = min(self._due, machine.next_tick)
-        peer.leases.add(opening.lease)
+        peer.leases.add(name)
         peer.say(opening)
 
     def _abort(self, operation: int) -> None:
@@ -245,16 +244,18 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
                 case Say(message):
                     lease.peer.say(cast("FromDecode", message))
                 case TakePiece(piece):
-                    self._add(lease, (piece, values))
+                    if not lease.to_copy:
+                        self._copying.append(lease)
+                    lease.to_copy.append((piece, values))
                 case DecodeEnd(outcome, reason):
                     self._end(lease, outcome, reason)
-        self._due = min(self._due, lease.machine.next_tick)
 
     def _end(self, lease: _DecodeSide, outcome: PrefillOutcome, reason: str) -> None:
-        del self._leases[lease.opening.lease], self._names[lease.effect.operation]
+        del self._leases[lease.name], self._names[lease.effect.operation]
         lease.to_copy.clear()
-        lease.peer.leases.discard(lease.opening.lease)
-        lease.peer.idle_since = self._clock()
+        lease.peer.leases.discard(lease.name)
+        now = lease.peer.idle_since = self._clock()
+        self._due = min(self._due, now)  # the connection may be idle from now on
         self._close_end(lease.inbox)
         seconds = max(0.0, lease.last_copy - lease.began)
         self._complete(Fetched(lease.effect.operation, outcome, lease.machine.cached, seconds, reason))
@@ -282,14 +283,13 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             return
         now = lease.last_copy = self._clock()
         self._tally.add("pieces")
-        self._tally.add("bytes", self._wire.payload_bytes)
         self._act(lease, lease.machine.copied(piece.index, piece.digest, now))
 
     def _import(self, lease: _DecodeSide, piece: KVPiece, value: Bytes) -> str | None:
         """Check a value and copy it to its block; say what went wrong."""
         effect = lease.effect
         try:
-            digest, array = self._wire.open_piece(lease.opening.lease, piece.index, value)
+            digest, array = self._wire.open_piece(lease.name, piece.index, value)
         except (Damaged, TypeError, ValueError) as error:
             return f"damaged ({error.reason})" if isinstance(error, Damaged) else "the connector returned no value"
         if digest != piece.digest:
@@ -306,8 +306,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             self._pending.end_copy(effect.operation)
         return None
 
-    def _turn(self) -> float:
-        return min(super()._turn(), self._connections.tidy(self._clock()))
+    def _tidy(self, now: float) -> float:
+        return self._connections.tidy(now)
 
     def _end_all(self) -> None:
         try:

@@ -25,7 +25,10 @@ _LINGER_MS: Final = 200
 
 
 class DecodeConnections:
-    """A ROUTER for all decode workers. A route is how the ROUTER names the connection that a message came on."""
+    """A ROUTER for all decode workers. A route is how the ROUTER names the connection that a message came on.
+
+    Everything here belongs to the thread of the loop. What is said may be lost, repeated and reordered.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,11 @@ class DecodeConnections:
         hear: Callable[[bytes, FromDecode], object],
         turn_down: Callable[[bytes, str, str], object],
     ) -> None:
-        """See `fd_core.disagg.links.MakeDecodeLinks`. Whoever cannot seal is not answered."""
+        """Listen at `host:port`, 0 for any free port. Raises `ConfigError` if that is not possible.
+
+        `hear` takes the route and each message. `turn_down` takes route, lease and reason where a message is sealed but
+        beyond a limit; whoever cannot seal is not answered.
+        """
         self._loop = loop
         self._hear = hear
         self._turn_down = turn_down

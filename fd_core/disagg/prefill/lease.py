@@ -30,6 +30,7 @@ class PrefillLease:
         """Owe the pieces of an `opening` without a `flaw`; the lease is over after `longest` seconds."""
         self.ended: End | None = None
         self._opening = opening
+        self._name = opening.job.lease
         self._pieces = wanted(opening)
         self._clock = Clock(opening.silence, longest, now)
         self._accepted = False
@@ -51,13 +52,13 @@ class PrefillLease:
         if self.ended is not None:
             return []
         self._accepted = True
-        return self._say(Accept(self._opening.lease), now)
+        return self._say(Accept(self._name), now)
 
     def refuse(self, reason: str) -> list[Action]:
         """Say that the job will not be computed."""
         if self.ended is not None:
             return []
-        return [Say(Refuse(self._opening.lease, reason)), *self._end("refused", reason, abort=False)]
+        return [Say(Refuse(self._name, reason)), *self._end("refused", reason, abort=False)]
 
     def heard(self, message: FromDecode, now: float) -> list[Action]:
         """Take in what the decode side says, in whatever order it arrives."""
@@ -66,7 +67,7 @@ class PrefillLease:
         self._clock.heard(now)
         match message:
             case Open():
-                return self._say(Accept(self._opening.lease), now) if self._accepted else []
+                return self._say(Accept(self._name), now) if self._accepted else []
             case Credit(taken=taken):
                 return self._heard_credit(taken, now)
             case Confirm():
@@ -93,7 +94,7 @@ class PrefillLease:
         self._putting.remove(index)
         self._sent[index] = digest
         self._progress = now
-        said = self._say(KVPiece(self._opening.lease, index, digest, reference), now)
+        said = self._say(KVPiece(self._name, index, digest, reference), now)
         return [*said, *self._commit(now)]
 
     def finished(self, tokens: int, cached: int, now: float) -> list[Action]:
@@ -126,7 +127,7 @@ class PrefillLease:
         if commit := self._commit(now):
             return commit
         if working or self._final is not None:
-            return self._say(Alive(self._opening.lease), now)
+            return self._say(Alive(self._name), now)
         self._clock.postpone(now)
         return []
 
@@ -155,14 +156,14 @@ class PrefillLease:
         if self._final is None or len(self._sent) < len(self._pieces):
             return []
         tokens, cached = self._final
-        return self._say(Commit(self._opening.lease, tokens, commit_digest(self._sent), cached), now)
+        return self._say(Commit(self._name, tokens, commit_digest(self._sent), cached), now)
 
     def _say(self, message: FromPrefill, now: float) -> list[Action]:
         self._clock.said(now)
         return [Say(message)]
 
     def _break(self, end: End, reason: str, *, abort: bool = True) -> list[Action]:
-        return [Say(AbortLease(self._opening.lease, reason)), *self._end(end, reason, abort=abort)]
+        return [Say(AbortLease(self._name, reason)), *self._end(end, reason, abort=abort)]
 
     def _end(self, end: End, reason: str, *, abort: bool = True) -> list[Action]:
         self.ended = end

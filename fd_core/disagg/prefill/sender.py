@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,14 +18,12 @@ from fd_core.config.logs import ACCESS_LOGGER, one_word
 from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, Connector, KVOutbox
 from fd_core.disagg.kv_compatibility import KVCompatibility, difference
 from fd_core.disagg.lease import Action, PrefillEnd, Say, SendPiece, wanted
-from fd_core.disagg.links import MakeDecodeLinks
 from fd_core.disagg.messages import MAX_TEXT, AbortLease, Confirm, FromDecode, FromPrefill, Open, Refuse
 from fd_core.disagg.prefill.connections import DecodeConnections
 from fd_core.disagg.prefill.lease import PrefillLease
 from fd_core.disagg.stats import SenderStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Wire
-from fd_core.effects.job_loop import MakeLoop
 from fd_core.effects.operations import (
     Cancel,
     Effect,
@@ -59,7 +58,9 @@ _REMEMBERED: Final = 4096
 class _PrefillSide:
     """A lease that is not over."""
 
+    name: str
     opening: Open
+    pieces: range
     machine: PrefillLease
     outbox: KVOutbox
     route: bytes
@@ -99,8 +100,8 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         max_tokens: int,
         longest: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
-        make_loop: MakeLoop = ThreadLoop,
-        listen: MakeDecodeLinks = DecodeConnections,
+        make_loop: Callable[..., ThreadLoop] = ThreadLoop,
+        listen: Callable[..., DecodeConnections] = DecodeConnections,
     ) -> None:
         """Listen at `host:port`, 0 for any free port, and start the thread. Raises `ConfigError` if it cannot listen.
 
@@ -149,7 +150,8 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
 
     def stats(self) -> SenderStats:
         """Return counters and gauges."""
-        return self._tally.read(SenderStats, open_leases=len(self._leases))
+        stats = self._tally.read(SenderStats, open_leases=len(self._leases))
+        return msgspec.structs.replace(stats, bytes=stats.pieces * self._wire.payload_bytes)
 
     def _complete_all(self, reason: str) -> None:
         for operation in self._pending.numbers():
@@ -158,49 +160,50 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
     # Leases, on the sender's thread -----------------------------------------------------------------------
 
     def _hear(self, route: bytes, message: FromDecode) -> None:
-        lease = self._leases.get(message.lease)
+        name = message.lease
+        lease = self._leases.get(name)
         if lease is not None:
             lease.route = route
             if isinstance(message, Confirm):
                 self._tally.add("seconds", self._clock() - lease.began)
             self._act(lease, lease.machine.heard(message, self._clock()))
-        elif isinstance(message, Open) and message.lease not in self._over:
+        elif isinstance(message, Open) and name not in self._over:
             self._open(route, message)
         else:
             self._tally.add("late_messages")
             if not isinstance(message, AbortLease | Confirm):
-                self._connections.say(route, AbortLease(message.lease, "the prefill worker has no such lease"))
+                self._connections.say(route, AbortLease(name, "the prefill worker has no such lease"))
 
     def _open(self, route: bytes, opening: Open) -> None:
+        name = opening.job.lease
         sentence = difference(self._compatibility, opening.compatibility)
         if sentence is not None:
-            self._turn_down(route, opening.lease, "terms", sentence)
+            self._turn_down(route, name, "terms", sentence)
             return
         if len(self._leases) >= self._max_leases:
-            self._turn_down(route, opening.lease, "busy", f"the prefill worker has {self._max_leases} leases already")
+            self._turn_down(route, name, "busy", f"the prefill worker has {self._max_leases} leases already")
             return
         try:
-            outbox = self._connector(opening.connector).open_outbox(
-                opening.lease, opening.address, window=opening.window, value_bytes=self._wire.value_bytes
+            connector = self._connectors.get(opening.connector)
+            if connector is None:
+                connector = self._connectors[opening.connector] = self._make_connector(opening.connector)
+            outbox = connector.open_outbox(
+                name, opening.address, window=opening.window, value_bytes=self._wire.value_bytes
             )
         except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
             self._failed("connector", "open_outbox", error)
             reason = f": {error}" if isinstance(error, FdError) else ""
             reason = f"the prefill worker cannot use the connector {opening.connector}{reason}"
-            self._turn_down(route, opening.lease, "connector", reason)
+            self._turn_down(route, name, "connector", reason)
             return
         now = self._clock()
         machine = PrefillLease(opening, longest=self._longest, now=now)
-        lease = self._leases[opening.lease] = _PrefillSide(opening, machine, outbox, route, now)
+        lease = self._leases[name] = _PrefillSide(name, opening, wanted(opening), machine, outbox, route, now)
+        self._due = min(self._due, machine.next_tick)
         self._tally.add("leases")
         self._queue.put(PrefillJobArrived(opening.job))
         # Afterwards, for the decode worker may turn out to be gone, which ends the lease.
         self._act(lease, machine.accept(now))
-
-    def _connector(self, name: str) -> Connector:
-        if name not in self._connectors:
-            self._connectors[name] = self._make_connector(name)
-        return self._connectors[name]
 
     def _turn_down_unfit(self, route: bytes, lease: str, reason: str) -> None:
         if lease not in self._leases:
@@ -220,10 +223,9 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         if operation not in self._pending:  # cancelled before it came here
             self._act(lease, lease.machine.failed(_BROKE_OFF))
             return
-        pieces = wanted(lease.opening)
         for at in range(len(effect.blocks)):
             index = effect.first + at
-            if index in pieces and index not in lease.offered:
+            if index in lease.pieces and index not in lease.offered:
                 lease.offered.add(index)
                 lease.sources[index] = operation, effect.blocks[at : at + 1]
                 lease.uncopied[operation] = lease.uncopied.get(operation, 0) + 1
@@ -257,15 +259,16 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                     unheard |= not self._connections.say(lease.route, cast("FromPrefill", message), frames)
                     frames = ()
                 case SendPiece(index):
-                    self._add(lease, index)
+                    if not lease.to_copy:
+                        self._copying.append(lease)
+                    lease.to_copy.append(index)
                 case PrefillEnd():
                     self._end(lease, action)
         if unheard:
             self._act(lease, lease.machine.failed("the decode worker cannot be told any more"))
-        self._due = min(self._due, lease.machine.next_tick)
 
     def _end(self, lease: _PrefillSide, end: PrefillEnd) -> None:
-        name = lease.opening.lease
+        name = lease.name
         del self._leases[name]
         self._over[name] = None
         if len(self._over) > _REMEMBERED:
@@ -305,7 +308,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             self._act(lease, lease.machine.failed("the prefill worker could not read a block"))
             return
         try:
-            digest, parts = self._wire.seal_piece(lease.opening.lease, index, array)
+            digest, parts = self._wire.seal_piece(lease.name, index, array)
             reference, frames = lease.outbox.put(index, parts)
             if len(reference) > MAX_REFERENCE_BYTES:
                 raise ValueError("a reference is too long")
@@ -314,7 +317,6 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             self._act(lease, lease.machine.failed("the connector could not send a piece"))
             return
         self._tally.add("pieces")
-        self._tally.add("bytes", self._wire.payload_bytes)
         self._act(lease, lease.machine.put(index, digest, reference, self._clock()), frames)
 
     def _export(self, operation: int, block: IntArray) -> npt.NDArray[Any] | None:

@@ -93,7 +93,7 @@ class Envelope:
         The payload is the very buffer that was given, unless compression made it smaller. The two together are never
         longer than `HEADER_BYTES` and the payload.
         """
-        raw = _flat(payload)
+        raw = memoryview(payload).cast("B")
         if not 1 <= len(key) <= MAX_KEY_BYTES or len(raw) > _MAX_PAYLOAD_BYTES:
             raise ValueError(f"a key of {len(key)} bytes or a payload of {len(raw)} bytes does not fit an envelope")
         stored, compression = raw, "none"
@@ -113,7 +113,7 @@ class Envelope:
         `payload_bytes` is what the caller expects; no other length is accepted and no more memory than that is taken.
         Raises `Damaged` for anything that is wrong.
         """
-        whole = _flat(value)
+        whole = memoryview(value).cast("B")
         if len(whole) < HEADER_BYTES:
             raise Damaged(Damage.SHORT)
         fields, digest, stored = whole[: _FIELDS.size], whole[_FIELDS.size : HEADER_BYTES], whole[HEADER_BYTES:]
@@ -143,11 +143,6 @@ class Envelope:
         mac.authenticate_additional_data(stored)
         mac.finalize()
         return mac.tag
-
-
-def _flat(buffer: Bytes) -> memoryview:
-    view = memoryview(buffer)
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def _unpack(stored: memoryview, payload_bytes: int) -> memoryview:

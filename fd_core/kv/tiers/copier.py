@@ -8,9 +8,9 @@ from functools import partial
 
 import numpy as np
 
-from fd_core.effects.job_loop import JobLoop
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, NotStored, Save, Saved
 from fd_core.effects.pending import PendingOperations
+from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.tally import Tally
 from fd_core.kv.tiers.host import HostArray, HostTier
@@ -31,7 +31,7 @@ class Copier:
 
     def __init__(
         self,
-        loop: JobLoop,
+        loop: ThreadLoop,
         cache: KVCache,
         block: BlockFormat,
         host: HostTier,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import ClassVar, NamedTuple
 
-from fd_core.effects.job_loop import JobLoop, MakeLoop
 from fd_core.effects.operations import (
     Cancel,
     Completion,
@@ -84,7 +83,7 @@ class KVOffload(EffectPort[TierStats]):
         load_seconds: float = 1.0,
         pending_bytes: int = PENDING_BYTES,
         clock: Callable[[], float] = time.monotonic,
-        make_loop: MakeLoop = ThreadLoop,
+        make_loop: Callable[..., ThreadLoop] = ThreadLoop,
     ) -> None:
         """Start the threads.
 
@@ -146,7 +145,7 @@ class KVOffload(EffectPort[TierStats]):
             loop.start()
 
     @property
-    def loops(self) -> tuple[JobLoop, ...]:
+    def loops(self) -> tuple[ThreadLoop, ...]:
         """The threads: the one that copies and, with a store, those that read and write it."""
         copier = (self._copier.loop,)
         return copier if self._store is None else (*copier, self._reader.loop, self._writer.loop)

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fd_core.effects.job_loop import JobLoop
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, Saved
 from fd_core.effects.pending import PendingOperations
+from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import HEADER_BYTES, Damaged, Envelope
@@ -51,7 +51,7 @@ class StoreReader:
 
     def __init__(
         self,
-        loop: JobLoop,
+        loop: ThreadLoop,
         store: GuardedStore,
         envelope: Envelope,
         block: BlockFormat,

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fd_core.effects.job_loop import JobLoop
+from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes, KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tally import Tally
@@ -30,7 +30,7 @@ class WriteBehind:
 
     def __init__(
         self,
-        loop: JobLoop,
+        loop: ThreadLoop,
         store: GuardedStore,
         envelope: Envelope,
         tally: Tally,

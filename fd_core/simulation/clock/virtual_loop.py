@@ -12,9 +12,9 @@ import heapq
 import math
 from collections.abc import Callable
 
-from fd_core.effects.job_loop import Job
 from fd_core.effects.operations import Completion
 from fd_core.effects.port import CompletionQueue
+from fd_core.effects.thread_loop import Job, ThreadLoop
 from fd_core.simulation.clock.timeline import Appointment, Timeline
 
 
@@ -93,7 +93,7 @@ class VirtualThreads:
         self._at_end.append(call)
 
     def make_loop(self, name: str, turn: Callable[[], float] = _never, end: Job = _nothing, /) -> VirtualLoop:
-        """Return a loop of this process, see `fd_core.effects.job_loop.MakeLoop`."""
+        """Return a loop of this process that was not started, as `ThreadLoop` makes it."""
         return VirtualLoop(self, self._timeline, turn, end)
 
     def run(self, when: float, work: Callable[[], None]) -> float:
@@ -112,7 +112,7 @@ class VirtualThreads:
             call()
 
 
-class VirtualLoop:
+class VirtualLoop(ThreadLoop):
     """One thread: the next job begins once it was posted and the one before is over. An exception ends the run."""
 
     def __init__(self, threads: VirtualThreads, timeline: Timeline, turn: Callable[[], float], end: Job) -> None:
@@ -120,9 +120,9 @@ class VirtualLoop:
         self._timeline = timeline
         self._turn = turn
         self._end = end
-        self._jobs: list[tuple[float, int, Job]] = []
+        self._queue: list[tuple[float, int, Job]] = []
         """With the time when each was posted; a heap, because clocks of loops differ."""
-        self._posted = 0
+        self._count = 0
         self._free = 0.0
         """When the last work was over."""
         self._due = math.inf
@@ -141,8 +141,8 @@ class VirtualLoop:
         """Have `job` done at the time that it is for the caller, or later."""
         if self._stopping or not self._threads.alive:
             return False
-        heapq.heappush(self._jobs, (self._threads.clock(), self._posted, job))
-        self._posted += 1
+        heapq.heappush(self._queue, (self._threads.clock(), self._count, job))
+        self._count += 1
         self._book()
         return True
 
@@ -160,8 +160,8 @@ class VirtualLoop:
 
     def _when(self) -> float:
         """When there is something to do next."""
-        if self._jobs:
-            return max(self._free, min(self._jobs[0][0], self._due))
+        if self._queue:
+            return max(self._free, min(self._queue[0][0], self._due))
         return self._free if self._stopping else max(self._free, self._due)
 
     def _book(self) -> None:
@@ -184,17 +184,17 @@ class VirtualLoop:
     def _work(self, when: float) -> None:
         """Do the next job and, unless another is due, what lies between jobs."""
         self._state = "busy"
-        self._free = self._threads.run(when, lambda: self._do(when))
+        self._free = self._threads.run(when, lambda: self._do_next(when))
         if self._state == "busy":
             self._state = "idle"
 
-    def _do(self, when: float) -> None:
-        if self._jobs and self._jobs[0][0] <= when:
-            heapq.heappop(self._jobs)[2]()
-        if not (self._jobs and self._jobs[0][0] <= self._threads.clock()):
+    def _do_next(self, when: float) -> None:
+        if self._queue and self._queue[0][0] <= when:
+            heapq.heappop(self._queue)[2]()
+        if not (self._queue and self._queue[0][0] <= self._threads.clock()):
             pause = self._turn()
             self._due = self._threads.clock() + max(0.0, pause)
-            if self._stopping and not self._jobs:
+            if self._stopping and not self._queue:
                 self._end()
                 self._state = "ended"
 

@@ -9,11 +9,11 @@ from typing import Any, Final, cast
 from fd_core.config import Limits
 from fd_core.disagg.connectors.contract import ConnectorSettings
 from fd_core.disagg.connectors.tcp import TCPConnector
-from fd_core.disagg.decode.connections import split_address
+from fd_core.disagg.decode.connections import PrefillConnections, PrefillLink, split_address
 from fd_core.disagg.decode.receiver import Receiver
 from fd_core.disagg.kv_compatibility import KVCompatibility
-from fd_core.disagg.links import PrefillLink
 from fd_core.disagg.messages import FromDecode, FromPrefill
+from fd_core.disagg.prefill.connections import DecodeConnections
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.disagg.wire import Wire
 from fd_core.effects.port import CompletionQueue
@@ -117,8 +117,8 @@ class SimulatedPrefillLink(PrefillLink):
         self.links.loop.post(partial(self.links.lost, self, _BROKE if self.route else _UNREACHABLE))
 
 
-class SimulatedPrefillLinks:
-    """The prefill workers of one decode worker, see `fd_core.disagg.links.PrefillLinks`."""
+class SimulatedPrefillLinks(PrefillConnections):
+    """The prefill workers of one decode worker, reached over a simulated network."""
 
     def __init__(
         self,
@@ -177,8 +177,8 @@ class SimulatedPrefillLinks:
                 self._gone(lease, reason)
 
 
-class SimulatedDecodeLinks:
-    """The decode workers of one prefill worker, see `fd_core.disagg.links.DecodeLinks`."""
+class SimulatedDecodeLinks(DecodeConnections):
+    """The decode workers of one prefill worker, reached over a simulated network."""
 
     def __init__(
         self,
