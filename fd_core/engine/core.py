@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -24,7 +25,6 @@ from fd_core.effects.port import EffectPort
 from fd_core.engine.building.kv_transfer import prefill_request, prefill_request_id
 from fd_core.engine.device import Device, RunnerDevice
 from fd_core.engine.loaded_adapters import EngineAdapters
-from fd_core.engine.prefill_pace import PrefillPace
 from fd_core.engine.process.messages import EngineInfo, EngineStats, LeaseStats
 from fd_core.engine.tracing.writer import TraceWriter
 from fd_core.errors import BadRequest
@@ -38,7 +38,7 @@ from fd_core.types import AdapterInfo, Delta, FinishReason, PrefillJob, PrefillT
 from fd_core.types.checks import check_request_ids
 from fd_core.types.kv_events import KVEvent
 
-__all__ = ["AdmissionSink", "Engine", "EnginePort", "EngineProbe"]
+__all__ = ["AdmissionSink", "Engine", "EnginePort", "EngineProbe", "PrefillPace"]
 
 AdmissionSink = Callable[[tuple[str, ...]], None]
 """Told which requests enter a slot, before a step computes them."""
@@ -49,6 +49,34 @@ EnginePort = EffectPort[tuple[TierStats | None, ReceiverStats | SenderStats | No
 
 _WAIT_SECONDS = 0.005
 """How long an engine whose requests all wait for something outside steps sleeps before it looks at its messages."""
+
+
+_MIN_PREFILL_TOKENS: Final = 32
+"""A step with a smaller prefill says more about the step's own cost than about a token's."""
+_SHARE: Final = 0.2
+"""Weight of a step in the moving average."""
+
+
+class PrefillPace:
+    """A moving average of the seconds that one token of a prompt takes."""
+
+    def __init__(self, token: float) -> None:
+        """`token`: seconds that a token took before the first request, in the warm-up."""
+        self._token = token
+        self._answered = 0.0
+
+    def observe(self, plan: StepPlan, submitted: float, answered: float) -> PrefillPaceMeasured | None:
+        """Learn from a step; return the new average if the step tells something. Times in seconds of one clock."""
+        begun = max(submitted, self._answered)  # the device computes one step after the other
+        self._answered = answered
+        tokens = int(plan.num_tokens.sum())
+        if tokens < _MIN_PREFILL_TOKENS or tokens == len(plan.num_tokens):
+            return None
+        prefill = int(plan.num_tokens[plan.num_tokens > plan.num_drafts + 1].sum())
+        if prefill < max(_MIN_PREFILL_TOKENS, tokens // 2):
+            return None
+        self._token += _SHARE * ((answered - begun) / tokens - self._token)
+        return PrefillPaceMeasured(self._token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fd_core.engine.prefill_pace import PrefillPace
+from fd_core.engine.core import PrefillPace
 
 
 def plan(*tokens: int, drafts: int = 0) -> SimpleNamespace:

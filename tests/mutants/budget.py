@@ -135,8 +135,9 @@ MUTANTS = (
         "2.3: what an aborted request was charged in the same pass is refunded",
         (
             PLANNER,
-            "                self._residencies.revoke(request, draft)\n",
-            "                draft.budget.take(1)\n                self._residencies.revoke(request, draft)\n",
+            "                self._residencies.revoke(slot_of(request), request, draft)\n",
+            "                draft.budget.take(1)\n"
+            "                self._residencies.revoke(slot_of(request), request, draft)\n",
         ),
     ),
     mutant(

@@ -42,12 +42,12 @@ MUTANTS = (
     mutant(
         "free-while-a-load-is-in-flight",
         "3.2: a block leaves fenced only when no storage operation writes it; an aborted load still does",
-        (OFFLOADING, "first),\n            frozen(blocks),\n", "first),\n"),
+        (OFFLOADING, "first), blocks)", "first))"),
     ),
     mutant(
         "free-while-a-save-reads",
         "3.2: a block leaves fenced only when no storage operation reads it",
-        (OFFLOADING, "len(keys)),\n            copied,\n", "len(keys)),\n"),
+        (OFFLOADING, "len(keys)), copied)", "len(keys)))"),
     ),
     mutant(
         "blocks-of-a-load-stay-pinned",

@@ -24,12 +24,12 @@ MUTANTS = (
     mutant(
         "free-while-a-fetch-is-in-flight",
         _HELD,
-        (TRANSFERRING, "wanted),\n            frozen(blocks),\n", "wanted),\n"),
+        (TRANSFERRING, "wanted), blocks)", "wanted))"),
     ),
     mutant(
         "free-while-a-send-is-read",
         _HELD,
-        (TRANSFERRING, "_Sending(lease), sent\n", "_Sending(lease)\n"),
+        (TRANSFERRING, "_Sending(lease), sent)", "_Sending(lease))"),
     ),
     mutant(
         "blocks-of-a-fetch-stay-pinned",
@@ -146,7 +146,7 @@ MUTANTS = (
     mutant(
         "a-lease-is-not-cancelled-by-an-abort",
         _BOTH,
-        (TRANSFERRING, "            self.operations.want(Cancel(request.fetch))\n", ""),
+        (TRANSFERRING, "            self.operations.effects.append(Cancel(request.fetch))\n", ""),
     ),
     mutant(
         "an-engine-sleeps-on-what-it-has-to-say",

@@ -30,8 +30,9 @@ class GrammarCompiling:
         grammar = request.spec.params.grammar
         if grammar is None:
             return None
-        request.compiling = self.operations.begin(lambda number: CompileGrammar(number, grammar), _Compiling(request))
-        return request.compiling
+        request.compiling = number = self.operations.begin(_Compiling(request))
+        self.operations.effects.append(CompileGrammar(number, grammar))
+        return number
 
     def ready(self, answer: GrammarReady) -> Request | None:
         """A grammar is compiled, or cannot be; return the request that waits for it, None if it left meanwhile."""
@@ -44,5 +45,5 @@ class GrammarCompiling:
     def leave(self, request: Request) -> None:
         """A waiting request ended: nobody waits for its grammar."""
         if request.compiling is not None:
-            self.operations.want(Cancel(request.compiling))
+            self.operations.effects.append(Cancel(request.compiling))
             request.compiling = None

@@ -17,7 +17,7 @@ from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.operations.load_or_recompute import LoadOrRecompute
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
-from fd_core.types import IntArray, frozen
+from fd_core.types import IntArray
 from fd_core.types.metrics import counter
 
 __all__ = ["Arrival", "KVOffloading", "KeepKV", "OffloadCounters"]
@@ -142,8 +142,9 @@ class KVOffloading:
         request.asked_store = True
         request.stored = request.stored_on_host = 0
         named = tuple(keys)
-        request.lookup = self.operations.begin(lambda number: Lookup(number, named), _LookedUp(request, named))
-        return request.lookup
+        request.lookup = number = self.operations.begin(_LookedUp(request, named))
+        self.operations.effects.append(Lookup(number, named))
+        return number
 
     def found(self, answer: Found) -> None:
         """A lookup was answered."""
@@ -161,7 +162,7 @@ class KVOffloading:
         """
         for number in (request.lookup, request.load):
             if number is not None:
-                self.operations.want(Cancel(number))
+                self.operations.effects.append(Cancel(number))
         request.lookup = request.load = None
 
     # Loads ------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class KVOffloading:
             return 0
         host = max(min(request.stored_on_host, upto) - first, 0)
         decision = self.load_or_recompute.decide(request.spec.request_id, host, upto - first - host, self.block_size)
-        self.operations.decided(decision)
+        self.operations.decisions.append(decision)
         if not decision.load:
             self.counters.declined += 1
             self.counters.declined_tokens += decision.num_tokens
@@ -183,11 +184,8 @@ class KVOffloading:
     def load(self, request: Request, slot: int, keys: Sequence[bytes], blocks: IntArray, first: int) -> None:
         """Bring `keys` into `blocks`, which `slot` owns from entry `first` of its block table on."""
         named = tuple(keys)
-        request.load = self.operations.begin(
-            lambda number: Load(number, named, blocks, slot, request.spec.request_id),
-            _Loading(request, slot, named, first),
-            frozen(blocks),
-        )
+        request.load = number = self.operations.begin(_Loading(request, slot, named, first), blocks)
+        self.operations.effects.append(Load(number, named, blocks, slot, request.spec.request_id))
         self.counters.loads += 1
 
     def loaded(self, answer: Loaded) -> Arrival | None:
@@ -217,16 +215,14 @@ class KVOffloading:
             return None
         self.stores = True
         named = tuple(keys[index] for index in chosen)
-        copied = frozen(blocks[chosen])
+        copied = blocks[chosen]
         if self.keep.persist:
             self._remembered.update(dict.fromkeys(named))
             while len(self._remembered) > _MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
-        return self.operations.begin(
-            lambda number: Save(number, named, copied, self.keep.persist),
-            _Saving(request, named, len(named) == len(keys)),
-            copied,
-        )
+        number = self.operations.begin(_Saving(request, named, len(named) == len(keys)), copied)
+        self.operations.effects.append(Save(number, named, copied, self.keep.persist))
+        return number
 
     def saved(self, answer: Saved) -> None:
         """A save no longer reads its blocks."""

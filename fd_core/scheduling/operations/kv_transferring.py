@@ -16,7 +16,7 @@ from fd_core.effects.operations import Cancel, Fetch, Fetched, GiveUp, Send, Sen
 from fd_core.scheduling.operations.kv_offloading import Arrival
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
-from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome, frozen
+from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome
 from fd_core.types.metrics import counter
 
 __all__ = ["KVTransferring", "TransferCounters"]
@@ -90,16 +90,13 @@ class KVTransferring:
         job = PrefillJob(
             tokens, first, spec.cache_salt, spec.priority, spec.tenant, spec.traceparent, adapter=spec.adapter
         )
-        request.fetch = self.operations.begin(
-            lambda number: Fetch(number, spec.prefill_at, job, blocks, slot, spec.request_id),
-            _Fetching(request, slot, first, wanted),
-            frozen(blocks),
-        )
+        request.fetch = number = self.operations.begin(_Fetching(request, slot, first, wanted), blocks)
+        self.operations.effects.append(Fetch(number, spec.prefill_at, job, blocks, slot, spec.request_id))
 
     def leave(self, request: Request) -> None:
         """A loading request was aborted; the leased blocks stay pinned until the lease is over."""
         if request.fetch is not None:
-            self.operations.want(Cancel(request.fetch))
+            self.operations.effects.append(Cancel(request.fetch))
             request.fetch = None
             self._is_over(request, "aborted")
 
@@ -144,7 +141,7 @@ class KVTransferring:
         job = request.spec.prefill_job
         if job is not None and not request.sent_all:
             self.counters.given_up += 1
-            self.operations.want(GiveUp(job.lease, f"the prefill worker ended the request: {reason.value}"))
+            self.operations.effects.append(GiveUp(job.lease, f"the prefill worker ended the request: {reason.value}"))
 
     def sent(self, answer: Sent) -> None:
         """The blocks of a send are not read any more."""
@@ -152,9 +149,8 @@ class KVTransferring:
 
     def _send(self, request: Request, lease: str, blocks: IntArray, num_tokens: int | None) -> None:
         first = min(request.sent, len(blocks))
-        sent, cached = frozen(blocks[first:].copy()), request.cached_tokens or 0
-        self.operations.begin(
-            lambda number: Send(number, lease, first, sent, num_tokens, cached), _Sending(lease), sent
-        )
+        sent = blocks[first:].copy()
+        number = self.operations.begin(_Sending(lease), sent)
+        self.operations.effects.append(Send(number, lease, first, sent, num_tokens, request.cached_tokens or 0))
         self.counters.sent_blocks += len(sent)
         request.sent = len(blocks)

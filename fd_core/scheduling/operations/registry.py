@@ -7,7 +7,6 @@ so that the block is granted to no other request, whatever happens meanwhile to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fd_core.effects.operations import Effect, LoadDecision
@@ -28,16 +27,17 @@ class Operations:
         self.open: dict[int, tuple[Any, IntArray | None]] = {}
         """What each open operation is about, and the blocks that it holds; an operation is open from its beginning."""
         self.effects: list[Effect] = []
-        """What waits to be returned, as do decisions."""
+        """What waits to be returned: of operations, and what no completion answers."""
         self.decisions: list[LoadDecision] = []
+        """What waits to be told to the trace."""
 
-    def begin(self, effect: Callable[[int], Effect], about: Any, blocks: IntArray | None = None) -> int:
-        """Open an operation and return its number, from which `effect` makes the effect."""
+    def begin(self, about: Any, blocks: IntArray | None = None) -> int:
+        """Open an operation, which holds `blocks`, and return its number; the caller adds its effect to `effects`."""
         self._last += 1
         if blocks is not None:
             self._pool.pin(blocks)
+            blocks.setflags(write=False)
         self.open[self._last] = about, blocks
-        self.effects.append(effect(self._last))
         return self._last
 
     def end(self, number: int, kind: type[_Subject]) -> _Subject:
@@ -51,14 +51,6 @@ class Operations:
         if blocks is not None:
             self._pool.unpin(blocks)
         return about
-
-    def want(self, effect: Effect) -> None:
-        """Have something done that no completion answers."""
-        self.effects.append(effect)
-
-    def decided(self, decision: LoadDecision) -> None:
-        """Tell the trace of a decision."""
-        self.decisions.append(decision)
 
     def take(self) -> tuple[tuple[Effect, ...], tuple[LoadDecision, ...]]:
         """Return the effects and decisions since the last call, in order."""

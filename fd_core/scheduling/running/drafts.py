@@ -82,6 +82,8 @@ class DraftControl:
         self.learning = drafter and max_drafts > 0
         """Whether a drafter makes drafts, of which many may be rejected."""
         self._most = np.full(num_slots, max_drafts if drafter else 0, np.int32)
+        self.possible = bool(self._most.any())
+        """Whether any slot may come to hold drafts."""
         self._rate = np.ones(num_slots, np.float64)
         self._drafted = np.zeros(max_drafts, np.int64)
         self._accepted = np.zeros(max_drafts, np.int64)
@@ -98,11 +100,7 @@ class DraftControl:
         """A residency begins: no acceptance rate is known, so all drafts are welcome."""
         self._rate[slot] = 1.0
         self._most[slot] = self.max_drafts if grammar or self._drafter else 0
-
-    @property
-    def possible(self) -> bool:
-        """Whether any slot may come to hold drafts."""
-        return self.max_drafts > 0 and bool(self._most.any())
+        self.possible = bool(self._most.any())
 
     def most(self, slots: npt.NDArray[np.intp]) -> IntArray:
         """Return int32[n]: how many drafts the runner may come to hold for each of `slots`."""

@@ -20,7 +20,7 @@ from fd_core.scheduling.requests import Request, State
 from fd_core.scheduling.running.budget import allot_decodes
 from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.running.plan import PlanBuilder
-from fd_core.scheduling.running.residencies import Residencies
+from fd_core.scheduling.running.residencies import Residencies, slot_of
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.scheduling.victims import VictimPolicy
 from fd_core.types import IntArray, Phase, StepPlan
@@ -54,7 +54,7 @@ class Planner:
             self._residencies.announce_arrivals(draft)
         for request in aborting:
             if request.state is State.RUNNING:
-                self._residencies.revoke(request, draft)
+                self._residencies.revoke(slot_of(request), request, draft)
         rows = ready = self._slots.ready()
         if len(ready):
             rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
@@ -131,7 +131,7 @@ class Planner:
             decoding = rows
         if not len(decoding):
             return
-        if len(decoding) < draft.budget.left and not (self._drafts.max_drafts and self._drafts.possible):  # most steps
+        if len(decoding) < draft.budget.left and not self._drafts.possible:  # most steps of most engines
             draft.budget.take(len(decoding))
             draft.add_decodes(decoding)
             return
@@ -190,7 +190,7 @@ class Planner:
         """Count what the plan computes as computed."""
         slots, rows = self._slots, draft.rows
         slots.schedule(rows, plan)
-        if self._drafts.max_drafts and self._limits.pipeline_depth > 1 and self._drafts.possible:
+        if self._drafts.possible and self._limits.pipeline_depth > 1:
             # Until the answer tells, the runner may hold as many drafts as it can.
             sampling = rows[plan.samples]
             slots.hold_drafts(sampling, self._drafts.most(sampling))

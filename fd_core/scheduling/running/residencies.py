@@ -164,11 +164,10 @@ class Residencies:
         draft.preempted = True
         if self._offloading.keep.preempted:
             request.save = self._save(slot, request)
-        self.revoke(request, draft)
+        self.revoke(slot, request, draft)
 
-    def revoke(self, request: Request, draft: PlanBuilder) -> None:
+    def revoke(self, slot: int, request: Request, draft: PlanBuilder) -> None:
         """Stop a running slot; it keeps its place until its -9, its blocks go to the pool, fenced."""
-        slot = slot_of(request)
         request.advance(Event.REVOKE)
         self._give_up_blocks(slot, request)
         self.slots.drain(slot)
