@@ -165,12 +165,13 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen and tell."""
-
-        def protocol() -> BoundedHttp:
-            return BoundedHttp(
-                self._connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-            )
-
+        protocol = partial(
+            BoundedHttp,
+            self._connections,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
         await self.lifespan.startup()
         for sock in sockets or ():
             self.servers.append(Listener(sock, protocol, self._connections, self._tls))

@@ -93,23 +93,17 @@ class Listener:
                 evicted = error.errno in _EXHAUSTED and self._connections.evict(_AT_ONCE)
                 self._again = self._loop.call_later(0.0 if evicted else _PAUSE_SECONDS, self._listen)
                 return
-            self._admit(accepted, address[0])
-
-    def _admit(self, accepted: socket.socket, address: str) -> None:
-        protocol: WatchedProtocol | _Refusal
-        if self._connections.has_room(address):
-            protocol = self._make()
-            self._connections.accepted(protocol, address)
-        elif len(self._refusals) < _MOST_REFUSALS:
-            protocol = _Refusal(self._refusals)
-            self._refusals.add(protocol)
-        else:
-            accepted.close()
-            return
-        accepted.setblocking(False)
-        task = self._loop.create_task(self._open(accepted, protocol))
-        self._openings.add(task)
-        task.add_done_callback(self._openings.discard)
+            protocol: WatchedProtocol | _Refusal | None = self._connections.admit(address[0], self._make)
+            if protocol is None and len(self._refusals) < _MOST_REFUSALS:
+                protocol = _Refusal(self._refusals)
+                self._refusals.add(protocol)
+            if protocol is None:
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._open(accepted, protocol))
+            self._openings.add(task)
+            task.add_done_callback(self._openings.discard)
 
     async def _open(self, accepted: socket.socket, protocol: WatchedProtocol | _Refusal) -> None:
         """Serve one connection, behind its TLS handshake if there is one."""
