@@ -50,6 +50,7 @@ class BodyShare:
         self._budget = budget
         self._largest = largest
         self._received = 0
+        self._reserved = 0
         self._held = 0
 
     def __enter__(self) -> BodyShare:
@@ -63,13 +64,15 @@ class BodyShare:
     def received(self, count: int) -> None:
         """Count bytes that came. Raises `ApiError` as `BodyBudget.share` does."""
         self._received += count
-        self.reserve(self._received)
+        if self._received > self._reserved:
+            self.reserve(self._received)
 
     def reserve(self, size: int) -> None:
         """Count a body of `size` bytes. Raises `ApiError` as `BodyBudget.share` does."""
         if size > self._largest:
             message = f"the body is larger than the {self._largest:,} bytes allowed; see --max-body-size"
             raise ApiError(413, message, code="body_too_large")
+        self._reserved = size
         more = size - _FREE_BYTES - self._held
         if more <= 0:
             return

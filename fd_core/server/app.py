@@ -13,6 +13,7 @@ from fd_core.config.paths import find_cache_dir
 from fd_core.engine.clients.client import EngineClient
 from fd_core.errors import ConfigError
 from fd_core.http.access.control import AccessControl
+from fd_core.http.errors import install_handlers
 from fd_core.http.hosts import HostRules
 from fd_core.server.api import (
     adapters,
@@ -26,7 +27,6 @@ from fd_core.server.api import (
     openapi,
     tokenize,
 )
-from fd_core.server.api.errors import install_handlers
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore

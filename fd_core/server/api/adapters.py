@@ -28,7 +28,7 @@ _UNLOAD: Final = BodyFormat(UnloadAdapterRequest)
 async def load_adapter(request: Request) -> Response:
     """Serve the adapter in a folder below --lora-folder under a name of its own, as vLLM does."""
     state, folder = _allowed(request)
-    body, headers = await _LOAD.read(request, state.config.max_body_bytes)
+    body, headers = await _LOAD.read(request, state)
     if body.lora_name in state.model_names:
         raise invalid(f"the name {body.lora_name!r} is taken", "lora_name")
     place = await asyncio.to_thread(_inside, folder, body.lora_path)
@@ -40,7 +40,7 @@ async def load_adapter(request: Request) -> Response:
 async def unload_adapter(request: Request) -> Response:
     """Take no more requests for an adapter; those that use it go on to their ends."""
     state, _ = _allowed(request)
-    body, headers = await _UNLOAD.read(request, state.config.max_body_bytes)
+    body, headers = await _UNLOAD.read(request, state)
     if not state.adapter(body.lora_name):
         raise ApiError(404, f"there is no adapter named {body.lora_name!r}", param="lora_name", code="model_not_found")
     await state.client.change_adapters(body.lora_name, None)

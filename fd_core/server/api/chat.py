@@ -47,7 +47,7 @@ BODY: Final = BodyFormat(ChatRequest, CHAT)
 async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
     state = state_of(request)
-    body, headers = await BODY.read(request, state.config.max_body_bytes)
+    body, headers = await BODY.read(request, state)
     job = await unless_gone(request, conversation_job(state, body, request))
     return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
 

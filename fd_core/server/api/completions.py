@@ -37,7 +37,7 @@ BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 async def create_completion(request: Request) -> Response:
     """Generate texts that continue one or several prompts."""
     state = state_of(request)
-    body, headers = await BODY.read(request, state.config.max_body_bytes)
+    body, headers = await BODY.read(request, state)
     state.model_name(body.model)
     state.admit(1)
     with named_as_sent(other_names(body)):

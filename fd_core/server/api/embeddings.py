@@ -47,7 +47,7 @@ _AT_ONCE: Final = 16
 async def create_embeddings(request: Request) -> Response:
     """Return a vector of each text, in the order given."""
     state = state_of(request)
-    body, headers = await EMBEDDINGS.read(request, state.config.max_body_bytes)
+    body, headers = await EMBEDDINGS.read(request, state)
     model = _admitted(state, body)
     reading = read_texts(state, body.input, "input", body.add_special_tokens is not False)
     prompts = await unless_gone(request, reading)
@@ -68,7 +68,7 @@ async def create_embeddings(request: Request) -> Response:
 async def create_score(request: Request) -> Response:
     """Return a score for each pair of texts."""
     state = state_of(request)
-    body, headers = await SCORE.read(request, state.config.max_body_bytes)
+    body, headers = await SCORE.read(request, state)
     model = _admitted(state, body)
     texts = PooledTexts(state, request, body)
     pairs, field = pairs_of(body)
@@ -89,7 +89,7 @@ async def create_score(request: Request) -> Response:
 async def create_rerank(request: Request) -> Response:
     """Return the documents that answer a query best, the best first."""
     state = state_of(request)
-    body, headers = await RERANK.read(request, state.config.max_body_bytes)
+    body, headers = await RERANK.read(request, state)
     model = _admitted(state, body)
     texts = PooledTexts(state, request, body)
     pairs, field = pairs_of(body)

@@ -30,7 +30,7 @@ _DETOKENIZE: Final = BodyFormat(DetokenizeRequest)
 async def tokenize(request: Request) -> Response:
     """Return the ids of a text, or of a conversation as the chat endpoint would read it."""
     state = state_of(request)
-    body, headers = await _TOKENIZE.read(request, state.config.max_body_bytes)
+    body, headers = await _TOKENIZE.read(request, state)
     state.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
@@ -56,7 +56,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state = state_of(request)
-    body, headers = await _DETOKENIZE.read(request, state.config.max_body_bytes)
+    body, headers = await _DETOKENIZE.read(request, state)
     state.model_name(body.model)
     check_ids(body.tokens, state.client.info.vocab_size, "tokens", state.tokenizer.token_text)
     ids, skipping = body.tokens, bool(body.skip_special_tokens)

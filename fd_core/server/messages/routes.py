@@ -38,7 +38,7 @@ _COUNT: Final = BodyFormat(CountRequest, REFUSED)
 async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's shape."""
     state = state_of(request)
-    body, headers = await BODY.read(request, state.config.max_body_bytes)
+    body, headers = await BODY.read(request, state)
     asked = conversation_job(state, as_chat(state, body), request, demanded_form(body), MESSAGES_NAMES)
     job = await unless_gone(request, asked)
     return GenerationResponse(state, MessagesFormat(job), bool(body.stream), headers)
@@ -48,7 +48,7 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens a request's prompt has."""
     state = state_of(request)
-    body, headers = await _COUNT.read(request, state.config.max_body_bytes)
+    body, headers = await _COUNT.read(request, state)
     state.model_name(body.model)
     with named_as_sent(MESSAGES_NAMES):
         ids = await unless_gone(request, chat_prompt(state, as_chat(state, body)))

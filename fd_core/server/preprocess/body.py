@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from fd_core.http.bodies import BodyShare
 from fd_core.http.errors import ApiError, invalid
 from fd_core.http.headers import refuse_encoding
-from fd_core.server.preprocess.json_shape import decodable, is_small
+from fd_core.server.preprocess.json_shape import SMALL_BYTES, decodable
 from fd_core.server.preprocess.known_fields import KnownFields, UnknownField
 from fd_core.server.schemas.unsupported import HARMLESS, Refusal
-from fd_core.server.state.state import state_of
+from fd_core.server.state.state import ServerState
 
-__all__ = ["BodyFormat", "receive", "require_json"]
+__all__ = ["BodyFormat", "require_json"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -42,51 +41,66 @@ class BodyFormat(Generic[T]):
         self._decoder = msgspec.json.Decoder(schema)
         self._known = KnownFields(schema)
 
-    async def read(self, request: Request, limit: int) -> tuple[T, dict[str, str]]:
+    async def read(self, request: Request, state: ServerState) -> tuple[T, dict[str, str]]:
         """Return the decoded body and headers that the answer should carry.
 
-        Raises `ApiError`: 415 for another content type, 413 for more than `limit` bytes, 503 where other bodies hold
-        all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for more values
-        than are decoded at once.
+        Raises `ApiError`: 415 for another content type, 413 for more bytes than the server takes, 503 where other
+        bodies hold all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for
+        more values than are decoded at once.
         """
-        require_json(request.headers.get("content-type", ""))
-        state = state_of(request)
-        with state.bodies.share(request.headers.get("content-length"), limit) as share:
-            parts = [part async for part in receive(request, share)]
+        headers = request.headers
+        require_json(headers.get("content-type", ""))
+        share = state.bodies.share(headers.get("content-length"), state.config.max_body_bytes)
+        parts = []
+        try:
+            if "content-encoding" in headers:
+                refuse_encoding(headers.getlist("content-encoding"))
+            async for part in request.stream():
+                if part:
+                    share.received(len(part))
+                    parts.append(part)
             body = parts[0] if len(parts) == 1 else b"".join(parts)
-            decoded, ignored = await self.decode_bounded(body, state.context)
+            if len(body) <= SMALL_BYTES:
+                decoded, ignored = self.decode(body)
+            else:
+                decoded, ignored = await self.decode_bounded(body, state.context)
+        except ClientDisconnect:
+            raise invalid("the body broke off", None, "invalid_body") from None
+        finally:
+            share.release()
+        if not ignored:
+            return decoded, {}
         state.unknown_fields.tell(ignored, time.monotonic())
-        return decoded, {"X-Ignored-Fields": ", ".join(ignored)} if ignored else {}
+        return decoded, {"X-Ignored-Fields": ", ".join(ignored)}
 
     async def decode_bounded(self, body: bytes, context: int) -> tuple[T, list[str]]:
         """Decode a body of any size without holding up the event loop; see `read`."""
         if not await decodable(body, _IDS_PER_TOKEN * context):
             message = "the body holds more fields, lists or numbers than a request may have"
             raise invalid(message, None, "invalid_body")
-        if is_small(body):
+        if len(body) <= SMALL_BYTES:
             return self.decode(body)
         return await asyncio.to_thread(self.decode, body)
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """Decode a whole body and return with it the names of fields that are ignored; see `read`."""
+        """Decode a whole body and return with it the names of fields that are ignored; see `read`.
+
+        A whole number may be written as 5.0 where an integer is wanted.
+        """
         try:
             ignored = self._refuse(self._known.unknown(body))
-            return self._decoded(body), ignored
+            try:
+                return self._decoder.decode(body), ignored
+            except msgspec.ValidationError as error:
+                if "Expected `int" not in str(error) or "got `float`" not in str(error):
+                    raise
+                return msgspec.convert(_with_integers(msgspec.json.decode(body)), self.schema, str_keys=True), ignored
         except msgspec.ValidationError as error:
             raise _explain(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise invalid(f"the body is not valid JSON in UTF-8: {_reason(error)}", None, "invalid_json") from None
         except RecursionError:
             raise invalid("the body is nested too deeply", None, "invalid_json") from None
-
-    def _decoded(self, body: bytes) -> T:
-        """Decode a body; a whole number may be written as 5.0 where an integer is wanted."""
-        try:
-            return self._decoder.decode(body)
-        except msgspec.ValidationError as error:
-            if "Expected `int" not in str(error) or "got `float`" not in str(error):
-                raise
-            return msgspec.convert(_with_integers(msgspec.json.decode(body)), self.schema, str_keys=True)
 
     def _refuse(self, unknown: Iterable[UnknownField]) -> list[str]:
         """Refuse fields that would change the text; return the names of those that are ignored."""
@@ -123,20 +137,6 @@ def require_json(content_type: str) -> None:
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         message = f"the body must be sent as content-type application/json, not {_named(kind)}"
         raise ApiError(415, message, code="unsupported_media_type")
-
-
-async def receive(request: Request, share: BodyShare) -> AsyncIterator[bytes]:
-    """Yield the body of a request as it arrives.
-
-    Raises `ApiError`: 415 if it is compressed, and where its share does not reach or if it breaks off.
-    """
-    refuse_encoding(request.headers.getlist("content-encoding"))
-    try:
-        async for part in request.stream():
-            share.received(len(part))
-            yield part
-    except ClientDisconnect:
-        raise invalid("the body broke off", None, "invalid_body") from None
 
 
 def _named(kind: str) -> str:

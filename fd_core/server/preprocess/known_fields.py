@@ -19,7 +19,8 @@ _PAUSE_SECONDS: Final = 10.0
 _object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _objects: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _array: Final = msgspec.json.Decoder(list[msgspec.Raw])
-_BRACE, _BRACKET = b"{["
+_CONTAINERS: Final = b"{["
+_BRACE: Final = _CONTAINERS[0]
 
 
 class UnknownField(NamedTuple):
@@ -58,30 +59,27 @@ class KnownFields:
             if (found := _struct_in(hint)) is not None
         }
 
-    def unknown(self, body: bytes) -> Iterator[UnknownField]:
-        """Yield what an object has beside the fields that are read. Raises what msgspec's decoders raise."""
-        yield from self._of(_object.decode(body), "")
+    def unknown(self, body: bytes | msgspec.Raw, path: str = "") -> Iterator[UnknownField]:
+        """Yield what an object, or each object of an array, has beside the fields that are read.
 
-    def _of(self, fields: dict[str, msgspec.Raw], path: str) -> Iterator[UnknownField]:
-        for name in fields.keys() - self.names:
-            yield UnknownField(path + name, fields[name])
-        for name, inner in self.inner.items():
-            value = fields.get(name)
-            if value is not None:
-                yield from inner._within(value, path + name)
-
-    def _within(self, value: msgspec.Raw, path: str) -> Iterator[UnknownField]:
-        """Look into an object, or into each object of an array; another value is left to the schema's own decoder."""
-        begin = memoryview(value)[0]
-        if begin == _BRACE:
-            yield from self._of(_object.decode(value), f"{path}.")
-        elif begin == _BRACKET:
+        `path` stands before the names. Raises what msgspec's decoders raise.
+        """
+        if memoryview(body)[:1] != b"[" or not path:
+            objects = [_object.decode(body)]
+        else:
+            path = f"{path[:-1]}[]."
             try:
-                objects = _objects.decode(value)
+                objects = _objects.decode(body)
             except msgspec.ValidationError:  # something else is among them
-                objects = [_object.decode(each) for each in _array.decode(value) if memoryview(each)[0] == _BRACE]
-            for each in objects:
-                yield from self._of(each, f"{path}[].")
+                objects = [_object.decode(each) for each in _array.decode(body) if memoryview(each)[0] == _BRACE]
+        for fields in objects:
+            for name in fields.keys() - self.names:
+                yield UnknownField(path + name, fields[name])
+            for name, inner in self.inner.items():
+                value = fields.get(name)
+                # Another value is left to the schema's own decoder.
+                if value is not None and memoryview(value)[0] in _CONTAINERS:
+                    yield from inner.unknown(value, f"{path}{name}.")
 
 
 def _struct_in(hint: Any) -> type[msgspec.Struct] | None:

@@ -34,7 +34,7 @@ _PATH: Final = "/v1/responses/{response_id}"
 async def create_response(request: Request) -> Response:
     """Generate an answer to a conversation, in the shape of the Responses API."""
     state = state_of(request)
-    body, headers = await BODY.read(request, state.config.max_body_bytes)
+    body, headers = await BODY.read(request, state)
     chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
     job = await unless_gone(request, conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES))
