@@ -66,12 +66,12 @@ async def serve_http(
     """
     tls = ServingTls.of(config)
     sock = sock or listening.bind_socket(config.host, config.port)
-    app = create_app(config, client, tokenizer, template, ticket_key, parsers)
+    connections = Connections(config, connection_limit(config))
+    app = create_app(config, client, tokenizer, template, ticket_key, parsers, spans, connections.stats)
     state: ServerState = app.state.fd
-    listening.warn_if_open(config.host, keys=bool(state.access.ring))
-    state.spans = spans
+    listening.warn_if_open(config.host, keys=state.access.has_keys)
     if spans is not None:
-        client.on_prefill = partial(prefill_span, spans, client.info.model)
+        client.listen_for_prefills(partial(prefill_span, spans, client.info.model))
     url = listening.url_of(config.host, sock, secure=tls is not None)
     registration = registration_of(config, url, lambda: state.incarnation, client.info.role)
 
@@ -84,8 +84,6 @@ async def serve_http(
         if on_ready is not None:
             on_ready(url)
 
-    connections = Connections(config, connection_limit(config))
-    state.metrics.doors = (connections.stats, state.bodies.stats, state.supervisor.stats)
     server = _Server(
         uvicorn.Config(
             app,

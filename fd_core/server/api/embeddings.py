@@ -109,7 +109,7 @@ async def create_rerank(request: Request) -> Response:
 
 
 def _admitted(state: ServerState, body: PooledRequest) -> str:
-    model = state.model_name(body.model)
+    model = state.served(body.model).name
     state.admit(1)
     return model
 

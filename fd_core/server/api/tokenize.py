@@ -31,7 +31,7 @@ async def tokenize(request: Request) -> Response:
     """Return the ids of a text, or of a conversation as the chat endpoint would read it."""
     state = state_of(request)
     body, headers = await _TOKENIZE.read(request, state)
-    state.model_name(body.model)
+    state.served(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if body.messages is not None:
@@ -57,7 +57,7 @@ async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state = state_of(request)
     body, headers = await _DETOKENIZE.read(request, state)
-    state.model_name(body.model)
+    state.served(body.model)
     check_ids(body.tokens, state.client.info.vocab_size, "tokens", state.tokenizer.token_text)
     ids, skipping = body.tokens, bool(body.skip_special_tokens)
     text = await state.prompt_reader.run(len(ids), lambda: state.tokenizer.decode(ids, skip_special=skipping))

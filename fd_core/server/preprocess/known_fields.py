@@ -64,7 +64,7 @@ class KnownFields:
 
         `path` stands before the names. Raises what msgspec's decoders raise.
         """
-        if memoryview(body)[:1] != b"[" or not path:
+        if not path or memoryview(body)[0] == _BRACE:
             objects = [_object.decode(body)]
         else:
             path = f"{path[:-1]}[]."

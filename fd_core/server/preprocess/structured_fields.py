@@ -87,8 +87,18 @@ class StructuredFields(EvaluationFields, kw_only=True):
     grammar: str | None = None
 
 
+_ASKING: Final = tuple(
+    name
+    for name in StructuredFields.__struct_fields__
+    if name not in (*EvaluationFields.__struct_fields__, "guided_whitespace_pattern")
+)
+"""Fields that ask for a form."""
+
+
 def form_asked(fields: StructuredFields) -> FormAsked | None:
     """Return the form that a request asks for, None for any text; `ApiError` (400) if it asks for more than one."""
+    if not any(getattr(fields, name) is not None for name in _ASKING):
+        return None
     found = [form for form in _forms(fields) if form is not None]
     if len(found) > 1:
         raise invalid(

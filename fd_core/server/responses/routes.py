@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.http.errors import ApiError
-from fd_core.server.api.chat import conversation_job
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.field_names import RESPONSES_NAMES
+from fd_core.server.preprocess.jobs import conversation_job
 from fd_core.server.preprocess.prompts import require_effort
 from fd_core.server.responses.answering import ResponsesFormat
 from fd_core.server.responses.asking import as_chat, demanded_form, earlier_messages

@@ -5,8 +5,10 @@ Everything here runs on the event loop's thread, so nothing is locked.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Final
 
 import msgspec
@@ -50,8 +52,18 @@ class EngineStarts(msgspec.Struct, frozen=True):
 class ServerMetrics(Collector):
     """All metrics of one server, in a registry of its own."""
 
-    def __init__(self, client: EngineClient, vllm_model: str | None = None) -> None:
-        """`vllm_model` is the label `model_name` of vLLM's names; None leaves these names out."""
+    def __init__(
+        self,
+        client: EngineClient,
+        vllm_model: str | None = None,
+        *,
+        refusals: Mapping[tuple[str, str], int] = MappingProxyType({}),
+        counters: Iterable[object] | None = None,
+    ) -> None:
+        """`vllm_model` is the label `model_name` of vLLM's names; None leaves these names out.
+
+        `refusals` are those of `AccessControl`. `counters` are statistics of what listens.
+        """
         self._client = client
         self._vllm_model = vllm_model
         self.ttft = Histogram(
@@ -125,13 +137,18 @@ class ServerMetrics(Collector):
         self.adapter_tokens: Counter[str] = Counter()
         """Tokens that these generated."""
         self.answers: Counter[tuple[str, int]] = Counter()
-        self.refusals: Counter[tuple[str, str]] = Counter()
-        """Of `AccessControl`."""
-        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats(), TaskStats())
-        """Of what listens; others once the server does."""
+        self._refusals = refusals
+        self._counters = (ConnectionStats(), BodyStats(), TaskStats()) if counters is None else tuple(counters)
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
+
+    def ended(self, outcome: str, values: Iterable[tuple[Histogram, float]]) -> None:
+        """Count a generation that ended, with what was measured of it."""
+        self.outcomes[outcome] += 1
+        for histogram, value in values:
+            histogram.counts[bisect_left(histogram.bounds, value)] += 1
+            histogram.total += value
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
@@ -164,8 +181,8 @@ class ServerMetrics(Collector):
         for (path, status), count in sorted(self.answers.items()):
             answers.add_metric([path, str(status)], count)
         yield answers
-        yield refusal_family("fdcore_", self.refusals)
-        for stats in self.doors:
+        yield refusal_family("fdcore_", self._refusals)
+        for stats in self._counters:
             yield from metric_families("fdcore_", [({}, stats)])
         if self._vllm_model is not None:
             yield from self._as_vllm({"model_name": self._vllm_model})

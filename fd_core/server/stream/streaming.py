@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from fd_core.disagg.ticket import OUTCOME_HEADER
 from fd_core.http.access.usage import USAGE_HEADER, usage_comment
 from fd_core.http.errors import to_api_error
+from fd_core.server.schemas.responses import Usage
 from fd_core.server.state.state import ServerState
 from fd_core.server.stream.disconnect import UntilDisconnect
 from fd_core.server.stream.generation import ChoiceStream, Generation
@@ -26,6 +27,7 @@ _STREAM_HEADERS: Final = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+_USAGE_HEADER: Final = USAGE_HEADER.lower().encode()
 
 
 class GenerationResponse(Response):
@@ -47,8 +49,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, and send the answer unless the client left."""
         if self._stream:
-            told = USAGE_HEADER.lower().encode() in dict(scope["headers"])
-            await self._send_stream(receive, send, told)
+            await self._send_stream(scope, receive, send)
             return
         collected: list[CollectedText] = []
 
@@ -69,61 +70,55 @@ class GenerationResponse(Response):
         body = msgspec.json.encode(self._format.whole(collected, generation.usage()))
         if len(body) > _LARGE_BYTES:
             await asyncio.sleep(0)  # sending copies it once more
-        headers = self._extra | _prefill_header(collected[0].choice)
+        prefill = collected[0].choice.prefill
+        headers = self._extra if prefill is None else {**self._extra, OUTCOME_HEADER: prefill}
         await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
 
-    async def _send_stream(self, receive: Receive, send: Send, usage_told: bool) -> None:
-        """Stream; with `usage_told` a comment tells a router what the answer took."""
-        response_format = self._format
-        events, preparing = _Events(send, self._extra), asyncio.Lock()
+    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream; where a router asks for it, a comment tells what the answer took."""
+        response_format, shown = self._format, self._format.job.shown
+        headers = {**_STREAM_HEADERS, **self._extra}
+        started, sending, preparing = False, asyncio.Lock(), asyncio.Lock()
+
+        async def emit(data: bytes, *, last: bool = False) -> None:
+            """Send whole events, the head of the answer before the first; waits while the client reads too slowly."""
+            nonlocal started
+            async with sending:
+                if not started:
+                    started = True
+                    head = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+                    await send({"type": "http.response.start", "status": 200, "headers": head})
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
 
         async def follow(choice: ChoiceStream) -> None:
-            chunk = await choice.next()
-            events.headers.update(_prefill_header(choice))
-            if chunk is not None:
-                async with preparing:  # choices of one prompt share what is told of it
-                    await response_format.prepare(choice)
-                await events.send(response_format.first(choice) + response_format.event(choice, chunk))
+            usage: Usage | None = None
+            begun = False
             while (chunk := await choice.next()) is not None:
-                await events.send(response_format.event(choice, chunk))
+                if shown.usage_in_events:
+                    usage = generation.usage()
+                lead = b""
+                if not begun:
+                    begun = True
+                    if choice.prefill is not None:  # tells a router what became of the prefill that it wanted elsewhere
+                        headers[OUTCOME_HEADER] = choice.prefill
+                    if choice.scores is not None:
+                        async with preparing:  # choices of one prompt share what is told of it
+                            await response_format.prepare(choice)
+                    lead = response_format.first(choice, usage)
+                await emit(lead + response_format.event(choice, chunk, usage))
 
         try:
-            async with UntilDisconnect(receive) as client, Generation(self._state, self._format.job) as generation:
-                if response_format.job.usage_in_events:
-                    response_format.usage_so_far = generation.usage
+            async with UntilDisconnect(receive) as client, Generation(self._state, response_format.job) as generation:
                 await generation.each(follow)
         except Exception as error:  # the stream's outer edge: whatever happened, the client is told
-            if not events.started:
+            if not started:
                 raise
-            await events.send(response_format.broken(to_api_error(error)), last=True)
+            await emit(response_format.broken(to_api_error(error)), last=True)
             return
         if client.gone:
             return
         usage = generation.usage()
-        told = usage_comment(usage.prompt_tokens, usage.completion_tokens) if usage_told else b""
-        await events.send(told + response_format.last(usage), last=True)
-
-
-def _prefill_header(choice: ChoiceStream) -> dict[str, str]:
-    """Tell a router what became of the prefill that it wanted elsewhere."""
-    return {} if choice.prefill is None else {OUTCOME_HEADER: choice.prefill}
-
-
-class _Events:
-    """Sends server-sent events; the head of the answer goes with the first."""
-
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
-        self._send = send
-        self.headers = {**_STREAM_HEADERS, **headers}
-        """Go out with the first event."""
-        self._one_at_a_time = asyncio.Lock()
-        self.started = False
-
-    async def send(self, data: bytes, *, last: bool = False) -> None:
-        """Send whole events, and end the answer after the last; waits while the client reads too slowly."""
-        async with self._one_at_a_time:
-            if not self.started:
-                self.started = True
-                headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
-                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        told = b""
+        if _USAGE_HEADER in dict(scope["headers"]):
+            told = usage_comment(usage.prompt_tokens, usage.completion_tokens)
+        await emit(told + response_format.last(usage), last=True)
