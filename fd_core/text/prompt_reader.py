@@ -211,9 +211,14 @@ class PromptReader:
         if (not counted or len(text) > _COUNTED_CHARS) and self._max_chars is not None and len(text) > self._max_chars:
             raise self._too_long(len(text), field)
         ids = self._tokenizer.encode(text, add_special=add_special)
-        if not counted:
+        if not counted and not self._fits:
             check_ids(ids, self._vocab_size, field, self._tokenizer.token_text)
         return ids
+
+    @cached_property
+    def _fits(self) -> bool:
+        """Whether every id that the tokenizer has is one of the model's."""
+        return self._tokenizer.vocab_size <= self._vocab_size
 
     def _too_long(self, chars: int, field: str) -> BadRequest:
         return BadRequest(
