@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from fd_core.http.errors import ApiError, invalid
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.prompts import chat_ids
+from fd_core.server.preprocess.prompts import chat_prompt
 from fd_core.server.schemas.requests import DetokenizeRequest, TokenizeRequest
 from fd_core.server.schemas.responses import AddedTokenInfo, DetokenizeAnswer, TokenizeAnswer, TokenizerInfoAnswer
 from fd_core.server.state.state import state_of
@@ -35,7 +35,7 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if body.messages is not None:
-        ids = list(await unless_gone(request, chat_ids(state, body)))
+        ids = list(await unless_gone(request, chat_prompt(state, body)))
     else:
         text, special, reader = body.prompt or "", body.add_special_tokens is not False, state.prompt_reader
         reading = reader.run(len(text), lambda: reader.text(text, special, counted=True))

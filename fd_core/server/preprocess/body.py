@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -49,7 +50,9 @@ class BodyFormat(Generic[T]):
         more values than are decoded at once.
         """
         headers = request.headers
-        require_json(headers.get("content-type", ""))
+        kind = headers.get("content-type", "")
+        if kind != "application/json":
+            require_json(kind)
         share = state.bodies.share(headers.get("content-length"), state.config.max_body_bytes)
         parts = []
         try:
@@ -88,7 +91,9 @@ class BodyFormat(Generic[T]):
         A whole number may be written as 5.0 where an integer is wanted.
         """
         try:
-            ignored = self._refuse(self._known.unknown(body))
+            unknown = self._known.unknown(body)
+            first = next(unknown, None)
+            ignored = [] if first is None else self._refuse(chain((first,), unknown))
             try:
                 return self._decoder.decode(body), ignored
             except msgspec.ValidationError as error:

@@ -216,7 +216,11 @@ def build_job(
         params = [msgspec.structs.replace(each, grammar=outcome.grammar) for each in params]
         sent = other_names(body) if names is None else names
         warnings = tuple(Unenforced(*as_sent(each.param, each.message, sent)) for each in outcome.warnings)
-    budget = _reasoning_budget(body) if isinstance(body, ChatRequest) else None
+    budget = body.reasoning_max_tokens if isinstance(body, ChatRequest) else None
+    if isinstance(body, ChatRequest) and (other := body.thinking_token_budget) is not None:
+        if budget not in (None, other):
+            raise invalid("reasoning_max_tokens and thinking_token_budget differ; give one", "thinking_token_budget")
+        budget = other
     if outcome.grammar or budget is not None:
         params = constrained(state, prompts, params, reading=reading, budget=budget, called=called)
         check_structure(params[0])
@@ -252,18 +256,11 @@ def build_job(
         n=n,
         most_tokens=cost.tokens,
         priority=body.priority or 0,
-        tenant=scoped(owner, body.user),
+        tenant=scoped(owner, body.user) if owner else body.user or "",
         cache_salt=state.access.salt(owner, body.cache_salt),
         adapter=served.adapter,
         prefill_at=peer,
     )
-
-
-def _reasoning_budget(body: ChatRequest) -> int | None:
-    given = (body.reasoning_max_tokens, body.thinking_token_budget)
-    if None not in given and given[0] != given[1]:
-        raise invalid("reasoning_max_tokens and thinking_token_budget differ; give one", "thinking_token_budget")
-    return given[0] if given[1] is None else given[1]
 
 
 def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:

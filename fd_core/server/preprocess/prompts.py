@@ -21,7 +21,7 @@ from fd_core.server.schemas.requests import (
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import LONG_CHARS, PromptReader, PromptText, template_kwargs
 
-__all__ = ["PromptState", "chat_ids", "chat_prompt", "completion_prompts", "require_effort", "require_role"]
+__all__ = ["PromptState", "chat_prompt", "completion_prompts", "require_effort", "require_role"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
@@ -64,34 +64,23 @@ async def completion_prompts(state: PromptState, body: CompletionRequest) -> lis
 
 
 async def chat_prompt(
-    state: PromptState, body: ChatRequest, tools: OfferedTools | msgspec.UnsetType | None = msgspec.UNSET
-) -> tuple[int, ...]:
-    """Return the ids of what a chat request wants answered: its conversation, its only message, or ids that it gives.
-
-    `tools` are those of the request, where they have been read. Raises `ApiError` (400) for what is not served,
-    `BadRequest` for what cannot be read.
-    """
-    reader = state.prompt_reader
-    if body.prompt_token_ids:
-        ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
-    elif body.disable_chat_template:
-        text = _only_text(body.messages or [])
-        ids = await reader.run(len(text), lambda: reader.text(text, body.add_special_tokens is not False, "messages"))
-    else:
-        ids = await chat_ids(state, body, tools)
-    return ids if body.truncate_prompt_tokens is None else _shortened(state, body, PromptText(ids, None)).ids
-
-
-async def chat_ids(
     state: PromptState,
     body: ChatRequest | TokenizeRequest,
     tools: OfferedTools | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> tuple[int, ...]:
-    """Return the ids of a conversation, rendered by a template; `tools` as in `chat_prompt`.
+    """Return the ids of what a request wants answered: its conversation, its only message, or ids that it gives.
 
-    Raises `ApiError` (400) for roles, contents and templates that are not served, `BadRequest` where the template
-    refuses.
+    `tools` are those of the request, where they have been read. Raises `ApiError` (400) for roles, contents and
+    templates that are not served, `BadRequest` for what cannot be read, or where the template refuses.
     """
+    reader = state.prompt_reader
+    if isinstance(body, ChatRequest) and (body.prompt_token_ids or body.disable_chat_template):
+        if body.prompt_token_ids:
+            ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
+        else:
+            text, special = _only_text(body.messages or []), body.add_special_tokens is not False
+            ids = await reader.run(len(text), lambda: reader.text(text, special, "messages"))
+        return _shortened(state, body, PromptText(ids, None)).ids
     if body.messages is None:
         raise _required("messages")
     turns: list[dict[str, Any]] = []
@@ -116,7 +105,7 @@ async def chat_ids(
             "chat_template",
             "unsupported_parameter",
         )
-    reader, effort = state.prompt_reader, body.reasoning_effort
+    effort = body.reasoning_effort
     if template is None and effort is not None:
         require_effort(reader, effort, "reasoning_effort")
     if tools is msgspec.UNSET:
@@ -139,7 +128,10 @@ async def chat_ids(
     if tools is not None:
         size += len(msgspec.json.encode(tools.shown))
     # On a thread in any case: a template may take long over a short text.
-    return await (reader.thread if size <= LONG_CHARS else reader.long_thread).run(read)
+    ids = await (reader.thread if size <= LONG_CHARS else reader.long_thread).run(read)
+    if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is None:
+        return ids
+    return _shortened(state, body, PromptText(ids, None)).ids
 
 
 def require_role(role: str, field: str) -> None:

@@ -89,10 +89,28 @@ def text_cost(
             f"{len(prompts)} prompts times n={n} are {texts} texts; one request may ask for {most_texts}", "n"
         )
     asked, field = asked_tokens(request)
-    if context is None:
-        outputs = [asked] * len(prompts)
-    else:
-        outputs = [_allowed_tokens(request, asked, field, each, context) for each in prompts]
+    outputs = [asked] * len(prompts)
+    for index, prompt in enumerate(prompts):
+        if context is None:
+            break
+        room = context - prompt
+        if room < 1:
+            raise invalid(
+                f"the prompt has {prompt} tokens, but the context holds {context}, "
+                "of which one at least is for the output; shorten the prompt",
+                "messages" if isinstance(request, ChatRequest) else "prompt",
+                "context_length_exceeded",
+            )
+        # The server's own default is not refused.
+        if asked is None or (asked > room and request.max_tokens is None and field == "max_tokens"):
+            outputs[index] = room
+        elif asked > room:
+            raise invalid(
+                f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
+                f"{context}; at most {room} can be generated",
+                field,
+                "context_length_exceeded",
+            )
     if asked is None and limit is not None:
         share = max(1, _min_tokens(request), (limit - sum(prompts)) // texts)
         outputs = [share if each is None else max(1, _min_tokens(request), min(each, share)) for each in outputs]
@@ -143,7 +161,7 @@ def sampling_params(
     seed = secrets.randbits(63) if request.seed is None else request.seed
     if not -(2**63) <= seed <= _MASK:
         raise invalid("seed must fit in 64 bits: -2^63 to 2^64-1", "seed")
-    min_tokens = _min_tokens(request)
+    min_tokens = request.min_tokens or 0 if request.min_new_tokens is None else _min_tokens(request)
     scored = request.prompt_logprobs
     if isinstance(request, CompletionRequest) and request.echo:  # the echo tells them as well
         scored = max((each for each in (scored, logprobs) if each is not None), default=None)
@@ -193,30 +211,6 @@ def _min_tokens(request: GenerationRequest) -> int:
     if one is not None and other is not None and one != other:
         raise invalid(f"min_tokens is {one} and min_new_tokens {other}; give one of them", "min_new_tokens")
     return one or other or 0
-
-
-def _allowed_tokens(request: GenerationRequest, asked: int | None, field: str, prompt: int, context: int) -> int | None:
-    """Return the most tokens to generate, or refuse what the context cannot hold."""
-    room = context - prompt
-    if room < 1:
-        raise invalid(
-            f"the prompt has {prompt} tokens, but the context holds {context}, "
-            "of which one at least is for the output; shorten the prompt",
-            "messages" if isinstance(request, ChatRequest) else "prompt",
-            "context_length_exceeded",
-        )
-    if asked is None:
-        return room
-    if asked > room and request.max_tokens is None and field == "max_tokens":
-        return room  # the server's own default is not refused
-    if asked > room:
-        raise invalid(
-            f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
-            f"{context}; at most {room} can be generated",
-            field,
-            "context_length_exceeded",
-        )
-    return asked
 
 
 def _logit_bias(bias: dict[int, float]) -> dict[int, float] | None:

@@ -21,7 +21,7 @@ from fd_core.http.spans import RequestSpan
 from fd_core.server.preprocess.jobs import Job
 from fd_core.server.preprocess.sampling import choice_seed
 from fd_core.server.schemas.responses import PromptTokensDetails, Usage
-from fd_core.server.state.metrics import ServerMetrics
+from fd_core.server.state.metrics import TokenTimes
 from fd_core.server.state.state import ServerState
 from fd_core.server.stream.generation_spans import begin_generation, end_generation
 from fd_core.text.detokenizer import IncrementalDetokenizer
@@ -39,7 +39,7 @@ from fd_core.types import (
     TokenLogprobs,
 )
 
-__all__ = ["AnswerReader", "ChoiceStream", "ChoiceTimes", "Generation", "PromptScores", "TextChunk"]
+__all__ = ["AnswerReader", "ChoiceStream", "Generation", "PromptScores", "TextChunk"]
 
 _TAIL_TOKENS: Final = 64
 """Tokens at the end of a prompt that may open or close reasoning."""
@@ -101,50 +101,17 @@ class AnswerReader:
         return chunk._replace(events=events)
 
 
-class ChoiceTimes:
-    """When the tokens of one choice came, in seconds of `time.perf_counter`."""
-
-    __slots__ = ("_deltas", "arrived", "first", "last")
-
-    def __init__(self, arrived: float, deltas: DeltaStream) -> None:
-        self._deltas = deltas
-        self.arrived = self.first = self.last = arrived
-
-    @property
-    def queued(self) -> float | None:
-        """Seconds until a slot was free; None before."""
-        return None if self._deltas.admitted is None else self._deltas.admitted - self._deltas.submitted
-
-    def count(self, metrics: ServerMetrics, choice: ChoiceStream, outcome: str) -> None:
-        """Count a choice that ended."""
-        tokens, admitted = choice.tokens, self._deltas.admitted
-        durations = [
-            (metrics.end_to_end, time.perf_counter() - self.arrived),
-            (metrics.prompt_length, len(choice.spec.prompt)),
-            (metrics.max_tokens, choice.spec.params.max_tokens),
-        ]
-        if admitted is not None:
-            durations.append((metrics.queue, admitted - self._deltas.submitted))
-        if tokens:
-            durations += (metrics.text_length, tokens), (metrics.decode, self.last - self.first)
-            if admitted is not None:
-                durations.append((metrics.prefill, max(0.0, self.first - admitted)))
-        if tokens > 1:
-            durations.append((metrics.time_per_token, (self.last - self.first) / (tokens - 1)))
-        metrics.ended(outcome, durations)
-
-
 class ChoiceStream:
     """One text that is being generated."""
 
     __slots__ = (
-        "_deltas",
         "_detokenizer",
         "_job",
         "_metrics",
         "_silent_ends",
         "answer",
         "cached_tokens",
+        "deltas",
         "finished",
         "index",
         "phases",
@@ -178,12 +145,12 @@ class ChoiceStream:
         self.prefill: PrefillOutcome | None = None
         """What became of a prompt that another worker was to compute; known with the first token."""
         self.finished: str | None = None
-        self.times = ChoiceTimes(job.caller.arrived, deltas)
+        self.times = TokenTimes(job.caller.arrived)
         rules = job.rules
         reading = rules.reading
         self.answer = None if reading is None else AnswerReader(reading, state.tokenizer, spec.prompt)
         """Reads the text; None for plain text."""
-        self._deltas = deltas
+        self.deltas = deltas
         self._job = job
         self._metrics = state.metrics
         params = spec.params
@@ -219,7 +186,7 @@ class ChoiceStream:
         shown, answer = self._job.shown, self.answer
         while self.finished is None:
             try:
-                delta = await self._deltas.__anext__()
+                delta = await self.deltas.__anext__()
             except StopAsyncIteration:
                 raise EngineDead("the engine ended a request without saying why") from None
             chunk = self._read(delta)
@@ -286,18 +253,22 @@ class ChoiceStream:
         return ApiError(500, f"the generation failed: {reason}", kind="server_error")
 
     def end(self, outcome: str) -> None:
-        """End the text: the engine request is closed, and what became of it is counted once."""
-        if not self._deltas.done:
-            self._deltas.leave()
-        if self.finished is not None:
-            return
+        """End a text that has not ended: its engine request is closed, and what became of it is counted."""
+        if not self.deltas.done:
+            self.deltas.leave()
         self.finished = outcome
         if self.scores is not None:
             self.scores.complete.set()
-        if self._job.adapter:
-            self._metrics.adapter_generations[self._job.shown.model] += 1
-            self._metrics.adapter_tokens[self._job.shown.model] += self.tokens
-        self.times.count(self._metrics, self, outcome)
+        self._metrics.ended(
+            outcome,
+            adapter=self._job.shown.model if self._job.adapter else None,
+            prompt=len(self.spec.prompt),
+            most=self.spec.params.max_tokens,
+            tokens=self.tokens,
+            submitted=self.deltas.submitted,
+            admitted=self.deltas.admitted,
+            times=self.times,
+        )
 
 
 class Generation:
@@ -312,6 +283,8 @@ class Generation:
         self._engine_ids: list[str] = []
         self._span: RequestSpan | None = None
         self.choices: list[ChoiceStream] = []
+        self.used = Usage(0, 0, 0, PromptTokensDetails(0))
+        """Tokens read and written, once the block is over."""
 
     async def __aenter__(self) -> Generation:
         job, state = self._job, self._state
@@ -325,16 +298,32 @@ class Generation:
         try:
             for index, engine_id in enumerate(self._engine_ids):
                 self._submit(index, engine_id)
-        except BaseException:
-            self._close("error")
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close every engine request; those that still ran are aborted."""
         left = kind is not None and issubclass(kind, asyncio.CancelledError)
-        self._close("disconnect" if left else "error")
+        outcome = "disconnect" if left else "error"
+        job, record = self._job, self._job.caller.record
+        try:
+            for choice in self.choices:
+                if choice.finished is None:
+                    choice.end(outcome)
+        finally:
+            if self._span is not None:
+                end_generation(self._span, job, self.choices, outcome)
+            self._state.active.leave(record.request_id, self._engine_ids)
+            if self.choices:
+                self.used = self.usage()
+                record.tokens_in += self.used.prompt_tokens
+                record.tokens_out += self.used.completion_tokens
+            if record.reservation is not None:
+                record.settle()
 
     async def each(self, follow: Callable[[ChoiceStream], Coroutine[Any, Any, None]]) -> None:
         """Run `follow` for every choice, at the same time; the first error ends all."""
@@ -385,19 +374,3 @@ class Generation:
         except BaseException:
             deltas.leave()
             raise
-
-    def _close(self, outcome: str) -> None:
-        """Close every engine request; those that still ran are aborted."""
-        job, caller = self._job, self._job.caller
-        try:
-            for choice in self.choices:
-                choice.end(outcome)
-        finally:
-            if self._span is not None:
-                end_generation(self._span, job, self.choices, outcome)
-            self._state.active.leave(caller.request_id, self._engine_ids)
-            if self.choices:
-                usage = self.usage()
-                caller.record.count(usage.prompt_tokens, usage.completion_tokens)
-            if caller.record.reservation is not None:
-                caller.record.settle()

@@ -50,11 +50,10 @@ def _latencies(choices: Sequence[ChoiceStream]) -> dict[str, float]:
     """Return seconds of the first choice: until a slot was free, and until the first token, where there was one."""
     told: dict[str, float] = {}
     for choice in choices[:1]:
-        times = choice.times
-        if times.queued is not None:
-            told["time_in_queue"] = times.queued
+        if choice.deltas.admitted is not None:
+            told["time_in_queue"] = choice.deltas.admitted - choice.deltas.submitted
         if choice.tokens:
-            told["time_to_first_token"] = times.first - times.arrived
+            told["time_to_first_token"] = choice.times.first - choice.times.arrived
     return told
 
 

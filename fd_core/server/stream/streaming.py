@@ -48,34 +48,9 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, and send the answer unless the client left."""
-        if self._stream:
-            await self._send_stream(scope, receive, send)
+        if not self._stream:
+            await self._send_whole(scope, receive, send)
             return
-        collected: list[CollectedText] = []
-
-        async def collect(choice: ChoiceStream) -> None:
-            chunks = CollectedText(choice)
-            collected.append(chunks)
-            while (chunk := await choice.next()) is not None:
-                chunks.add(chunk)
-
-        async with UntilDisconnect(receive) as client, Generation(self._state, self._format.job) as generation:
-            await generation.each(collect)
-        if client.gone:
-            return
-        collected.sort(key=lambda each: each.choice.index)
-        for each in collected:
-            await self._format.prepare(each.choice)
-            await self._format.score(each)
-        body = msgspec.json.encode(self._format.whole(collected, generation.usage()))
-        if len(body) > _LARGE_BYTES:
-            await asyncio.sleep(0)  # sending copies it once more
-        prefill = collected[0].choice.prefill
-        headers = self._extra if prefill is None else {**self._extra, OUTCOME_HEADER: prefill}
-        await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
-
-    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream; where a router asks for it, a comment tells what the answer took."""
         response_format, shown = self._format, self._format.job.shown
         headers = {**_STREAM_HEADERS, **self._extra}
         started, sending, preparing = False, asyncio.Lock(), asyncio.Lock()
@@ -117,8 +92,32 @@ class GenerationResponse(Response):
             return
         if client.gone:
             return
-        usage = generation.usage()
+        usage = generation.used
         told = b""
-        if _USAGE_HEADER in dict(scope["headers"]):
+        if _USAGE_HEADER in dict(scope["headers"]):  # a router asks what the answer took
             told = usage_comment(usage.prompt_tokens, usage.completion_tokens)
         await emit(told + response_format.last(usage), last=True)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        collected: list[CollectedText] = []
+
+        async def collect(choice: ChoiceStream) -> None:
+            chunks = CollectedText(choice)
+            collected.append(chunks)
+            while (chunk := await choice.next()) is not None:
+                chunks.add(chunk)
+
+        async with UntilDisconnect(receive) as client, Generation(self._state, self._format.job) as generation:
+            await generation.each(collect)
+        if client.gone:
+            return
+        collected.sort(key=lambda each: each.choice.index)
+        for each in collected:
+            await self._format.prepare(each.choice)
+            await self._format.score(each)
+        body = msgspec.json.encode(self._format.whole(collected, generation.used))
+        if len(body) > _LARGE_BYTES:
+            await asyncio.sleep(0)  # sending copies it once more
+        prefill = collected[0].choice.prefill
+        headers = self._extra if prefill is None else {**self._extra, OUTCOME_HEADER: prefill}
+        await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
