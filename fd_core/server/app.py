@@ -19,13 +19,13 @@ from fd_core.http.hosts import HostRules
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
 from fd_core.server.api import (
-    adapters,
     admin,
     chat,
     completions,
     embeddings,
     health,
     kv_events,
+    lora_loading,
     models,
     openapi,
     tokenize,
@@ -122,7 +122,7 @@ def create_app(
     )
     app.state.fd = state
     generating = (chat, messages, responses, completions, embeddings)
-    for family in (*generating, models, tokenize, admin, adapters, health, kv_events):
+    for family in (*generating, models, tokenize, admin, lora_loading, health, kv_events):
         app.include_router(family.router)
     if config.batch_api:
         app.include_router(routes.router)

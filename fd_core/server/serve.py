@@ -17,8 +17,7 @@ from fd_core.config import ServerConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.errors import EngineDead
 from fd_core.http.connections import listening
-from fd_core.http.connections.connections import Connections, connection_limit
-from fd_core.http.connections.listener import Listener
+from fd_core.http.connections.connections import Connections, Listener, connection_limit
 from fd_core.http.connections.liveness import liveness
 from fd_core.http.connections.tls import ServingTls
 from fd_core.http.spans import RequestSpans

@@ -16,11 +16,10 @@ from fd_core.server.schemas.responses import ChatAnswer, ChatChoice, ChatLogprob
 from fd_core.server.schemas.unsupported import CHAT
 from fd_core.server.state.state import state_of
 from fd_core.server.stream.chat_deltas import deltas, message_of
-from fd_core.server.stream.disconnect import unless_gone
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.server.stream.logprobs import chat_logprobs
 from fd_core.server.stream.response_format import CollectedText, ResponseFormat, end_with, json_text
-from fd_core.server.stream.streaming import GenerationResponse
+from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.text.parsing.events import Content
 
 __all__ = ["BODY", "router"]

@@ -20,11 +20,10 @@ from fd_core.server.schemas.requests import CompletionRequest
 from fd_core.server.schemas.responses import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
 from fd_core.server.schemas.unsupported import COMPLETIONS
 from fd_core.server.state.state import state_of
-from fd_core.server.stream.disconnect import unless_gone
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.server.stream.logprobs import CompletionLogprobsBuilder, EncodedLists
 from fd_core.server.stream.response_format import CollectedText, ResponseFormat, slices
-from fd_core.server.stream.streaming import GenerationResponse
+from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.text.prompt_reader import PromptText
 from fd_core.text.tokenizer import Tokenizer
 

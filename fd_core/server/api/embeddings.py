@@ -31,7 +31,7 @@ from fd_core.server.schemas.pooling import (
 )
 from fd_core.server.schemas.unsupported import POOLED
 from fd_core.server.state.state import ServerState, state_of
-from fd_core.server.stream.disconnect import unless_gone
+from fd_core.server.stream.streaming import unless_gone
 
 __all__ = ["EMBEDDINGS", "RERANK", "SCORE", "router"]
 

@@ -18,7 +18,7 @@ from fd_core.http.spans import span_name
 from fd_core.server.preprocess.prompts import PromptState
 from fd_core.server.schemas.pooling import PooledRequest, RerankRequest, ScoreRequest
 from fd_core.server.state.state import ServerState
-from fd_core.server.stream.disconnect import UntilDisconnect, unless_gone
+from fd_core.server.stream.streaming import UntilDisconnect, unless_gone
 from fd_core.text.prompt_reader import PromptText
 from fd_core.types import Delta, FinishReason, Pooling
 

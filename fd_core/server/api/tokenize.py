@@ -15,8 +15,8 @@ from fd_core.server.preprocess.prompts import chat_prompt
 from fd_core.server.schemas.requests import DetokenizeRequest, TokenizeRequest
 from fd_core.server.schemas.responses import AddedTokenInfo, DetokenizeAnswer, TokenizeAnswer, TokenizerInfoAnswer
 from fd_core.server.state.state import state_of
-from fd_core.server.stream.disconnect import unless_gone
 from fd_core.server.stream.encoding import encoded_list
+from fd_core.server.stream.streaming import unless_gone
 from fd_core.types.checks import check_ids
 
 __all__ = ["router"]

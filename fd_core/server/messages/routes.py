@@ -26,8 +26,7 @@ from fd_core.server.preprocess.field_names import MESSAGES_NAMES, named_as_sent
 from fd_core.server.preprocess.jobs import conversation_job
 from fd_core.server.preprocess.prompts import chat_prompt
 from fd_core.server.state.state import state_of
-from fd_core.server.stream.disconnect import unless_gone
-from fd_core.server.stream.streaming import GenerationResponse
+from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 
 __all__ = ["BODY", "router"]
 

@@ -20,8 +20,7 @@ from fd_core.server.responses.schemas import REFUSED, DeletedResponse, ResponseA
 from fd_core.server.responses.store import StoredResponse
 from fd_core.server.schemas.requests import Message
 from fd_core.server.state.state import state_of
-from fd_core.server.stream.disconnect import unless_gone
-from fd_core.server.stream.streaming import GenerationResponse
+from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 
 __all__ = ["BODY", "router"]
 

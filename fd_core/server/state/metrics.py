@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Annotated, Final
 
@@ -28,7 +27,7 @@ from fd_core.http.metrics import Histogram, metric_families, refusal_family
 from fd_core.http.supervision import TaskStats
 from fd_core.types.metrics import counter, gauge
 
-__all__ = ["Histogram", "ServerMetrics", "TokenTimes", "metric_families", "refusal_family"]
+__all__ = ["ServerMetrics", "TokenTimes"]
 
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
@@ -36,36 +35,6 @@ _WAITS: Final = (0.001, 0.005, 0.02, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 _FINISHED: Final = {"disconnect": "abort"}
 """vLLM's word for an outcome, where it is another one."""
 _END_TO_END: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-
-class Histogram:
-    """Counts of durations in seconds, or of lengths in tokens; cheap to feed."""
-
-    __slots__ = ("bounds", "counts", "help", "name", "total", "vllm")
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float], vllm: tuple[str, ...] = ()) -> None:
-        self.name = name
-        self.help = text
-        self.vllm = vllm
-        """Names that vLLM has for it."""
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value that occurred `times` times."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def family(
-        self, name: str | None = None, labels: Mapping[str, str] = MappingProxyType({})
-    ) -> HistogramMetricFamily:
-        """Return the histogram as Prometheus wants it: cumulative; under its own name if none is given."""
-        bounds = [*map(str, self.bounds), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
-        family = HistogramMetricFamily(name or self.name, self.help, labels=tuple(labels))
-        family.add_metric(tuple(labels.values()), buckets, self.total)
-        return family
 
 
 @dataclass(slots=True)
