@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, Final
 
@@ -37,20 +38,20 @@ class BodyBudget:
         Raises `ApiError`: 413 for more than `largest` bytes, 503 where the budget is used up.
         """
         share = BodyShare(self, largest)
-        length = length_of(announced)
-        if length is not None:
+        if announced is not None and (length := length_of(announced)) is not None:
             share.reserve(length)
         return share
 
 
+@dataclass(slots=True)
 class BodyShare:
     """What one body takes of the budget; a context manager that gives it back."""
 
-    def __init__(self, budget: BodyBudget, largest: int) -> None:
-        self._budget = budget
-        self._largest = largest
-        self._received = 0
-        self._held = 0
+    _budget: BodyBudget
+    _largest: int
+    _received: int = 0
+    _reserved: int = 0
+    _held: int = 0
 
     def __enter__(self) -> BodyShare:
         return self
@@ -63,13 +64,15 @@ class BodyShare:
     def received(self, count: int) -> None:
         """Count bytes that came. Raises `ApiError` as `BodyBudget.share` does."""
         self._received += count
-        self.reserve(self._received)
+        if self._received > self._reserved:
+            self.reserve(self._received)
 
     def reserve(self, size: int) -> None:
         """Count a body of `size` bytes. Raises `ApiError` as `BodyBudget.share` does."""
         if size > self._largest:
             message = f"the body is larger than the {self._largest:,} bytes allowed; see --max-body-size"
             raise ApiError(413, message, code="body_too_large")
+        self._reserved = size
         more = size - _FREE_BYTES - self._held
         if more <= 0:
             return

@@ -13,15 +13,19 @@ from fd_core.config.paths import find_cache_dir
 from fd_core.engine.clients.client import EngineClient
 from fd_core.errors import ConfigError
 from fd_core.http.access.control import AccessControl
+from fd_core.http.bodies import BodyBudget
+from fd_core.http.connections.connections import ConnectionStats
 from fd_core.http.hosts import HostRules
+from fd_core.http.spans import RequestSpans
+from fd_core.http.supervision import Supervisor
 from fd_core.server.api import (
-    adapters,
     admin,
     chat,
     completions,
     embeddings,
     health,
     kv_events,
+    lora_loading,
     models,
     openapi,
     tokenize,
@@ -52,11 +56,13 @@ def create_app(
     template: ChatTemplate | None,
     ticket_key: bytes | None = None,
     parsers: Parsers | None = None,
+    spans: RequestSpans | None = None,
+    connections: ConnectionStats | None = None,
 ) -> FastAPI:
     """Return the ASGI application over one engine; its shared state is `app.state.fd`, a `ServerState`.
 
     `ticket_key` is for decode workers, see `fd_core.disagg.ticket`. `parsers` read tool calls and reasoning; without
-    them answers are plain text.
+    them answers are plain text. `spans` make the spans of requests. `connections` are those of the listening socket.
 
     The interactive pages of FastAPI are left out: they load scripts from elsewhere.
     """
@@ -74,36 +80,56 @@ def create_app(
         protect_pages=config.protect_pages,
         share_prefixes=config.share_prefix_cache,
     )
-    metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
-    metrics.refusals = access.refusals
+    bodies, supervisor = BodyBudget(config.max_body_memory), Supervisor()
+    metrics = ServerMetrics(
+        client,
+        names[0] if config.metrics_names == "vllm" else None,
+        refusals=access.refusals,
+        counters=(connections or ConnectionStats(), bodies.stats, supervisor.stats),
+    )
     info = client.info
     longest = info.max_model_len * tokenizer.longest_token
     reader = PromptReader(tokenizer, template, vocab_size=info.vocab_size, max_chars=longest)
     grammars = GrammarChecker(tokenizer, info)
-    app.state.fd = ServerState(
-        config, client, tokenizer, reader, metrics, grammars, parsers or Parsers(), ticket_key=ticket_key, access=access
-    )
-    app.state.fd.responses = ResponseStore(config.response_store)
-    generating = (chat, messages, responses, completions, embeddings)
-    for family in (*generating, models, tokenize, admin, adapters, health, kv_events):
-        app.include_router(family.router)
+    batches = None
     if config.batch_api:
-        app.include_router(routes.router)
         folder = find_cache_dir() / "batches" if config.batch_store is None else Path(config.batch_store).expanduser()
-        app.state.fd.batches = BatchService(
+        batches = BatchService(
             app,
             partial(
                 BatchStore, folder, config.batch_store_limit, config.batch_store_key_limit, lambda: len(access.ring)
             ),
             folder,
-            app.state.fd.supervisor,
+            supervisor,
             longest=config.max_body_bytes,
             at_once=max(1, info.max_num_seqs // 2),  # the other slots are for those who wait for their answer
         )
+    state = ServerState(
+        config,
+        client,
+        tokenizer,
+        reader,
+        metrics,
+        grammars,
+        bodies,
+        parsers or Parsers(),
+        responses=ResponseStore(config.response_store),
+        ticket_key=ticket_key,
+        batches=batches,
+        supervisor=supervisor,
+        access=access,
+        spans=spans,
+    )
+    app.state.fd = state
+    generating = (chat, messages, responses, completions, embeddings)
+    for family in (*generating, models, tokenize, admin, lora_loading, health, kv_events):
+        app.include_router(family.router)
+    if config.batch_api:
+        app.include_router(routes.router)
     install_handlers(app)
     hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)
     app.add_middleware(
-        Gate, access=access, hosts=hosts, metrics=metrics, drain=app.state.fd.drain, access_log=config.access_log
+        Gate, access=access, hosts=hosts, metrics=metrics, drain=state.drain, access_log=config.access_log
     )
-    openapi.install(app, keys_required=bool(access.ring))
+    openapi.install(app, keys_required=access.has_keys)
     return app

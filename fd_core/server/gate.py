@@ -75,18 +75,25 @@ class Gate:
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
-                told = limit_headers(record.account, time.monotonic())
-                left = [(name.encode(), value.encode()) for name, value in told.items()]
-                message["headers"] = [*message.get("headers", ()), *added, *left]
+                message["headers"] = [*message.get("headers", ()), *added]
+                if record.admission is not None:
+                    left = limit_headers(record.admission.account, time.monotonic())
+                    message["headers"] += [(name.encode(), value.encode()) for name, value in left.items()]
                 if self._drain.leaving:
                     message["headers"] += _LEAVING
-                self._metrics.answers[_path(scope), status] += 1
+                path = getattr(scope.get("route"), "path", None)
+                # Clients cannot make up metric labels: this is the route's own path.
+                self._metrics.answers[path if isinstance(path, str) else "other", status] += 1
             await send(message)
             ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             if OWNER not in scope:
-                for name, value in self._hosts.check(_visit(scope, headers)).items():
+                hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+                visit = Visit(hosts, scope["server"][0] if scope["server"] else None)
+                if b"origin" in headers:
+                    visit = _visit_of_page(scope, headers, visit)
+                for name, value in self._hosts.check(visit).items():
                     added.append((name.lower().encode(), value.encode("latin-1")))
             if scope["method"] == "OPTIONS":
                 await Response(status_code=204, headers=allow_header(scope["path"]))(scope, receive, numbered)
@@ -97,40 +104,45 @@ class Gate:
             elif self._drain.refusing:
                 raise unavailable("the server is shutting down", "draining", retry_after=5)
             else:
-                with self._drain.runs():
+                self._drain.running += 1
+                try:
                     await self._app(scope, receive, numbered)
+                finally:
+                    self._drain.running -= 1
         except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
             answer = to_api_error(error)
             if status:
                 raise ConnectionAbortedError("an answer broke off after it had begun") from None
             await error_response(answer, scope["path"])(scope, receive, numbered)
         finally:
-            record.close()
+            if record.admission is not None:
+                record.admission.release()
             if self._access_log:
-                client = "batch" if OWNER in scope else _address(scope)
+                client = "batch" if OWNER in scope else scope["client"][0] if scope["client"] else "-"
                 method = "HEAD" if head else scope["method"]
                 seconds, path = time.perf_counter() - arrived, scope["path"]
                 log_access(client, method, path, status if ended else CLIENT_LEFT, seconds, record)
 
     def _enter(self, scope: Scope, method: str, headers: Mapping[bytes, bytes], record: RequestRecord) -> None:
         """Find out whose request it is, and what it may do. Raises `ApiError`: 401, 403, 404, 405, 429."""
-        path, owner = scope["path"], scope.get(OWNER)
-        if owner is None:
+        access, path, owner = self._access, scope["path"], scope.get(OWNER)
+        if owner is not None:
+            record.key = access.of_owner(owner)
+        elif access.has_keys or _TENANT in headers:
             sent = headers.get(b"authorization"), headers.get(b"x-api-key")
-            record.key = self._access.identify(method, path, *sent)
-            record.tenant = self._tenant(record, method, path, headers.get(_TENANT))
-        else:
-            record.key = self._access.of_owner(owner)
-        scope["state"]["owner"] = record.owner if owner is None else owner
-        CLIENT.set(scope["state"]["owner"] or source_of(_address(scope)))
-        self._access.authorize(record, method, path)
-        self._access.enter(record, method, path, time.monotonic())
+            record.key = access.identify(method, path, *sent)
+            if _TENANT in headers:
+                record.tenant = self._tenant(record, method, path, headers[_TENANT])
+            owner = record.owner
+        scope["state"]["owner"] = owner or ""
+        CLIENT.set(owner or source_of(scope["client"][0] if scope["client"] else "-"))
+        access.authorize(record, method, path)
+        if record.key is not None:
+            access.enter(record, method, path, time.monotonic())
 
-    def _tenant(self, record: RequestRecord, method: str, path: str, header: bytes | None) -> Tenant | None:
+    def _tenant(self, record: RequestRecord, method: str, path: str, header: bytes) -> Tenant | None:
         """Return for whom a router asks. Raises `ApiError` (403) for a header that the sender's key did not sign."""
-        if header is None:
-            return None
-        if record.key is None and self._access.ring:  # an open path: nothing there depends on the tenant
+        if record.key is None and self._access.has_keys:  # an open path: nothing there depends on the tenant
             return None
         secret = None if record.key is None else record.key.digest
         tenant = read_tenant(secret, header, method, path, record.request_id)
@@ -146,22 +158,11 @@ class Gate:
         return tenant
 
 
-def _address(scope: Scope) -> str:
-    address: str = scope["client"][0] if scope["client"] else "-"
-    return address
+def _visit_of_page(scope: Scope, headers: Mapping[bytes, bytes], visit: Visit) -> Visit:
+    """Return what a request says that a browser sends for a page."""
 
-
-def _visit(scope: Scope, headers: Mapping[bytes, bytes]) -> Visit:
     def header(name: str) -> str | None:
         value = headers.get(name.lower().encode())
         return None if value is None else value.decode("latin-1")
 
-    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    return Visit.of(scope["method"], hosts, scope["server"][0] if scope["server"] else None, header)
-
-
-def _path(scope: Scope) -> str:
-    """Return the route's own path, so that clients cannot make up metric labels."""
-    route = scope.get("route")
-    path = getattr(route, "path", None)
-    return path if isinstance(path, str) else "other"
+    return Visit.of(scope["method"], visit.hosts, visit.address, header)

@@ -17,8 +17,7 @@ from fd_core.config import ServerConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.errors import EngineDead
 from fd_core.http.connections import listening
-from fd_core.http.connections.connections import Connections, connection_limit
-from fd_core.http.connections.listener import Listener
+from fd_core.http.connections.connections import Connections, Listener, connection_limit
 from fd_core.http.connections.liveness import liveness
 from fd_core.http.connections.tls import ServingTls
 from fd_core.http.spans import RequestSpans
@@ -66,12 +65,12 @@ async def serve_http(
     """
     tls = ServingTls.of(config)
     sock = sock or listening.bind_socket(config.host, config.port)
-    app = create_app(config, client, tokenizer, template, ticket_key, parsers)
+    connections = Connections(config, connection_limit(config))
+    app = create_app(config, client, tokenizer, template, ticket_key, parsers, spans, connections.stats)
     state: ServerState = app.state.fd
-    listening.warn_if_open(config.host, keys=bool(state.access.ring))
-    state.spans = spans
+    listening.warn_if_open(config.host, keys=state.access.has_keys)
     if spans is not None:
-        client.on_prefill = partial(prefill_span, spans, client.info.model)
+        client.listen_for_prefills(partial(prefill_span, spans, client.info.model))
     url = listening.url_of(config.host, sock, secure=tls is not None)
     registration = registration_of(config, url, lambda: state.incarnation, client.info.role)
 
@@ -84,8 +83,6 @@ async def serve_http(
         if on_ready is not None:
             on_ready(url)
 
-    connections = Connections(config, connection_limit(config))
-    state.metrics.doors = (connections.stats, state.bodies.stats, state.supervisor.stats)
     server = _Server(
         uvicorn.Config(
             app,
@@ -165,12 +162,13 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen and tell."""
-
-        def protocol() -> BoundedHttp:
-            return BoundedHttp(
-                self._connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-            )
-
+        protocol = partial(
+            BoundedHttp,
+            self._connections,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
         await self.lifespan.startup()
         for sock in sockets or ():
             self.servers.append(Listener(sock, protocol, self._connections, self._tls))

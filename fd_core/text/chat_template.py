@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.loading.tokenizer_source import DEFAULT_TEMPLATE
 from fd_core.text.sandbox import Sandbox
-from fd_core.text.template_budget import TooMuch, joined, metered, the_budget
+from fd_core.text.template_budget import TooMuch, metered, the_budget
 from fd_core.text.tool_prompt import with_tools
 
 if TYPE_CHECKING:
@@ -139,7 +139,10 @@ class ChatTemplate:
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))}", field="chat_template_kwargs"
             )
         failures: list[BadRequest | ModelError] = []
-        for reading in _readings_of_calls(turns):
+        readings: Iterable[list[dict[str, Any]]] = ([dict(turn) for turn in turns],)
+        if any("tool_calls" in turn for turn in turns):
+            readings = _readings_of_calls(turns)
+        for reading in readings:
             try:
                 return self._render(reading, own | ours, continue_final_message)
             except (BadRequest, ModelError) as error:
@@ -149,12 +152,15 @@ class ChatTemplate:
     def _render(self, turns: list[dict[str, Any]], variables: Mapping[str, Any], goes_on: bool) -> str:
         compiled = self._compiled
         try:
-            if not self.knows_tools:
-                turns = with_tools(turns, variables["tools"], calls="tool_calls" not in self.source)
+            tools = variables["tools"]
+            if not self.knows_tools and (
+                tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
+            ):
+                turns = with_tools(turns, tools, calls="tool_calls" not in self.source)
             if goes_on:
                 turns[-1]["content"] += _END
-            with metered():
-                text = joined(compiled.generate({**variables, "messages": turns}))
+            with metered() as budget:
+                text = budget.join(compiled.generate({**variables, "messages": turns}))
             return _up_to_end(text) if goes_on else text
         except _Refused as error:
             raise BadRequest(f"the chat template refused the messages: {error}", field="messages") from error
@@ -246,38 +252,32 @@ def flatten_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     flat = []
     budget = _MAX_CONTAINERS
     for index, message in enumerate(messages):
-        budget -= _containers(message)
-        flat.append(_flattened(message, f"messages[{index}]", parse=budget >= 0))
+        field = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise BadRequest(f"{field} must be an object", field=field)
+        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+        if not isinstance(role, str) or not role:
+            raise BadRequest(f"{field}.role must be a string such as 'user'", field=f"{field}.role")
+        text = content if isinstance(content, str) else _text(content, f"{field}.content")
+        turn = {**message, "content": text}
+        turn.pop("tool_calls", None)
+        if calls:
+            budget -= _containers(calls)
+            turn["tool_calls"] = _tool_calls(calls, f"{field}.tool_calls", parse=budget >= 0)
+        flat.append(turn)
     return flat
 
 
-def _containers(message: Any) -> int:
+def _containers(calls: Any) -> int:
     """Return how many objects and lists, about, the arguments of a message's calls hold as text."""
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
     texts = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
     return sum(text.count("{") + text.count("[") for text in texts if isinstance(text, str))
 
 
-def _flattened(message: Message, field: str, parse: bool) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise BadRequest(f"{field} must be an object", field=field)
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise BadRequest(f"{field}.role must be a string such as 'user'", field=f"{field}.role")
-    flat = {**message, "content": _text(message.get("content"), f"{field}.content")}
-    calls = message.get("tool_calls")
-    flat.pop("tool_calls", None)
-    if calls:
-        flat["tool_calls"] = _tool_calls(calls, f"{field}.tool_calls", parse)
-    return flat
-
-
 def _text(content: Any, field: str) -> str:
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
     if not isinstance(content, list | tuple):
         raise BadRequest(f"{field} must be text or a list of parts", field=field)
     return "\n".join(_part(part, f"{field}[{index}]") for index, part in enumerate(content))

@@ -55,7 +55,8 @@ class IncrementalDetokenizer:
     ) -> None:
         if not all(stop):
             raise BadRequest("a stop string must not be empty", field="stop")
-        self._table = tokenizer.table_with(keep) if skip_special else tokenizer.byte_table
+        spoken = tokenizer.table_with(keep) if keep else tokenizer.spoken_table
+        self._table = spoken if skip_special else tokenizer.byte_table
         self._stops = tuple(dict.fromkeys(stop))
         self._first = {each[0]: tuple(s for s in self._stops if s[0] == each[0]) for each in self._stops}
         self._include_stop = include_stop
@@ -64,20 +65,32 @@ class IncrementalDetokenizer:
         self.stopped_by: str | None = None
         """The stop string that ended the text, None while there is none."""
 
-    def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Take the next tokens; tokens after a stop string are ignored.
+    def push(self, token_ids: Sequence[int], *, last: bool = False) -> TextDelta:
+        """Take the next tokens; tokens after a stop string are ignored. After the `last` nothing is held back.
 
         Raises `BadRequest` for a negative id. Ids beyond the vocabulary stand for no text.
         """
         if self.stopped_by is not None:
             return TextDelta("", self.stopped_by, 0)
-        if not self._stops:
-            return TextDelta(self._decode(token_ids), None, len(token_ids))
-        texts = []
-        for count, token_id in enumerate(token_ids, 1):
-            texts.append(self._released(self._decode((token_id,))))
+        table, stops = self._table, self._stops
+        size, texts = len(table), []
+        # Where there are stop strings, each token is looked at by itself.
+        for count, tokens in enumerate(zip(token_ids, strict=True) if stops else (token_ids,), 1):
+            data = self._pending
+            for token_id in tokens:
+                if token_id < 0:
+                    raise BadRequest(f"token id {token_id} is negative")
+                if token_id < size:
+                    data += table[token_id]
+            text, used = utf_8_decode(data, "replace", last and not stops)
+            self._pending = data[used:]
+            if not stops:
+                return TextDelta(text, None, len(token_ids))
+            texts.append(self._released(text))
             if self.stopped_by is not None:
                 return TextDelta("".join(texts), self.stopped_by, count)
+        if last:
+            texts.append(self.flush().text)
         return TextDelta("".join(texts), None, len(token_ids))
 
     def flush(self) -> TextDelta:
@@ -91,18 +104,6 @@ class IncrementalDetokenizer:
             released += self._held
             self._held = ""
         return TextDelta(released, self.stopped_by)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        table = self._table
-        data = self._pending
-        for token_id in token_ids:
-            if token_id < 0:
-                raise BadRequest(f"token id {token_id} is negative")
-            if token_id < len(table):
-                data += table[token_id]
-        text, used = utf_8_decode(data, "replace", False)
-        self._pending = data[used:]
-        return text
 
     def _released(self, text: str) -> str:
         """Take text and return what may go out of it; sets `stopped_by` when a stop string is complete."""

@@ -21,11 +21,11 @@ from fd_core.text.fair_thread import FairThread
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types.checks import check_ids
 
-__all__ = ["PromptReader", "PromptText", "split_prompts", "template_kwargs"]
+__all__ = ["LONG_CHARS", "PromptReader", "PromptText", "split_prompts", "template_kwargs"]
 
 _INLINE_CHARS: Final = 8192
 """Longer texts are read on a thread: the event loop feeds every stream."""
-_LONG_CHARS: Final = 131_072
+LONG_CHARS: Final = 131_072
 """Longer texts have a thread of their own, so that shorter ones never wait for seconds."""
 _COUNTED_CHARS: Final = 1_000_000
 """Tools cut long documents to contexts by the tokens that a server counts."""
@@ -71,8 +71,9 @@ class PromptReader:
         self._template = template
         self._vocab_size = vocab_size
         self._max_chars = max_chars
-        self._worker = FairThread("fdcore-text")
-        self._long_worker = FairThread("fdcore-long-text")
+        self.thread = FairThread("fdcore-text")
+        self.long_thread = FairThread("fdcore-long-text")
+        """For texts of more than `LONG_CHARS`, so that reading them does not crowd out others."""
         self._given_templates: dict[str, ChatTemplate] = {}
         """Templates of requests, the one used last at the end; only the thread of `run` reads them."""
 
@@ -100,13 +101,11 @@ class PromptReader:
         """Return `read()` of a prompt of `size` characters: at once, or from a thread where it would block for long.
 
         What may take long over a short text, as templates may, is not read `at_once` in any case. Whoever is cancelled
-        before the turn comes is not read. There are two threads, one for the longest texts, so that reading does not
-        crowd out the engine.
+        before the turn comes is not read.
         """
         if at_once and size <= _INLINE_CHARS:
             return read()
-        worker = self._worker if size <= _LONG_CHARS else self._long_worker
-        return await worker.run(read)
+        return await (self.thread if size <= LONG_CHARS else self.long_thread).run(read)
 
     def own_template(self, name: str) -> ChatTemplate | None:
         """Return one of the model's templates by its name; None if there is none of that name."""
@@ -124,8 +123,8 @@ class PromptReader:
 
     def close(self) -> None:
         """End the threads."""
-        for worker in (self._worker, self._long_worker):
-            worker.close()
+        for thread in (self.thread, self.long_thread):
+            thread.close()
 
     def text(
         self, text: str, add_special: bool = True, field: str = "prompt", *, counted: bool = False
@@ -170,10 +169,18 @@ class PromptReader:
         what the template refuses or cannot render, for a template of the caller's that is wrong, and where there is
         none.
         """
-        turns = [_turn(message) for message in messages]
-        self._require_short(
-            sum(len(turn["content"]) for turn in turns if isinstance(turn.get("content"), str)), "messages"
-        )
+        turns, size = [], 0
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise BadRequest("a message must be an object", field="messages")
+            turn = {name: value for name in _TURN_FIELDS if (value := message.get(name)) is not None}
+            if isinstance(role := turn.get("role"), str):
+                turn["role"] = _ROLE_ALIASES.get(role, role)
+            if isinstance(content := turn.get("content"), str):
+                size += len(content)
+            turns.append(turn)
+        if self._max_chars is not None and size > self._max_chars:
+            raise self._too_long(size, "messages")
         rendering = self._template if template is None else self._template_of(template)
         if rendering is None:
             raise BadRequest(
@@ -191,27 +198,34 @@ class PromptReader:
             )
         except ModelError as error:  # the model's own was compiled at the start: these messages are too much for it
             raise BadRequest(str(error), field="messages" if template is None else "chat_template") from error
-        return _not_empty("messages", self._encode(text, add_special, "messages"))
+        ids = self._encode(text, add_special, "messages")
+        if not ids:
+            raise _empty("messages")
+        return tuple(ids)
 
     def given(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Return ids that a client gave in `field`; raises `BadRequest` if there are none or one is unknown."""
         return self._checked_ids(_not_empty(field, ids), field)
 
     def _encode(self, text: str, add_special: bool, field: str, *, counted: bool = False) -> list[int]:
-        if not counted or len(text) > _COUNTED_CHARS:
-            self._require_short(len(text), field)
+        if (not counted or len(text) > _COUNTED_CHARS) and self._max_chars is not None and len(text) > self._max_chars:
+            raise self._too_long(len(text), field)
         ids = self._tokenizer.encode(text, add_special=add_special)
-        if not counted:
+        if not counted and not self._fits:
             check_ids(ids, self._vocab_size, field, self._tokenizer.token_text)
         return ids
 
-    def _require_short(self, chars: int, field: str) -> None:
-        if self._max_chars is not None and chars > self._max_chars:
-            raise BadRequest(
-                f"{field} has {chars:,} characters; the context holds {self._max_chars:,} at most",
-                field=field,
-                code="context_length_exceeded",
-            )
+    @cached_property
+    def _fits(self) -> bool:
+        """Whether every id that the tokenizer has is one of the model's."""
+        return self._tokenizer.vocab_size <= self._vocab_size
+
+    def _too_long(self, chars: int, field: str) -> BadRequest:
+        return BadRequest(
+            f"{field} has {chars:,} characters; the context holds {self._max_chars:,} at most",
+            field=field,
+            code="context_length_exceeded",
+        )
 
     def _template_of(self, source: str) -> ChatTemplate:
         """Return the template that a request names, or brings, compiled once for those that repeat it."""
@@ -262,15 +276,6 @@ def split_prompts(prompt: object, field: str = "prompt") -> list[str] | list[lis
 
 def _is_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(each) is int for each in value)
-
-
-def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise BadRequest("a message must be an object", field="messages")
-    turn = {name: value for name in _TURN_FIELDS if (value := message.get(name)) is not None}
-    if isinstance(turn.get("role"), str):
-        turn["role"] = _ROLE_ALIASES.get(turn["role"], turn["role"])
-    return turn
 
 
 def _not_empty(field: str, ids: Sequence[int]) -> tuple[int, ...]:

@@ -56,14 +56,32 @@ class TemplateBudget:
         """Take steps. Raises `TooMuch` when none is left."""
         self._steps -= steps
         if self._steps < 0:
-            raise TooMuch(f"it takes more than {MAX_STEPS} steps")
+            raise _too_many_steps()
+
+    def join(self, pieces: Iterable[str], between: str = "") -> str:
+        """Return the pieces as one text. Raises `TooMuch` as soon as it would be too large."""
+        kept: list[str] = []
+        size, gap = 0, len(between)
+        for piece in pieces:
+            size += len(piece) + gap
+            if size > MAX_CHARS:
+                raise _too_large()
+            self._steps -= 1
+            if self._steps < 0:
+                raise _too_many_steps()
+            kept.append(piece)
+        text = between.join(kept)
+        self.make(sys.getsizeof(text))
+        return text
 
     def make(self, size: int) -> None:
         """Take memory, in bytes, and the time that it takes to fill it."""
         self._bytes -= size
         if self._bytes < 0:
             raise TooMuch(f"it makes more than {MAX_BYTES >> 20} MiB of values")
-        self.spend(size // _BYTES_A_STEP)
+        self._steps -= size // _BYTES_A_STEP
+        if self._steps < 0:
+            raise _too_many_steps()
 
     def made(self, value: Any) -> Any:
         """Take the memory of a value that was made, what it refers to left out; return the value."""
@@ -119,7 +137,9 @@ class TemplateBudget:
     def counted(self, values: Iterable[Any], cost: int = 1) -> Iterator[Any]:
         """Yield the values; each takes `cost` steps."""
         for value in values:
-            self.spend(cost)
+            self._steps -= cost
+            if self._steps < 0:
+                raise _too_many_steps()
             yield value
 
     def listed(self, values: Any) -> list[Any]:
@@ -142,34 +162,33 @@ the_budget = _current.get
 
 
 @contextlib.contextmanager
-def metered() -> Iterator[None]:
-    """Charge what runs in the block to a budget of its own."""
-    before = _current.set(TemplateBudget())
+def metered() -> Iterator[TemplateBudget]:
+    """Charge what runs in the block to a budget of its own, which it returns."""
+    budget = TemplateBudget()
+    before = _current.set(budget)
     try:
-        yield
+        yield budget
     finally:
         _current.reset(before)
 
 
 def joined(pieces: Iterable[str], between: str = "") -> str:
-    """Return the pieces as one text. Raises `TooMuch` as soon as it would be too large."""
-    budget = the_budget()
-    kept: list[str] = []
-    size = 0
-    for piece in pieces:
-        size += len(piece) + len(between)
-        check_size(size)
-        budget.spend()
-        kept.append(piece)
-    text = between.join(kept)
-    budget.made(text)
-    return text
+    """Return the pieces as one text, charged to the rendering that runs."""
+    return the_budget().join(pieces, between)
 
 
 def check_size(size: int) -> None:
     """Raise `TooMuch` for a text of more than `MAX_CHARS` characters."""
     if size > MAX_CHARS:
-        raise TooMuch(f"a value has more than {MAX_CHARS} characters")
+        raise _too_large()
+
+
+def _too_large() -> TooMuch:
+    return TooMuch(f"a value has more than {MAX_CHARS} characters")
+
+
+def _too_many_steps() -> TooMuch:
+    return TooMuch(f"it takes more than {MAX_STEPS} steps")
 
 
 def check_items(count: int) -> None:

@@ -16,8 +16,7 @@ import pytest
 
 from fd_core.config import ServerConfig
 from fd_core.http.connections import connections as watching
-from fd_core.http.connections.connections import Connections, WatchedProtocol, connection_limit, source_of
-from fd_core.http.connections.listener import Listener
+from fd_core.http.connections.connections import Connections, Listener, WatchedProtocol, connection_limit, source_of
 from fd_core.http.connections.listening import bind_socket, raise_descriptor_limit
 
 from .doors import COMPLETIONS, JSON, KINDS, door, until

@@ -15,7 +15,7 @@ def test_unknown_fields_of_a_request_are_logged_in_one_line_and_a_line_comes_now
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(body_reading.time, "monotonic", lambda: now)
-    with caplog.at_level(logging.WARNING, logger="fd_core.server.preprocess.known_fields"):
+    with caplog.at_level(logging.WARNING, logger="fd_core.server.preprocess.body"):
         for round_number in range(100):
             fields = {f"field_{round_number}_{index}": 1 for index in range(900)}
             answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, **fields})

@@ -26,7 +26,7 @@ MUTANTS = (
     mutant(
         "what-ended-is-asked-again",
         "1.8: only what had not ended is requeued",
-        (LEDGER, "        if delta.finish_reason is not None:\n            self.drop(delta.request_id)\n", ""),
+        (LEDGER, "            del self._entries[delta.request_id]\n", ""),
     ),
     mutant(
         "an-abort-is-forgotten-with-the-epoch",
@@ -51,7 +51,7 @@ MUTANTS = (
     mutant(
         "a-suspect-is-held-back-for-ever",
         "1.8: requeued or ended with an error",
-        (STREAMS, "        self._try_next_suspect()\n\n", "\n"),
+        (STREAMS, "        if self._ledger.suspects_held and (", "        if False and ("),
     ),
     mutant(
         "a-dead-epoch-is-still-heard",

@@ -186,9 +186,8 @@ def families(leases: LeaseStats, vllm_model: str | None = None) -> list[Metric]:
             phases=PhaseCounters(),
         ),
     )
-    metrics = ServerMetrics(client, vllm_model)
+    metrics = ServerMetrics(client, vllm_model, refusals={("alice", "tokens"): 1})
     metrics.answers["/health", 200] = 1
-    metrics.refusals["alice", "tokens"] = 1
     return list(metrics.collect())
 
 

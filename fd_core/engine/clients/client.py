@@ -40,51 +40,55 @@ and `warmup` (steps)."""
 class DeltaStream(AsyncIterator[Delta]):
     """Deltas of one request; deltas that piled up are merged into one."""
 
-    def __init__(self, client: SingleEngineClient, request_id: str) -> None:
+    def __init__(
+        self, client: SingleEngineClient, request_id: str, on_news: Callable[[Delta | None], None] | None = None
+    ) -> None:
+        """`on_news` is called with each delta once it arrives, read or not, and with None if none is the last one."""
         self._client = client
         self._request_id = request_id
+        self._on_news = on_news
         self._pending: list[Delta] = []
         self._failure: str | None = None
         self._wake: asyncio.Future[None] | None = None
-        self._done = False
+        self.done = False
+        """Whether the last delta was read, or its reader left."""
         self.submitted = time.perf_counter()
         """When the request was given to the engine, in seconds of `time.perf_counter`."""
         self.admitted: float | None = None
         """When it entered a slot for the first time; None before."""
-        self.on_news: Callable[[Delta | None], None] | None = None
-        """Called with each delta once it arrives, read or not, and with None if the request ends without a last one."""
 
     def push(self, delta: Delta) -> None:
         """Take the next delta."""
         self._pending.append(delta)
-        if self.on_news is not None:
-            self.on_news(delta)
-        if self._wake is not None:
-            self._notify()
+        if self._on_news is not None:
+            self._on_news(delta)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
     def fail(self, message: str) -> None:
         """End with `EngineDead` once what arrived was fetched."""
         self._failure = message
-        if self.on_news is not None:
-            self.on_news(None)
-        self._notify()
+        if self._on_news is not None:
+            self._on_news(None)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
     async def __anext__(self) -> Delta:
         """Return what arrived since the last call; wait for it if nothing did."""
-        if self._done:
+        if self.done:
             raise StopAsyncIteration
         while not self._pending:
             if self._failure is not None:
-                self._done = True
+                self.done = True
                 raise EngineDead(self._failure)
             self._wake = asyncio.get_running_loop().create_future()
             try:
                 await self._wake
             finally:
                 self._wake = None
-        delta = _merged(self._pending)
-        self._pending = []
-        self._done = delta.finish_reason is not None
+        pending, self._pending = self._pending, []
+        delta = pending[0] if len(pending) == 1 else _merged(pending)
+        self.done = delta.finish_reason is not None
         return delta
 
     async def aclose(self) -> None:
@@ -93,15 +97,11 @@ class DeltaStream(AsyncIterator[Delta]):
 
     def leave(self) -> None:
         """Abort the request unless it has ended, without waiting for anything."""
-        if not self._done:
-            self._done = True
+        if not self.done:
+            self.done = True
             self._client._leave(self._request_id)
-            if self.on_news is not None:
-                self.on_news(None)
-
-    def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+            if self._on_news is not None:
+                self._on_news(None)
 
 
 class EngineClient(Protocol):
@@ -109,9 +109,6 @@ class EngineClient(Protocol):
 
     Opened by `fd_core.engine.clients.launch.open_client`.
     """
-
-    on_prefill: Callable[[PrefillTrace], None]
-    """Called with each traced job of a decode worker that is over; for a prefill worker."""
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
@@ -162,6 +159,9 @@ class EngineClient(Protocol):
     def abort_all(self) -> list[str]:
         """Abort everything and return the ids."""
 
+    def listen_for_prefills(self, listener: Callable[[PrefillTrace], None]) -> None:
+        """Call `listener` with each traced job of a decode worker that is over; for a prefill worker."""
+
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load the LoRA adapter in a folder under a name, or unload the one of that name, in every engine."""
 
@@ -190,8 +190,7 @@ class SingleEngineClient(abc.ABC):
         self._ledger = RequestLedger()
         self._streams: dict[str, DeltaStream] = {}
         """The stream of each request in the ledger."""
-        self.on_prefill: Callable[[PrefillTrace], None] = lambda _: None
-        """Called with each traced job of a decode worker that is over; for a prefill worker."""
+        self._prefill_listeners: list[Callable[[PrefillTrace], None]] = []
         self._left: set[str] = set()
         """Requests whose reader left before the engine reported their end."""
         self.stats = EngineStats()
@@ -242,10 +241,15 @@ class SingleEngineClient(abc.ABC):
         """Whether a request with this id has not ended."""
         return request_id in self._streams or request_id in self._left
 
-    def submit(self, spec: RequestSpec) -> DeltaStream:
+    def listen_for_prefills(self, listener: Callable[[PrefillTrace], None]) -> None:
+        """Call `listener` with each traced job of a decode worker that is over; for a prefill worker."""
+        self._prefill_listeners.append(listener)
+
+    def submit(self, spec: RequestSpec, on_news: Callable[[Delta | None], None] | None = None) -> DeltaStream:
         """Start a request and return its deltas; the last one carries a finish reason.
 
-        The request starts at once, not at the first `anext`. Closing the iterator before its end (`aclose`) aborts
+        `on_news` is called with each delta once it arrives, read or not, and with None if none is the last one. The
+        request starts at once, not at the first `anext`. Closing the iterator before its end (`aclose`) aborts
         the request. Deltas that are not fetched pile up; nothing else waits for a slow reader. Raises `BadRequest` if
         a request with this id runs already and `EngineDead` if there is no engine. If the engine dies later, the
         iterator pauses until another engine has resumed the request; it ends with finish reason `error` if engines keep
@@ -254,11 +258,12 @@ class SingleEngineClient(abc.ABC):
         """
         if not self.alive:
             raise EngineDead(self._death)
-        if self.runs(spec.request_id):
-            raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
-        stream = DeltaStream(self, spec.request_id)
+        request_id = spec.request_id
+        if request_id in self._streams or request_id in self._left:
+            raise BadRequest(f"a request with id {request_id!r} is already running", field="request_id")
+        stream = DeltaStream(self, request_id, on_news)
         self._ledger.begin(spec)
-        self._streams[spec.request_id] = stream
+        self._streams[request_id] = stream
         self._send(Submit(spec))
         return stream
 
@@ -275,7 +280,9 @@ class SingleEngineClient(abc.ABC):
             if self.alive and not self._ledger.held(request_id):
                 asked.append(request_id)
             else:  # no engine has the request, so it ends here
-                self._hand_on(Delta(request_id, finish_reason=FinishReason.ABORT))
+                end = self._ledger.deliver(Delta(request_id, finish_reason=FinishReason.ABORT))
+                if end is not None:
+                    self._streams.pop(request_id).push(end)
         if asked:
             self._ledger.aborting(asked)
             self._send(Abort(tuple(asked)))
@@ -391,29 +398,22 @@ class SingleEngineClient(abc.ABC):
         if events.kv and self.kv_log is not None:
             self.kv_log.extend(events.kv, self.kv_place)
         for trace in events.prefills:
-            self.on_prefill(trace)
-        self._ledger.admitted(events.admitted)
-        for request_id in events.admitted:
-            stream = self._streams.get(request_id)
-            if stream is not None and stream.admitted is None:
-                stream.admitted = time.perf_counter()
+            for listener in self._prefill_listeners:
+                listener(trace)
+        if events.admitted:
+            self._ledger.admitted(events.admitted)
+            for request_id in events.admitted:
+                stream = self._streams.get(request_id)
+                if stream is not None and stream.admitted is None:
+                    stream.admitted = time.perf_counter()
         for delta in events.deltas:
-            if delta.finish_reason is not None:
+            ended = delta.finish_reason is not None
+            if ended:
                 self._left.discard(delta.request_id)
-                self._hand_on(delta)
-            elif (seen := self._ledger.deliver(delta)) is not None:
-                self._streams[delta.request_id].push(seen)
-        self._try_next_suspect()
-
-    def _hand_on(self, delta: Delta) -> None:
-        seen = self._ledger.deliver(delta)
-        if seen is None:
-            return
-        streams, name = self._streams, delta.request_id
-        (streams[name] if seen.finish_reason is None else streams.pop(name)).push(seen)
-
-    def _try_next_suspect(self) -> None:
-        if (suspect := self._ledger.next_suspect()) is not None:
+            if (seen := self._ledger.deliver(delta)) is not None:
+                stream = self._streams.pop(delta.request_id) if ended else self._streams[delta.request_id]
+                stream.push(seen)
+        if self._ledger.suspects_held and (suspect := self._ledger.next_suspect()) is not None:
             self._send(Submit(suspect))
 
     def _leave(self, request_id: str) -> None:
@@ -425,8 +425,6 @@ class SingleEngineClient(abc.ABC):
 
 
 def _merged(deltas: list[Delta]) -> Delta:
-    if len(deltas) == 1:
-        return deltas[0]
     last = deltas[-1]
     scores = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return Delta(

@@ -67,7 +67,6 @@ class DataParallelClient:
         """`prefixes`: whether engines keep what they computed of prompts; `reason`: why their backend was chosen."""
         self._reason = reason
         self.engines = tuple(engines)
-        self.on_prefill: Callable[[PrefillTrace], None] = lambda _: None  # there are no prefill workers among them
         info = self.engines[0].info
         placing = RouterConfig(
             policy="cache_aware" if prefixes else "request_num",
@@ -179,12 +178,14 @@ class DataParallelClient:
         if not isinstance(chosen, Selection):
             raise EngineDead(self.missing)
         try:
-            stream = self.engines[self._workers.index(chosen.prefill)].submit(spec)
+            engine = self.engines[self._workers.index(chosen.prefill)]
+            return engine.submit(spec, partial(self._account, chosen))
         except BaseException:
             chosen.release()
             raise
-        stream.on_news = partial(self._account, chosen)
-        return stream
+
+    def listen_for_prefills(self, listener: Callable[[PrefillTrace], None]) -> None:
+        """There are no prefill workers among several engines."""
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort the named requests, wherever they are, and return those that were running or waiting. Idempotent.

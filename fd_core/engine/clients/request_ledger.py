@@ -54,7 +54,7 @@ class RequestLedger:
 
     def __init__(self) -> None:
         self._entries: dict[str, _LiveRequest] = {}
-        self._held: dict[str, None] = {}
+        self.suspects_held: dict[str, None] = {}
         """Suspects that the current epoch does not know yet, in order of arrival."""
         self._tried = ""
         """The suspect that the current epoch was given last."""
@@ -87,7 +87,8 @@ class RequestLedger:
             entry.delivered += delta.token_ids
             entry.advanced = True
         if delta.finish_reason is not None:
-            self.drop(delta.request_id)
+            del self._entries[delta.request_id]
+            self.suspects_held.pop(delta.request_id, None)
         if delta.cached_tokens is None:
             return delta
         if entry.told_cached:
@@ -97,7 +98,7 @@ class RequestLedger:
 
     def held(self, request_id: str) -> bool:
         """Whether a request is live, but unknown to the current epoch."""
-        return request_id in self._held
+        return request_id in self.suspects_held
 
     def aborting(self, request_ids: Iterable[str]) -> None:
         """The engine was asked to abort these requests; if it dies first, they end as aborted all the same."""
@@ -107,15 +108,15 @@ class RequestLedger:
     def drop(self, request_id: str) -> None:
         """Forget a request that nobody reads any more, or that was ended elsewhere."""
         self._entries.pop(request_id, None)
-        self._held.pop(request_id, None)
+        self.suspects_held.pop(request_id, None)
 
     def died(self, reason: str) -> list[Delta]:
         """The epoch died of `reason`; return the last deltas of the requests that no other epoch gets."""
-        known = [entry for name, entry in self._entries.items() if name not in self._held]
+        known = [entry for name, entry in self._entries.items() if name not in self.suspects_held]
         ends = [end for entry in known if (end := _end_by_death(entry, reason)) is not None]
         for end in ends:
             del self._entries[end.request_id]
-        self._held = {}
+        self.suspects_held = {}
         return ends
 
     def resubmissions(self) -> list[RequestSpec]:
@@ -124,15 +125,15 @@ class RequestLedger:
         Of the suspects only the first is among them; `next_suspect` returns the others.
         """
         suspects = [name for name, entry in self._entries.items() if entry.suspected]
-        self._tried, self._held = suspects[0] if suspects else "", dict.fromkeys(suspects[1:])
-        return [_resumed(entry) for name, entry in self._entries.items() if name not in self._held]
+        self._tried, self.suspects_held = suspects[0] if suspects else "", dict.fromkeys(suspects[1:])
+        return [_resumed(entry) for name, entry in self._entries.items() if name not in self.suspects_held]
 
     def next_suspect(self) -> RequestSpec | None:
         """Return the suspect that the current epoch is to try next; None while it tries one, or if none is left."""
-        if not self._held or ((tried := self._entries.get(self._tried)) is not None and tried.suspected):
+        if not self.suspects_held or ((tried := self._entries.get(self._tried)) is not None and tried.suspected):
             return None
-        self._tried = next(iter(self._held))
-        del self._held[self._tried]
+        self._tried = next(iter(self.suspects_held))
+        del self.suspects_held[self._tried]
         return _resumed(self._entries[self._tried])
 
 

@@ -54,6 +54,8 @@ class AccessControl:
         self._open: tuple[Right, ...] = ("probe", "secret") if protect_pages else ("probe", "secret", "page")
         self._share_prefixes = share_prefixes
         self.ring = KeyRing(self._read())
+        self.has_keys = len(self.ring) > 0
+        """Whether requests need a key."""
         self._accounts: dict[str, KeyAccount] = {}
         self.refusals: Counter[tuple[str, str]] = Counter()
         """Requests refused, by name of the key and limit."""
@@ -79,7 +81,7 @@ class AccessControl:
         except (ConfigError, OSError) as error:
             log.error("the API keys stay as they were: %s", error)
             return
-        self.ring = ring
+        self.ring, self.has_keys = ring, len(ring) > 0
         named = {key.name: key for key in ring if key.name}
         self._accounts = {name: each for name, each in self._accounts.items() if name in named or each.running}
         for name, account in self._accounts.items():
@@ -93,7 +95,7 @@ class AccessControl:
         Raises `ApiError` (401) unless there are no keys, the path is open, or a header carries an accepted key. For the
         pages, browsers may give it as password.
         """
-        if not self.ring:
+        if not self.has_keys:
             return None
         found = find_route(path)
         right = None if found is None else found[1].right
@@ -115,7 +117,7 @@ class AccessControl:
 
         Raises `ApiError` (401) if it is no longer accepted. A batch that was begun without a key goes on.
         """
-        if not self.ring or not owner:
+        if not self.has_keys or not owner:
             return None
         key = self.ring.of_owner(owner.partition(".")[0])
         if key is None:
@@ -150,7 +152,7 @@ class AccessControl:
         Where there are keys, each has a salt of its own: `cached_tokens` and the time to the first token would show
         one client what another has sent.
         """
-        return given or "" if self._share_prefixes else scoped(owner, given)
+        return given or "" if self._share_prefixes or not owner else scoped(owner, given)
 
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
         """Let a request begin; its record has to be closed. Raises `ApiError` (429) if its key has no room for it."""

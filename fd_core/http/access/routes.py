@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Final, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 __all__ = ["ROUTES", "Right", "Route", "find_route"]
 
@@ -12,7 +13,8 @@ Right = Literal["probe", "page", "key", "admin", "secret"]
 the handler checks a secret of its own."""
 
 
-class Route(NamedTuple):
+@dataclass(frozen=True)
+class Route:
     """What one path accepts."""
 
     right: Right
@@ -20,10 +22,12 @@ class Route(NamedTuple):
     forwarded: bool = False
     """Whether a router passes the request on to one worker."""
 
-    @property
-    def allowed(self) -> tuple[str, ...]:
-        """Methods of the `Allow` header."""
-        return tuple(sorted({*self.methods, "OPTIONS", *(("HEAD",) if "GET" in self.methods else ())}))
+    allowed: tuple[str, ...] = field(init=False)
+    """Methods of the `Allow` header."""
+
+    def __post_init__(self) -> None:
+        allowed = {*self.methods, "OPTIONS", *(("HEAD",) if "GET" in self.methods else ())}
+        object.__setattr__(self, "allowed", tuple(sorted(allowed)))
 
 
 _GET: Final = ("GET",)

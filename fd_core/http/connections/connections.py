@@ -8,11 +8,15 @@ A connection waits for a request, receives a body, or is answered; only the answ
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import itertools
 import logging
 import resource
+import socket
 from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Annotated, Any, Final, Literal
 
@@ -20,12 +24,18 @@ import msgspec
 
 from fd_core.config import ListenConfig
 from fd_core.http.connections.listening import is_loopback
-from fd_core.http.errors import ApiError
+from fd_core.http.connections.tls import ServingTls
+from fd_core.http.errors import ApiError, unavailable
 from fd_core.types.metrics import counter, gauge
 
 __all__ = [
-    *("MAX_HEAD_BYTES", "ConnectionStats", "Connections", "WatchedProtocol"),
-    *("connection_limit", "source_of"),
+    "MAX_HEAD_BYTES",
+    "ConnectionStats",
+    "Connections",
+    "Listener",
+    "WatchedProtocol",
+    "connection_limit",
+    "source_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -42,6 +52,18 @@ _MOST_CONNECTIONS: Final = 10_000
 _CROWD_SECONDS: Final = 1.0
 """A connection that waits for longer than this makes room for a new one where there is no other."""
 _LOG_SECONDS: Final = 60.0
+_BACKLOG: Final = 1024
+_AT_ONCE: Final = 64
+"""Connections accepted before others have their turn on the event loop."""
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Closing connections that wait for a request may help."""
+_PAUSE_SECONDS: Final = 0.5
+"""Pause after a failure to accept: whatever is missing does not come back at once."""
+_REFRESH_SECONDS: Final = 5.0
+"""Pause between two looks at the files of the certificate."""
+_REFUSAL_SECONDS: Final = 2.0
+_MOST_REFUSALS: Final = 16
+"""Refusals on their way, which take descriptors of the reserve; further connections are closed without a word."""
 
 
 class ConnectionStats(msgspec.Struct):
@@ -82,6 +104,7 @@ def connection_limit(config: ListenConfig, *, descriptors: int = 1) -> int:
     return max(1, min(_MOST_CONNECTIONS, (allowed - min(_RESERVED_DESCRIPTORS, allowed // 4)) // descriptors))
 
 
+@lru_cache(maxsize=4096)
 def source_of(address: str) -> str:
     """Return whose an address is: of IPv6, a network of 64 bits, since one machine may use all addresses in it."""
     try:
@@ -113,9 +136,11 @@ class Connections:
         self._open: set[WatchedProtocol] = set()
         self._sources: Counter[str] = Counter()
         """Connections by `source_of` their address."""
-        self._waiting: dict[WatchedProtocol, float] = {}
+        self.waiting: dict[WatchedProtocol, float] = {}
         """Those without a request, since when; the one that waits longest is the first."""
         self._loop = asyncio.get_running_loop()
+        self.now = self._loop.time
+        """Returns seconds of the event loop's clock."""
         self._pause = min(1.0, min(self.patience.values()) / 4)
         self._timer = self._loop.call_later(self._pause, self._look)
         self._next_line: dict[str, float] = {}
@@ -124,23 +149,12 @@ class Connections:
         """Watch no longer; connections stay as they are."""
         self._timer.cancel()
 
-    @property
-    def now(self) -> float:
-        """Seconds of the event loop's clock."""
-        return self._loop.time()
-
-    def accepted(self, connection: WatchedProtocol, address: str) -> None:
-        """Count a connection that is to be made."""
-        connection.source = source_of(address)
-        self._sources[connection.source] += 1
-        self._opening.add(connection)
-
     def entered(self, connection: WatchedProtocol) -> None:
         """Note that a connection was made; it waits for its first request."""
         self._opening.discard(connection)
         self._open.add(connection)
         self.stats.open = len(self._open)
-        self.waits(connection)
+        self.waiting[connection] = self.now()
 
     def left(self, connection: WatchedProtocol) -> None:
         """Forget a connection; again without effect."""
@@ -149,21 +163,16 @@ class Connections:
         self._opening.discard(connection)
         self._open.discard(connection)
         self.stats.open = len(self._open)
-        self._waiting.pop(connection, None)
+        self.waiting.pop(connection, None)
         self._sources[connection.source] -= 1
         if not self._sources[connection.source]:
             del self._sources[connection.source]
 
-    def waits(self, connection: WatchedProtocol) -> None:
-        """Note that a connection has no request."""
-        self._waiting[connection] = self.now
+    def admit(self, address: str, make: Callable[[], WatchedProtocol]) -> WatchedProtocol | None:
+        """Return the protocol of one more connection, or None if there is no room for it.
 
-    def works(self, connection: WatchedProtocol) -> None:
-        """Note that a connection has a request."""
-        self._waiting.pop(connection, None)
-
-    def has_room(self, address: str) -> bool:
-        """Whether one more connection may come in; where there are too many, the one that waited longest leaves."""
+        Where there are too many, the one that waited longest leaves.
+        """
         source, most = source_of(address), self.limit_of_address
         if self._sources[source] >= most and not is_loopback(source):
             self.stats.refused_of_address += 1
@@ -172,33 +181,36 @@ class Connections:
                 "--limit-concurrency-per-address",
                 f"; the first such address is {source}",
             )
-            return False
-        if len(self._open) + len(self._opening) < self.limit:
-            return True
-        if self.evict(1):
-            return True
-        self.stats.refused += 1
-        self.complain(f"{self.limit} connections are open, so others are answered with 503; see --limit-concurrency")
-        return False
+            return None
+        if len(self._open) + len(self._opening) >= self.limit and not self.evict(1):
+            self.stats.refused += 1
+            self.complain(
+                f"{self.limit} connections are open, so others are answered with 503; see --limit-concurrency"
+            )
+            return None
+        connection = make()
+        connection.source = source
+        self._sources[source] += 1
+        self._opening.add(connection)
+        return connection
 
     def evict(self, most: int) -> int:
         """Close up to `most` connections without a request, those that waited longest; return their number."""
-        longest = [
-            each for each in itertools.islice(self._waiting, most) if self.now - self._waiting[each] > _CROWD_SECONDS
-        ]
+        now = self.now()
+        longest = [each for each in itertools.islice(self.waiting, most) if now - self.waiting[each] > _CROWD_SECONDS]
         for connection in longest:
             connection.expire("crowd")
         return len(longest)
 
     def complain(self, what: str, example: str = "") -> None:
         """Log a warning, the same one at most once a minute, whatever the `example` is."""
-        if self.now >= self._next_line.get(what, 0.0):
-            self._next_line[what] = self.now + _LOG_SECONDS
+        if (now := self.now()) >= self._next_line.get(what, 0.0):
+            self._next_line[what] = now + _LOG_SECONDS
             log.warning("%s%s (logged once a minute)", what, example)
 
     def _look(self) -> None:
         """Close what has not moved for too long."""
-        now = self.now
+        now = self.now()
         for connection in [*self._open]:
             reason = connection.overdue(now, self._pause)
             if reason is not None:
@@ -215,13 +227,13 @@ class WatchedProtocol(asyncio.Protocol):
     watch: Connections
     """To be set before the connection is made."""
     source: str
-    """Whose address it is from, see `source_of`; `Connections.accepted` sets it."""
+    """Whose address it is from, see `source_of`; `Connections.admit` sets it."""
 
     def connection_made(self, transport: Any) -> None:
         """Begin to watch."""
         self._transport = transport
         self._waits_for: Literal["head", "keep_alive", "body"] | None = "head"
-        self._since = self.watch.now
+        self._since = self.watch.now()
         self._received = 0
         self._pending = 0
         self._stuck_since: float | None = None
@@ -237,14 +249,14 @@ class WatchedProtocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Note that something moves."""
         if self._waits_for == "keep_alive":
-            self._waits_for, self._since = "head", self.watch.now
+            self._waits_for, self._since = "head", self.watch.now()
         elif self._waits_for == "body":
             self._received += len(data)
         super().data_received(data)
 
     def pause_writing(self) -> None:
         """Note that the client does not take its answer."""
-        self._stuck_since, self._stuck_bytes = self.watch.now, self._transport.get_write_buffer_size()
+        self._stuck_since, self._stuck_bytes = self.watch.now(), self._transport.get_write_buffer_size()
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -254,26 +266,26 @@ class WatchedProtocol(asyncio.Protocol):
 
     def head_complete(self) -> None:
         """Note that a request begins."""
-        self._waits_for, self._since, self._received = "body", self.watch.now, 0
+        self._waits_for, self._since, self._received = "body", self.watch.now(), 0
         self._pending += 1
-        self.watch.works(self)
+        self.watch.waiting.pop(self, None)
 
     def body_complete(self) -> None:
         """Note that nothing is missing of the request."""
         self._waits_for = None
-        self._wait()
+        if not self._pending:
+            self._wait()
 
     def answer_complete(self) -> None:
         """Note that the answer was handed over; the rest of an unfinished body keeps its deadline."""
         self._pending -= 1
-        self._wait()
+        if not self._pending and self._waits_for is None:
+            self._wait()
 
     def _wait(self) -> None:
-        """Wait for the next request, unless one is still received or answered."""
-        if self._pending or self._waits_for is not None:
-            return
-        self._waits_for, self._since = "keep_alive", self.watch.now
-        self.watch.waits(self)
+        """Wait for the next request: none is received or answered any more."""
+        self._waits_for, self._since = "keep_alive", self.watch.now()
+        self.watch.waiting[self] = self._since
 
     def overdue(self, now: float, elapsed: float) -> Reason | None:
         """Return what has taken too long, if anything has; `elapsed` seconds have passed since the last look."""
@@ -313,3 +325,118 @@ class WatchedProtocol(asyncio.Protocol):
         self.watch.stats.closed[reason] += 1
         self.watch.left(self)
         self._transport.abort()
+
+
+class Listener:
+    """Serves a bound socket. Where too many connections are open, a new one is answered with 503."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        make: Callable[[], WatchedProtocol],
+        connections: Connections,
+        tls: ServingTls | None,
+    ) -> None:
+        """`make` returns the protocol of a new connection. Call this on the event loop; it begins at once."""
+        self._sock = sock
+        self._make = make
+        self._connections = connections
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._openings: set[asyncio.Task[None]] = set()
+        self._refusals: set[_Refusal] = set()
+        self._again: asyncio.TimerHandle | None = None
+        self._closed = False
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        self._listen()
+        self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)
+
+    def close(self) -> None:
+        """Accept no more; connections go on."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._again is not None:
+            self._again.cancel()
+        self._refreshing.cancel()
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        for task in self._openings:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait for what `close` cancelled, and watch no longer."""
+        await asyncio.gather(*self._openings, return_exceptions=True)
+        self._connections.close()
+
+    def _listen(self) -> None:
+        self._again = None
+        self._loop.add_reader(self._sock, self._accept)
+
+    def _refresh(self) -> None:
+        self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)  # first: the rest may fail
+        if self._tls is not None:
+            self._tls.refresh()
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                accepted, address = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._connections.stats.accept_errors += 1
+                self._connections.complain(f"a connection cannot be accepted: {(error.strerror or str(error)).lower()}")
+                self._loop.remove_reader(self._sock)
+                evicted = error.errno in _EXHAUSTED and self._connections.evict(_AT_ONCE)
+                self._again = self._loop.call_later(0.0 if evicted else _PAUSE_SECONDS, self._listen)
+                return
+            protocol: WatchedProtocol | _Refusal | None = self._connections.admit(address[0], self._make)
+            if protocol is None and len(self._refusals) < _MOST_REFUSALS:
+                protocol = _Refusal(self._refusals)
+                self._refusals.add(protocol)
+            if protocol is None:
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._open(accepted, protocol))
+            self._openings.add(task)
+            task.add_done_callback(self._openings.discard)
+
+    async def _open(self, accepted: socket.socket, protocol: WatchedProtocol | _Refusal) -> None:
+        """Serve one connection, behind its TLS handshake if there is one."""
+        secured: dict[str, Any] = {}
+        if self._tls is not None:
+            secured = {"ssl": self._tls.context, "ssl_handshake_timeout": self._connections.patience["head"]}
+        try:
+            await self._loop.connect_accepted_socket(lambda: protocol, accepted, **secured)
+        except (OSError, asyncio.CancelledError):  # of which errors of TLS and timeouts are some
+            accepted.close()
+            self._connections.stats.handshakes_failed += self._tls is not None and not self._closed
+            if isinstance(protocol, _Refusal):
+                self._refusals.discard(protocol)
+            else:
+                self._connections.left(protocol)
+
+
+class _Refusal(asyncio.Protocol):
+    """Answers a connection for which there is no room, and takes what the client sends until it has read that."""
+
+    def __init__(self, refusals: set[_Refusal]) -> None:
+        self._refusals = refusals
+
+    def connection_made(self, transport: Any) -> None:
+        error = unavailable("too many connections are open; try again", "too_many_connections", retry_after=1)
+        body = error.body()
+        head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head += "".join(f"{name.lower()}: {value}\r\n" for name, value in error.headers.items())
+        transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        if transport.can_write_eof():
+            transport.write_eof()
+        # Closed at once, unread bytes of the request would make the kernel throw the answer away.
+        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._refusals.discard(self)

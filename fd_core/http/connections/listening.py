@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from functools import lru_cache
 from typing import Final
 
 from fd_core.errors import ConfigError
@@ -163,6 +164,7 @@ def settle() -> None:
     gc.freeze()
 
 
+@lru_cache(maxsize=4096)
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches `host`."""
     if host == "localhost":

@@ -31,7 +31,7 @@ async def abort_requests(request: Request) -> Response:
     client that reaches the server may abort all.
     """
     state = state_of(request)
-    body, headers = await _BODY.read(request, state.config.max_body_bytes)
+    body, headers = await _BODY.read(request, state)
     record: RequestRecord = request.state.record
     if body.abort_all is True and body.req_ids is None:
         found = state.client.abort(state.active.all_ids(record.may_abort))

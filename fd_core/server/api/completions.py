@@ -9,23 +9,23 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from fd_core.errors import BadRequest
+from fd_core.http.errors import ApiError
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.field_names import named_as_sent, other_names
-from fd_core.server.preprocess.jobs import build_job, with_grammar
+from fd_core.server.preprocess.jobs import Job, build_job
 from fd_core.server.preprocess.prompts import completion_prompts
 from fd_core.server.schemas.requests import CompletionRequest
-from fd_core.server.schemas.responses import CompletionAnswer, CompletionChoice, CompletionLogprobs
+from fd_core.server.schemas.responses import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
 from fd_core.server.schemas.unsupported import COMPLETIONS
 from fd_core.server.state.state import state_of
-from fd_core.server.stream.disconnect import unless_gone
-from fd_core.server.stream.generation import ChoiceStream, Job, TextChunk
+from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.server.stream.logprobs import CompletionLogprobsBuilder, EncodedLists
 from fd_core.server.stream.response_format import CollectedText, ResponseFormat, slices
-from fd_core.server.stream.streaming import GenerationResponse
+from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.text.prompt_reader import PromptText
 from fd_core.text.tokenizer import Tokenizer
-from fd_core.types.checks import check_structure
 
 __all__ = ["BODY", "router"]
 
@@ -37,14 +37,16 @@ BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 async def create_completion(request: Request) -> Response:
     """Generate texts that continue one or several prompts."""
     state = state_of(request)
-    body, headers = await BODY.read(request, state.config.max_body_bytes)
-    state.model_name(body.model)
+    body, headers = await BODY.read(request, state)
+    served = state.served(body.model)
     state.admit(1)
-    with named_as_sent(other_names(body)):
+    try:
         outcome = await unless_gone(request, state.grammars.grammar(body))
         prompts = await unless_gone(request, completion_prompts(state, body))
-        job = with_grammar(build_job(state, body, request, [each.ids for each in prompts], body.logprobs), outcome)
-        check_structure(job.params[0])
+        ids = [each.ids for each in prompts]
+        job = build_job(state, request, body, served, ids, logprobs=body.logprobs, outcome=outcome)
+    except (ApiError, BadRequest) as error:
+        raise named_as_sent(error, other_names(body)) from None
     return GenerationResponse(state, CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)
 
 
@@ -62,19 +64,20 @@ class CompletionFormat(ResponseFormat):
         self._echoes: list[str] | None = None
         if body.echo:
             self._echoes = [
-                tokenizer.decode(each.ids, job.skip_special) if each.text is None else each.text for each in prompts
+                tokenizer.decode(each.ids, job.rules.skip_special) if each.text is None else each.text
+                for each in prompts
             ]
         self._builders: dict[int, CompletionLogprobsBuilder] = {}
         self._echoed: dict[int, EncodedLists] = {}
         """Log-probabilities of the prompts that are echoed."""
 
-    def first(self, choice: ChoiceStream) -> bytes:
+    def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
         """Return the echo of the prompt with its log-probabilities, if asked for."""
-        if self._echoes is None and not self.job.token_ids:
+        if self._echoes is None and not self.job.shown.token_ids:
             return b""
         echoed = self._echoed.get(choice.prompt_index)
         scores = b"null" if echoed is None else bytes(echoed.encoded())
-        return self.lead(choice, b',"text":' + msgspec.json.encode(self._echo(choice)), scores)
+        return self.lead(choice, usage, b',"text":' + msgspec.json.encode(self._echo(choice)), scores)
 
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> CompletionLogprobs:
         """Return log-probabilities; offsets go on from the chunk before."""
@@ -82,10 +85,10 @@ class CompletionFormat(ResponseFormat):
         if builder is None:
             builder = self._builders[choice.index] = CompletionLogprobsBuilder(
                 self.tokenizer,
-                self.job.logprobs or 0,
+                self.job.shown.logprobs or 0,
                 len(self._echo(choice)),
-                self.job.skip_special,
-                self.job.tokens_as_ids,
+                self.job.rules.skip_special,
+                self.job.shown.tokens_as_ids,
             )
         return builder.build(chunk.token_ids, chunk.logprobs)
 
@@ -98,10 +101,13 @@ class CompletionFormat(ResponseFormat):
     async def prepare(self, choice: ChoiceStream) -> None:
         """Spell what is told of a prompt beside its echo as well."""
         await super().prepare(choice)
-        job, rows, prompt = self.job, choice.prompt_logprobs, choice.prompt_index
-        if self._echoes is None or job.logprobs is None or rows is None or prompt in self._echoed:
+        job, prompt = self.job, choice.prompt_index
+        rows = None if choice.scores is None else choice.scores.rows
+        if self._echoes is None or job.shown.logprobs is None or rows is None or prompt in self._echoed:
             return
-        builder = CompletionLogprobsBuilder(self.tokenizer, job.logprobs, 0, job.skip_special, job.tokens_as_ids)
+        builder = CompletionLogprobsBuilder(
+            self.tokenizer, job.shown.logprobs, 0, job.rules.skip_special, job.shown.tokens_as_ids
+        )
         told, ids, lists = [None, *rows], job.prompts[prompt], EncodedLists()
         for part in slices(len(ids)):
             lists.add(builder.build(ids[part], told[part]))

@@ -31,7 +31,7 @@ from fd_core.server.schemas.pooling import (
 )
 from fd_core.server.schemas.unsupported import POOLED
 from fd_core.server.state.state import ServerState, state_of
-from fd_core.server.stream.disconnect import unless_gone
+from fd_core.server.stream.streaming import unless_gone
 
 __all__ = ["EMBEDDINGS", "RERANK", "SCORE", "router"]
 
@@ -47,7 +47,7 @@ _AT_ONCE: Final = 16
 async def create_embeddings(request: Request) -> Response:
     """Return a vector of each text, in the order given."""
     state = state_of(request)
-    body, headers = await EMBEDDINGS.read(request, state.config.max_body_bytes)
+    body, headers = await EMBEDDINGS.read(request, state)
     model = _admitted(state, body)
     reading = read_texts(state, body.input, "input", body.add_special_tokens is not False)
     prompts = await unless_gone(request, reading)
@@ -68,7 +68,7 @@ async def create_embeddings(request: Request) -> Response:
 async def create_score(request: Request) -> Response:
     """Return a score for each pair of texts."""
     state = state_of(request)
-    body, headers = await SCORE.read(request, state.config.max_body_bytes)
+    body, headers = await SCORE.read(request, state)
     model = _admitted(state, body)
     texts = PooledTexts(state, request, body)
     pairs, field = pairs_of(body)
@@ -89,7 +89,7 @@ async def create_score(request: Request) -> Response:
 async def create_rerank(request: Request) -> Response:
     """Return the documents that answer a query best, the best first."""
     state = state_of(request)
-    body, headers = await RERANK.read(request, state.config.max_body_bytes)
+    body, headers = await RERANK.read(request, state)
     model = _admitted(state, body)
     texts = PooledTexts(state, request, body)
     pairs, field = pairs_of(body)
@@ -109,7 +109,7 @@ async def create_rerank(request: Request) -> Response:
 
 
 def _admitted(state: ServerState, body: PooledRequest) -> str:
-    model = state.model_name(body.model)
+    model = state.served(body.model).name
     state.admit(1)
     return model
 

@@ -96,7 +96,7 @@ async def status(request: Request) -> Response:
     state = state_of(request)
     shown: dict[str, Any] = {
         "version": fd_core.__version__,
-        "models": state.model_names,
+        "models": tuple(state.names),
         "not_ready": state.not_ready(),
         "missing": state.degraded,
         "engine": state.client.info,

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.schemas.responses import ModelCard, ModelList
-from fd_core.server.state.state import ServerState, state_of
+from fd_core.server.state.state import ServedName, ServerState, state_of
 
 __all__ = ["router"]
 
@@ -21,26 +21,26 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """List every name under which the model answers, and its adapters."""
     state = state_of(request)
-    names = state.model_names
-    return _json(ModelList(data=[_card(state, name) for name in names], first_id=names[0], last_id=names[-1]))
+    cards = [_card(state, name) for name in state.names.values()]
+    return _json(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
 @router.get("/v1/models/{model:path}", **endpoint("Describe the model", None, ModelCard, errors=(401, 404)))
 async def get_model(request: Request, model: str) -> Response:
     """Describe the model under one of its names."""
     state = state_of(request)
-    return _json(_card(state, state.model_name(model)))
+    return _json(_card(state, state.served(model)))
 
 
-def _card(state: ServerState, name: str) -> ModelCard:
+def _card(state: ServerState, served: ServedName) -> ModelCard:
     info = state.client.info
     return ModelCard(
-        id=name,
+        id=served.name,
         created=state.created,
         root=info.model,
-        parent=state.base_names[0] if state.adapter(name) else None,
+        parent=next(iter(state.names)) if served.adapter else None,
         max_model_len=info.max_model_len,
-        display_name=name,
+        display_name=served.name,
         created_at=datetime.fromtimestamp(state.created, UTC).isoformat().replace("+00:00", "Z"),
     )
 

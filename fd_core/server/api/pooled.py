@@ -18,7 +18,7 @@ from fd_core.http.spans import span_name
 from fd_core.server.preprocess.prompts import PromptState
 from fd_core.server.schemas.pooling import PooledRequest, RerankRequest, ScoreRequest
 from fd_core.server.state.state import ServerState
-from fd_core.server.stream.disconnect import UntilDisconnect, unless_gone
+from fd_core.server.stream.streaming import UntilDisconnect, unless_gone
 from fd_core.text.prompt_reader import PromptText
 from fd_core.types import Delta, FinishReason, Pooling
 
@@ -149,7 +149,7 @@ class PooledTexts:
         spans = self._state.spans
         if spans is None:
             return await self._pooled(prompts, pooling, field)
-        name, attributes = span_name("/v1/embeddings", self._state.model_name(self._body.model))
+        name, attributes = span_name("/v1/embeddings", self._state.served(self._body.model).name)
         used = {"gen_ai.usage.input_tokens": sum(map(len, prompts))}
         with spans.begin(name, "server", self._request.headers, attributes | used):
             return await self._pooled(prompts, pooling, field)
@@ -202,7 +202,7 @@ class PooledTexts:
             priority=body.priority or 0,
             tenant=scoped(self._request.state.owner, body.user),
             salt=self._state.access.salt(self._request.state.owner, body.cache_salt),
-            adapter=self._state.adapter(body.model),
+            adapter=self._state.served(body.model).adapter,
         )
         vector: bytes | None = None
         async with aclosing(cast(AsyncGenerator[Delta, None], self._state.client.submit(spec))) as deltas:

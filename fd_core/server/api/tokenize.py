@@ -11,12 +11,12 @@ from fastapi.responses import Response
 from fd_core.http.errors import ApiError, invalid
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.prompts import chat_ids
+from fd_core.server.preprocess.prompts import chat_prompt
 from fd_core.server.schemas.requests import DetokenizeRequest, TokenizeRequest
 from fd_core.server.schemas.responses import AddedTokenInfo, DetokenizeAnswer, TokenizeAnswer, TokenizerInfoAnswer
 from fd_core.server.state.state import state_of
-from fd_core.server.stream.disconnect import unless_gone
 from fd_core.server.stream.encoding import encoded_list
+from fd_core.server.stream.streaming import unless_gone
 from fd_core.types.checks import check_ids
 
 __all__ = ["router"]
@@ -30,12 +30,12 @@ _DETOKENIZE: Final = BodyFormat(DetokenizeRequest)
 async def tokenize(request: Request) -> Response:
     """Return the ids of a text, or of a conversation as the chat endpoint would read it."""
     state = state_of(request)
-    body, headers = await _TOKENIZE.read(request, state.config.max_body_bytes)
-    state.model_name(body.model)
+    body, headers = await _TOKENIZE.read(request, state)
+    state.served(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if body.messages is not None:
-        ids = list(await unless_gone(request, chat_ids(state, body)))
+        ids = list(await unless_gone(request, chat_prompt(state, body)))
     else:
         text, special, reader = body.prompt or "", body.add_special_tokens is not False, state.prompt_reader
         reading = reader.run(len(text), lambda: reader.text(text, special, counted=True))
@@ -56,8 +56,8 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state = state_of(request)
-    body, headers = await _DETOKENIZE.read(request, state.config.max_body_bytes)
-    state.model_name(body.model)
+    body, headers = await _DETOKENIZE.read(request, state)
+    state.served(body.model)
     check_ids(body.tokens, state.client.info.vocab_size, "tokens", state.tokenizer.token_text)
     ids, skipping = body.tokens, bool(body.skip_special_tokens)
     text = await state.prompt_reader.run(len(ids), lambda: state.tokenizer.decode(ids, skip_special=skipping))

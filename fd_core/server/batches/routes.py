@@ -137,7 +137,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
 async def create_batch(request: Request) -> Response:
     """Begin to answer the requests of a file."""
     store, owner = await _store(request), request.state.owner
-    body, headers = await _BODY.read(request, state_of(request).config.max_body_bytes)
+    body, headers = await _BODY.read(request, state_of(request))
     if body.endpoint not in ENDPOINTS:
         raise invalid(f"endpoint is {body.endpoint[:80]!r}; give {', '.join(ENDPOINTS)}", "endpoint", "invalid_value")
     if len(msgspec.json.encode(body.metadata)) > _METADATA_BYTES:

@@ -9,9 +9,10 @@ import msgspec
 
 from fd_core.http.errors import ApiError
 from fd_core.server.messages.schemas import MessagesAnswer, MessagesUsage
+from fd_core.server.preprocess.jobs import Job
 from fd_core.server.schemas.responses import Usage
 from fd_core.server.stream.blocks import Added, AnswerBlock, BlockStep, BlockWriter, Opened, blocks_of
-from fd_core.server.stream.generation import ChoiceStream, Job, TextChunk
+from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.server.stream.response_format import AnswerFormat, CollectedText, json_text
 from fd_core.types import FinishReason
 
@@ -31,7 +32,7 @@ class MessagesFormat(AnswerFormat):
     def __init__(self, job: Job) -> None:
         self.job = job
         self._writer = BlockWriter()
-        self._id = f"msg_{job.request_id}"
+        self._id = f"msg_{job.caller.request_id}"
         self._ended = b""
 
     def whole(self, collected: list[CollectedText], usage: Usage) -> MessagesAnswer:
@@ -41,29 +42,29 @@ class MessagesFormat(AnswerFormat):
         content = [_shown(block, whole=True) for block in blocks_of(one.events)]
         return MessagesAnswer(
             id=self._id,
-            model=self.job.model,
+            model=self.job.shown.model,
             content=content,
             stop_reason=reason,
             stop_sequence=sequence,
             usage=_usage(usage),
-            warnings=self.job.warned,
+            warnings=self.job.shown.warned,
         )
 
-    def first(self, choice: ChoiceStream) -> bytes:
+    def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
         """Return the event that begins the message."""
         prompt, cached = len(self.job.prompts[0]), choice.cached_tokens
-        usage = MessagesUsage(input_tokens=prompt - cached, output_tokens=1, cache_read_input_tokens=cached)
+        begun = MessagesUsage(input_tokens=prompt - cached, output_tokens=1, cache_read_input_tokens=cached)
         message = MessagesAnswer(
             id=self._id,
-            model=self.job.model,
+            model=self.job.shown.model,
             content=[],
             stop_reason=None,
-            usage=usage,
-            warnings=self.job.warned,
+            usage=begun,
+            warnings=self.job.shown.warned,
         )
         return _event("message_start", {"message": message})
 
-    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
         """Return the events for a chunk."""
         said = b"".join(_spelled(step) for step in self._writer.write(chunk.events))
         if chunk.finish_reason is None:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from fd_core.http.bodies import BodyShare
 from fd_core.http.errors import ApiError, invalid
 from fd_core.http.headers import refuse_encoding
-from fd_core.server.preprocess.json_shape import decodable, is_small
-from fd_core.server.preprocess.known_fields import KnownFields, UnknownField
+from fd_core.server.preprocess.json_shape import SMALL_BYTES, decodable
 from fd_core.server.schemas.unsupported import HARMLESS, Refusal
-from fd_core.server.state.state import state_of
 
-__all__ = ["BodyFormat", "receive", "require_json"]
+if TYPE_CHECKING:
+    from fd_core.server.state.state import ServerState
+
+__all__ = ["BodyFormat", "KnownFields", "UnknownField", "UnknownFieldLog", "require_json"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -31,6 +33,15 @@ _MAX_NAMED = 16
 _MAX_UNKNOWN = 1000
 _IDS_PER_TOKEN = 4
 """Numbers that a body may hold for each token of the context."""
+_MAX_TOLD: Final = 1000
+_PAUSE_SECONDS: Final = 10.0
+"""Between two lines: clients make up as many names as they like."""
+
+_object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_objects: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_array: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_CONTAINERS: Final = b"{["
+_BRACE: Final = _CONTAINERS[0]
 
 
 class BodyFormat(Generic[T]):
@@ -42,51 +53,70 @@ class BodyFormat(Generic[T]):
         self._decoder = msgspec.json.Decoder(schema)
         self._known = KnownFields(schema)
 
-    async def read(self, request: Request, limit: int) -> tuple[T, dict[str, str]]:
+    async def read(self, request: Request, state: ServerState) -> tuple[T, dict[str, str]]:
         """Return the decoded body and headers that the answer should carry.
 
-        Raises `ApiError`: 415 for another content type, 413 for more than `limit` bytes, 503 where other bodies hold
-        all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for more values
-        than are decoded at once.
+        Raises `ApiError`: 415 for another content type, 413 for more bytes than the server takes, 503 where other
+        bodies hold all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for
+        more values than are decoded at once.
         """
-        require_json(request.headers.get("content-type", ""))
-        state = state_of(request)
-        with state.bodies.share(request.headers.get("content-length"), limit) as share:
-            parts = [part async for part in receive(request, share)]
+        headers = request.headers
+        kind = headers.get("content-type", "")
+        if kind != "application/json":
+            require_json(kind)
+        share = state.bodies.share(headers.get("content-length"), state.config.max_body_bytes)
+        parts = []
+        try:
+            if "content-encoding" in headers:
+                refuse_encoding(headers.getlist("content-encoding"))
+            async for part in request.stream():
+                if part:
+                    share.received(len(part))
+                    parts.append(part)
             body = parts[0] if len(parts) == 1 else b"".join(parts)
-            decoded, ignored = await self.decode_bounded(body, state.context)
+            if len(body) <= SMALL_BYTES:
+                decoded, ignored = self.decode(body)
+            else:
+                decoded, ignored = await self.decode_bounded(body, state.context)
+        except ClientDisconnect:
+            raise invalid("the body broke off", None, "invalid_body") from None
+        finally:
+            share.release()
+        if not ignored:
+            return decoded, {}
         state.unknown_fields.tell(ignored, time.monotonic())
-        return decoded, {"X-Ignored-Fields": ", ".join(ignored)} if ignored else {}
+        return decoded, {"X-Ignored-Fields": ", ".join(ignored)}
 
     async def decode_bounded(self, body: bytes, context: int) -> tuple[T, list[str]]:
         """Decode a body of any size without holding up the event loop; see `read`."""
         if not await decodable(body, _IDS_PER_TOKEN * context):
             message = "the body holds more fields, lists or numbers than a request may have"
             raise invalid(message, None, "invalid_body")
-        if is_small(body):
+        if len(body) <= SMALL_BYTES:
             return self.decode(body)
         return await asyncio.to_thread(self.decode, body)
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """Decode a whole body and return with it the names of fields that are ignored; see `read`."""
+        """Decode a whole body and return with it the names of fields that are ignored; see `read`.
+
+        A whole number may be written as 5.0 where an integer is wanted.
+        """
         try:
-            ignored = self._refuse(self._known.unknown(body))
-            return self._decoded(body), ignored
+            unknown = self._known.unknown(body)
+            first = next(unknown, None)
+            ignored = [] if first is None else self._refuse(chain((first,), unknown))
+            try:
+                return self._decoder.decode(body), ignored
+            except msgspec.ValidationError as error:
+                if "Expected `int" not in str(error) or "got `float`" not in str(error):
+                    raise
+                return msgspec.convert(_with_integers(msgspec.json.decode(body)), self.schema, str_keys=True), ignored
         except msgspec.ValidationError as error:
             raise _explain(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise invalid(f"the body is not valid JSON in UTF-8: {_reason(error)}", None, "invalid_json") from None
         except RecursionError:
             raise invalid("the body is nested too deeply", None, "invalid_json") from None
-
-    def _decoded(self, body: bytes) -> T:
-        """Decode a body; a whole number may be written as 5.0 where an integer is wanted."""
-        try:
-            return self._decoder.decode(body)
-        except msgspec.ValidationError as error:
-            if "Expected `int" not in str(error) or "got `float`" not in str(error):
-                raise
-            return msgspec.convert(_with_integers(msgspec.json.decode(body)), self.schema, str_keys=True)
 
     def _refuse(self, unknown: Iterable[UnknownField]) -> list[str]:
         """Refuse fields that would change the text; return the names of those that are ignored."""
@@ -125,20 +155,6 @@ def require_json(content_type: str) -> None:
         raise ApiError(415, message, code="unsupported_media_type")
 
 
-async def receive(request: Request, share: BodyShare) -> AsyncIterator[bytes]:
-    """Yield the body of a request as it arrives.
-
-    Raises `ApiError`: 415 if it is compressed, and where its share does not reach or if it breaks off.
-    """
-    refuse_encoding(request.headers.getlist("content-encoding"))
-    try:
-        async for part in request.stream():
-            share.received(len(part))
-            yield part
-    except ClientDisconnect:
-        raise invalid("the body broke off", None, "invalid_body") from None
-
-
 def _named(kind: str) -> str:
     return kind if _PRINTABLE.fullmatch(kind.replace("/", "-")) else "what was sent"
 
@@ -167,3 +183,72 @@ def _explain(error: msgspec.ValidationError) -> ApiError:
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
+
+
+log = logging.getLogger(__name__)
+
+
+class UnknownField(NamedTuple):
+    """A field that nobody reads."""
+
+    path: str
+    """Such as `stream_options.x` or `messages[].x`, whichever message has it."""
+    value: msgspec.Raw
+
+
+class UnknownFieldLog:
+    """Tells the operator of unknown fields: each once, all of a request in one line, a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._quiet_until = float("-inf")
+
+    def tell(self, names: Iterable[str], now: float) -> None:
+        """Log the names that have not been logged; `now` is a monotonic time in seconds."""
+        new = [name for name in names if name not in self._told]
+        if not new or len(self._told) >= _MAX_TOLD or now < self._quiet_until:
+            return
+        self._quiet_until = now + _PAUSE_SECONDS
+        self._told.update(new)
+        log.warning("a request has unknown fields, which are ignored (logged once): %s", ", ".join(new))
+
+
+class KnownFields:
+    """Names that a struct reads, and those of the structs within it."""
+
+    def __init__(self, struct: type[msgspec.Struct]) -> None:
+        self.names = frozenset(struct.__struct_fields__)
+        self.inner = {
+            name: KnownFields(found)
+            for name, hint in get_type_hints(struct, include_extras=True).items()
+            if (found := _struct_in(hint)) is not None
+        }
+
+    def unknown(self, body: bytes | msgspec.Raw, path: str = "") -> Iterator[UnknownField]:
+        """Yield what an object, or each object of an array, has beside the fields that are read.
+
+        `path` stands before the names. Raises what msgspec's decoders raise.
+        """
+        if not path or memoryview(body)[0] == _BRACE:
+            objects = [_object.decode(body)]
+        else:
+            path = f"{path[:-1]}[]."
+            try:
+                objects = _objects.decode(body)
+            except msgspec.ValidationError:  # something else is among them
+                objects = [_object.decode(each) for each in _array.decode(body) if memoryview(each)[0] == _BRACE]
+        for fields in objects:
+            for name in fields.keys() - self.names:
+                yield UnknownField(path + name, fields[name])
+            for name, inner in self.inner.items():
+                value = fields.get(name)
+                # Another value is left to the schema's own decoder.
+                if value is not None and memoryview(value)[0] in _CONTAINERS:
+                    yield from inner.unknown(value, f"{path}{name}.")
+
+
+def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
+    """Return the struct that a field holds: by itself, as an option, or in a list."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return hint
+    return next((found for each in get_args(hint) if (found := _struct_in(each)) is not None), None)

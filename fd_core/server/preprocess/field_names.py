@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Final
 
 from fd_core.errors import BadRequest
@@ -31,16 +30,12 @@ def other_names(body: GenerationRequest) -> Mapping[str, str]:
     return {usual: name for name, usual in _ALIASES.items() if getattr(body, name, None) is not None}
 
 
-@contextmanager
-def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
-    """Have errors that are raised within name their field as the client did."""
-    try:
-        yield
-    except (ApiError, BadRequest) as error:
-        told = to_api_error(error)
-        if told.param:
-            told.param, told.message = as_sent(told.param, told.message, names)
-        raise told from None
+def named_as_sent(error: ApiError | BadRequest, names: Mapping[str, str]) -> ApiError:
+    """Return an error that names its field as the client did."""
+    told = to_api_error(error)
+    if told.param:
+        told.param, told.message = as_sent(told.param, told.message, names)
+    return told
 
 
 def as_sent(param: str, message: str, names: Mapping[str, str]) -> tuple[str, str]:

@@ -1,108 +1,274 @@
-"""From a decoded request and its prompts to a `Job`, the same for both APIs."""
+"""From a decoded request to a `Job`: prompts, sampling, structured output, tools, and what the answer shows."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from fastapi import Request
 
 from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
+from fd_core.errors import BadRequest
 from fd_core.http.access.keys import scoped
+from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, invalid
 from fd_core.http.spans import TRACE_HEADERS
+from fd_core.server.preprocess.api_limits import CHAT, MAX_TOOL_NAME
 from fd_core.server.preprocess.evaluation_fields import check_logprobs, check_prompt_logprobs
-from fd_core.server.preprocess.sampling import bad_word_ids, sampling_params, stop_strings, text_cost
-from fd_core.server.schemas.requests import GenerationRequest
-from fd_core.server.state.state import ServerState
-from fd_core.server.stream.generation import Job
-from fd_core.structured.workers.messages import FormOutcome
+from fd_core.server.preprocess.field_names import as_sent, named_as_sent, other_names
+from fd_core.server.preprocess.prompts import chat_prompt
+from fd_core.server.preprocess.sampling import sampling_params, stop_strings, text_cost
+from fd_core.server.preprocess.structured_fields import form_asked
+from fd_core.server.preprocess.tool_grammars import constrained, demanded_form
+from fd_core.server.preprocess.tools import answer_reading, offered_tools
+from fd_core.server.schemas.requests import ChatRequest, GenerationRequest
+from fd_core.server.state.state import ServedName, ServerState
+from fd_core.structured.grammar import FormAsked
+from fd_core.structured.workers.messages import FormOutcome, Unenforced
 from fd_core.text.parsing.answer import AnswerReading
+from fd_core.types import SamplingParams
+from fd_core.types.checks import check_structure
 
-__all__ = ["build_job", "with_grammar"]
+__all__ = ["Caller", "Job", "Shown", "TextRules", "build_job", "conversation_job"]
+
+_ANY_TEXT = FormOutcome()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Whose request it is, and how it came."""
+
+    request_id: str
+    arrived: float
+    """When the server received the request, in seconds of `time.perf_counter`."""
+    path: str = ""
+    """Path of the API that was called."""
+    owner: str = ""
+    """Whose request it is, see `ApiKey.owner`."""
+    record: RequestRecord = field(default_factory=RequestRecord)
+    """Told what was read and written."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the request that name its span, if spans are made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """How the tokens of an answer become its text."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+    reading: AnswerReading | None = None
+    """How answers are read; None for plain text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What the answer shows besides its texts."""
+
+    model: str
+    """The name under which the model answers."""
+    fingerprint: str
+    """Names what computes, see `ServedName.fingerprint`."""
+    logprobs: int | None = None
+    """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """Most likely tokens shown beside each token of the prompt; None shows none."""
+    token_ids: bool = False
+    """Whether ids are shown."""
+    tokens_as_ids: bool = False
+    """Whether log-probabilities name tokens by their ids."""
+    usage_in_stream: bool = False
+    """Whether a last event of a stream tells the usage."""
+    usage_in_events: bool = False
+    """Whether every event of a stream tells the usage so far."""
+    prompt_only: bool = False
+    """Whether the answer shows nothing of the text: one token is computed and dropped."""
+    warnings: tuple[Unenforced, ...] = ()
+    """Parts of schemas that the answer may not keep."""
+
+    @property
+    def warned(self) -> list[Unenforced] | msgspec.UnsetType:
+        """The warnings as answers show them."""
+        return list(self.warnings) or msgspec.UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked request: everything that one HTTP request wants generated, and what its answer shows."""
+
+    caller: Caller
+    rules: TextRules
+    shown: Shown
+    prompts: Sequence[tuple[int, ...]]
+    params: Sequence[SamplingParams]
+    """For each prompt; the seed is that of its first choice."""
+    n: int
+    """Choices of each prompt; choice `j` of prompt `i` has index `i * n + j`."""
+    most_tokens: int
+    """The most that can be read and written."""
+    priority: int
+    tenant: str
+    cache_salt: str
+    adapter: str
+    """Digest of the LoRA adapter that the model's name stands for; empty for the model itself."""
+    prefill_at: str
+    """`host:port` of the prefill worker that computes the prompts; empty computes them here."""
+
+
+async def conversation_job(
+    state: ServerState,
+    body: ChatRequest,
+    request: Request,
+    form: FormAsked | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Job:
+    """Return what a conversation wants generated, with all checks; `form` is what its answer has to match.
+
+    The other families say what they want as such a request, with the `names` of their fields, and get their answers as
+    events in any case. Raises `ApiError`, whose field has the name that the client gave it.
+    """
+    try:
+        form = form or form_asked(body)
+        served = state.served(body.model)
+        state.admit(1)
+        if body.top_logprobs and not body.logprobs:
+            raise invalid(f"top_logprobs is {body.top_logprobs}, which needs logprobs to be true", "top_logprobs")
+        outcome = _ANY_TEXT if form is None else await state.grammars.checked(form)
+        tools = None
+        if body.tools or body.tool_choice is not None:
+            tools = offered_tools(body, CHAT.tool_name if names is None else MAX_TOOL_NAME)
+        reading = AnswerReading(None, None, {}) if names is not None else None
+        if tools is not None or state.parsers.reasoning is not None:
+            reading = answer_reading(
+                state,
+                tools,
+                parallel=body.parallel_tool_calls is not False,
+                show_reasoning=body.include_reasoning is not False,
+            )
+        calls = None if tools is None else demanded_form(state, tools, reading, form)
+        if calls is not None:
+            outcome = await state.grammars.checked(calls)
+        prompt = await chat_prompt(state, body, tools)
+        return build_job(
+            state,
+            request,
+            body,
+            served,
+            [prompt],
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            reading=reading,
+            outcome=outcome,
+            called=calls is not None,
+            names=names,
+        )
+    except (ApiError, BadRequest) as error:
+        raise named_as_sent(error, other_names(body) if names is None else names) from None
 
 
 def build_job(
     state: ServerState,
-    body: GenerationRequest,
     request: Request,
-    prompts: list[tuple[int, ...]],
+    body: GenerationRequest,
+    served: ServedName,
+    prompts: Sequence[tuple[int, ...]],
+    *,
     logprobs: int | None,
     reading: AnswerReading | None = None,
+    outcome: FormOutcome = _ANY_TEXT,
+    called: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker."""
-    if body.stream_options is not None and not body.stream:
+    """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker.
+
+    `outcome` is the grammar that texts have to match, of calls if it is `called`. `names` are as in `conversation_job`.
+    """
+    options, info = body.stream_options, state.client.info
+    if options is not None and not body.stream:
         raise invalid("stream_options is given, but stream is not true", "stream_options")
-    if not state.client.info.generates:
+    if not info.generates:
         raise invalid("this checkpoint has no output projection; it serves /v1/embeddings", "model", "no_texts")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs is not told in a stream; leave stream out, or use echo", "prompt_logprobs")
-    field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     for name, top in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
         if top is not None and top > (most := state.config.max_logprobs):
             raise invalid(f"{name}: {top} likely tokens are asked for; this server tells {most} at most", name)
-    record = request.state.record
+    record, owner, headers = request.state.record, request.state.owner, request.headers
     cost = text_cost(
         body,
         [len(each) for each in prompts],
-        most_texts=state.max_n,
-        context=state.context,
-        limit=record.tokens_per_minute,
+        most_texts=state.config.max_n,
+        context=info.max_model_len,
+        limit=record.tokens_per_minute if owner else None,
     )
     n = cost.n
-    bad_words = bad_word_ids(body, state.client.info, state.tokenizer)
-    params = sampling_params(body, state.client.info, cost.outputs, logprobs, bad_words, state.tokenizer)
-    check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * n, field)
-    check_logprobs(logprobs, [each.max_tokens for each in params], n, state.client.info.max_model_len)
+    params = sampling_params(body, info, cost.outputs, logprobs, state.tokenizer)
+    if params[0].prompt_logprobs is not None:
+        name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * n, name)
+    if logprobs is not None:
+        check_logprobs(logprobs, [each.max_tokens for each in params], n, info.max_model_len)
+    stop = stop_strings(body) if body.stop else ()
+    peer = _prefill_peer(state, request, ticket) if (ticket := headers.get(TICKET_HEADER)) is not None else ""
+    warnings: tuple[Unenforced, ...] = ()
+    if outcome.grammar:
+        params = [msgspec.structs.replace(each, grammar=outcome.grammar) for each in params]
+        sent = other_names(body) if names is None else names
+        warnings = tuple(Unenforced(*as_sent(each.param, each.message, sent)) for each in outcome.warnings)
+    budget = body.reasoning_max_tokens if isinstance(body, ChatRequest) else None
+    if isinstance(body, ChatRequest) and (other := body.thinking_token_budget) is not None:
+        if budget not in (None, other):
+            raise invalid("reasoning_max_tokens and thinking_token_budget differ; give one", "thinking_token_budget")
+        budget = other
+    if outcome.grammar or budget is not None:
+        params = constrained(state, prompts, params, reading=reading, budget=budget, called=called)
+        check_structure(params[0])
     return Job(
-        request_id=request.state.request_id,
-        model=state.model_name(body.model),
-        adapter=state.adapter(body.model),
-        fingerprint=state.fingerprint,
-        arrived=request.state.arrived,
+        caller=Caller(
+            request_id=record.request_id,
+            arrived=request.state.arrived,
+            path=request.url.path if state.spans is not None else "",
+            owner=owner,
+            record=record,
+            trace={} if state.spans is None else {n: v for n in TRACE_HEADERS if (v := headers.get(n))},
+        ),
+        rules=TextRules(
+            stop=stop,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special=body.skip_special_tokens is not False,
+            reading=reading,
+        ),
+        shown=Shown(
+            model=served.name,
+            fingerprint=served.fingerprint,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            usage_in_stream=bool(options and options.include_usage),
+            usage_in_events=bool(options and options.continuous_usage_stats),
+            prompt_only=body.max_tokens == 0,
+            warnings=warnings,
+        ),
         prompts=prompts,
         params=params,
         n=n,
         most_tokens=cost.tokens,
-        stop=stop_strings(body),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special=body.skip_special_tokens is not False,
-        logprobs=logprobs,
-        token_ids=bool(body.return_token_ids),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        usage_in_stream=bool(body.stream_options and body.stream_options.include_usage),
-        usage_in_events=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         priority=body.priority or 0,
-        tenant=scoped(request.state.owner, body.user),
-        cache_salt=state.access.salt(request.state.owner, body.cache_salt),
-        reading=reading,
-        prompt_logprobs=body.prompt_logprobs,
-        prompt_only=body.max_tokens == 0,
-        path=request.url.path,
-        trace={} if state.spans is None else {n: v for n in TRACE_HEADERS if (v := request.headers.get(n))},
-        prefill_at=_prefill_peer(state, request),
-        owner=request.state.owner,
-        record=record,
+        tenant=scoped(owner, body.user) if owner else body.user or "",
+        cache_salt=state.access.salt(owner, body.cache_salt),
+        adapter=served.adapter,
+        prefill_at=peer,
     )
 
 
-def with_grammar(job: Job, outcome: FormOutcome) -> Job:
-    """Return the job with texts that have to match the grammar of `outcome`; the job itself if it has none."""
-    if not outcome.grammar:
-        return job
-    params = [msgspec.structs.replace(each, grammar=outcome.grammar) for each in job.params]
-    return replace(job, params=params, warnings=outcome.warnings)
-
-
-def _prefill_peer(state: ServerState, request: Request) -> str:
-    """Return `host:port` of the prefill worker that computes the prompt, empty if this one does.
+def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:
+    """Return `host:port` of the prefill worker that computes the prompt.
 
     A router names it to a decode worker, in a signed header. Raises `ApiError` for a ticket that was not signed with
     this worker's secret, or that this worker has no use for.
     """
-    ticket = request.headers.get(TICKET_HEADER)
-    if ticket is None:
-        return ""
     if state.client.info.role != "decode" or state.ticket_key is None:
         raise ApiError(
             400,

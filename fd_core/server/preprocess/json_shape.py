@@ -8,9 +8,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["JsonShape", "decodable", "is_small", "shape_of"]
+__all__ = ["SMALL_BYTES", "JsonShape", "decodable", "shape_of"]
 
-_SMALL_BYTES: Final = 64 * 1024
+SMALL_BYTES: Final = 64 * 1024
+"""A body of this size is decoded in a few milliseconds whatever it holds."""
 _MAX_CONTAINERS: Final = 32_768
 """Objects and arrays of one text, each of which takes about half a microsecond."""
 _MAX_NAMES: Final = 65_536
@@ -33,17 +34,12 @@ class JsonShape(NamedTuple):
     """Backslashes, anywhere."""
 
 
-def is_small(body: bytes) -> bool:
-    """Whether a body is decoded in a few milliseconds whatever it holds."""
-    return len(body) <= _SMALL_BYTES
-
-
 async def decodable(body: bytes, ids: int) -> bool:
     """Whether a body is decoded in tens of milliseconds; `ids` is how many numbers it may hold beyond the usual.
 
     Large bodies are counted on a thread, in numpy, which lets the event loop run meanwhile.
     """
-    if is_small(body):
+    if len(body) <= SMALL_BYTES:
         return True
     shape = await asyncio.to_thread(shape_of, body)
     most = JsonShape(_MAX_CONTAINERS, _MAX_NAMES, _MAX_VALUES + ids, _MAX_ESCAPES)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from fd_core.http.errors import ApiError, invalid
 from fd_core.server.preprocess.sampling import asked_tokens
-from fd_core.server.preprocess.tools import offered_tools
+from fd_core.server.preprocess.tools import OfferedTools, offered_tools
 from fd_core.server.schemas.requests import (
     ChatRequest,
     CompletionRequest,
@@ -17,9 +19,9 @@ from fd_core.server.schemas.requests import (
     TokenizeRequest,
 )
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.prompt_reader import PromptReader, PromptText, template_kwargs
+from fd_core.text.prompt_reader import LONG_CHARS, PromptReader, PromptText, template_kwargs
 
-__all__ = ["PromptState", "chat_ids", "chat_prompt", "completion_prompts", "require_effort", "require_role"]
+__all__ = ["PromptState", "chat_prompt", "completion_prompts", "require_effort", "require_role"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
@@ -61,32 +63,33 @@ async def completion_prompts(state: PromptState, body: CompletionRequest) -> lis
     return [_shortened(state, body, each) for each in read]
 
 
-async def chat_prompt(state: PromptState, body: ChatRequest) -> tuple[int, ...]:
-    """Return the ids of what a chat request wants answered: its conversation, its only message, or ids that it gives.
+async def chat_prompt(
+    state: PromptState,
+    body: ChatRequest | TokenizeRequest,
+    tools: OfferedTools | msgspec.UnsetType | None = msgspec.UNSET,
+) -> tuple[int, ...]:
+    """Return the ids of what a request wants answered: its conversation, its only message, or ids that it gives.
 
-    Raises `ApiError` (400) for what is not served, `BadRequest` for what cannot be read.
+    `tools` are those of the request, where they have been read. Raises `ApiError` (400) for roles, contents and
+    templates that are not served, `BadRequest` for what cannot be read, or where the template refuses.
     """
     reader = state.prompt_reader
-    if body.prompt_token_ids:
-        ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
-    elif body.disable_chat_template:
-        text = _only_text(body.messages or [])
-        ids = await reader.run(len(text), lambda: reader.text(text, body.add_special_tokens is not False, "messages"))
-    else:
-        ids = await chat_ids(state, body)
-    return _shortened(state, body, PromptText(ids, None)).ids
-
-
-async def chat_ids(state: PromptState, body: ChatRequest | TokenizeRequest) -> tuple[int, ...]:
-    """Return the ids of a conversation, rendered by a template.
-
-    Raises `ApiError` (400) for roles, contents and templates that are not served, `BadRequest` where the template
-    refuses.
-    """
+    if isinstance(body, ChatRequest) and (body.prompt_token_ids or body.disable_chat_template):
+        if body.prompt_token_ids:
+            ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
+        else:
+            text, special = _only_text(body.messages or []), body.add_special_tokens is not False
+            ids = await reader.run(len(text), lambda: reader.text(text, special, "messages"))
+        return _shortened(state, body, PromptText(ids, None)).ids
     if body.messages is None:
         raise _required("messages")
+    turns: list[dict[str, Any]] = []
     for index, message in enumerate(body.messages):
-        _check(f"messages[{index}]", message)
+        if message.role != "user" or message.content is None or message.tool_calls or message.function_call:
+            _check(f"messages[{index}]", message)
+        turn = msgspec.to_builtins(message)
+        turn["reasoning_content"] = message.reasoning_content or message.reasoning
+        turns.append(turn)
     goes_on = bool(body.continue_final_message)
     if goes_on and body.add_generation_prompt:
         raise invalid(
@@ -102,26 +105,33 @@ async def chat_ids(state: PromptState, body: ChatRequest | TokenizeRequest) -> t
             "chat_template",
             "unsupported_parameter",
         )
-    reader = state.prompt_reader
-    if template is None:
-        require_effort(reader, body.reasoning_effort, "reasoning_effort")
-    turns = [_turn(message) for message in body.messages]
-    offered = offered_tools(body)
-    size = sum(len(str(turn["content"])) for turn in turns)
-    return await reader.run(
-        size if offered is None else size + len(msgspec.json.encode(offered.shown)),
-        lambda: reader.chat(
-            turns,
-            body.add_generation_prompt is not False and not goes_on,
-            template_kwargs(body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort),
-            continue_final_message=goes_on,
-            documents=body.documents,
-            template=template,
-            add_special=bool(body.add_special_tokens),
-            tools=None if offered is None else offered.shown,
-        ),
-        at_once=False,
+    effort = body.reasoning_effort
+    if template is None and effort is not None:
+        require_effort(reader, effort, "reasoning_effort")
+    if tools is msgspec.UNSET:
+        tools = offered_tools(body)
+    variables: Mapping[str, Any] | None = body.chat_template_kwargs
+    if body.enable_thinking is not None or effort is not None:
+        variables = template_kwargs(variables, body.enable_thinking, effort)
+    size = sum([len(str(turn["content"])) for turn in turns])
+    read = partial(
+        reader.chat,
+        turns,
+        body.add_generation_prompt is not False and not goes_on,
+        variables,
+        continue_final_message=goes_on,
+        documents=body.documents,
+        template=template,
+        add_special=bool(body.add_special_tokens),
+        tools=None if tools is None else tools.shown,
     )
+    if tools is not None:
+        size += len(msgspec.json.encode(tools.shown))
+    # On a thread in any case: a template may take long over a short text.
+    ids = await (reader.thread if size <= LONG_CHARS else reader.long_thread).run(read)
+    if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is None:
+        return ids
+    return _shortened(state, body, PromptText(ids, None)).ids
 
 
 def require_role(role: str, field: str) -> None:
@@ -166,12 +176,6 @@ def _only_text(messages: list[Message]) -> str:
             "messages",
         )
     return messages[0].content
-
-
-def _turn(message: Message) -> dict[str, Any]:
-    turn: dict[str, Any] = msgspec.to_builtins(message)
-    turn["reasoning_content"] = message.reasoning_content or message.reasoning
-    return turn
 
 
 def _check(place: str, message: Message) -> None:

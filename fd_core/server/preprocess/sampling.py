@@ -22,7 +22,7 @@ from fd_core.types import SamplingParams
 from fd_core.types.checks import check_ids, check_tokens
 
 __all__ = [
-    *("TextCost", "asked_tokens", "bad_word_ids", "choice_seed", "sampling_params", "stop_strings", "text_cost"),
+    *("TextCost", "asked_tokens", "choice_seed", "sampling_params", "stop_strings", "text_cost"),
 ]
 
 _MASK: Final = 2**64 - 1
@@ -58,17 +58,12 @@ def choice_seed(seed: int, index: int) -> int:
 class TextCost(NamedTuple):
     """What a request for texts reads and writes at most."""
 
-    prompts: Sequence[int]
-    """Length of each prompt."""
-    n: int
-    """Texts of each prompt."""
     outputs: Sequence[int]
     """Longest text of each prompt."""
-
-    @property
-    def tokens(self) -> int:
-        """The most tokens read and written."""
-        return sum(self.prompts) + self.n * sum(self.outputs)
+    n: int
+    """Texts of each prompt."""
+    tokens: int
+    """The most tokens read and written."""
 
 
 def text_cost(
@@ -94,11 +89,33 @@ def text_cost(
             f"{len(prompts)} prompts times n={n} are {texts} texts; one request may ask for {most_texts}", "n"
         )
     asked, field = asked_tokens(request)
-    outputs = [_allowed_tokens(request, asked, field, each, context) for each in prompts]
+    outputs = [asked] * len(prompts)
+    for index, prompt in enumerate(prompts):
+        if context is None:
+            break
+        room = context - prompt
+        if room < 1:
+            raise invalid(
+                f"the prompt has {prompt} tokens, but the context holds {context}, "
+                "of which one at least is for the output; shorten the prompt",
+                "messages" if isinstance(request, ChatRequest) else "prompt",
+                "context_length_exceeded",
+            )
+        # The server's own default is not refused.
+        if asked is None or (asked > room and request.max_tokens is None and field == "max_tokens"):
+            outputs[index] = room
+        elif asked > room:
+            raise invalid(
+                f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
+                f"{context}; at most {room} can be generated",
+                field,
+                "context_length_exceeded",
+            )
     if asked is None and limit is not None:
         share = max(1, _min_tokens(request), (limit - sum(prompts)) // texts)
         outputs = [share if each is None else max(1, _min_tokens(request), min(each, share)) for each in outputs]
-    return TextCost(prompts, n, [1 if each is None else each for each in outputs])
+    longest = [1 if each is None else each for each in outputs]
+    return TextCost(longest, n, sum(prompts) + n * sum(longest))
 
 
 def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
@@ -119,29 +136,35 @@ def sampling_params(
     info: EngineInfo,
     outputs: Sequence[int],
     logprobs: int | None,
-    bad_words: tuple[tuple[int, ...], ...] = (),
     tokenizer: Tokenizer | None = None,
 ) -> list[SamplingParams]:
     """Return what each prompt is sampled with; the seed is that of its first choice.
 
-    `outputs` are the longest texts of the prompts, see `text_cost`.
-    `bad_words` are the words of the request as tokens, see `bad_word_ids`. Raises `ApiError` (400) where a value does
-    not fit the model's context or vocabulary.
+    `outputs` are the longest texts of the prompts, see `text_cost`. The `tokenizer` spells banned words, and tokens in
+    errors. Raises `ApiError` (400) where a value does not fit the model's context or vocabulary.
     """
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    if tokenizer is not None and (request.bad_words or request.bad_words_token_ids):
+        bad_words = _bad_word_ids(request, info, tokenizer)
     stop_ids = tuple(request.stop_token_ids or ())
-    text_of = (lambda _: "") if tokenizer is None else tokenizer.token_text
     for name, ids in (
         ("stop_token_ids", stop_ids),
-        ("logit_bias", request.logit_bias or ()),
-        ("allowed_token_ids", request.allowed_token_ids or ()),
+        ("logit_bias", request.logit_bias),
+        ("allowed_token_ids", request.allowed_token_ids),
     ):
-        check_ids(ids, info.vocab_size, name, text_of)
-    bias = _logit_bias(request, info)
-    allowed_ids = _allowed_ids(request, info, stop_ids)
+        if ids:
+            check_ids(ids, info.vocab_size, name, (lambda _: "") if tokenizer is None else tokenizer.token_text)
+    bias = _logit_bias(request.logit_bias) if request.logit_bias else None
+    allowed_ids = _allowed_ids(request.allowed_token_ids, request, info) if request.allowed_token_ids else None
     temperature = 1.0 if request.temperature is None else request.temperature
     copied = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
-    seed = secrets.randbits(63) if request.seed is None else _seed(request.seed)
-    min_tokens = _min_tokens(request)
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    if not -(2**63) <= seed <= _MASK:
+        raise invalid("seed must fit in 64 bits: -2^63 to 2^64-1", "seed")
+    min_tokens = request.min_tokens or 0 if request.min_new_tokens is None else _min_tokens(request)
+    scored = request.prompt_logprobs
+    if isinstance(request, CompletionRequest) and request.echo:  # the echo tells them as well
+        scored = max((each for each in (scored, logprobs) if each is not None), default=None)
     params = []
     for allowed in outputs:
         if min_tokens > allowed:
@@ -152,17 +175,18 @@ def sampling_params(
                 min_tokens=min_tokens,
                 temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
                 top_k=min(max(request.top_k or 0, 0), info.vocab_size),
-                seed=seed,
+                seed=seed & _MASK,
                 logit_bias=bias,
                 allowed_token_ids=allowed_ids,
                 bad_words_token_ids=bad_words,
                 logprobs=logprobs,
-                prompt_logprobs=_prompt_logprobs(request, logprobs),
+                prompt_logprobs=scored,
                 stop_token_ids=stop_ids,
                 **copied,
             )
         )
-    check_tokens(params[0])
+    if bad_words or allowed_ids is not None:
+        check_tokens(params[0])
     return params
 
 
@@ -181,12 +205,6 @@ def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
     return older if older is None else max(older, 1), "max_tokens"
 
 
-def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
-    """Return how many likely tokens are wanted beside each token of the prompt, by itself or with its echo."""
-    echoed = logprobs if isinstance(request, CompletionRequest) and request.echo else None
-    return max((wanted for wanted in (request.prompt_logprobs, echoed) if wanted is not None), default=None)
-
-
 def _min_tokens(request: GenerationRequest) -> int:
     """Return how many tokens come before one may end the text."""
     one, other = request.min_tokens, request.min_new_tokens
@@ -195,50 +213,13 @@ def _min_tokens(request: GenerationRequest) -> int:
     return one or other or 0
 
 
-def _allowed_tokens(
-    request: GenerationRequest, asked: int | None, field: str, prompt: int, context: int | None
-) -> int | None:
-    """Return the most tokens to generate, or refuse what the context cannot hold; None for an unknown context."""
-    if context is None:
-        return asked
-    room = context - prompt
-    if room < 1:
-        raise invalid(
-            f"the prompt has {prompt} tokens, but the context holds {context}, "
-            "of which one at least is for the output; shorten the prompt",
-            "messages" if isinstance(request, ChatRequest) else "prompt",
-            "context_length_exceeded",
-        )
-    if asked is None:
-        return room
-    if asked > room and request.max_tokens is None and field == "max_tokens":
-        return room  # the server's own default is not refused
-    if asked > room:
-        raise invalid(
-            f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
-            f"{context}; at most {room} can be generated",
-            field,
-            "context_length_exceeded",
-        )
-    return asked
-
-
-def _seed(seed: int) -> int:
-    if not -(2**63) <= seed <= _MASK:
-        raise invalid("seed must fit in 64 bits: -2^63 to 2^64-1", "seed")
-    return seed & _MASK
-
-
-def _logit_bias(request: GenerationRequest, info: EngineInfo) -> dict[int, float] | None:
-    bias = request.logit_bias
-    if not bias:
-        return None
+def _logit_bias(bias: dict[int, float]) -> dict[int, float] | None:
     if len(bias) > MAX_LOGIT_BIAS:
         raise invalid(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
     return {token_id: value for token_id, value in bias.items() if value} or None
 
 
-def bad_word_ids(request: GenerationRequest, info: EngineInfo, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def _bad_word_ids(request: GenerationRequest, info: EngineInfo, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences that the request bans, its words spelled with and without a space before them."""
     size = sum(map(len, request.bad_words or ()))
     if size > _MAX_BAD_CHARS:
@@ -254,11 +235,9 @@ def bad_word_ids(request: GenerationRequest, info: EngineInfo, tokenizer: Tokeni
     return tuple(dict.fromkeys(ids for ids in (*spelled, *given) if ids))
 
 
-def _allowed_ids(request: GenerationRequest, info: EngineInfo, stop_ids: tuple[int, ...]) -> tuple[int, ...] | None:
-    if not request.allowed_token_ids:
-        return None
-    allowed = set(request.allowed_token_ids)
-    if _min_tokens(request) and allowed <= {*stop_ids, *info.eos_token_ids}:
+def _allowed_ids(given: Sequence[int], request: GenerationRequest, info: EngineInfo) -> tuple[int, ...]:
+    allowed = set(given)
+    if _min_tokens(request) and allowed <= {*(request.stop_token_ids or ()), *info.eos_token_ids}:
         raise invalid(
             "allowed_token_ids has only tokens that end the text, but others are asked for before its end",
             "allowed_token_ids",

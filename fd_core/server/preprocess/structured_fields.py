@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -87,8 +88,20 @@ class StructuredFields(EvaluationFields, kw_only=True):
     grammar: str | None = None
 
 
+_ASKING: Final = tuple(
+    name
+    for name in StructuredFields.__struct_fields__
+    if name not in (*EvaluationFields.__struct_fields__, "guided_whitespace_pattern")
+)
+"""Fields that ask for a form."""
+_asked: Final = attrgetter(*_ASKING)
+_NOTHING: Final = (None,) * len(_ASKING)
+
+
 def form_asked(fields: StructuredFields) -> FormAsked | None:
     """Return the form that a request asks for, None for any text; `ApiError` (400) if it asks for more than one."""
+    if _asked(fields) == _NOTHING:
+        return None
     found = [form for form in _forms(fields) if form is not None]
     if len(found) > 1:
         raise invalid(

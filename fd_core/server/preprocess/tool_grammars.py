@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -10,12 +10,11 @@ import msgspec
 from fd_core.http.errors import invalid
 from fd_core.server.preprocess.tools import OfferedTools
 from fd_core.server.state.state import ServerState
-from fd_core.server.stream.generation import Job
 from fd_core.structured.calls import CallAsked
 from fd_core.structured.grammar import CallsForm, FormAsked
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
-from fd_core.types import Reasoning
+from fd_core.types import Reasoning, SamplingParams
 from fd_core.types.checks import check_ids
 
 __all__ = ["constrained", "demanded_form"]
@@ -57,14 +56,22 @@ def demanded_form(
     return FormAsked("tools", calls_form)
 
 
-def constrained(state: ServerState, job: Job, budget: int | None, *, called: bool) -> Job:
-    """Return the job with reasoning before any grammar and within `budget` tokens.
+def constrained(
+    state: ServerState,
+    prompts: Sequence[tuple[int, ...]],
+    params: Sequence[SamplingParams],
+    *,
+    reading: AnswerReading | None,
+    budget: int | None,
+    called: bool,
+) -> list[SamplingParams]:
+    """Return parameters with reasoning before any grammar and within `budget` tokens.
 
     `called` says that the grammar is one of calls. Raises `ApiError` (400), naming the field, for a budget of a model
     whose reasoning has no known end, or is a part of that grammar.
     """
-    parser = None if job.reading is None else job.reading.reasoning
-    if called and job.reading is not None and job.reading.tools is not None and job.reading.tools.reads_reasoning:
+    parser = None if reading is None else reading.reasoning
+    if called and reading is not None and reading.tools is not None and reading.tools.reads_reasoning:
         if budget is not None:
             raise invalid(
                 "reasoning_max_tokens cannot be kept beside calls that are demanded or strict: as this model writes "
@@ -73,13 +80,13 @@ def constrained(state: ServerState, job: Job, budget: int | None, *, called: boo
                 "unsupported_parameter",
             )
         parser = None  # its grammar begins with the reasoning
-    params = []
-    for prompt, given in zip(job.prompts, job.params, strict=True):
+    held = []
+    for prompt, given in zip(prompts, params, strict=True):
         tail = state.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
         wanted = given.grammar is not None or budget is not None
         reasoning = _reasoning(state, parser, tail, budget) if wanted else None
-        params.append(msgspec.structs.replace(given, reasoning=reasoning or given.reasoning))
-    return replace(job, params=params)
+        held.append(msgspec.structs.replace(given, reasoning=reasoning or given.reasoning))
+    return held
 
 
 def _reasoning(

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from fd_core.http.errors import ApiError
+from fd_core.server.preprocess.jobs import Job
 from fd_core.server.responses.schemas import ResponseAnswer, ResponsesRequest
 from fd_core.server.schemas.responses import Usage
 from fd_core.server.stream.blocks import Added, AnswerBlock, BlockStep, BlockWriter, Opened, blocks_of
 from fd_core.server.stream.chat_deltas import new_call_id
-from fd_core.server.stream.generation import ChoiceStream, Job, TextChunk
+from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.server.stream.response_format import AnswerFormat, CollectedText, json_text
 from fd_core.types import FinishReason
 
@@ -36,7 +37,7 @@ class ResponsesFormat(AnswerFormat):
         self.job = job
         self._body = body
         self._keep = keep
-        self._id = f"resp_{job.request_id}"
+        self._id = f"resp_{job.caller.request_id}"
         self._created = int(time.time())
         self._writer = BlockWriter()
         self._items: dict[int, tuple[str, str]] = {}
@@ -52,12 +53,12 @@ class ResponsesFormat(AnswerFormat):
         self._status = _status(one.finish_reason, one.stop_reason)
         return self._complete(usage)
 
-    def first(self, choice: ChoiceStream) -> bytes:
+    def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
         """Return the events that begin the response."""
         answer = self._answer("in_progress", [])
         return self._event("response.created", response=answer) + self._event("response.in_progress", response=answer)
 
-    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
         """Return the events for a chunk."""
         said = b"".join(self._spelled(step) for step in self._writer.write(chunk.events))
         if chunk.finish_reason is None:
@@ -112,7 +113,7 @@ class ResponsesFormat(AnswerFormat):
             status=status,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
-            model=self.job.model,
+            model=self.job.shown.model,
             output=output,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
@@ -125,13 +126,13 @@ class ResponsesFormat(AnswerFormat):
             top_p=1.0 if body.top_p is None else body.top_p,
             user=body.user,
             metadata=body.metadata or {},
-            warnings=self.job.warned,
+            warnings=self.job.shown.warned,
         )
 
     def _item(self, block: AnswerBlock, status: str = "completed", begun: bool = False) -> dict[str, Any]:
         """Return a block as an item: with all that it holds, or as it begins."""
         if block.index not in self._items:
-            reading = self.job.reading
+            reading = self.job.rules.reading
             bare = reading is not None and reading.tools is not None and reading.tools.bare_ids
             self._items[block.index] = (f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}", new_call_id(bare))
         item_id, call_id = self._items[block.index]

@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.http.errors import ApiError
-from fd_core.server.api.chat import conversation_job
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.field_names import RESPONSES_NAMES
+from fd_core.server.preprocess.jobs import conversation_job
 from fd_core.server.preprocess.prompts import require_effort
 from fd_core.server.responses.answering import ResponsesFormat
 from fd_core.server.responses.asking import as_chat, demanded_form, earlier_messages
@@ -20,8 +20,7 @@ from fd_core.server.responses.schemas import REFUSED, DeletedResponse, ResponseA
 from fd_core.server.responses.store import StoredResponse
 from fd_core.server.schemas.requests import Message
 from fd_core.server.state.state import state_of
-from fd_core.server.stream.disconnect import unless_gone
-from fd_core.server.stream.streaming import GenerationResponse
+from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 
 __all__ = ["BODY", "router"]
 
@@ -34,7 +33,7 @@ _PATH: Final = "/v1/responses/{response_id}"
 async def create_response(request: Request) -> Response:
     """Generate an answer to a conversation, in the shape of the Responses API."""
     state = state_of(request)
-    body, headers = await BODY.read(request, state.config.max_body_bytes)
+    body, headers = await BODY.read(request, state)
     chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
     job = await unless_gone(request, conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES))

@@ -5,8 +5,12 @@ Everything here runs on the event loop's thread, so nothing is locked.
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Final
 
 import msgspec
@@ -23,7 +27,7 @@ from fd_core.http.metrics import Histogram, metric_families, refusal_family
 from fd_core.http.supervision import TaskStats
 from fd_core.types.metrics import counter, gauge
 
-__all__ = ["ServerMetrics"]
+__all__ = ["ServerMetrics", "TokenTimes"]
 
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
@@ -31,6 +35,16 @@ _WAITS: Final = (0.001, 0.005, 0.02, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 _FINISHED: Final = {"disconnect": "abort"}
 """vLLM's word for an outcome, where it is another one."""
 _END_TO_END: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+@dataclass(slots=True)
+class TokenTimes:
+    """When the tokens of one generation came, in seconds of `time.perf_counter`."""
+
+    arrived: float
+    """When the server received the request."""
+    first: float = 0.0
+    last: float = 0.0
 
 
 class EngineStarts(msgspec.Struct, frozen=True):
@@ -50,8 +64,18 @@ class EngineStarts(msgspec.Struct, frozen=True):
 class ServerMetrics(Collector):
     """All metrics of one server, in a registry of its own."""
 
-    def __init__(self, client: EngineClient, vllm_model: str | None = None) -> None:
-        """`vllm_model` is the label `model_name` of vLLM's names; None leaves these names out."""
+    def __init__(
+        self,
+        client: EngineClient,
+        vllm_model: str | None = None,
+        *,
+        refusals: Mapping[tuple[str, str], int] = MappingProxyType({}),
+        counters: Iterable[object] | None = None,
+    ) -> None:
+        """`vllm_model` is the label `model_name` of vLLM's names; None leaves these names out.
+
+        `refusals` are those of `AccessControl`. `counters` are statistics of what listens.
+        """
         self._client = client
         self._vllm_model = vllm_model
         self.ttft = Histogram(
@@ -125,13 +149,50 @@ class ServerMetrics(Collector):
         self.adapter_tokens: Counter[str] = Counter()
         """Tokens that these generated."""
         self.answers: Counter[tuple[str, int]] = Counter()
-        self.refusals: Counter[tuple[str, str]] = Counter()
-        """Of `AccessControl`."""
-        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats(), TaskStats())
-        """Of what listens; others once the server does."""
+        self._refusals = refusals
+        self._counters = (ConnectionStats(), BodyStats(), TaskStats()) if counters is None else tuple(counters)
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
+
+    def ended(
+        self,
+        outcome: str,
+        *,
+        adapter: str | None,
+        prompt: int,
+        most: int,
+        tokens: int,
+        submitted: float,
+        admitted: float | None,
+        times: TokenTimes,
+    ) -> None:
+        """Count a generation that ended.
+
+        `adapter` is its LoRA adapter's name. It read `prompt` tokens and wrote `tokens` of at `most` so many. The
+        engine was given it when it was `submitted`, and gave it a slot when it was `admitted`, if it did.
+        """
+        self.outcomes[outcome] += 1
+        if adapter is not None:
+            self.adapter_generations[adapter] += 1
+            self.adapter_tokens[adapter] += tokens
+        decoding = times.last - times.first
+        values: list[tuple[Histogram, float]] = [
+            (self.end_to_end, time.perf_counter() - times.arrived),
+            (self.prompt_length, prompt),
+            (self.max_tokens, most),
+        ]
+        if admitted is not None:
+            values.append((self.queue, admitted - submitted))
+        if tokens:
+            values += (self.text_length, tokens), (self.decode, decoding)
+            if admitted is not None:
+                values.append((self.prefill, max(0.0, times.first - admitted)))
+        if tokens > 1:
+            values.append((self.time_per_token, decoding / (tokens - 1)))
+        for histogram, value in values:
+            histogram.counts[bisect_left(histogram.bounds, value)] += 1
+            histogram.total += value
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
@@ -164,8 +225,8 @@ class ServerMetrics(Collector):
         for (path, status), count in sorted(self.answers.items()):
             answers.add_metric([path, str(status)], count)
         yield answers
-        yield refusal_family("fdcore_", self.refusals)
-        for stats in self.doors:
+        yield refusal_family("fdcore_", self._refusals)
+        for stats in self._counters:
             yield from metric_families("fdcore_", [({}, stats)])
         if self._vllm_model is not None:
             yield from self._as_vllm({"model_name": self._vllm_model})

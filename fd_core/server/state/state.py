@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from fastapi import Request
 
 import fd_core
 from fd_core.config import ServerConfig
 from fd_core.engine.clients.client import EngineClient
+from fd_core.engine.process.messages import EngineInfo
 from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget
 from fd_core.http.draining import Drain
@@ -19,16 +23,77 @@ from fd_core.http.errors import ApiError, unavailable
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
 from fd_core.server.batches.service import BatchService
-from fd_core.server.preprocess.known_fields import UnknownFieldLog
+from fd_core.server.preprocess.body import UnknownFieldLog
 from fd_core.server.responses.store import ResponseStore
-from fd_core.server.state.active import ActiveRequests
 from fd_core.server.state.grammars import GrammarChecker
 from fd_core.server.state.metrics import ServerMetrics
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["ServerState", "state_of"]
+__all__ = ["ActiveRequests", "ServedName", "ServerState", "state_of"]
+
+
+_PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+
+
+class ActiveRequests:
+    """Which engine requests belong to which HTTP request.
+
+    A client may use one request id for several requests at the same time (a trace id), and so may clients with other
+    keys; engine ids are unique.
+    """
+
+    def __init__(self) -> None:
+        self._engine_ids: dict[str, dict[str, str]] = {}
+        """Engine ids by request id, each with the owner of its request."""
+        self._serial = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._engine_ids)
+
+    def enter(self, request_id: str, count: int, owner: str = "") -> list[str]:
+        """Reserve `count` engine ids for a request of an owner's."""
+        serial = next(self._serial)
+        ids = [f"{request_id}.{serial:x}.{index}" for index in range(count)]
+        self._engine_ids.setdefault(request_id, {}).update(dict.fromkeys(ids, owner))
+        return ids
+
+    def leave(self, request_id: str, engine_ids: list[str]) -> None:
+        """Forget engine ids of a request that has ended."""
+        left = self._engine_ids[request_id]
+        for engine_id in engine_ids:
+            del left[engine_id]
+        if not left:
+            del self._engine_ids[request_id]
+
+    def engine_ids(self, given: str, reaches: Callable[[str], bool]) -> list[str]:
+        """Return the engine ids behind a request id or the `id` of an answer; empty if none is active.
+
+        Only requests whose owner the caller `reaches` are looked at: which ids others use changes nothing. A request id
+        may look like the `id` of another answer; both are meant then, whichever worker has them.
+        """
+        names = (given, *(given.removeprefix(prefix) for prefix in _PREFIXES if given.startswith(prefix)))
+        return [each for name in names for each, owner in self._engine_ids.get(name, {}).items() if reaches(owner)]
+
+    def all_ids(self, reaches: Callable[[str], bool]) -> list[str]:
+        """Return the engine ids of every request whose owner the caller `reaches`."""
+        return [each for ids in self._engine_ids.values() for each, owner in ids.items() if reaches(owner)]
+
+    @staticmethod
+    def request_id(engine_id: str) -> str:
+        """Return the request id that an engine id was made from."""
+        return engine_id.rsplit(".", 2)[0]
+
+
+class ServedName(NamedTuple):
+    """A name under which the model answers, and what computes its texts."""
+
+    name: str
+    adapter: str
+    """Digest of the LoRA adapter that the name stands for; empty for the model itself."""
+    fingerprint: str
+    """OpenAI's `system_fingerprint`: equal where equal requests with a seed get equal texts."""
 
 
 @dataclass
@@ -41,6 +106,8 @@ class ServerState:
     prompt_reader: PromptReader
     metrics: ServerMetrics
     grammars: GrammarChecker
+    bodies: BodyBudget
+    """Memory for bodies that are being received."""
     parsers: Parsers = field(default_factory=Parsers)
     """How answers of this model are read."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
@@ -62,11 +129,10 @@ class ServerState:
     spans: RequestSpans | None = None
     """Makes the spans of requests; None makes none."""
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
-    bodies: BodyBudget = field(init=False)
-    """Memory for bodies that are being received."""
-
-    def __post_init__(self) -> None:
-        self.bodies = BodyBudget(self.config.max_body_memory)
+    _names: dict[str, ServedName] = field(init=False, default_factory=dict)
+    """What answers under each name, the main one first."""
+    _named_for: EngineInfo | None = field(init=False, default=None)
+    """The engine that `_names` was made for."""
 
     @property
     def context(self) -> int:
@@ -89,44 +155,32 @@ class ServerState:
         return f"{self.instance}.{self.client.info.epoch}"
 
     @property
-    def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: equal where equal requests with a seed get equal texts."""
-        info = self.client.info
-        forms = sorted({use.computed for use in info.weights})
-        adapters = [adapter.digest for adapter in info.adapters]
-        computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype, forms)
-        return f"fp_{hashlib.blake2b(repr((computing, adapters)).encode(), digest_size=6).hexdigest()}"
-
-    @property
-    def base_names(self) -> tuple[str, ...]:
-        """Names under which the model itself answers, the main one first."""
-        return self.config.served_model_names or (self.client.info.model,)
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
+    def names(self) -> Mapping[str, ServedName]:
         """Names under which the model answers, the main one first, and those of its adapters."""
-        own = self.base_names
-        return (*own, *(adapter.name for adapter in self.client.info.adapters if adapter.name not in own))
+        info = self.client.info
+        if info is not self._named_for:
+            own = self.config.served_model_names or (info.model,)
+            mark = _fingerprint(info)
+            self._names = {name: ServedName(name, "", mark) for name in own}
+            for adapter in info.adapters:
+                self._names.setdefault(adapter.name, ServedName(adapter.name, adapter.digest, mark))
+            self._named_for = info
+        return self._names
 
-    def adapter(self, asked: str | None) -> str:
-        """Return the digest of the adapter that a name stands for, empty for the model's own names."""
-        if not asked or asked in self.base_names:
-            return ""
-        return next((adapter.digest for adapter in self.client.info.adapters if adapter.name == asked), "")
-
-    def model_name(self, asked: str | None) -> str:
-        """Return the name to answer under; `ApiError` (404) for a model that is not served."""
-        names = self.model_names
+    def served(self, asked: str | None) -> ServedName:
+        """Return what answers under a name, or under the main one; `ApiError` (404) for a model that is not served."""
+        names = self._names if self.client.info is self._named_for else self.names
         if not asked:
-            return names[0]
-        if asked not in names:
+            return next(iter(names.values()))
+        found = names.get(asked)
+        if found is None:
             raise ApiError(
                 404,
                 f"the model {asked[:128]!r} does not exist; served here: {', '.join(names)}",
                 param="model",
                 code="model_not_found",
             )
-        return asked
+        return found
 
     @property
     def degraded(self) -> str:
@@ -154,6 +208,13 @@ class ServerState:
             raise unavailable(
                 f"the queue holds {queue} requests and has no room for {count} more", "queue_full", retry_after=1
             )
+
+
+def _fingerprint(info: EngineInfo) -> str:
+    forms = sorted({use.computed for use in info.weights})
+    adapters = [adapter.digest for adapter in info.adapters]
+    computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype, forms)
+    return f"fp_{hashlib.blake2b(repr((computing, adapters)).encode(), digest_size=6).hexdigest()}"
 
 
 def state_of(request: Request) -> ServerState:

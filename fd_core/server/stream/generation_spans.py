@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fd_core.http.spans import RequestSpan, RequestSpans, span_name
+from fd_core.server.preprocess.jobs import Job
 from fd_core.types import PHASE_NAMES, PrefillTrace
 
 if TYPE_CHECKING:
-    from fd_core.server.stream.generation import ChoiceStream, Job
+    from fd_core.server.stream.generation import ChoiceStream
 
 __all__ = ["begin_generation", "end_generation", "prefill_span"]
 
@@ -18,7 +19,7 @@ _FAILED = frozenset({"error", "disconnect"})
 
 def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> RequestSpan:
     """Begin the span of a generation that arrived `seconds_ago`."""
-    name, attributes = span_name(job.path, job.model)
+    name, attributes = span_name(job.caller.path, job.shown.model)
     params = job.params[0]
     asked: dict[str, Any] = {
         **attributes,
@@ -26,24 +27,34 @@ def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> Reque
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.choice.count": len(job.prompts) * job.n,
-        "gen_ai.request.id": job.request_id,
+        "gen_ai.request.id": job.caller.request_id,
     }
-    return spans.begin(name, "server", job.trace, asked, seconds_ago=seconds_ago)
+    return spans.begin(name, "server", job.caller.trace, asked, seconds_ago=seconds_ago)
 
 
 def end_generation(span: RequestSpan, job: Job, choices: Sequence[ChoiceStream], outcome: str) -> None:
     """End the span of a generation whose choices have ended, or that ended with `outcome` without any."""
     ended = [choice.finished or outcome for choice in choices] or [outcome]
-    first = choices[0].latencies() if choices else {}
     told: dict[str, Any] = {
-        "gen_ai.response.model": job.model,
+        "gen_ai.response.model": job.shown.model,
         "gen_ai.response.finish_reasons": ended,
         "gen_ai.usage.input_tokens": sum(map(len, job.prompts)),
         "gen_ai.usage.output_tokens": sum(choice.tokens for choice in choices),
-        **{f"gen_ai.latency.{name}": seconds for name, seconds in first.items()},
+        **{f"gen_ai.latency.{name}": seconds for name, seconds in _latencies(choices).items()},
         **{f"fdcore.phase.{name}": seconds for name, seconds in _phases(choices).items()},
     }
     span.end(told, error=next((each for each in ended if each in _FAILED), None))
+
+
+def _latencies(choices: Sequence[ChoiceStream]) -> dict[str, float]:
+    """Return seconds of the first choice: until a slot was free, and until the first token, where there was one."""
+    told: dict[str, float] = {}
+    for choice in choices[:1]:
+        if choice.deltas.admitted is not None:
+            told["time_in_queue"] = choice.deltas.admitted - choice.deltas.submitted
+        if choice.tokens:
+            told["time_to_first_token"] = choice.times.first - choice.times.arrived
+    return told
 
 
 def _phases(choices: Sequence[ChoiceStream]) -> dict[str, float]:

@@ -7,20 +7,21 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 import msgspec
 
 from fd_core.http.errors import ApiError
+from fd_core.server.preprocess.jobs import Job
 from fd_core.server.schemas.responses import Usage
-from fd_core.server.stream.generation import ChoiceStream, Job, TextChunk
+from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.server.stream.logprobs import EncodedLists, prompt_logprobs
 from fd_core.text.parsing.events import Event
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
-__all__ = ["AnswerFormat", "CollectedText", "ResponseFormat", "json_text", "slices"]
+__all__ = ["AnswerFormat", "CollectedText", "ResponseFormat", "end_with", "json_text", "slices"]
 
 _DONE: Final = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
@@ -65,8 +66,6 @@ class AnswerFormat(abc.ABC):
     """Spells the response to one request, whole or as a stream."""
 
     job: Job
-    usage_so_far: Callable[[], Usage] | None = None
-    """Set for a stream each of whose events tells the usage."""
 
     async def prepare(self, choice: ChoiceStream) -> None:  # noqa: B027  # most shapes tell nothing of the kind
         """Spell what is told of a choice's prompt, in slices: the loop feeds every stream. Comes before `first`."""
@@ -75,12 +74,15 @@ class AnswerFormat(abc.ABC):
         """Spell what is told of a choice's tokens, in slices, before the `whole` answer."""
 
     @abc.abstractmethod
-    def first(self, choice: ChoiceStream) -> bytes:
-        """Return the events that go before a choice's first chunk, if there are any."""
+    def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
+        """Return the events that go before a choice's first chunk, if there are any.
+
+        `usage` is the one so far, if every event of the stream tells it.
+        """
 
     @abc.abstractmethod
-    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
-        """Return the events for a chunk."""
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
+        """Return the events for a chunk; `usage` as in `first`."""
 
     @abc.abstractmethod
     def last(self, usage: Usage) -> bytes:
@@ -114,17 +116,16 @@ class ResponseFormat(AnswerFormat):
         self.job = job
         self.tokenizer = tokenizer
         self._facts: dict[str, str | int] = {
-            "id": self.id_prefix + job.request_id,
+            "id": self.id_prefix + job.caller.request_id,
             "created": int(time.time()),
-            "model": job.model,
+            "model": job.shown.model,
         }
-        self._facts["system_fingerprint"] = job.fingerprint
+        self._facts["system_fingerprint"] = job.shown.fingerprint
         self.head = b"data: " + _encode({"object": self.chunk_object, **self._facts})[:-1] + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if job.usage_in_stream else b"]}\n\n"
-        self.plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self._end
+        self.end = b'],"usage":null}\n\n' if job.shown.usage_in_stream else b"]}\n\n"
+        self.plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self.end
         self._heads: dict[int, bytes] = {}
-        self.scored = job.logprobs is not None or job.token_ids
-        self._quick = job.reading is None and not self.scored
+        self.scored = job.shown.logprobs is not None or job.shown.token_ids
         self.prompt_scores: dict[int, Any] = {}
         """What is told of each prompt in vLLM's shape, if it was asked for."""
 
@@ -139,62 +140,64 @@ class ResponseFormat(AnswerFormat):
     def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
         """Return the answer to a request that did not ask for a stream."""
         return self.answer(
-            **self._facts, choices=[self.choice(each) for each in collected], usage=usage, warnings=self.job.warned
+            **self._facts,
+            choices=[self.choice(each) for each in collected],
+            usage=usage,
+            warnings=self.job.shown.warned,
         )
 
-    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
-        """Return the event for a chunk."""
-        if self._quick and chunk.finish_reason is None and self.usage_so_far is None:
-            return self.quick_event(choice.index, chunk.text)
-        return self.full_event(choice, chunk)
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
+        """Return the events for a chunk."""
+        if choice.answer is not None:
+            return self.read_events(choice, chunk, usage)
+        text = chunk.text
+        head = self._heads.get(choice.index) or self.head_of(choice.index)
+        told = _encode(text) if text.isascii() else json_text(text)
+        if chunk.finish_reason is None and usage is None and not self.scored:
+            return b"%b%b%b" % (head, told, self.plain)
+        return self.full_event(choice, chunk, usage, b"%b%b%b" % (head, told, self.closing))
 
-    def quick_event(self, index: int, text: str) -> bytes:
-        """Return the event for text of a choice that has nothing else to tell."""
-        head = self._heads.get(index)
-        if head is None:
-            head = self._heads[index] = self.head + b'{"index":%d' % index + self.opening
-        return b"%b%b%b" % (head, json_text(text), self.plain)
+    def read_events(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
+        """Return the events for a chunk of an answer that is read."""
+        raise NotImplementedError
 
-    def full_event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
-        """Return the events for a chunk with all that it tells."""
-        begun = self.head + b'{"index":%d' % choice.index + self.opening
-        return self.last_of_chunk(choice, chunk, b"%b%b%b" % (begun, json_text(chunk.text), self.closing))
+    def head_of(self, index: int) -> bytes:
+        """Return the JSON of an event up to the text of a choice."""
+        head = self._heads[index] = self.head + b'{"index":%d' % index + self.opening
+        return head
 
-    def last_of_chunk(self, choice: ChoiceStream, chunk: TextChunk, begun: bytes) -> bytes:
+    def full_event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None, begun: bytes) -> bytes:
         """Return the event that ends what a chunk adds; `begun` is its JSON up to the end of the text."""
-        job = self.job
-        scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
+        shown = self.job.shown
+        scores = b"null" if shown.logprobs is None else _encode(self.logprobs(choice, chunk))
         parts = [begun, b',"logprobs":', scores, b',"finish_reason":']
         parts.append(_encode(chunk.finish_reason))
         if chunk.finish_reason is not None:
             parts += b',"stop_reason":', _encode(chunk.stop_reason)
-        if job.token_ids:
+        if shown.token_ids:
             parts += b',"token_ids":', _encode(chunk.token_ids)
-        return b"".join([*parts, b"}", self.end_of_event()])
+        return b"".join([*parts, b"}", self.end if usage is None else end_with(usage)])
 
-    def lead(self, choice: ChoiceStream, content: bytes, scores: bytes = b"null") -> bytes:
+    def lead(self, choice: ChoiceStream, usage: Usage | None, content: bytes, scores: bytes = b"null") -> bytes:
         """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
-        ids = b',"prompt_token_ids":' + _encode(self.job.prompts[choice.prompt_index]) if self.job.token_ids else b""
+        shown = self.job.shown
+        ids = b',"prompt_token_ids":' + _encode(self.job.prompts[choice.prompt_index]) if shown.token_ids else b""
         end = b',"logprobs":' + scores + b',"finish_reason":null'
         event = self.head + b'{"index":%d' % choice.index + content + end + ids + b"}"
-        if not self.job.warnings:
-            return event + self.end_of_event()
-        return event + b'],"warnings":' + _encode(self.job.warnings) + self.end_of_event().removeprefix(b"]")
-
-    def end_of_event(self) -> bytes:
-        """Return JSON behind the choices of an event."""
-        if self.usage_so_far is None:
-            return self._end
-        return b'],"usage":' + _encode(self.usage_so_far()) + b"}\n\n"
+        end_of_event = self.end if usage is None else end_with(usage)
+        if not shown.warnings:
+            return event + end_of_event
+        return event + b'],"warnings":' + _encode(shown.warnings) + end_of_event.removeprefix(b"]")
 
     def last(self, usage: Usage) -> bytes:
         """Return the usage, if it is asked for, and the end."""
-        told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
+        told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.shown.usage_in_stream else b""
         return told + _DONE
 
     async def prepare(self, choice: ChoiceStream) -> None:
         """Spell the log-probabilities of a choice's prompt."""
-        rows, top, prompt = choice.prompt_logprobs, self.job.prompt_logprobs, choice.prompt_index
+        top, prompt = self.job.shown.prompt_logprobs, choice.prompt_index
+        rows = None if choice.scores is None else choice.scores.rows
         if top is None or rows is None or prompt in self.prompt_scores:
             return
         pieces = [b"null"]  # for the first token
@@ -206,7 +209,7 @@ class ResponseFormat(AnswerFormat):
 
     async def score(self, collected: CollectedText) -> None:
         """Spell the log-probabilities of a choice's tokens."""
-        if self.job.logprobs is None:
+        if self.job.shown.logprobs is None:
             return
         lists = self.begun_scores(collected.choice)
         ids, rows = tuple(collected.token_ids), tuple(collected.logprobs)
@@ -228,10 +231,15 @@ class ResponseFormat(AnswerFormat):
             "stop_reason": collected.stop_reason,
             "logprobs": collected.scores,
         }
-        if self.job.token_ids:
+        if self.job.shown.token_ids:
             fields["token_ids"] = collected.token_ids
             fields["prompt_token_ids"] = list(self.job.prompts[choice.prompt_index])
         return fields
+
+
+def end_with(usage: Usage) -> bytes:
+    """Return JSON behind the choices of an event that tells the usage so far."""
+    return b'],"usage":' + _encode(usage) + b"}\n\n"
 
 
 def slices(count: int) -> Sequence[slice]:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, TypeVar
 
 import msgspec
+from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fd_core.disagg.ticket import OUTCOME_HEADER
 from fd_core.http.access.usage import USAGE_HEADER, usage_comment
-from fd_core.http.errors import to_api_error
+from fd_core.http.errors import ApiError, to_api_error
+from fd_core.server.schemas.responses import Usage
 from fd_core.server.state.state import ServerState
-from fd_core.server.stream.disconnect import UntilDisconnect
 from fd_core.server.stream.generation import ChoiceStream, Generation
 from fd_core.server.stream.response_format import AnswerFormat, CollectedText
 
-__all__ = ["GenerationResponse"]
+__all__ = ["GenerationResponse", "UntilDisconnect", "unless_gone"]
 
 _LARGE_BYTES: Final = 1 << 20
 _STREAM_HEADERS: Final = {
@@ -26,6 +29,9 @@ _STREAM_HEADERS: Final = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+_USAGE_HEADER: Final = USAGE_HEADER.lower().encode()
+_LONG_BYTES: Final = 8192
+"""What a shorter body asks for is read before anybody could leave."""
 
 
 class GenerationResponse(Response):
@@ -46,10 +52,57 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, and send the answer unless the client left."""
-        if self._stream:
-            told = USAGE_HEADER.lower().encode() in dict(scope["headers"])
-            await self._send_stream(receive, send, told)
+        if not self._stream:
+            await self._send_whole(scope, receive, send)
             return
+        response_format, shown = self._format, self._format.job.shown
+        headers = {**_STREAM_HEADERS, **self._extra}
+        started, sending, preparing = False, asyncio.Lock(), asyncio.Lock()
+
+        async def emit(data: bytes, *, last: bool = False) -> None:
+            """Send whole events, the head of the answer before the first; waits while the client reads too slowly."""
+            nonlocal started
+            async with sending:
+                if not started:
+                    started = True
+                    head = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+                    await send({"type": "http.response.start", "status": 200, "headers": head})
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+        async def follow(choice: ChoiceStream) -> None:
+            usage: Usage | None = None
+            begun = False
+            while (chunk := await choice.next()) is not None:
+                if shown.usage_in_events:
+                    usage = generation.usage()
+                lead = b""
+                if not begun:
+                    begun = True
+                    if choice.prefill is not None:  # tells a router what became of the prefill that it wanted elsewhere
+                        headers[OUTCOME_HEADER] = choice.prefill
+                    if choice.scores is not None:
+                        async with preparing:  # choices of one prompt share what is told of it
+                            await response_format.prepare(choice)
+                    lead = response_format.first(choice, usage)
+                await emit(lead + response_format.event(choice, chunk, usage))
+
+        try:
+            async with UntilDisconnect(receive) as client, Generation(self._state, response_format.job) as generation:
+                await generation.each(follow)
+        except Exception as error:  # the stream's outer edge: whatever happened, the client is told
+            if not started:
+                raise
+            await emit(response_format.broken(to_api_error(error)), last=True)
+            return
+        if client.gone:
+            return
+        usage = generation.used
+        told = b""
+        if _USAGE_HEADER in dict(scope["headers"]):  # a router asks what the answer took
+            told = usage_comment(usage.prompt_tokens, usage.completion_tokens)
+        await emit(told + response_format.last(usage), last=True)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         collected: list[CollectedText] = []
 
         async def collect(choice: ChoiceStream) -> None:
@@ -66,64 +119,68 @@ class GenerationResponse(Response):
         for each in collected:
             await self._format.prepare(each.choice)
             await self._format.score(each)
-        body = msgspec.json.encode(self._format.whole(collected, generation.usage()))
+        body = msgspec.json.encode(self._format.whole(collected, generation.used))
         if len(body) > _LARGE_BYTES:
             await asyncio.sleep(0)  # sending copies it once more
-        headers = self._extra | _prefill_header(collected[0].choice)
+        prefill = collected[0].choice.prefill
+        headers = self._extra if prefill is None else {**self._extra, OUTCOME_HEADER: prefill}
         await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
 
-    async def _send_stream(self, receive: Receive, send: Send, usage_told: bool) -> None:
-        """Stream; with `usage_told` a comment tells a router what the answer took."""
-        response_format = self._format
-        events, preparing = _Events(send, self._extra), asyncio.Lock()
 
-        async def follow(choice: ChoiceStream) -> None:
-            chunk = await choice.next()
-            events.headers.update(_prefill_header(choice))
-            if chunk is not None:
-                async with preparing:  # choices of one prompt share what is told of it
-                    await response_format.prepare(choice)
-                await events.send(response_format.first(choice) + response_format.event(choice, chunk))
-            while (chunk := await choice.next()) is not None:
-                await events.send(response_format.event(choice, chunk))
-
-        try:
-            async with UntilDisconnect(receive) as client, Generation(self._state, self._format.job) as generation:
-                if response_format.job.usage_in_events:
-                    response_format.usage_so_far = generation.usage
-                await generation.each(follow)
-        except Exception as error:  # the stream's outer edge: whatever happened, the client is told
-            if not events.started:
-                raise
-            await events.send(response_format.broken(to_api_error(error)), last=True)
-            return
-        if client.gone:
-            return
-        usage = generation.usage()
-        told = usage_comment(usage.prompt_tokens, usage.completion_tokens) if usage_told else b""
-        await events.send(told + response_format.last(usage), last=True)
+T = TypeVar("T")
 
 
-def _prefill_header(choice: ChoiceStream) -> dict[str, str]:
-    """Tell a router what became of the prefill that it wanted elsewhere."""
-    return {} if choice.prefill is None else {OUTCOME_HEADER: choice.prefill}
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Return what comes of `work`, which is cancelled if the client leaves; its body must have been read before.
+
+    Raises `ApiError` (499), which nobody sees, if the client left.
+    """
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and len(length) <= len(str(_LONG_BYTES)) and int(length) <= _LONG_BYTES:
+        return await work
+    async with UntilDisconnect(request.receive):
+        return await work
+    raise ApiError(499, "the client went away", code="client_gone")
 
 
-class _Events:
-    """Sends server-sent events; the head of the answer goes with the first."""
+@dataclass(slots=True)
+class UntilDisconnect:
+    """Runs a block until it ends or the client disconnects; then `gone` is true and the block was cancelled.
 
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
-        self._send = send
-        self.headers = {**_STREAM_HEADERS, **headers}
-        """Go out with the first event."""
-        self._one_at_a_time = asyncio.Lock()
-        self.started = False
+    Works as `asyncio.timeout` does: the task is cancelled once, and the cancellation ends with the block unless
+    somebody else cancelled the task as well. The body of the request must have been read before. Leave the block
+    before the last part of the answer is sent: servers report the end of an answer as a disconnect too.
+    """
 
-    async def send(self, data: bytes, *, last: bool = False) -> None:
-        """Send whole events, and end the answer after the last; waits while the client reads too slowly."""
-        async with self._one_at_a_time:
-            if not self.started:
-                self.started = True
-                headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
-                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+    receive: Receive
+    gone: bool = False
+    _fired: bool = False
+    _task: asyncio.Task[Any] = field(init=False)
+    _cancelling: int = field(init=False)
+    _watch: asyncio.Task[None] = field(init=False)
+
+    async def __aenter__(self) -> UntilDisconnect:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a disconnect can be watched for from within a task only")
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._watch = asyncio.create_task(self._wait())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._watch.cancel()
+        if not self._fired:
+            return False
+        if self._task.uncancel() > self._cancelling:
+            return False
+        self.gone = True
+        return kind is not None and issubclass(kind, asyncio.CancelledError)
+
+    async def _wait(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self._fired = True
+        self._task.cancel()

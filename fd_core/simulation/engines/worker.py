@@ -153,20 +153,6 @@ class SimulatedWorker:
         if self.client is not client or name not in self._callers:
             return  # the process ended, or the client left
         room = client.info.max_num_seqs + self.plan.max_queued_requests
-        try:
-            if self.leaving:
-                raise EngineDead("the server is shutting down")
-            if client.active_requests >= room:
-                raise EngineDead(f"the queue holds {self.plan.max_queued_requests} requests and has no room for more")
-            check_spec(spec, client.info.max_model_len)
-            stream = client.submit(self._with_peer(spec))
-        except FdError as error:
-            del self._callers[name]
-            status = 503 if isinstance(error, EngineDead) else 403 if isinstance(error, _BadTicket) else 400
-            caller.refused(status, str(error))
-            return
-        self._callers[name] = caller, stream
-
         answered = caller.answered
 
         def news(delta: Delta | None) -> None:
@@ -181,7 +167,19 @@ class SimulatedWorker:
                 self._callers.pop(name, None)
             answered(delta)
 
-        stream.on_news = news
+        try:
+            if self.leaving:
+                raise EngineDead("the server is shutting down")
+            if client.active_requests >= room:
+                raise EngineDead(f"the queue holds {self.plan.max_queued_requests} requests and has no room for more")
+            check_spec(spec, client.info.max_model_len)
+            stream = client.submit(self._with_peer(spec), news)
+        except FdError as error:
+            del self._callers[name]
+            status = 503 if isinstance(error, EngineDead) else 403 if isinstance(error, _BadTicket) else 400
+            caller.refused(status, str(error))
+            return
+        self._callers[name] = caller, stream
 
     def _with_peer(self, spec: RequestSpec) -> RequestSpec:
         """Return a request with the address of the prefill worker in place of its ticket."""

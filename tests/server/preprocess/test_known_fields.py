@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from fd_core.server.preprocess.known_fields import KnownFields
+from fd_core.server.preprocess.body import KnownFields
 
 
 class Leaf(msgspec.Struct):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fd_core.engine.clients.client import DeltaStream
 from fd_core.engine.clients.request_ledger import MAX_DEATHS, MAX_DEATHS_IN_VAIN
 from fd_core.engine.process.messages import ClientMessage, StepEvents, Submit
 from fd_core.simulation.engines.engine import SimulatedEngineClient
-from fd_core.types import FinishReason, RequestSpec
+from fd_core.types import Delta, FinishReason, RequestSpec
 from tests.simulation.hostile.computing import BrokenLaw
 
 __all__ = ["WatchedEpochs"]
@@ -70,11 +71,11 @@ class WatchedEpochs:
         for events in held:
             self._tells(events)
 
-    def _asks(self, spec: RequestSpec) -> DeltaStream:
+    def _asks(self, spec: RequestSpec, on_news: Callable[[Delta | None], None] | None = None) -> DeltaStream:
         before = self._asked.get(spec.request_id)
         self._asked[spec.request_id] = _Asked([])
         try:
-            return self._submit(spec)
+            return self._submit(spec, on_news)
         except Exception:
             del self._asked[spec.request_id]
             if before is not None:

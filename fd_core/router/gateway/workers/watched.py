@@ -14,8 +14,7 @@ from aiohttp.http_exceptions import LineTooLong
 from yarl import URL
 
 from fd_core.config import ListenConfig
-from fd_core.http.connections.connections import MAX_HEAD_BYTES, Connections, WatchedProtocol
-from fd_core.http.connections.listener import Listener
+from fd_core.http.connections.connections import MAX_HEAD_BYTES, Connections, Listener, WatchedProtocol
 from fd_core.http.connections.tls import ServingTls
 from fd_core.http.hosts import Visit
 from fd_core.router.gateway.requests.answers import error_response

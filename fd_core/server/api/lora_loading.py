@@ -28,8 +28,8 @@ _UNLOAD: Final = BodyFormat(UnloadAdapterRequest)
 async def load_adapter(request: Request) -> Response:
     """Serve the adapter in a folder below --lora-folder under a name of its own, as vLLM does."""
     state, folder = _allowed(request)
-    body, headers = await _LOAD.read(request, state.config.max_body_bytes)
-    if body.lora_name in state.model_names:
+    body, headers = await _LOAD.read(request, state)
+    if body.lora_name in state.names:
         raise invalid(f"the name {body.lora_name!r} is taken", "lora_name")
     place = await asyncio.to_thread(_inside, folder, body.lora_path)
     await state.client.change_adapters(body.lora_name, str(place))
@@ -40,8 +40,9 @@ async def load_adapter(request: Request) -> Response:
 async def unload_adapter(request: Request) -> Response:
     """Take no more requests for an adapter; those that use it go on to their ends."""
     state, _ = _allowed(request)
-    body, headers = await _UNLOAD.read(request, state.config.max_body_bytes)
-    if not state.adapter(body.lora_name):
+    body, headers = await _UNLOAD.read(request, state)
+    found = state.names.get(body.lora_name)
+    if found is None or not found.adapter:
         raise ApiError(404, f"there is no adapter named {body.lora_name!r}", param="lora_name", code="model_not_found")
     await state.client.change_adapters(body.lora_name, None)
     return _answer(f"the adapter {body.lora_name!r} is unloaded", headers)
