@@ -23,8 +23,11 @@ import msgspec
 ROOT: Final = Path(__file__).parents[1] / "fd_core"
 _PARTS: Final = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")
 """Code that is not a function of its own."""
-_TRIES: Final = 3
-"""How often the event loop turns while a request is computed depends on the moment; the shortest trace counts."""
+_TRIES: Final = 5
+"""How often the event loop turns while a request is computed depends on the moment, and the engine tells its statistics
+now and then; the shortest trace counts."""
+_PAUSE: Final = 0.05
+"""Seconds for what follows an answer; less than from one statistic to the next."""
 
 _WAITS: Final = ("WaitingQueue.push", "WaitingQueue.park")
 """A request waits again, ready or for the end of the save of its KV."""
@@ -158,7 +161,7 @@ def chat(recorder: Recorder, tokens: int) -> Walk:
         fields = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": tokens, "stream": True}
         answer = server.post("/v1/chat/completions", {"model": "null", "seed": 1, "temperature": 0.0, **fields})
         assert answer.status == 200
-        time.sleep(0.2)
+        time.sleep(_PAUSE)
 
     tries = []
     with live(null_client) as server:

@@ -91,9 +91,10 @@ class Residencies:
         slots, counters = self.slots, self.counters
         self._times.enter(request.times, Phase.COMPUTING)
         slots.run(slot, num_computed)
-        if self._drafts.max_drafts:
-            params = request.spec.params
-            self._drafts.admit(slot, params.grammar is not None or params.reasoning is not None)
+        params = request.spec.params
+        forced = params.grammar is not None or params.reasoning is not None
+        if forced or self._drafts.possible:
+            self._drafts.admit(slot, forced)
         request.stored = request.stored_on_host = 0
         num_tokens = int(slots.num_tokens[slot])
         if request.cached_tokens is None and not request.spec.delivered:
