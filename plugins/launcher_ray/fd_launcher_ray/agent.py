@@ -8,7 +8,7 @@ from typing import Final
 
 import ray
 from fd_core.launching.contract import ProcessSpec
-from fd_core.launching.spawn import OwnedProcess
+from fd_core.launching.owned import OwnedProcess
 
 from fd_launcher_ray.cores import TakenCores
 

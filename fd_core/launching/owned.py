@@ -1,0 +1,106 @@
+"""A process of this machine that belongs to this one: what launchers have on the node itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec, how_ended
+
+_LAST_LINES: Final = 10
+_LAST_WORDS_SECONDS: Final = 0.5
+"""For which lines of an ended process are waited for."""
+
+
+class OwnedProcess:
+    """A running `ProcessSpec`; ends with this process, however that ends."""
+
+    def __init__(
+        self, spec: ProcessSpec, node: str, address: str, cores: Sequence[int], environment: Mapping[str, str]
+    ) -> None:
+        """Start it on `cores`, all if there are none; `environment` shows it its devices. Raises `OSError`."""
+        self.name = spec.name
+        self.node = node
+        self.address = address
+        variables = {**os.environ, **spec.environment, **spec.secrets, **environment}
+        # -P: no module of the folder in which somebody happens to start it.
+        command = ("-P", "-m", "fd_core.launching.child", ",".join(map(str, cores)), *spec.command)
+        self._channel, theirs = socket.socketpair()
+        """Its end tells the process that this one is gone; the process announces itself on it."""
+        self._channel.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *(_at(address, word) for word in command)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={key: _at(address, value) for key, value in variables.items()},
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._heard = b""
+        self._lock = threading.Lock()
+        self._lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._reader = threading.Thread(target=self._forward, name=f"fdcore-{self.name}", daemon=True)
+        self._reader.start()
+
+    def announced(self) -> str | None:
+        """Return where it says that it is reached, None until it does."""
+        with self._lock:
+            with contextlib.suppress(OSError):
+                self._heard += self._channel.recv(4096)
+            line, end, _ = self._heard.partition(b"\n")
+            return line.decode(errors="replace") if end else None
+
+    def exit_code(self) -> int | None:
+        """Return None while it runs, then its exit code."""
+        return self._process.poll()
+
+    def reason(self) -> str:
+        """Return how it ended and its last lines; empty while it runs."""
+        code = self.exit_code()
+        if code is None:
+            return ""
+        self._reader.join(_LAST_WORDS_SECONDS)
+        return "\n".join((how_ended(code), *tuple(self._lines)))
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._process.kill()
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for its end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def close(self) -> None:
+        """End it at once, and wait until it is gone."""
+        self.kill()
+        self._process.wait()
+        self._channel.close()
+
+    def _forward(self) -> None:
+        """Pass its output on, and keep the end of it."""
+        with self._process.stdout as output:  # type: ignore[union-attr]  # asked for above
+            for raw in output:
+                line = raw.decode(errors="replace").rstrip("\n")
+                self._lines.append(line)
+                with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+                    # A line of a log in JSON stays one.
+                    print(line if line.startswith("{") else f"{self.name} | {line}", file=sys.stderr, flush=True)
+
+
+def _at(address: str, word: str) -> str:
+    return address if word == NODE_ADDRESS else word
