@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -23,16 +23,6 @@ _SHORT_PIECES: Final = 256
 
 class WrongAnswer(RuntimeError):
     """A token was lost, repeated or wrong: a law is broken."""
-
-
-class ClientDoor(Protocol):
-    """Where clients send their requests."""
-
-    def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
-        """Send a request."""
-
-    def leave(self, request_id: str) -> None:
-        """Close the connection of a request."""
 
 
 @dataclass(slots=True)
@@ -60,23 +50,27 @@ class SimulatedClient:
     def __init__(
         self,
         timeline: Timeline,
-        door: ClientDoor,
         conversation: Conversation,
         *,
+        ask: Callable[[RequestSpec, RouteRequest, SimulatedClient], None],
+        leave: Callable[[str], None],
         vocab_size: int,
         max_model_len: int,
         delay: float,
         ended: Callable[[RequestOutcome], None],
-        done: Callable[[SimulatedClient], None],
+        done: Callable[[SimulatedClient], object],
         check: bool,
     ) -> None:
-        """`delay`: seconds from a worker's engine to the client. `ended` is told each outcome, `done` the end."""
+        """`ask` sends a request, `leave` closes its connection. `delay`: seconds from a worker's engine to the client.
+
+        `ended` is told each outcome, `done` the end.
+        """
         self.conversation = conversation
         self.wanted: tuple[Sequence[int], str] | None = None
         """The answer to the request in progress and how it ends, where another model gives it than the turn. Set by the
         door, for every request."""
         self._timeline = timeline
-        self._door = door
+        self._send, self._hang_up = ask, leave
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._delay = delay
@@ -134,7 +128,7 @@ class SimulatedClient:
         asked = RouteRequest(prompt, session=conversation.name, output_tokens=turn.max_tokens or 0)
         if turn.patience is not None:
             self._patience = self._timeline.after(turn.patience, self.leave)
-        self._door.ask(spec, asked, self)
+        self._send(spec, asked, self)
 
     def leave(self) -> None:
         """Leave before the request in progress has ended; the conversation is over."""
@@ -142,7 +136,7 @@ class SimulatedClient:
             return
         request_id = self.request_id
         self._end(self._now, "left", "")
-        self._door.leave(request_id)
+        self._hang_up(request_id)
 
     # What comes back --------------------------------------------------------------------------------------
 

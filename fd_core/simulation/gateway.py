@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -15,6 +15,7 @@ from fd_core.router.attempts import Attempts, Unreached
 from fd_core.router.router import Router
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.router.workers import RouterWorker, WorkerState
+from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.clock.network import Network
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.engines.worker import SimulatedWorker
@@ -25,23 +26,6 @@ _UNREACHABLE_SECONDS = 30.0
 """Answers of a worker that no health check has reached for so long are ended, as the gateway's default is."""
 _CONNECT_SECONDS = 3.0
 """A request that has not reached its worker after so long goes to another one, as the gateway's default is."""
-
-
-class Reader(Protocol):
-    """The client's side of a request, told at the time at which something left the gateway for the client."""
-
-    def read(self, delta: Delta, worker: int) -> None:
-        """A part of the answer."""
-
-    def broken(self, status: int, reason: str) -> None:
-        """The request ends without an answer, or without the rest of one."""
-
-    def tried(self) -> None:
-        """A worker was asked."""
-
-    @property
-    def gone(self) -> bool:
-        """Whether the client has left."""
 
 
 class SimulatedGateway:
@@ -96,7 +80,7 @@ class SimulatedGateway:
         """Attempts that have not ended."""
         return sum(map(len, self._attempts.values()))
 
-    def ask(self, spec: RequestSpec, asked: RouteRequest, reader: Reader) -> None:
+    def ask(self, spec: RequestSpec, asked: RouteRequest, reader: SimulatedClient) -> None:
         """Take a client's request, which has come over the network."""
         exchange = _Exchange(self, spec, reader, Attempts(self.router, asked))
         exchange.go(exchange.attempts.first(self._timeline.now, self._draw.random()))
@@ -212,7 +196,7 @@ class _Exchange:
     """One request: attempts on one worker after the other until one answers."""
 
     def __init__(
-        self, gateway: SimulatedGateway, spec: RequestSpec, reader: Reader, attempts: Attempts[tuple[int, str]]
+        self, gateway: SimulatedGateway, spec: RequestSpec, reader: SimulatedClient, attempts: Attempts[tuple[int, str]]
     ) -> None:
         self.gateway = gateway
         self.spec = spec
@@ -252,9 +236,19 @@ class _Attempt:
             peer = gateway._workers[self.selection.prefill.url]
             ticket = sign_ticket(SECRET, spec.request_id, f"{peer.plan.name}:{self.selection.kv_port}")
             spec = msgspec.structs.replace(spec, prefill_at=ticket)
-        gateway._network.send(gateway.name, self._worker.plan.name, lambda: self._arrive(spec))
+
+        def arrive() -> None:
+            self._arrived = True
+            if not self._over:
+                self._worker.take(spec, self)
+
+        def give_up() -> None:
+            if not (self._arrived or self._over):
+                self._lost("the worker cannot be reached", severe=True)
+
+        gateway._network.send(gateway.name, self._worker.plan.name, arrive)
         if not gateway._network.reaches(gateway.name, self._worker.plan.name):
-            gateway._timeline.after(_CONNECT_SECONDS, self._gave_up)
+            gateway._timeline.after(_CONNECT_SECONDS, give_up)
 
     def leave(self) -> None:
         """The client is gone; the worker learns of it over the network."""
@@ -262,15 +256,6 @@ class _Attempt:
         worker, request_id = self._worker, self.exchange.spec.request_id
         gateway = self.exchange.gateway
         gateway._network.send(gateway.name, worker.plan.name, lambda: worker.leave(request_id))
-
-    def _arrive(self, spec: RequestSpec) -> None:
-        self._arrived = True
-        if not self._over:
-            self._worker.take(spec, self)
-
-    def _gave_up(self) -> None:
-        if not (self._arrived or self._over):
-            self._lost("the worker cannot be reached", severe=True)
 
     # What the worker says, at the time at which it says it ---------------------------------------------------
 

@@ -342,20 +342,17 @@ class World:
         limits = self._groups[0].limits
         client = self.clients[conversation.name] = SimulatedClient(
             self.timeline,
-            self,
             conversation,
+            ask=self.ask,
+            leave=self.leave,
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
-            delay=self._delay(),
+            delay=self._groups[0].costs.delivery() + (2 if self.gateways else 1) * self.network.latency,
             ended=self._ended,
-            done=self._done,
+            done=lambda client: self.clients.pop(client.conversation.name),
             check=self.deployment.check,
         )
         client.next_request()
-
-    def _delay(self) -> float:
-        hops = 2 if self.gateways else 1
-        return self._groups[0].costs.delivery() + hops * self.network.latency
 
     def _ended(self, outcome: RequestOutcome) -> None:
         self._answers.pop(outcome.request_id, None)
@@ -363,9 +360,6 @@ class World:
             self._waits.extend(seconds)
         self.outcomes.append(outcome)
         self.on_event()
-
-    def _done(self, client: SimulatedClient) -> None:
-        del self.clients[client.conversation.name]
 
     def _check(self) -> None:
         """A round of health checks of every router."""

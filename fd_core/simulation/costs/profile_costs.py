@@ -94,7 +94,6 @@ class _ProfileCosts(Costs):
         self._host, self._read, self._write, self._transfer = host, read, write, transfer
 
     def step(self, plan: StepPlan) -> float:
-        """Add the terms up."""
         tokens, sampled, rows, read, pairs, drafts = step_features(plan)
         if not tokens:
             return 0.0
@@ -110,35 +109,27 @@ class _ProfileCosts(Costs):
         )
 
     def shared_read(self, positions: int) -> float:
-        """Return what each position saves."""
         return self._per_shared * positions
 
     def turn(self, plan: StepPlan) -> float:
-        """Return the loop's time, by rows."""
         return self._request.turn + self._request.turn_per_row * len(plan.slots)
 
     def request(self, tokens: int) -> float:
-        """Return the server's time, by tokens."""
         return self._request.receive + self._request.receive_per_token * tokens
 
     def delivery(self) -> float:
-        """Return the time behind a commit."""
         return self._request.delivery
 
     def host_copy(self, blocks: int) -> float:
-        """Return latency and bytes over bandwidth, as for every way that blocks take."""
         return self._host.seconds(blocks * self._block_bytes)
 
     def store_read(self, blocks: int) -> float:
-        """Return latency and bytes over bandwidth."""
         return self._read.seconds(blocks * self._block_bytes)
 
     def store_write(self, blocks: int) -> float:
-        """Return latency and bytes over bandwidth."""
         return self._write.seconds(blocks * self._block_bytes)
 
     def transfer(self, blocks: int) -> float:
-        """Return latency and bytes over bandwidth."""
         return self._transfer.seconds(blocks * self._block_bytes)
 
 
