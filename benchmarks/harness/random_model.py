@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from fd_core.models.loading.checkpoint import Checkpoint, TokenizerSource
+from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.tokenizer_source import TokenizerSource
 from fd_core.models.registry import ARCHITECTURES
 from fd_core.models.spec import decoder_spec
 from fd_core.ops.weights import RawTensor, Weight

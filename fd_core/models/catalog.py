@@ -18,8 +18,6 @@ from fd_core.models.fetching import hub, packaged
 from fd_core.models.fetching.cache import ProgressSink
 from fd_core.models.fetching.packaged import PackagedModel
 
-__all__ = ["KNOWN", "ListedModel", "ProgressSink", "ResolvedModel", "list_models", "resolve_model"]
-
 KNOWN = (
     PackagedModel(
         name="smollm2",

@@ -16,8 +16,6 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.spec import DecoderSpec, Traits, decoder_spec
 from fd_core.ops.contract import Ops
 
-__all__ = ["ARCHITECTURES", "ProgressSink", "load_model", "spec_of"]
-
 logger = logging.getLogger(__name__)
 
 ARCHITECTURES: Mapping[str, Callable[[ModelConfig], Traits]] = {

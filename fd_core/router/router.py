@@ -35,9 +35,6 @@ from fd_core.router.selection import (
 from fd_core.router.snapshot import RouterSnapshot, SelectionCounts, WorkerSnapshot
 from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker
 
-__all__ = ["NoWorker", "RouteRequest", "Router", "Selection"]
-
-
 _FAILURES: Final = 2
 """Workers that may fail on one request: what a second one fails on as well is the request's fault."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import GgmlTokenizerSource
+from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource
 from fd_core.text.token_bytes import Decoding, byte_level, sentencepiece
 
 __all__ = ["build"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fd_core.models.loading.checkpoint import GgmlTokenizerSource, JsonTokenizerSource, TokenizerSource
+from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, JsonTokenizerSource, TokenizerSource
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ORIGIN = Path("model.gguf")

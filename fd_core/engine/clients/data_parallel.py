@@ -26,7 +26,8 @@ from fd_core.errors import BadRequest, ConfigError, EngineDead
 from fd_core.kv.event_log import KVEventLog
 from fd_core.plugins import ROUTER_POLICY, installed_plugins
 from fd_core.router.config import RouterConfig
-from fd_core.router.router import Router, RouteRequest, Selection
+from fd_core.router.router import Router
+from fd_core.router.selection import RouteRequest, Selection
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.types import Delta, PrefillTrace, RequestSpec
 from fd_core.types.metrics import total

@@ -23,21 +23,10 @@ import numpy.typing as npt
 from fd_core.errors import ModelError
 from fd_core.models.loading.files import StoredTensor, digest_of
 from fd_core.models.loading.tokenizer_source import (
-    GgmlTokenizerSource,
-    JsonTokenizerSource,
     TokenizerSource,
     end_tokens,
 )
 from fd_core.ops.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
-
-__all__ = [
-    "Checkpoint",
-    "GgmlTokenizerSource",
-    "JsonTokenizerSource",
-    "TensorView",
-    "TokenizerSource",
-    "open_checkpoint",
-]
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 PICKLE_HINT = (

@@ -20,11 +20,12 @@ from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import Checkpoint, GgmlTokenizerSource, TensorView, TokenizerSource
+from fd_core.models.loading.checkpoint import Checkpoint, TensorView
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import StoredTensor
 from fd_core.models.loading.gguf_config import config_from
 from fd_core.models.loading.gguf_format import PACKED_TYPES, read_gguf, unpack_blocks
+from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, TokenizerSource
 from fd_core.ops.weights import RAW_TYPES, RawTensor, Weight
 
 _TOP = {

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import Checkpoint, TokenizerSource
+from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.files import MappedFile, StoredTensor, read_json_object
 from fd_core.models.loading.quantized_tensors import quantized_views
-from fd_core.models.loading.tokenizer_source import read_tokenizer_folder
+from fd_core.models.loading.tokenizer_source import TokenizerSource, read_tokenizer_folder
 from fd_core.ops.weights import RAW_TYPES, Weight
 
 _MAX_HEADER = 100_000_000
