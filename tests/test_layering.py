@@ -289,3 +289,33 @@ def test_private_names_are_recognised(text: str) -> None:
 @pytest.mark.parametrize("text", ["self._b", "cls._b", "a.__name__", "self._a.b", "a.b", "from a import b"])
 def test_other_names_are_no_private_ones(text: str) -> None:
     assert not list(private_names(ast.parse(text)))
+
+
+def packages_in_circles(part: str) -> list[set[str]]:
+    """Return the packages of a part that import each other, those in one circle together."""
+    imports: dict[str, set[str]] = {}
+    for path in sources(part):
+        folder = path.parent.relative_to(ROOT).as_posix()
+        for name, _ in imported(path):
+            file = ROOT.joinpath(*name.split(".")[1:])
+            while not file.is_dir() and not file.with_suffix(".py").exists() and file != ROOT.parent:
+                file = file.parent
+            other = file if file.is_dir() else file.parent
+            if name.startswith("fd_core.") and other != path.parent and other.is_relative_to(ROOT / part):
+                imports.setdefault(folder, set()).add(other.relative_to(ROOT).as_posix())
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        due = [start]
+        while due:
+            more = imports.get(due.pop(), set()) - found
+            found |= more
+            due += more
+        return found
+
+    return [{other for other in reached(each) if each in reached(other)} for each in imports if each in reached(each)]
+
+
+@pytest.mark.parametrize("part", ["cluster", "launching", "models", "router", "simulation", "structured"])
+def test_packages_of_a_part_import_each_other_in_one_direction(part: str) -> None:
+    assert packages_in_circles(part) == []

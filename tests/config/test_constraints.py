@@ -26,8 +26,7 @@ from fd_core.config.constraints import (
     rules_of,
 )
 from fd_core.errors import ConfigError, PluginError
-from fd_core.router.config import RouterConfig
-from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.config import GatewayConfig, RouterConfig
 
 SETTINGS: dict[type[CheckedStruct], tuple[Flag, ...]] = {
     EngineConfig: ENGINE_FLAGS,

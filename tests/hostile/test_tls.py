@@ -20,7 +20,7 @@ from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
 from fd_core.http.connections import listener
 from fd_core.http.connections.tls import ServingTls, client_context
-from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.config import GatewayConfig
 from tests.router.gateway.fakes import CHAT, FakeWorker, eventually, in_loop, routed
 from tests.server.fakes import live
 

@@ -15,8 +15,7 @@ from fd_core.cli.settings.flags import CONFIG_FILE, GATEWAY_FLAGS, ROUTER_FLAGS,
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fd_core.router.config import RouterConfig
-    from fd_core.router.gateway.config import GatewayConfig
+    from fd_core.router.config import GatewayConfig, RouterConfig
     from fd_core.router.gateway.requests.model_text import ModelText
     from fd_core.router.workers import Role
 

@@ -18,8 +18,7 @@ from fd_core.cli.settings.values import Parser
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
 from fd_core.config.sizes import format_size
-from fd_core.router.config import RouterConfig
-from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.config import GatewayConfig, RouterConfig
 
 __all__ = [
     *("CHAT_FLAGS", "CLIENT_KEY_FILE", "CONFIG_FILE", "ENGINE_FLAGS", "GATEWAY_FLAGS", "ROUTER_FLAGS", "SERVER_FLAGS"),

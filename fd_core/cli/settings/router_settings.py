@@ -12,8 +12,7 @@ import msgspec
 from fd_core.cli.settings.flags import GATEWAY_FLAGS, ROUTER_FLAGS, Given
 from fd_core.cli.settings.settings import merge_layers, read_table, settings_path, take_settings
 from fd_core.errors import ConfigError
-from fd_core.router.config import RouterConfig, router_config
-from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.config import GatewayConfig, RouterConfig, router_config
 from fd_core.router.workers import Role
 
 __all__ = ["ROLE_FLAGS", "RouteSettings", "merge_route"]

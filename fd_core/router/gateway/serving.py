@@ -21,8 +21,8 @@ from fd_core.http.connections.liveness import liveness
 from fd_core.http.connections.tls import ServingTls, client_context
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
+from fd_core.router.config import GatewayConfig
 from fd_core.router.gateway.admin import Admin
-from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.gate import RouterGate
 from fd_core.router.gateway.requests.connector import WorkerConnector, reuse_tracing
 from fd_core.router.gateway.requests.model_text import ModelText, find_text

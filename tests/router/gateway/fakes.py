@@ -22,8 +22,7 @@ from fd_core.http.access.tenants import TENANT_HEADER, read_tenant
 from fd_core.http.connections.listening import bind_socket
 from fd_core.http.spans import RequestSpans
 from fd_core.plugins import ROUTER_POLICY, installed_plugins
-from fd_core.router.config import RouterConfig
-from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.config import GatewayConfig, RouterConfig
 from fd_core.router.gateway.requests.model_text import ModelText
 from fd_core.router.gateway.serving import serve_gateway
 from fd_core.router.router import Router

@@ -11,7 +11,7 @@ from yarl import URL
 from fd_core.disagg import keys
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER, sign_ticket
 from fd_core.errors import ConfigError
-from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.config import GatewayConfig
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import Selection
 from fd_core.types import PrefillOutcome

@@ -25,7 +25,7 @@ from fd_core.http.draining import Drain
 from fd_core.http.metrics import Histogram, metric_families, refusal_family
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor, TaskStats
-from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.config import GatewayConfig
 from fd_core.router.gateway.requests.relaying import WorkerTimeouts
 from fd_core.router.gateway.requests.request_cost import CostReader
 from fd_core.router.gateway.requests.route_requests import RouteRequestReader
