@@ -316,6 +316,6 @@ def packages_in_circles(part: str) -> list[set[str]]:
     return [{other for other in reached(each) if each in reached(other)} for each in imports if each in reached(each)]
 
 
-@pytest.mark.parametrize("part", ["cluster", "launching", "models", "router", "simulation", "structured"])
+@pytest.mark.parametrize("part", ["cluster", "http", "launching", "models", "router", "simulation", "structured"])
 def test_packages_of_a_part_import_each_other_in_one_direction(part: str) -> None:
     assert packages_in_circles(part) == []

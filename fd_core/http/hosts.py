@@ -7,17 +7,18 @@ name the host.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 from urllib.parse import urlsplit
 
 from fd_core.errors import ConfigError
-from fd_core.http.connections.listening import is_loopback
 from fd_core.http.errors import ApiError
 
-__all__ = ["HostRules", "Visit"]
+__all__ = ["HostRules", "Visit", "is_loopback"]
 
 _ANY: Final = "*"
 _HOST: Final = re.compile(r"(?:\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[^:\[\]/@]+))(?::[0-9]*)?", re.IGNORECASE)
@@ -136,3 +137,14 @@ def _same(origin: str, host: str) -> bool:
     default = {"http": ":80", "https": ":443"}.get(page.scheme, "")
     name = page.netloc if port is None else page.netloc.removesuffix(default)
     return bool(name) and name == host.strip().lower().removesuffix(default)
+
+
+@lru_cache(maxsize=4096)
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

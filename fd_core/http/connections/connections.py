@@ -23,9 +23,9 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from fd_core.config import ListenConfig
-from fd_core.http.connections.listening import is_loopback
 from fd_core.http.connections.tls import ServingTls
 from fd_core.http.errors import ApiError, unavailable
+from fd_core.http.hosts import is_loopback
 from fd_core.types.metrics import counter, gauge
 
 __all__ = [

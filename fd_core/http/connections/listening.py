@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 import errno
 import gc
-import ipaddress
 import logging
 import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from functools import lru_cache
 from typing import Final
 
 from fd_core.errors import ConfigError
 from fd_core.http.connections.port_holder import port_holder
+from fd_core.http.hosts import is_loopback
 from fd_core.http.supervision import Supervisor
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "bind_socket",
     "cannot_listen",
     "hangup_reloads",
-    "is_loopback",
     "raise_descriptor_limit",
     "settle",
     "signals_stop",
@@ -162,17 +160,6 @@ def settle() -> None:
     """Tell the garbage collector to leave alone what has been loaded: visiting it would stop every stream for 0.1 s."""
     gc.collect()
     gc.freeze()
-
-
-@lru_cache(maxsize=4096)
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def warn_if_open(host: str, *, keys: bool) -> None:
