@@ -37,6 +37,7 @@ class _Lease(Protocol):
     def machine(self) -> _Machine: ...
     @property
     def to_copy(self) -> deque[Any]: ...
+    def __hash__(self) -> int: ...
 
 
 _Stats = TypeVar("_Stats", covariant=True)
@@ -46,7 +47,7 @@ _Kept = TypeVar("_Kept", bound=_Lease)
 class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
     """A port whose thread owns connections, the connector's ends and the copies.
 
-    The thread copies one piece of a lease, then one of the next lease, so that no lease waits for a whole other one.
+    The thread copies some pieces of a lease, then some of the next lease, so that none waits for a whole other one.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         self._loop = make_loop(thread, self._turn, self._end_all)
         self._connectors: dict[str, Connector] = {}
         self._leases: dict[str, _Kept] = {}
-        self._copying: deque[_Kept] = deque()
+        self._copying: dict[_Kept, None] = {}
         """Leases with pieces to copy, the next one first."""
         self._due = math.inf
         """Nothing is to be done for time's sake before. No message brings the next tick of a lease forward."""
@@ -110,8 +111,8 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
     # The thread of transfers ------------------------------------------------------------------------------
 
     @abstractmethod
-    def _copy(self, lease: _Kept, piece: Any) -> None:
-        """Copy a piece of a lease."""
+    def _copy(self, lease: _Kept) -> None:
+        """Copy the next pieces of a lease, at least one, and take them from `to_copy`."""
 
     @abstractmethod
     def _tick(self, lease: _Kept, now: float) -> None:
@@ -140,15 +141,15 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         )
 
     def _turn(self) -> float:
-        """Copy one piece and do what is due; return the seconds until there is more to do."""
+        """Copy some pieces and do what is due; return the seconds until there is more to do."""
         self._turned_at = self._clock()
         if self._copying:
-            lease = self._copying.popleft()
+            lease = next(iter(self._copying))
+            del self._copying[lease]
             if lease.to_copy:
-                piece = lease.to_copy.popleft()
-                if lease.to_copy:
-                    self._copying.append(lease)
-                self._copy(lease, piece)
+                self._copy(lease)
+            if lease.to_copy:
+                self._copying[lease] = None
         now = self._clock()
         if now >= self._due:
             self._due = now + self._tidy(now)

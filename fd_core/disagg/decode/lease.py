@@ -27,6 +27,7 @@ class DecodeLease:
         self._met = False
         self._taking: set[int] = set()
         self._copied: dict[int, bytes] = {}
+        self._credited = 0
         self._commit: Commit | None = None
         self._progress = now
         """When the commit was heard, or a piece copied since."""
@@ -61,7 +62,11 @@ class DecodeLease:
         self._taking.remove(index)
         self._copied[index] = digest
         self._progress = now
-        return self._settle() or self._credit(now)
+        if ends := self._settle():
+            return ends
+        if self._taking and len(self._copied) - self._credited < max(self._opening.window // 2, 1):
+            return []  # one message for some pieces
+        return self._credit(now)
 
     def spoiled(self, index: int, reason: str) -> list[Action]:
         """Learn that a `Take` could not be done or failed its check."""
@@ -125,6 +130,7 @@ class DecodeLease:
 
     def _credit(self, now: float) -> list[Action]:
         self._clock.said(now)
+        self._credited = len(self._copied)
         return [Say(Credit(self._name, len(self._copied)))]
 
     def _break(self, outcome: PrefillOutcome, reason: str) -> list[Action]:

@@ -244,9 +244,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
                 case Say(message):
                     lease.peer.say(cast("FromDecode", message))
                 case TakePiece(piece):
-                    if not lease.to_copy:
-                        self._copying.append(lease)
                     lease.to_copy.append((piece, values))
+                    self._copying[lease] = None
                 case DecodeEnd(outcome, reason):
                     self._end(lease, outcome, reason)
 
@@ -263,8 +262,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
     def _tick(self, lease: _DecodeSide, now: float) -> None:
         self._act(lease, lease.machine.tick(now))
 
-    def _copy(self, lease: _DecodeSide, took: tuple[KVPiece, Sequence[Bytes]]) -> None:
-        piece, values = took
+    def _copy(self, lease: _DecodeSide) -> None:
+        piece, values = lease.to_copy.popleft()
         try:
             value = lease.inbox.take(piece.index, piece.reference, values)
         except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call

@@ -50,6 +50,8 @@ access_log = logging.getLogger(ACCESS_LOGGER)
 _BROKE_OFF: Final = "the prefill worker broke off"
 _STUCK_SECONDS: Final = 70.0
 """The thread never sleeps as long."""
+_AT_ONCE: Final = 8
+"""Blocks that are copied to the host in one call, before messages are read again."""
 _REMEMBERED: Final = 4096
 """Leases that ended lately: an `Open` that was repeated on its way must not open one again."""
 
@@ -259,9 +261,8 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                     unheard |= not self._connections.say(lease.route, cast("FromPrefill", message), frames)
                     frames = ()
                 case SendPiece(index):
-                    if not lease.to_copy:
-                        self._copying.append(lease)
                     lease.to_copy.append(index)
+                    self._copying[lease] = None
                 case PrefillEnd():
                     self._end(lease, action)
         if unheard:
@@ -297,34 +298,41 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
     def _tick(self, lease: _PrefillSide, now: float) -> None:
         self._act(lease, lease.machine.tick(now, working=now - self._asked_at < lease.opening.silence))
 
-    def _copy(self, lease: _PrefillSide, index: int) -> None:
-        operation, block = lease.sources.pop(index)
-        array = self._export(operation, block)
-        lease.uncopied[operation] -= 1
+    def _copy(self, lease: _PrefillSide) -> None:
+        """Copy blocks of one operation at once, and send them."""
+        operation, _ = lease.sources[lease.to_copy[0]]
+        taken: list[tuple[int, IntArray]] = []
+        while lease.to_copy and len(taken) < _AT_ONCE and lease.sources[lease.to_copy[0]][0] == operation:
+            index = lease.to_copy.popleft()
+            taken.append((index, lease.sources.pop(index)[1]))
+        arrays = self._export(operation, np.concatenate([block for _, block in taken]))
+        lease.uncopied[operation] -= len(taken)
         if not lease.uncopied[operation]:
             del lease.uncopied[operation]
             self._pending.end(operation)
-        if array is None:
+        if arrays is None:
             self._act(lease, lease.machine.failed("the prefill worker could not read a block"))
             return
-        try:
-            digest, parts = self._wire.seal_piece(lease.name, index, array)
-            reference, frames = lease.outbox.put(index, parts)
-            if len(reference) > MAX_REFERENCE_BYTES:
-                raise ValueError("a reference is too long")
-        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
-            self._failed("connector", "put", error)
-            self._act(lease, lease.machine.failed("the connector could not send a piece"))
-            return
-        self._tally.add("pieces")
-        self._act(lease, lease.machine.put(index, digest, reference, self._clock()), frames)
+        for (index, _), array in zip(taken, arrays, strict=True):
+            try:
+                digest, parts = self._wire.seal_piece(lease.name, index, array)
+                reference, frames = lease.outbox.put(index, parts)
+                if len(reference) > MAX_REFERENCE_BYTES:
+                    raise ValueError("a reference is too long")
+            except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+                self._failed("connector", "put", error)
+                self._act(lease, lease.machine.failed("the connector could not send a piece"))
+                return
+            self._tally.add("pieces")
+            self._act(lease, lease.machine.put(index, digest, reference, self._clock()), frames)
+            if lease.machine.ended is not None:
+                return
 
-    def _export(self, operation: int, block: IntArray) -> npt.NDArray[Any] | None:
+    def _export(self, operation: int, blocks: IntArray) -> npt.NDArray[Any] | None:
         if not self._pending.begin_copy(operation):
             return None
         try:
-            array: npt.NDArray[Any] = np.ascontiguousarray(self._cache.export_blocks(block))[0]
-            return array
+            return np.ascontiguousarray(self._cache.export_blocks(blocks))
         except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy is not sent
             self._failed("cache", "export_blocks", error)
             return None

@@ -18,6 +18,7 @@ from fd_core.types import Admission, IntArray
 __all__ = ["Sampled", "Sampler", "SamplingWork"]
 
 _FORBIDDEN = np.float32(-np.inf)
+_NO_PENALTIES = 1.0, 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,8 @@ class Sampler:
         self._min_p[slot] = params.min_p
         self._seeds[slot] = params.seed
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        if params.penalized or self.penalties.num_rows:
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        if penalties != _NO_PENALTIES or self.penalties.num_rows:
             self.penalties.admit(admission)
         self._extras.pop(slot, None)
         if params.logit_bias or params.min_tokens or params.bad_words_token_ids:

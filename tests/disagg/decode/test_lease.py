@@ -75,6 +75,16 @@ def test_credit_is_for_what_was_copied_not_for_what_came() -> None:
     assert lease.copied(2, DIGESTS[2], 0.0) == [Say(Credit(NAME, 1))]
 
 
+def test_pieces_that_came_together_share_a_credit_of_half_a_window() -> None:
+    lease = open_lease(opening(7, 5, first=1, window=4))
+    for index in (1, 2, 3, 4):
+        lease.heard(piece(index), 0.0)
+    said = [lease.copied(index, b"c" * 16, 0.0) for index in (1, 2, 3)]
+    assert said == [[], [Say(Credit(NAME, 2))], []]
+    assert lease.tick(SILENCE / 4) == [Say(Credit(NAME, 3))], "what was not said is said in time"
+    assert lease.copied(4, b"c" * 16, SILENCE / 4) == [Say(Credit(NAME, 4))], "nothing else is on its way"
+
+
 @pytest.mark.law("6.2")
 def test_a_piece_is_taken_once() -> None:
     lease = open_lease()
