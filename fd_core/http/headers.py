@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+import uuid
 from typing import Final
 
 from fd_core.http.errors import ApiError
 
-__all__ = ["length_of", "parameters", "refuse_encoding"]
+__all__ = ["length_of", "parameters", "refuse_encoding", "request_id_of"]
 
 _PARAMETER: Final = re.compile(r';[ \t]*([^\s;="]+)=("(?:[^"\\]|\\.)*"|[^;"]*)', re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
 _MOST_DIGITS: Final = 18
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 _SHOWN: Final = re.compile(r"[A-Za-z0-9_*, -]{1,64}")
+
+
+def request_id_of(given: bytes) -> bytes:
+    """Return the client's X-Request-Id if it is usable, else a fresh one."""
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 def length_of(value: str | None) -> int | None:

@@ -10,13 +10,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fd_core.http.access.access_log import CLIENT_LEFT, log_access
-from fd_core.http.access.control import AccessControl, limit_headers
-from fd_core.http.access.gate import allow_header, request_id_of
+from fd_core.http.access.control import AccessControl, allow_header, limit_headers
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.access.tenants import TENANT_HEADER, Tenant, read_tenant
 from fd_core.http.connections.connections import source_of
 from fd_core.http.draining import DRAINING_HEADER, Drain
 from fd_core.http.errors import ApiError, to_api_error, unavailable
+from fd_core.http.headers import request_id_of
 from fd_core.http.hosts import HostRules, Visit
 from fd_core.server.api.errors import error_response
 from fd_core.server.batches.asgi import OWNER

@@ -27,10 +27,15 @@ from fd_core.text.template_budget import (
     MAX_CHARS,
     MAX_ITEMS,
     TooMuch,
+    charge_items,
+    charge_operand,
+    charge_steps,
+    charge_value,
     check_integer,
     check_items,
     check_size,
     joined,
+    shown_text,
     the_budget,
 )
 
@@ -89,7 +94,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[loopcontrols, _Generation],
             optimized=False,
-            finalize=_finalized,
+            finalize=shown_text,
         )
         theirs: dict[str, Any] = self.filters
         self.filters = {name: theirs[name] for name in _CHEAP_FILTERS}
@@ -107,7 +112,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "replace": _replace,
         }
         self.filters |= {"reverse": _reverse, "round": _rounding(theirs["round"]), "tojson": _tojson}
-        self.filters |= {_CONCAT: _join, _COUNTED: _counted, _MADE: _made, _OPERAND: _operand, _SPEND: _spend}
+        self.filters |= {_CONCAT: _join, _COUNTED: charge_items, _MADE: charge_value}
+        self.filters |= {_OPERAND: charge_operand, _SPEND: charge_steps}
         tests: dict[str, Any] = self.tests
         self.tests |= {name: _walking(tests[name]) for name in _WALKING_TESTS}
         self.globals = {name: self.globals[name] for name in ("range", "namespace", "dict")}
@@ -244,36 +250,6 @@ class _Generation(Extension):
 
 
 # Filters and tests. Each takes the context, so that none is computed while a template is compiled.
-
-
-@pass_context
-def _finalized(context: Context, value: Any) -> str:
-    return value if type(value) is str else the_budget().text(value)
-
-
-@pass_context
-def _counted(context: Context, values: Iterable[Any], cost: int) -> Iterator[Any]:
-    return the_budget().counted(values, cost)
-
-
-@pass_context
-def _spend(context: Context, cost: int) -> bool:
-    the_budget().spend(cost)
-    return True
-
-
-@pass_context
-def _made(context: Context, value: Any) -> Any:
-    return the_budget().made(value)
-
-
-@pass_context
-def _operand(context: Context, value: Any) -> Any:
-    """Charge for a value that is compared: comparing walks at most all of it."""
-    if isinstance(value, Iterator):
-        value = the_budget().listed(value)
-    the_budget().weigh(value)
-    return value
 
 
 def _passing(function: Callable[..., Any]) -> Callable[..., Any]:

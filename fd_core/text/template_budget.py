@@ -13,11 +13,28 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Final
 
+from jinja2 import pass_context
+from jinja2.runtime import Context
 from jinja2.utils import Namespace
 
 __all__ = [
-    *("MAX_BYTES", "MAX_CHARS", "MAX_ITEMS", "MAX_STEPS", "TemplateBudget", "TooMuch"),
-    *("check_integer", "check_items", "check_size", "joined", "metered", "the_budget"),
+    "MAX_BYTES",
+    "MAX_CHARS",
+    "MAX_ITEMS",
+    "MAX_STEPS",
+    "TemplateBudget",
+    "TooMuch",
+    "charge_items",
+    "charge_operand",
+    "charge_steps",
+    "charge_value",
+    "check_integer",
+    "check_items",
+    "check_size",
+    "joined",
+    "metered",
+    "shown_text",
+    "the_budget",
 ]
 
 MAX_CHARS: Final = 16 << 20
@@ -175,6 +192,43 @@ def metered() -> Iterator[TemplateBudget]:
 def joined(pieces: Iterable[str], between: str = "") -> str:
     """Return the pieces as one text, charged to the rendering that runs."""
     return the_budget().join(pieces, between)
+
+
+# Filters of every template. Each takes the context, so that none is computed while a template is compiled.
+
+
+@pass_context
+def shown_text(context: Context, value: Any) -> str:
+    """Return a value as the text that is shown, charged for unless it is a text."""
+    return value if type(value) is str else the_budget().text(value)
+
+
+@pass_context
+def charge_items(context: Context, values: Iterable[Any], cost: int) -> Iterator[Any]:
+    """Charge for each value as it is taken."""
+    return the_budget().counted(values, cost)
+
+
+@pass_context
+def charge_steps(context: Context, cost: int) -> bool:
+    """Charge for steps; always true."""
+    the_budget().spend(cost)
+    return True
+
+
+@pass_context
+def charge_value(context: Context, value: Any) -> Any:
+    """Charge for a value that was made."""
+    return the_budget().made(value)
+
+
+@pass_context
+def charge_operand(context: Context, value: Any) -> Any:
+    """Charge for a value that is compared: comparing walks at most all of it."""
+    if isinstance(value, Iterator):
+        value = the_budget().listed(value)
+    the_budget().weigh(value)
+    return value
 
 
 def check_size(size: int) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from fd_core.errors import BadRequest, FdError, ModelError
-from fd_core.server.preprocess.prompts import chat_ids
+from fd_core.server.preprocess.prompts import chat_prompt
 from fd_core.server.schemas.requests import ChatRequest
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.chat_template import ChatTemplate
@@ -180,7 +180,7 @@ def test_a_short_conversation_with_a_slow_template_does_not_hold_the_loop(where:
         body = msgspec.convert(
             {"messages": [{"role": "user", "content": "hello"}], "chat_template": given}, ChatRequest
         )
-        reading = asyncio.ensure_future(chat_ids(SimpleNamespace(prompt_reader=reader, trusts_templates=True), body))
+        reading = asyncio.ensure_future(chat_prompt(SimpleNamespace(prompt_reader=reader, trusts_templates=True), body))
         pauses, last = [], time.perf_counter()
         while not reading.done():
             await asyncio.sleep(0.001)

@@ -18,7 +18,7 @@ import trustme
 
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
-from fd_core.http.connections import listener
+from fd_core.http.connections import connections
 from fd_core.http.connections.tls import ServingTls, client_context
 from fd_core.router.config import GatewayConfig
 from tests.router.gateway.fakes import CHAT, FakeWorker, eventually, in_loop, routed
@@ -101,7 +101,7 @@ def test_clients_may_need_a_certificate_of_their_own(kind: str, tmp_path: Path) 
 def test_a_changed_certificate_is_taken_and_streams_go_on(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "_REFRESH_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "_REFRESH_SECONDS", 0.05)
     other = trustme.CA()
     with door(kind, **files(tmp_path)) as opened, opened.connect(tls=trusting()) as running:
         assert running.head("GET /health").answer()[0] == 200

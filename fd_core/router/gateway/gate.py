@@ -12,15 +12,14 @@ import numpy as np
 from aiohttp import web
 
 from fd_core.http.access.access_log import CLIENT_LEFT, log_access
-from fd_core.http.access.control import limit_headers
-from fd_core.http.access.gate import allow_header, request_id_of
+from fd_core.http.access.control import ROUTES, allow_header, find_route, limit_headers
 from fd_core.http.access.record import RequestRecord
-from fd_core.http.access.routes import ROUTES, find_route
 from fd_core.http.access.usage import USAGE_HEADER, UsageMeter
 from fd_core.http.bodies import BodyShare
 from fd_core.http.connections.connections import source_of
 from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import ApiError, no_such_path, to_api_error, unavailable
+from fd_core.http.headers import request_id_of
 from fd_core.http.hosts import HostRules
 from fd_core.router.gateway.pages import PAGES
 from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_adapters, keeper

@@ -155,6 +155,18 @@ class ServerMetrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
+    def tokens_came(self, times: TokenTimes, count: int, *, first: bool) -> None:
+        """Count the time until a generation's `first` tokens came, or since those before."""
+        moment = time.perf_counter()
+        if first:
+            histogram, seconds, count = self.ttft, moment - times.arrived, 1
+            times.first = moment
+        else:
+            histogram, seconds = self.inter_token, (moment - times.last) / count
+        times.last = moment
+        histogram.counts[bisect_left(histogram.bounds, seconds)] += count
+        histogram.total += seconds * count
+
     def ended(
         self,
         outcome: str,

@@ -214,13 +214,7 @@ class ChoiceStream:
             self.scores.complete.set()
         ids, reason, logprobs = delta.token_ids, delta.finish_reason, delta.logprobs or ()
         if ids:
-            moment, times = time.perf_counter(), self.times
-            if self.tokens:
-                self._metrics.inter_token.observe((moment - times.last) / len(ids), len(ids))
-            else:
-                self._metrics.ttft.observe(moment - times.arrived)
-                times.first = moment
-            times.last = moment
+            self._metrics.tokens_came(self.times, len(ids), first=not self.tokens)
         if reason is FinishReason.ERROR:
             raise self._failure(delta.error or "the engine gave no reason")
         if self._job.shown.prompt_only and reason is not FinishReason.ABORT:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from fd_core.http.access.control import ROUTES
 from fd_core.http.access.keys import ApiKey
-from fd_core.http.access.routes import ROUTES
 from fd_core.http.access.tenants import TENANT_HEADER, Tenant, sign_tenant
 from tests.router.gateway.fakes import routed
 from tests.server.fakes import LiveServer, live

@@ -12,10 +12,9 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route as StarletteRoute
 
 from fd_core.config import ServerConfig
-from fd_core.http.access.control import AccessControl
+from fd_core.http.access.control import ROUTES, AccessControl, find_route
 from fd_core.http.access.keys import ApiKey
 from fd_core.http.access.record import RequestRecord
-from fd_core.http.access.routes import ROUTES, find_route
 from fd_core.http.errors import ApiError
 from fd_core.router.gateway.pages import PAGES
 from fd_core.server.app import create_app
