@@ -32,7 +32,7 @@ class MessagesFormat(AnswerFormat):
     def __init__(self, job: Job) -> None:
         self.job = job
         self._writer = BlockWriter()
-        self._id = f"msg_{job.caller.request_id}"
+        self._id = f"msg_{job.source.request_id}"
         self._ended = b""
 
     def whole(self, collected: list[CollectedText], usage: Usage) -> MessagesAnswer:

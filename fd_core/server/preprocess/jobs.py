@@ -30,13 +30,13 @@ from fd_core.text.parsing.answer import AnswerReading
 from fd_core.types import SamplingParams
 from fd_core.types.checks import check_structure
 
-__all__ = ["Caller", "Job", "Shown", "TextRules", "build_job", "conversation_job"]
+__all__ = ["Job", "RequestSource", "Shown", "TextRules", "build_job", "conversation_job"]
 
 _ANY_TEXT = FormOutcome()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class RequestSource:
     """Whose request it is, and how it came."""
 
     request_id: str
@@ -98,7 +98,7 @@ class Shown:
 class Job:
     """A checked request: everything that one HTTP request wants generated, and what its answer shows."""
 
-    caller: Caller
+    source: RequestSource
     rules: TextRules
     shown: Shown
     prompts: Sequence[tuple[int, ...]]
@@ -225,7 +225,7 @@ def build_job(
         params = constrained(state, prompts, params, reading=reading, budget=budget, called=called)
         check_structure(params[0])
     return Job(
-        caller=Caller(
+        source=RequestSource(
             request_id=record.request_id,
             arrived=request.state.arrived,
             path=request.url.path if state.spans is not None else "",

@@ -37,7 +37,7 @@ class ResponsesFormat(AnswerFormat):
         self.job = job
         self._body = body
         self._keep = keep
-        self._id = f"resp_{job.caller.request_id}"
+        self._id = f"resp_{job.source.request_id}"
         self._created = int(time.time())
         self._writer = BlockWriter()
         self._items: dict[int, tuple[str, str]] = {}

@@ -39,7 +39,7 @@ from fd_core.types import (
     TokenLogprobs,
 )
 
-__all__ = ["AnswerReader", "ChoiceStream", "Generation", "PromptScores", "TextChunk"]
+__all__ = ["AnswerReader", "ChoiceStream", "Generation", "ScoredPrompt", "TextChunk"]
 
 _TAIL_TOKENS: Final = 64
 """Tokens at the end of a prompt that may open or close reasoning."""
@@ -58,7 +58,7 @@ class TextChunk(NamedTuple):
     """What the text means, where answers are read."""
 
 
-class PromptScores:
+class ScoredPrompt:
     """Log-probabilities of a prompt, computed with its first choice and shown with each."""
 
     __slots__ = ("complete", "rows")
@@ -130,7 +130,7 @@ class ChoiceStream:
         spec: RequestSpec,
         deltas: DeltaStream,
         index: int,
-        scores: PromptScores | None,
+        scores: ScoredPrompt | None,
     ) -> None:
         """`scores` are those of the prompt, if they are wanted; the first choice of the prompt fills them in."""
         self.index = index
@@ -145,7 +145,7 @@ class ChoiceStream:
         self.prefill: PrefillOutcome | None = None
         """What became of a prompt that another worker was to compute; known with the first token."""
         self.finished: str | None = None
-        self.times = TokenTimes(job.caller.arrived)
+        self.times = TokenTimes(job.source.arrived)
         rules = job.rules
         reading = rules.reading
         self.answer = None if reading is None else AnswerReader(reading, state.tokenizer, spec.prompt)
@@ -284,11 +284,11 @@ class Generation:
         job, state = self._job, self._state
         count = len(job.prompts) * job.n
         state.admit(count)
-        if job.caller.record.admission is not None:
-            state.access.reserve(job.caller.record, job.most_tokens)
+        if job.source.record.admission is not None:
+            state.access.reserve(job.source.record, job.most_tokens)
         if state.spans is not None:
-            self._span = begin_generation(state.spans, job, time.perf_counter() - job.caller.arrived)
-        self._engine_ids = state.active.enter(job.caller.request_id, count, job.caller.owner)
+            self._span = begin_generation(state.spans, job, time.perf_counter() - job.source.arrived)
+        self._engine_ids = state.active.enter(job.source.request_id, count, job.source.owner)
         try:
             for index, engine_id in enumerate(self._engine_ids):
                 self._submit(index, engine_id)
@@ -303,7 +303,7 @@ class Generation:
         """Close every engine request; those that still ran are aborted."""
         left = kind is not None and issubclass(kind, asyncio.CancelledError)
         outcome = "disconnect" if left else "error"
-        job, record = self._job, self._job.caller.record
+        job, record = self._job, self._job.source.record
         try:
             for choice in self.choices:
                 if choice.finished is None:
@@ -343,12 +343,12 @@ class Generation:
         job, client = self._job, self._state.client
         which, number = divmod(index, job.n)
         params = job.params[which]
-        scores: PromptScores | None = None
+        scores: ScoredPrompt | None = None
         if number:  # the first choice has the prompt's log-probabilities computed, for all of them
             scores = self.choices[which * job.n].scores
             params = msgspec.structs.replace(params, seed=choice_seed(params.seed, number), prompt_logprobs=None)
         elif params.prompt_logprobs is not None:
-            scores = PromptScores()
+            scores = ScoredPrompt()
         spec = RequestSpec(
             request_id=engine_id,
             prompt=job.prompts[which],

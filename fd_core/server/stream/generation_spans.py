@@ -19,7 +19,7 @@ _FAILED = frozenset({"error", "disconnect"})
 
 def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> RequestSpan:
     """Begin the span of a generation that arrived `seconds_ago`."""
-    name, attributes = span_name(job.caller.path, job.shown.model)
+    name, attributes = span_name(job.source.path, job.shown.model)
     params = job.params[0]
     asked: dict[str, Any] = {
         **attributes,
@@ -27,9 +27,9 @@ def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> Reque
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.choice.count": len(job.prompts) * job.n,
-        "gen_ai.request.id": job.caller.request_id,
+        "gen_ai.request.id": job.source.request_id,
     }
-    return spans.begin(name, "server", job.caller.trace, asked, seconds_ago=seconds_ago)
+    return spans.begin(name, "server", job.source.trace, asked, seconds_ago=seconds_ago)
 
 
 def end_generation(span: RequestSpan, job: Job, choices: Sequence[ChoiceStream], outcome: str) -> None:

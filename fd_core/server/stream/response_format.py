@@ -116,7 +116,7 @@ class ResponseFormat(AnswerFormat):
         self.job = job
         self.tokenizer = tokenizer
         self._facts: dict[str, str | int] = {
-            "id": self.id_prefix + job.caller.request_id,
+            "id": self.id_prefix + job.source.request_id,
             "created": int(time.time()),
             "model": job.shown.model,
         }
