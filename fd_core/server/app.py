@@ -74,12 +74,7 @@ def create_app(
             field="--lora-modules",
             hint="give it another one, or the model with --served-model-name",
         )
-    access = AccessControl(
-        config.api_keys,
-        config.api_key_file,
-        protect_pages=config.protect_pages,
-        share_prefixes=config.share_prefix_cache,
-    )
+    access = AccessControl.of(config)
     bodies, supervisor = BodyBudget(config.max_body_memory), Supervisor()
     metrics = ServerMetrics(
         client,

@@ -18,7 +18,7 @@ from fd_core.engine.clients.client import EngineClient
 from fd_core.errors import EngineDead
 from fd_core.http.connections import listening
 from fd_core.http.connections.connections import Connections, Listener, connection_limit
-from fd_core.http.connections.liveness import liveness
+from fd_core.http.connections.liveness import attended
 from fd_core.http.connections.tls import ServingTls
 from fd_core.http.spans import RequestSpans
 from fd_core.server.app import create_app
@@ -103,12 +103,16 @@ async def serve_http(
     stop = stop or asyncio.Event()
     hurry = asyncio.Event()
     try:
-        reload = state.access.reload if state.access.reloadable else None
         with (
             listening.port_errors(config.host, sock),
-            listening.signals_stop(stop, hurry),
-            listening.hangup_reloads(reload, state.supervisor),
-            liveness(config, lambda: "" if client.healthy else client.missing),
+            attended(
+                config,
+                state.access,
+                state.supervisor,
+                stop=stop,
+                hurry=hurry,
+                dead=lambda: "" if client.healthy else client.missing,
+            ),
         ):
             serving = asyncio.create_task(server.serve([sock]))
             drain = asyncio.create_task(_drain(state, server, registration, stop, hurry))

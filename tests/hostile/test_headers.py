@@ -26,7 +26,7 @@ _PARSED = ("content-type", "origin")
 def header_names() -> list[str]:
     """Every header that the sources of servers and routers name, and those that libraries read."""
     found = {"connection", "cookie", "expect", "forwarded", "keep-alive", "te", "traceparent", "x-forwarded-for"}
-    for folder in ("server", "http", "router", "disagg", "engine/tracing"):
+    for folder in ("http", "server", "router", "disagg", "engine/tracing"):
         for path in Path(fd_core.__file__).parent.joinpath(folder).rglob("*.py"):
             found |= {
                 name.lower()

@@ -128,7 +128,7 @@ def test_every_plan_and_every_route_is_made_by_production(monkeypatch: pytest.Mo
 def test_gateways_ask_for_every_decision_about_a_request(gateway: str) -> None:
     decisions = {"select", "retry", "prefilled", "served", "declined", "failed"}
     path = ROOT / gateway
-    trees = [ast.parse(file.read_text()) for file in ([path] if path.is_file() else sorted(path.glob("*.py")))]
+    trees = [ast.parse(file.read_text()) for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
     called = {
         node.func.attr
         for tree in trees

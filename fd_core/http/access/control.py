@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from fd_core.config import ListenConfig
 from fd_core.errors import ConfigError
 from fd_core.http.access.key_file import FLAG, read_key_file, warn_if_others_read
 from fd_core.http.access.keys import ApiKey, KeyRing, scoped
@@ -62,6 +63,12 @@ class AccessControl:
         """Requests refused, by name of the key and limit."""
         if self._file is not None:
             warn_if_others_read(self._file)
+
+    @classmethod
+    def of(cls, config: ListenConfig) -> AccessControl:
+        """Return the keys that the settings of a server or a router name. Raises `ConfigError`."""
+        protects, shares = config.protect_pages, config.share_prefix_cache
+        return cls(config.api_keys, config.api_key_file, protect_pages=protects, share_prefixes=shares)
 
     def _read(self) -> tuple[ApiKey, ...]:
         named = () if self._file is None else read_key_file(self._file)

@@ -15,10 +15,12 @@ from typing import Final
 import msgspec
 
 from fd_core.config import ListenConfig
-from fd_core.http.connections.listening import bind_socket
+from fd_core.http.access.control import AccessControl
+from fd_core.http.connections.listening import bind_socket, hangup_reloads, signals_stop
 from fd_core.http.errors import HealthAnswer
+from fd_core.http.supervision import Supervisor
 
-__all__ = ["liveness"]
+__all__ = ["attended", "liveness"]
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,22 @@ _STUCK_SECONDS: Final = 10.0
 _CONNECTION_SECONDS: Final = 2.0
 _MOST_CONNECTIONS: Final = 64
 _MOST_BYTES: Final = 4096
+
+
+@contextlib.contextmanager
+def attended(
+    config: ListenConfig,
+    access: AccessControl,
+    supervisor: Supervisor,
+    *,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    dead: Callable[[], str],
+) -> Iterator[None]:
+    """Take signals for the block, read the keys again on SIGHUP, and serve the health port, see `liveness`."""
+    reload = access.reload if access.reloadable else None
+    with signals_stop(stop, hurry), hangup_reloads(reload, supervisor), liveness(config, dead):
+        yield
 
 
 @contextlib.contextmanager

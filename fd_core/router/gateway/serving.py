@@ -17,7 +17,7 @@ from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget
 from fd_core.http.connections import listening
 from fd_core.http.connections.connections import Connections, connection_limit
-from fd_core.http.connections.liveness import liveness
+from fd_core.http.connections.liveness import attended
 from fd_core.http.connections.tls import ServingTls, client_context
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
@@ -72,13 +72,8 @@ async def serve_gateway(
     tls = ServingTls.of(config)
     trusted = client_context(config.worker_ca_certs, "--worker-ca-certs", config)
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
-    access = AccessControl(
-        config.api_keys,
-        config.api_key_file,
-        protect_pages=config.protect_pages,
-        share_prefixes=config.share_prefix_cache,
-    )
-    listening.warn_if_open(config.host, keys=bool(access.ring))
+    access = AccessControl.of(config)
+    listening.warn_if_open(config.host, keys=access.has_keys)
     connector = WorkerConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30, ssl=trusted)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds, sock_read=config.read_seconds)
     async with (
@@ -124,12 +119,7 @@ async def serve_gateway(
         if learns and text is None:
             state.supervisor.start("learn_model", partial(_learn, state))
         stack.push_async_callback(state.supervisor.close)
-        reload = access.reload if access.reloadable else None
-        with (
-            listening.signals_stop(stop, hurry),
-            listening.hangup_reloads(reload, state.supervisor),
-            liveness(config, lambda: ""),
-        ):
+        with attended(config, access, supervisor, stop=stop, hurry=hurry, dead=lambda: ""):
             if on_ready is not None:
                 on_ready(listening.url_of(config.host, sock, secure=tls is not None))
             await stop.wait()

@@ -21,7 +21,7 @@ from fd_core.simulation.storage.storage import SECRET
 from fd_core.types import Delta, RequestSpec
 
 
-class Caller(Protocol):
+class WorkerCaller(Protocol):
     """Who sent a request to a worker. Calls are made when the worker says it; the network takes time of its own."""
 
     def answered(self, delta: Delta) -> None:
@@ -72,7 +72,7 @@ class SimulatedWorker:
         self.timeline = timeline
         """Time as whatever runs at this address sees it; standing still and wrong clocks are faults of it."""
         self._busy_until = 0.0
-        self._callers: dict[str, tuple[Caller, DeltaStream | None]] = {}
+        self._callers: dict[str, tuple[WorkerCaller, DeltaStream | None]] = {}
         self.start()
 
     @property
@@ -122,7 +122,7 @@ class SimulatedWorker:
         for caller, _ in callers.values():
             caller.lost("the worker's process ended")
 
-    def take(self, spec: RequestSpec, caller: Caller) -> None:
+    def take(self, spec: RequestSpec, caller: WorkerCaller) -> None:
         """Take a request that has come over the network; the caller is told all that becomes of it.
 
         On its way, `prefill_at` is the ticket of the router.
@@ -148,7 +148,7 @@ class SimulatedWorker:
 
     # Inside -----------------------------------------------------------------------------------------------
 
-    def _submit(self, client: SimulatedEngineClient, spec: RequestSpec, caller: Caller) -> None:
+    def _submit(self, client: SimulatedEngineClient, spec: RequestSpec, caller: WorkerCaller) -> None:
         name = spec.request_id
         if self.client is not client or name not in self._callers:
             return  # the process ended, or the client left

@@ -28,7 +28,7 @@ from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.engines.device import AnswerOf, PlanComputer
 from fd_core.simulation.engines.engine import EngineParts, OutsideParts, SimulatedEngineClient
-from fd_core.simulation.engines.worker import Caller, SimulatedWorker
+from fd_core.simulation.engines.worker import SimulatedWorker, WorkerCaller
 from fd_core.simulation.faults import apply, over_at
 from fd_core.simulation.gateway import SimulatedGateway
 from fd_core.simulation.results.outcomes import RequestOutcome, Run
@@ -319,7 +319,11 @@ class HostileWorld(World):
             self.timeline.after(0.0, die)
 
     def _take(
-        self, worker: SimulatedWorker, take: Callable[[RequestSpec, Caller], None], spec: RequestSpec, caller: Caller
+        self,
+        worker: SimulatedWorker,
+        take: Callable[[RequestSpec, WorkerCaller], None],
+        spec: RequestSpec,
+        caller: WorkerCaller,
     ) -> None:
         before, name = self.came_to[spec.request_id], worker.plan.name
         # A pair whose prefill side failed may keep its decode side.
@@ -335,7 +339,7 @@ class HostileWorld(World):
         take(spec, _WatchedCaller(self, worker, spec, caller))
 
     def _stranger_comes(
-        self, worker: SimulatedWorker, take: Callable[[RequestSpec, Caller], None], forged: RequestSpec
+        self, worker: SimulatedWorker, take: Callable[[RequestSpec, WorkerCaller], None], forged: RequestSpec
     ) -> None:
         if forged.request_id not in worker._callers:
             take(forged, Stranger())
@@ -369,7 +373,7 @@ class _ServedAdapters(EngineAdapters):
 class _WatchedCaller:
     """Who sent a request to a process, seen from that process."""
 
-    def __init__(self, world: HostileWorld, worker: SimulatedWorker, spec: RequestSpec, caller: Caller) -> None:
+    def __init__(self, world: HostileWorld, worker: SimulatedWorker, spec: RequestSpec, caller: WorkerCaller) -> None:
         self._world = world
         self._worker = worker
         self._process = worker.instance
