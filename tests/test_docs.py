@@ -26,8 +26,8 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 SERVING = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
 FLAGS = tuple(dict.fromkeys((*SERVING, *GATEWAY_FLAGS, *ROUTER_FLAGS)))
 ELSEWHERE = {
-    *("--from-file", "--from-literal", "--index", "--index-url", "--llama", "--model", "--rounds", "--scale", "--set", "--tasks"),
-    *("--shrink", "--tokens", "--trace", "--types", "--worlds", "--write"),
+    *("--from-file", "--from-literal", "--index-url", "--llama", "--model", "--rounds", "--scale", "--set", "--tasks"),
+    *("--index", "--shrink", "--tokens", "--trace", "--types", "--worlds", "--write"),
 }
 """Flags of other programs and of scripts of this repository that the documents name."""
 
