@@ -174,7 +174,9 @@ def conformance(session: nox.Session) -> None:
         results = f"{session.create_tmp()}/{name}.json"
         # A backend that does not pass gets its line first and fails the session then.
         session.run("fdcore", "conformance", *arguments, "--json", results, success_codes=[0, 1, 4])
-        table = ["--markdown", f"docs/extend/{name}.md", "--html", f"docs/extend/{name}.html"]
+        # The docs build takes the cards from there.
+        Path("build/conformance").mkdir(parents=True, exist_ok=True)
+        table = ["--markdown", f"docs/extend/{name}.md", "--html", f"build/conformance/{name}.html"]
         session.run("python", "-m", "fd_core.testing.report", results, *table, "--require-pass")
 
 
@@ -197,7 +199,8 @@ def guides(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The site of the documents in build/site: a dead link, a page that no menu shows or a name without help fails."""
-    session.install("-e", ".", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2")
+    # The pages made from the code need what the tests import.
+    session.install("-e", ".[test]", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0,<2")
     # What Material prints about its successor is no news for who builds a site.
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 

@@ -1,22 +1,30 @@
-"""Put the medians of what is in `results` into the documents: the page of benchmarks, and the README's table and chart.
+"""Put the medians of measurements into the documents: the page of benchmarks, and the README's table and chart.
 
-python benchmarks/documented_speed.py           # writes them
-python benchmarks/documented_speed.py --check   # exits 1 if one of them says something else
+python benchmarks/documented_speed.py           # writes results/documented.json and the documents
+python benchmarks/documented_speed.py --check   # exits 1 if a document differs from results/documented.json
+
+Comparisons leave every round in `results/NAME.json`, which git ignores; `documented.json` keeps of them what documents
+show. A comparison that was not run here keeps the figures that it has there.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness.routing.figures import RATE, Cell, Played, conversing, passing
+from harness.routing.figures import RATE, Cell, Conversing, Passing, Played, conversing, passing
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTED = RESULTS / "documented.json"
+Figures = dict[str, dict[str, Any]]
+"""What documents show of each comparison, by its name."""
 BEGIN = "<!-- speed: filled from benchmarks/results by a script -->"
 END = "<!-- end of speed -->"
 NAMES = {
@@ -54,9 +62,8 @@ PRESSED = {
 WAYS = {"host tier": "host memory", "disk": "disk store", "redis": "Redis"}
 
 
-def pressure(folder: Path) -> list[str]:
+def pressure(results: dict[str, Any]) -> list[str]:
     """Return the lines about a KV pool of 40 % of what the requests use."""
-    results = json.loads((folder / "pressure.json").read_text())
     rows = {row["contender"]: row for row in results["rows"] if row["pool"] == "pressed"}
     share, rounds = results["share"], results["rounds"]
     lines = [
@@ -75,9 +82,8 @@ def pressure(folder: Path) -> list[str]:
     return [*lines, ""]
 
 
-def returns(folder: Path) -> list[str]:
+def returns(results: dict[str, Any]) -> list[str]:
     """Return the lines about the first token of a prompt that comes back."""
-    results = json.loads((folder / "return_ttft.json").read_text())
     rows = {(row["way"], row["tokens"]): row for row in results["rows"]}
     sizes = sorted({row["tokens"] for row in results["rows"]})
     lines = [
@@ -104,14 +110,11 @@ RATE_SHOWN = 1000
 AT_ONCE_SHOWN = 64
 
 
-def routers(folder: Path) -> list[str]:
+def routers(results: dict[str, Any], rates: dict[str, Any]) -> list[str]:
     """Return the lines about routers before simulated workers."""
-    results = json.loads((folder / "routing.json").read_text())
-    rates = json.loads((folder / "routing-rates.json").read_text())
-    reference = next(iter(ROUTERS))
-    whole = {row.contender: row for row in _bursts(results, reference) if row.load == ("", AT_ONCE_SHOWN)}
-    random = {row.contender: row for row in _bursts(rates, reference) if row.load == (RATE, RATE_SHOWN)}
-    plays = conversing([Played(**each) for each in results["replays"]])
+    whole = _passing(results, "", AT_ONCE_SHOWN)
+    random = _passing(rates, RATE, RATE_SHOWN)
+    plays = _conversing(results)
     talks = {(row.contender, row.users): row for row in plays}
     users = list(dict.fromkeys(row.users for row in plays))
     lines = [
@@ -137,13 +140,17 @@ def routers(folder: Path) -> list[str]:
     return [*lines, ""]
 
 
-def _bursts(results: dict[str, Any], reference: str) -> list[Any]:
-    return passing([Cell(**each) for each in results["bursts"]], reference)
+def _passing(results: dict[str, Any], kind: str, number: int) -> dict[str, Passing]:
+    rows = (Passing(**each) for each in results["passing"])
+    return {row.contender: row for row in rows if row.load == (kind, number)}
 
 
-def pairs(folder: Path) -> list[str]:
+def _conversing(results: dict[str, Any]) -> list[Conversing]:
+    return [Conversing(**each) for each in results["conversing"]]
+
+
+def pairs(results: dict[str, Any]) -> list[str]:
     """Return the lines about a prefill and a decode worker beside two mixed ones."""
-    results = json.loads((folder / "pairs.json").read_text())
     runs, settings = results["runs"], results["settings"]
     lines = [
         f"A prefill and a decode worker beside two mixed ones, a processor for each: {settings['chats']} chats without "
@@ -163,14 +170,11 @@ def pairs(folder: Path) -> list[str]:
     return [*lines, ""]
 
 
-def section(folder: Path) -> str:
+def section(figures: Figures) -> str:
     """Return what stands between the marks."""
     lines = [""]
     for file, title in (("peers", "As libraries, in one process"), ("peers-http", "As servers, streaming over HTTP")):
-        path = folder / f"{file}.json"
-        if not path.exists():
-            continue
-        results = json.loads(path.read_text())
+        results = figures[file]
         machine = results["machine"]
         lines += [
             f"{title}: SmolLM2-135M at bf16, greedy, {results['threads']} threads of {machine['cpu']}; medians of "
@@ -180,9 +184,8 @@ def section(folder: Path) -> str:
             *table(results),
             "",
         ]
-    for file, more in (("pressure", pressure), ("return_ttft", returns), ("routing", routers), ("pairs", pairs)):
-        if (folder / f"{file}.json").exists():
-            lines += more(folder)
+    lines += [*pressure(figures["pressure"]), *returns(figures["return_ttft"])]
+    lines += [*routers(figures["routing"], figures["routing-rates"]), *pairs(figures["pairs"])]
     return "\n".join(lines)
 
 
@@ -197,10 +200,8 @@ def filled(text: str, lines: str) -> str:
     return before + BEGIN + "\n" + lines + "\n" + END + rest.split(END)[1]
 
 
-def summary(folder: Path) -> str:
+def summary(read: Figures) -> str:
     """Return the README's table: fd_core, and the best of the others, whoever that is."""
-    files = ("peers", "peers-http", "pressure", "return_ttft")
-    read = {name: json.loads((folder / f"{name}.json").read_text()) for name in files}
     lines = ["", "| SmolLM2-135M on two cores | fd_core | the best of the others |", "|---|---:|---:|"]
     for workload, title in WORKLOADS.items():
         lines.append(_beside_the_best(read["peers"], workload, title))
@@ -222,19 +223,15 @@ def summary(folder: Path) -> str:
         f"| a prompt of {size:,} tokens comes back: seconds to the first token | {row['loaded_s']:.2f} "
         f"| {row['computed_s']:.2f} (fd_core, computed again) |"
     )
-    routing, rated = (json.loads((folder / f"{name}.json").read_text()) for name in ("routing", "routing-rates"))
     reference = next(iter(ROUTERS))
-    added = {row.contender: row.added_p50_s for row in _bursts(rated, reference) if row.load == (RATE, RATE_SHOWN)}
-    users = max(row.users for row in conversing([Played(**each) for each in routing["replays"]]))
-    hits = {
-        row.contender: row.hit_rate
-        for row in conversing([Played(**each) for each in routing["replays"]])
-        if row.users == users
-    }
-    answers = {row.contender: row.per_second for row in _bursts(routing, reference) if row.load == ("", AT_ONCE_SHOWN)}
+    added = {name: 1e3 * row.added_p50_s for name, row in _passing(read["routing-rates"], RATE, RATE_SHOWN).items()}
+    talks = _conversing(read["routing"])
+    users = max(row.users for row in talks)
+    hits = {row.contender: row.hit_rate for row in talks if row.users == users}
+    answers = {name: row.per_second for name, row in _passing(read["routing"], "", AT_ONCE_SHOWN).items()}
     for title, values, digits, best_of in (
         (f"router, {users} conversations: cache hit rate", hits, 3, max),
-        ("router: ms added to the first byte", {name: 1e3 * each for name, each in added.items()}, 2, min),
+        ("router: ms added to the first byte", added, 2, min),
         ("router: most answers a second", answers, 0, max),
     ):
         name = best_of((each for each in ROUTERS if each != reference), key=values.__getitem__)
@@ -282,13 +279,77 @@ def chart(results: dict[str, Any]) -> str:
     return "\n".join((head, f'<rect x="-10" width="{_WIDTH + 20}" height="{y}" fill="#ffffff"/>', *lines, "</svg>", ""))
 
 
-def documents(folder: Path) -> dict[Path, str]:
+def documents(figures: Figures) -> dict[Path, str]:
     """Return every document that has figures, as it should be."""
     return {
-        PAGE: filled(PAGE.read_text(), section(folder)),
-        README: filled(README.read_text(), summary(folder)),
-        CHART: chart(json.loads((folder / "peers.json").read_text())),
+        PAGE: filled(PAGE.read_text(), section(figures)),
+        README: filled(README.read_text(), summary(figures)),
+        CHART: chart(figures["peers"]),
     }
+
+
+KEPT = {
+    "peers": ("command", "machine", "threads", "engines", "summaries"),
+    "peers-http": ("command", "machine", "threads", "engines", "summaries"),
+    "pressure": ("command", "machine", "workload", "share", "rounds", "rows"),
+    "return_ttft": ("command", "machine", "rounds", "rows"),
+    "routing": ("command", "machine", "versions", "trace"),
+    "routing-rates": ("command", "machine", "versions"),
+    "pairs": ("command", "machine", "version", "settings", "runs"),
+    "start_up": ("command", "machine", "model", "backend", "rounds", "summaries"),
+    "adapters": ("machine", "kernels", "threads", "load_average"),
+    **dict.fromkeys(("study-deadlines", "study-fair-share", "study-shortest-remaining"), ("command", "settings")),
+}
+"""Parts of a comparison's results that stay, by its name. Bursts and replays of routers stay as their medians, steps
+with adapters as their fastest and their median, simulated cases as their means with the intervals over seeds."""
+
+
+def figures_of(name: str, results: dict[str, Any]) -> dict[str, Any]:
+    """Return what documents show of the results of one comparison."""
+    kept = {part: results[part] for part in KEPT[name]}
+    if "bursts" in results:
+        bursts = [Cell(**each) for each in results["bursts"]]
+        kept["passing"] = [asdict(each) for each in passing(bursts, next(iter(ROUTERS)))]
+        kept["conversing"] = [asdict(each) for each in conversing([Played(**each) for each in results["replays"]])]
+    if "cases" in results and "comparisons" in results:
+        compared = results["comparisons"][0]["comparison"]
+        kept["words"] = compared["words"]
+        kept["means"] = [
+            {"setting": setting} | {figure: [each["mean"], each["low"], each["high"]] for figure, each in row.items()}
+            for setting, row in compared["figures"].items()
+        ]
+    elif "cases" in results:
+        named = ("name", "rows", "context", "weights", "adapters")
+        kept["steps"] = [
+            {part: case[part] for part in named}
+            | {"fastest_s": min(case["seconds"]), "median_s": median(case["seconds"])}
+            for case in results["cases"]
+        ]
+    return kept
+
+
+def recorded() -> Figures:
+    """Return what `documented.json` keeps."""
+    return dict(json.loads(DOCUMENTED.read_text()))
+
+
+def record() -> Figures:
+    """Take what comparisons left in `results` into `documented.json`, a line for each row; return all that it keeps."""
+    figures = recorded() if DOCUMENTED.exists() else {}
+    for name in KEPT:
+        if (path := RESULTS / f"{name}.json").exists():
+            figures[name] = figures_of(name, json.loads(path.read_text()))
+    DOCUMENTED.write_text("{" + ",".join(f'\n"{name}": {_lines(each)}' for name, each in figures.items()) + "\n}\n")
+    return figures
+
+
+def _lines(figures: dict[str, Any]) -> str:
+    parts = []
+    for name, value in figures.items():
+        rows = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+        shown = "[\n   " + ",\n   ".join(map(json.dumps, value)) + "\n  ]" if rows else json.dumps(value)
+        parts.append(f'\n  "{name}": {shown}')
+    return "{" + ",".join(parts) + "\n }"
 
 
 def _cell(summary: dict[str, Any] | None) -> str:
@@ -300,10 +361,10 @@ def _cell(summary: dict[str, Any] | None) -> str:
 
 
 def main() -> int:
-    wanted = documents(ROOT / "benchmarks" / "results")
     if "--check" in sys.argv[1:]:
+        wanted = documents(recorded())
         return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
-    for path, text in wanted.items():
+    for path, text in documents(record()).items():
         path.write_text(text)
     return 0
 

@@ -1,9 +1,10 @@
-"""What the site's generator is told beyond mkdocs.yml: documents that live elsewhere in the repository become pages."""
+"""Hooks of mkdocs: documents that live elsewhere in the repository, and pages made from the code, become pages."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,14 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]`]|`[^`]*`)*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the documents that live elsewhere."""
+    """Add the documents that live elsewhere, the generated pages, and the cards that `nox -s conformance` left."""
+    sys.path.insert(0, str(ROOT))
+    from tests.reference import GENERATED  # needs the repository on the path
+
+    for page, make in GENERATED.items():
+        files.append(File.generated(config, page, content=make()))
+    for cards in sorted(ROOT.glob("build/conformance/*.html")):
+        files.append(File.generated(config, f"extend/{cards.name}", content=cards.read_text(encoding="utf-8")))
     for source, page in ELSEWHERE.items():
         if (ROOT / source).is_file():
             files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))

@@ -1,7 +1,7 @@
-"""No rule of the law is without a test and a mutant, and docs/understand/law.md says which they are."""
+"""No rule of the law is without a test and a mutant; docs/understand/law.md lists the rules, its index both."""
 
 from fd_core.testing.kit.law import RULES
-from tests.law import DOCUMENT, marked_tests, mutants_by_rule, page
+from tests.law import DOCUMENT, index, marked_tests, mutants_by_rule, page
 
 
 def test_every_rule_has_a_test():
@@ -16,5 +16,11 @@ def test_nobody_names_a_rule_that_there_is_not():
     assert (marked_tests().keys() | mutants_by_rule().keys()) - RULES.keys() == set()
 
 
-def test_the_document_is_what_tests_and_mutants_say():
+def test_the_document_lists_the_rules():
     assert DOCUMENT.read_text() == page(), "write it anew: python -m tests.law"
+
+
+def test_the_index_names_every_test_and_mutant():
+    named = set(index().splitlines())
+    for found in (marked_tests(), mutants_by_rule()):
+        assert {f"- `{name}`" for names in found.values() for name in names} <= named

@@ -19,7 +19,7 @@ from fd_core.cli.settings.flags import (
     ROUTER_FLAGS,
     SERVER_FLAGS,
 )
-from tests.reference import FOLDER
+from tests.reference import page
 
 RECORD = Path(__file__).with_name("public_names.txt")
 PAGE = Path(__file__).parents[2] / "docs" / "extend" / "public-names.md"
@@ -86,14 +86,14 @@ def _command_line() -> Iterator[str]:
     yield from _written("commands.md", "command", r"^## (fdcore [\w -]+)$")
 
 
-def _written(page: str, kind: str, pattern: str) -> Iterator[str]:
-    """Yield what a page that is written from the code names."""
-    for words in re.findall(pattern, (FOLDER / page).read_text(), re.MULTILINE):
+def _written(name: str, kind: str, pattern: str) -> Iterator[str]:
+    """Yield what a page that is generated from the code names."""
+    for words in re.findall(pattern, page(name), re.MULTILINE):
         yield f"{kind} {words if isinstance(words, str) else ' '.join(words)}"
 
 
 def _fields() -> Iterator[str]:
-    for section in (FOLDER / "http.md").read_text().split("\n## ")[1:]:
+    for section in page("http.md").split("\n## ")[1:]:
         title = section.splitlines()[0].replace("`", "")
         yield from (f"field {title}: {name}" for name in re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
 

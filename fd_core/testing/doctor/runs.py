@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -18,6 +17,7 @@ import fd_core
 from fd_core.errors import ConfigError
 from fd_core.testing.doctor.checks import CHECKS
 from fd_core.testing.doctor.model import DoctorReport, OpFinding, PackDescribed, PackRefused, ProbeBegun
+from fd_core.testing.kit.processes import SilentError, follow
 from fd_core.testing.kit.target import parse_target
 
 __all__ = ["run_doctor"]
@@ -124,7 +124,6 @@ def _of_pack(dtype: str, outcome: str, reason: str) -> OpFinding:
 def _run(text: str, begin: int, only: Sequence[str], path: Path) -> Iterator[DoctorEvent | str]:
     """Yield what a process finds from a check on, and last how it ended if that was not by itself."""
     errors = path.with_suffix(".errors")
-    path.touch()
     command = [sys.executable, "-P", "-m", "fd_core.testing.doctor.examine", text, str(begin), str(path), str(errors)]
     command += [",".join(only)]
     with (
@@ -135,30 +134,13 @@ def _run(text: str, begin: int, only: Sequence[str], path: Path) -> Iterator[Doc
         ) as process,
     ):
         try:
-            yield from _follow(process, path)
+            yield from follow(process, path, DoctorEvent, _PATIENCE)
+        except SilentError:
+            yield f"hangs: nothing came for {_PATIENCE:.0f} s"
+            return
         finally:
             process.kill()
-
-
-def _follow(process: subprocess.Popen[bytes], path: Path) -> Iterator[DoctorEvent | str]:
-    changed, rest = time.monotonic(), b""
-    with path.open("rb") as file:
-        while True:
-            over = process.poll() is not None
-            new = file.read()
-            if new:
-                changed = time.monotonic()
-                *lines, rest = (rest + new).split(b"\n")
-                for line in lines:
-                    yield msgspec.json.decode(line, type=DoctorEvent)
-            elif over:
-                break
-            elif time.monotonic() - changed > _PATIENCE:
-                yield f"hangs: nothing came for {_PATIENCE:.0f} s"
-                return
-            else:
-                time.sleep(0.05)
-    if process.returncode < 0:
-        yield f"was ended by signal {-process.returncode}"
-    elif process.returncode:
-        yield f"ended with exit status {process.returncode}"
+        if process.returncode < 0:
+            yield f"was ended by signal {-process.returncode}"
+        elif process.returncode:
+            yield f"ended with exit status {process.returncode}"

@@ -17,13 +17,13 @@ from fd_core.engine.building.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Ops
-from fd_core.plugins import POSTPROCESS, installed_plugins
+from fd_core.plugins import BACKEND, POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
 from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, write_checkpoint
 from fd_core.testing.stepping.drafting import KnowingDrafter, speculation
 from fd_core.testing.stepping.sizes import SMALL
 
-__all__ = ["Target", "environment_of", "parse_target"]
+__all__ = ["Target", "environment_of", "find_target", "parse_target"]
 
 _MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 1, "watchdog_seconds": 20.0}
 _ISA: Final = "FD_ISA"
@@ -38,8 +38,21 @@ def parse_target(text: str, folder: Path) -> Target:
     as well. Checkpoints are written below `folder`. Raises `ConfigError` for a field that there is not, and for an
     instruction set that cannot be used here.
     """
-    settings = _settings_of(text)
-    isa = settings.pop(_ISA, None)
+    target = _configured(text, folder)
+    if (isa := environment_of(text).get(_ISA)) is not None:
+        _require_instructions(isa)
+    return target
+
+
+def find_target(text: str) -> None:
+    """Check name and settings of a backend without importing it or building kernels. Raises `FdError`."""
+    name = _configured(text, Path()).name
+    if name != "auto":
+        installed_plugins().find(BACKEND, name)
+
+
+def _configured(text: str, folder: Path) -> Target:
+    settings = {field: value for field, value in _settings_of(text).items() if field != _ISA}
     for field, value in settings.items():
         if not value or field not in EngineConfig.__struct_fields__:
             raise ConfigError(
@@ -49,8 +62,6 @@ def parse_target(text: str, folder: Path) -> Target:
             )
     target = Target(text, text.partition(":")[0], settings, folder)
     target.config()
-    if isa is not None:
-        _require_instructions(isa)
     return target
 
 

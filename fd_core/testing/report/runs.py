@@ -9,13 +9,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 import fd_core
-from fd_core.testing.kit.target import environment_of
+from fd_core.errors import FdError
+from fd_core.plugins import POSTPROCESS, REASONING_PARSER, SCHEDULER, TOOL_PARSER, Kind, installed_plugins
+from fd_core.testing.kit.processes import SilentError, follow
+from fd_core.testing.kit.target import environment_of, find_target
 from fd_core.testing.report.model import (
     OF_OTHERS_THAN_SCHEDULERS,
     PARSER_SECTIONS,
@@ -26,7 +32,7 @@ from fd_core.testing.report.model import (
     ConformanceReport,
     Result,
 )
-from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CasesLeftOut, CaseStarted, read_events
+from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CasesLeftOut, CaseStarted, RecordedEvent
 
 __all__ = ["BACKENDS", "KITS", "Kit", "run_suite"]
 
@@ -42,26 +48,39 @@ class Kit:
     quick: tuple[str, ...]
     """Arguments that leave out what takes long."""
     sections: tuple[str, ...]
+    find: Callable[[str], object]
+    """Finds what is tested, without importing it. Raises `FdError`."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Rules that nothing of this kind can break, with what keeps them."""
 
 
-BACKENDS: Final = Kit("fd_core.testing.suite", "--fd-backend", ("-m", "not fd_scale"), SECTIONS)
+def _found(kind: Kind[Any]) -> Callable[[str], object]:
+    return lambda name: installed_plugins().find(kind, name)
+
+
+def _postprocessor(text: str) -> object:
+    return installed_plugins().find(POSTPROCESS, text.partition(":")[0])
+
+
+BACKENDS: Final = Kit("fd_core.testing.suite", "--fd-backend", ("-m", "not fd_scale"), SECTIONS, find_target)
 SCHEDULERS: Final = Kit(
     "fd_core.testing.schedulers.suite",
     "--fd-scheduler",
     ("--fd-quick",),
     SCHEDULER_SECTIONS,
+    _found(SCHEDULER),
     OF_OTHERS_THAN_SCHEDULERS,
 )
-POSTPROCESSORS: Final = Kit("fd_core.testing.postprocessors.suite", "--fd-postprocess", (), POSTPROCESS_SECTIONS)
+POSTPROCESSORS: Final = Kit(
+    "fd_core.testing.postprocessors.suite", "--fd-postprocess", (), POSTPROCESS_SECTIONS, _postprocessor
+)
 _PARSERS: Final = "fd_core.testing.parsers.suite"
 KITS: Final = (
     BACKENDS,
     SCHEDULERS,
     POSTPROCESSORS,
-    Kit(_PARSERS, "--fd-tool-parser", (), (*PARSER_SECTIONS, "calls")),
-    Kit(_PARSERS, "--fd-reasoning-parser", (), (*PARSER_SECTIONS, "reasoning")),
+    Kit(_PARSERS, "--fd-tool-parser", (), (*PARSER_SECTIONS, "calls"), _found(TOOL_PARSER)),
+    Kit(_PARSERS, "--fd-reasoning-parser", (), (*PARSER_SECTIONS, "reasoning"), _found(REASONING_PARSER)),
 )
 """In the order in which `fdcore conformance` names them."""
 
@@ -95,9 +114,14 @@ def run_suite(
 
 
 def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: RunProgress) -> Card:
+    started = time.monotonic()
+    try:
+        kit.find(target)  # starting pytest takes seconds
+    except FdError as error:
+        return _card_of(kit, target, error=f"{target}: {error}".splitlines()[0], seconds=time.monotonic() - started)
+    run = _Run()
     with tempfile.TemporaryDirectory(prefix="fdcore-conformance-") as name:
         folder = Path(name)
-        started = time.monotonic()
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
                 _command(kit, target, expression, quick, folder),
@@ -107,14 +131,20 @@ def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: 
                 start_new_session=True,
                 env=os.environ | environment_of(target) | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")},
             )
+            hung = False
             try:
-                hung = _watch(process, folder / "results", target, progress)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                raise
+                progress(target, 0, 0)
+                for event in follow(process, folder / "results", RecordedEvent, _QUIET_SECONDS):
+                    if run.add(event):
+                        progress(target, len(run.results), run.failed)
+            except SilentError:
+                hung = True
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         said = (folder / "output").read_text(errors="replace")
-        return _judge(kit, target, folder / "results", process.returncode, said, hung, time.monotonic() - started)
+    return run.card(kit, target, process.returncode, said, hung, time.monotonic() - started)
 
 
 def _command(kit: Kit, target: str, expression: str | None, quick: bool, folder: Path) -> list[str]:
@@ -132,64 +162,62 @@ def _empty_settings(folder: Path) -> Path:
     return path
 
 
-def _watch(process: subprocess.Popen[bytes], results: Path, target: str, progress: RunProgress) -> bool:
-    """Wait until the process ends; return whether it was killed because it hung."""
-    size, changed = -1, time.monotonic()
-    while process.poll() is None:
-        time.sleep(0.2)
-        now = results.stat().st_size if results.exists() else 0
-        if now != size:
-            size, changed = now, time.monotonic()
-            ended = [event for event in read_events(results) if isinstance(event, CaseEnded)]
-            progress(target, len(ended), sum(event.result.outcome == "fail" for event in ended))
-        elif time.monotonic() - changed > _QUIET_SECONDS:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return True
-    return False
+@dataclass
+class _Run:
+    """What the events of one process come to."""
 
-
-def _judge(kit: Kit, target: str, path: Path, code: int, said: str, hung: bool, seconds: float) -> Card:
     about: BackendDescribed | None = None
-    results: dict[tuple[str, str], Result] = {}
-    left_out: dict[str, int] = {}
+    results: dict[tuple[str, str], Result] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
     running: CaseStarted | None = None
-    for event in read_events(path):
+
+    @property
+    def failed(self) -> int:
+        """Tests that failed so far."""
+        return sum(result.outcome == "fail" for result in self.results.values())
+
+    def add(self, event: RecordedEvent) -> bool:
+        """Take an event in; return whether a test ended."""
         match event:
             case BackendDescribed():
-                about = event
+                self.about = event
             case CaseStarted():
-                running = event
+                self.running = event
             case CasesLeftOut():
-                left_out[event.section] = left_out.get(event.section, 0) + event.count
+                self.left_out[event.section] += event.count
             case CaseEnded():
-                key = event.result.section, event.result.test
                 # A failure while cleaning up counts, whatever the test came to before.
-                results[key] = event.result
-                running = None
-    error = None
-    if hung or code < 0:
-        how = "took too long" if hung else f"ended the process with signal {-code}"
-        if running is not None:
-            results[running.section, running.test] = Result(
-                section=running.section, test=running.test, outcome="fail", reason=f"it {how}"
-            )
-        error = f"{'a test' if running is None else running.test} {how}; what follows it was not run"
-    elif code not in _USAGE_CODES:
-        lines = [line for line in said.splitlines() if line.strip()]
-        told = [line.strip("! ").removeprefix("_pytest.outcomes.Exit: ") for line in lines if line.startswith("!")]
-        error = (told or lines or ["pytest could not be run"])[-1]
-    return Card(
-        target=target,
-        device="" if about is None else about.device,
-        dtype="" if about is None else about.dtype,
-        distribution="" if about is None else about.distribution,
-        emulated=about is not None and about.emulated,
-        limits={} if about is None else about.limits,
-        error=error,
-        seconds=round(seconds, 1),
-        results=list(results.values()),
-        sections=kit.sections,
-        deselected=left_out,
-        others=dict(kit.others),
-    )
+                self.results[event.result.section, event.result.test] = event.result
+                self.running = None
+                return True
+        return False
+
+    def card(self, kit: Kit, target: str, code: int, said: str, hung: bool, seconds: float) -> Card:
+        """Return the card of the run, whose process ended with `code` and wrote `said`."""
+        error, running = None, self.running
+        if hung or code < 0:
+            how = "took too long" if hung else f"ended the process with signal {-code}"
+            if running is not None:
+                self.results[running.section, running.test] = Result(
+                    section=running.section, test=running.test, outcome="fail", reason=f"it {how}"
+                )
+            error = f"{'a test' if running is None else running.test} {how}; what follows it was not run"
+        elif code not in _USAGE_CODES:
+            lines = [line for line in said.splitlines() if line.strip()]
+            told = [line.strip("! ").removeprefix("_pytest.outcomes.Exit: ") for line in lines if line.startswith("!")]
+            error = (told or lines or ["pytest could not be run"])[-1]
+        about: dict[str, Any] = {} if self.about is None else msgspec.structs.asdict(self.about)
+        about.pop("target", None)
+        return _card_of(
+            kit,
+            target,
+            error=error,
+            seconds=seconds,
+            results=list(self.results.values()),
+            deselected=dict(self.left_out),
+            **about,
+        )
+
+
+def _card_of(kit: Kit, target: str, *, seconds: float, **parts: Any) -> Card:
+    return Card(target=target, sections=kit.sections, others=dict(kit.others), seconds=round(seconds, 1), **parts)
