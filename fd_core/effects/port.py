@@ -34,23 +34,25 @@ class CompletionQueue:
         """`wake` is called, on any thread, when the queue is no longer empty: it ends the sleep of an idle engine."""
         self._wake = wake
         self._lock = threading.Lock()
-        self.waiting: deque[Completion] = deque()
+        self._waiting: deque[Completion] = deque()
         self._filled = threading.Event()
 
     def put(self, completion: Completion) -> None:
         """Add a completion. Any thread."""
         with self._lock:
-            was_empty = not self.waiting
-            self.waiting.append(completion)
+            was_empty = not self._waiting
+            self._waiting.append(completion)
             self._filled.set()
         if was_empty:
             self._wake()
 
     def take(self) -> list[Completion]:
         """Return the completions since the last call."""
+        if not self._waiting:
+            return []
         with self._lock:
-            taken = list(self.waiting)
-            self.waiting.clear()
+            taken = list(self._waiting)
+            self._waiting.clear()
             self._filled.clear()
         return taken
 
@@ -84,7 +86,7 @@ class EffectPort(ABC, Generic[_Stats]):
     def completions(self) -> list[Completion]:
         """Return the completions since the last call, those of operations that are past their deadline included."""
         self.tend()
-        return self._queue.take() if self._queue.waiting else []
+        return self._queue.take()
 
     def wait(self, seconds: float) -> None:
         """Wait until `completions` may have something to return, at most `seconds`."""
@@ -133,7 +135,7 @@ class JoinedEffectPort(EffectPort[tuple[_Offload | None, _Transfer | None, _Comp
         for port in self._ports:
             if not port.idle:
                 port.tend()
-        return self._queue.take() if self._queue.waiting else []
+        return self._queue.take()
 
     def stats(self) -> tuple[_Offload | None, _Transfer | None, _Compiler | None]:
         """Return the counters and gauges of each port."""

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 import typer
 
-from fd_core.cli.plugins.plugins import plugins
+from fd_core.cli.plugins import plugins
 from fd_core.errors import PluginError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fd_core.effects.operations import NO_EFFECTS, Cancel, Fetch, Fetched, GiveUp, Loaded, Send
+from fd_core.effects.operations import NO_EFFECTS, Cancel, Fetch, Fetched, GiveUp, Loaded
 from fd_core.errors import ConfigError
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
@@ -137,9 +137,8 @@ class GivesADrainingSlotAway(Changed):
     """A slot is free as soon as it is revoked; its request waits at once."""
 
     def change(self):
-        def revoke(residencies, right, request, draft):
-            slot = request.slot
-            right(request, draft)
+        def revoke(residencies, right, slot, request, draft):
+            right(slot, request, draft)
             if not request.abort_wanted:
                 self._admissions.wait(residencies.release(slot))
 
@@ -192,8 +191,8 @@ class KnowsRowsBySlotOnly(Changed):
 @breaks("1.5", "signals:test_gens_of_a_slot_grow")
 class KeepsTheGen(Changed):
     def change(self):
-        def occupy(slots, right, slot, request):
-            right(slot, request)
+        def occupy(slots, right, slot, request, matched, blocks):
+            right(slot, request, matched, blocks)
             slots.gen[slot] = 1
 
         instead(self._slots, "occupy", occupy)
@@ -325,21 +324,21 @@ class ServesTheFirstSlotsForEver(Changed):
 @breaks("2.3", "budget:test_what_an_aborted_request_was_to_take_goes_to_others[0]")
 class ChargesWhoWasAborted(Changed):
     def change(self):
-        def revoke(planner, right, aborting, draft):
-            draft.budget.take(len(aborting))
-            right(aborting, draft)
+        def revoke(residencies, right, slot, request, draft):
+            draft.budget.take(int(request.abort_wanted))
+            right(slot, request, draft)
 
-        instead(self._planner, "_revoke", revoke)
+        instead(self._residencies, "revoke", revoke)
 
 
 @breaks("1.7", "signals:test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_flight[2]")
 class AbortsWhenBudgetIsLeft(Changed):
     def change(self):
-        def revoke(planner, right, aborting, draft):
-            if int(self._slots.running.sum()) < draft.budget.left:
-                right(aborting, draft)
+        def revoke(residencies, right, slot, request, draft):
+            if not request.abort_wanted or int(self._slots.running.sum()) < draft.budget.left:
+                right(slot, request, draft)
 
-        instead(self._planner, "_revoke", revoke)
+        instead(self._residencies, "revoke", revoke)
 
 
 @breaks("2.6", "budget:test_planning_does_not_grow_with_what_waits[slots-10000-20]")
@@ -392,18 +391,28 @@ class EvictsWhatItMatched(Changed):
     """Takes new blocks first, then those of the known prefix."""
 
     def change(self):
-        def blocks_for(admissions, right, request, matched, admission_pass):
-            pool = self._pool
-            needed = -(-request.num_tokens // self.limits.block_size) - len(matched)
-            if not len(matched) or needed > pool.num_free:
-                return right(request, matched, admission_pass)
-            blocks = pool.allocate(needed)
-            pool._references[matched] += ~np.isin(matched, blocks)
-            for block in matched.tolist():
-                pool._cached.pop(block, None)
+        self.matched = ()
+
+        def acquire(pool, right, blocks):
+            self.matched = blocks
+
+        def allocate(pool, right, count):
+            matched, self.matched = self.matched, ()
+            blocks = right(count)
+            if blocks is not None and len(matched):
+                pool._references[matched] += ~np.isin(matched, blocks)
+                for block in matched.tolist():
+                    pool._cached.pop(block, None)
             return blocks
 
-        instead(self._admissions, "_blocks_for", blocks_for)
+        def release(pool, right, blocks, fence):
+            if blocks is self.matched:
+                self.matched = ()
+            else:
+                right(blocks, fence)
+
+        for name, wrong in (("acquire", acquire), ("allocate", allocate), ("release", release)):
+            instead(self._pool, name, wrong)
 
 
 @breaks("3.4", "blocks:test_one_victim_is_enough_while_its_blocks_are_fenced[2]")
@@ -527,7 +536,7 @@ class UsesWhatALoadLeftBehind(Changed):
 
     def complete(self, completion):
         if isinstance(completion, Loaded):
-            keys = self._operations._open[completion.operation][0].keys
+            keys = self._operations.open[completion.operation][0].keys
             completion = replace(completion, blocks=len(keys))
         super().complete(completion)
 
@@ -577,11 +586,11 @@ class FetchesThePromptOfAnotherEpochAgain(Changed):
 @breaks("6.1", "pairs:test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over[WELL]")
 class LetsALeaseOfWhoWasAbortedGoOn(Changed):
     def change(self):
-        def want(operations, right, effect):
-            if not isinstance(effect, Cancel):
-                right(effect)
+        def take(operations, right):
+            operations.effects[:] = [effect for effect in operations.effects if not isinstance(effect, Cancel)]
+            return right()
 
-        instead(self._operations, "want", want)
+        instead(self._operations, "take", take)
 
 
 @breaks("6.1", "pairs:test_a_lease_leaves_room_for_what_runs")
@@ -616,11 +625,11 @@ class SendsAJobFromItsBeginningAgain(Changed):
 @breaks("6.1", "pairs:test_a_job_that_is_aborted_is_given_up_once[runs]")
 class NeverGivesUp(Changed):
     def change(self):
-        def want(operations, right, effect):
-            if not isinstance(effect, GiveUp):
-                right(effect)
+        def take(operations, right):
+            operations.effects[:] = [effect for effect in operations.effects if not isinstance(effect, GiveUp)]
+            return right()
 
-        instead(self._operations, "want", want)
+        instead(self._operations, "take", take)
 
 
 @breaks("3.2", "pairs:test_every_block_of_a_job_is_sent_once_when_it_is_settled[0-37-24]")
@@ -628,8 +637,8 @@ class WritesWhatIsBeingSent(Changed):
     """Blocks of a send are free as soon as the request has left."""
 
     def change(self):
-        def begin(operations, right, effect, about, blocks=None):
-            return right(effect, about, None if isinstance(effect(0), Send) else blocks)
+        def begin(operations, right, about, blocks=None):
+            return right(about, None if type(about).__name__ == "_Sending" else blocks)
 
         instead(self._operations, "begin", begin)
 
