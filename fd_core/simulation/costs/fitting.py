@@ -53,7 +53,8 @@ def fit_steps(steps: Sequence[MeasuredStep]) -> StepTerms:
     for _ in range(_REWEIGHTED):
         x = nonnegative_least_squares(shares * weights[:, None], weights)
         off = np.abs(shares @ x - 1)
-        weights = np.sqrt(np.minimum(1.0, 1.5 * np.median(off) / np.maximum(off, 1e-9)))
+        near = max(1.5 * float(np.median(off)), 1e-6)  # steps may fit exactly
+        weights = np.sqrt(near / np.maximum(off, near))
     slopes, rest = x[1 : len(knots)], x[len(knots) :]
     rises = np.cumsum([0.0, *(slope * (b - a) for slope, (a, b) in zip(slopes, pairwise(knots), strict=True))])
     first, further, row, read, pair, draft = rest.tolist()

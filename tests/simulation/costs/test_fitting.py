@@ -72,8 +72,17 @@ def test_steps_that_something_disturbed_hardly_matter() -> None:
     assert all(error.mean < 0.08 for error in errors_of(fit_steps(fitted), held))
 
 
-def test_what_is_predicted_is_what_a_simulation_is_told() -> None:
+def test_steps_that_fit_exactly_keep_their_weight() -> None:
+    """Terms that pass through most of a few steps are off by nothing there, which is no reason to drop the others."""
+    draw = np.random.default_rng(5)
+    features = [(1, 1, 1, 33, 33, 0), (2, 2, 2, 66, 66, 0), (16, 1, 1, 16, 136, 0), (8, 1, 1, 8, 36, 0)]
+    for _ in range(500):
+        steps = [MeasuredStep("decode", each, 1e-4 * float(np.exp(0.5 * draw.standard_normal()))) for each in features]
+        terms = fit_steps(steps)
+        assert min(predict(terms, step.features)[0] for step in steps) > 0
 
+
+def test_what_is_predicted_is_what_a_simulation_is_told() -> None:
     rows = (Row(30), Row(4, tokens=3, drafts=2), Row(10, tokens=700, samples=False))
     costs = costs_of(msgspec.structs.replace(profile_named("h100:llama-8b"), step=TRUE))
     for plan in (plan_of(*rows), plan_of(rows[0]), plan_of(rows[2])):
