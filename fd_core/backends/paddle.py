@@ -144,7 +144,7 @@ class PaddleBackend(Backend):
     def import_framework(cls) -> None:
         """Import Paddle."""
         try:
-            importlib.import_module("fd_core.ops.paddle.library")
+            importlib.import_module("fd_core.ops.paddle.framework")
         except ImportError as error:
             raise PluginError(
                 f"the {cls.name} backend needs Paddle: {error}", field="--backend", hint=cls.paddle_hint
@@ -154,7 +154,7 @@ class PaddleBackend(Backend):
         """The pack for the device, which is initialised here."""
         dtype = self._dtype()
         self.import_framework()
-        from fd_core.ops.paddle.library import set_threads
+        from fd_core.ops.paddle.framework import set_threads
 
         set_threads(self.threads)
         return self.device_ops(dtype, self.place)
@@ -169,7 +169,7 @@ class PaddleBackend(Backend):
         """Return a quarter of the host's free memory where the processor computes, else what the device has left."""
         if self.place == "cpu":
             return available_memory() // 4
-        from fd_core.ops.paddle.library import free_device_memory
+        from fd_core.ops.paddle.framework import free_device_memory
 
         return free_device_memory(self.place)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from sys import maxsize
 from typing import Any
 
-from fd_core.ops.paddle.library import paddle
+from fd_core.ops.paddle.framework import paddle
 
 SORTED_AT_MOST = 16_383
 """Entries of an axis: the kernel refuses 16,384."""

@@ -17,7 +17,7 @@ if find_spec("paddle") is None:
     pytest.skip("Paddle is not installed; `nox -s paddle` tests its pack", allow_module_level=True)
 
 from fd_core.ops.paddle.attention import PaddleKVCache
-from fd_core.ops.paddle.library import paddle
+from fd_core.ops.paddle.framework import paddle
 from fd_core.ops.paddle.ops import PaddleOps
 from tests.backends.few_kernels import lacking
 

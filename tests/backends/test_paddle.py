@@ -185,7 +185,7 @@ def test_importing_paddle_leaves_signals_to_others_and_prints_nothing():
 import os, signal
 def handler(*_): print("mine", flush=True)
 signal.signal(signal.SIGTERM, handler)
-import fd_core.ops.paddle.library
+import fd_core.ops.paddle.framework
 os.kill(os.getpid(), signal.SIGTERM)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 os.kill(os.getpid(), signal.SIGTERM)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Heads, KVCache, KVShape, StepInput
-from fd_core.ops.paddle.library import paddle, tensor_of
+from fd_core.ops.paddle.framework import paddle, tensor_of
 from fd_core.types import IntArray
 
 __all__ = ["PaddleAttentionPlan", "PaddleKVCache", "PaddleLayer", "words_of"]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
 from fd_core.ops.paddle.attention import PaddleAttentionPlan, PaddleKVCache, PaddleLayer, words_of
-from fd_core.ops.paddle.library import paddle, tensor_of
+from fd_core.ops.paddle.framework import paddle, tensor_of
 from fd_core.ops.paddle.sampling import PaddleSampling
 from fd_core.ops.weights import RawTensor, Weight
 

@@ -10,7 +10,7 @@ import math
 
 from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.ops.numpy.sampling import WEIGHT_ONE
-from fd_core.ops.paddle.library import paddle
+from fd_core.ops.paddle.framework import paddle
 from fd_core.ops.philox import random_bits
 
 __all__ = ["PaddleSampling"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fd_core.ops.contract import Array
-from fd_core.ops.paddle.library import paddle
+from fd_core.ops.paddle.framework import paddle
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 

@@ -23,7 +23,7 @@ class XpuBackend(PaddleBackend):
         """Return what the XPU has left of all its memory: the runtime tells what other processes use as well."""
         if self.emulated:
             return super().free_memory()
-        from fd_core.ops.paddle.library import paddle
+        from fd_core.ops.paddle.framework import paddle
 
         xpu = paddle.device.xpu
         return max(int(xpu.memory_total(self.place)) - int(xpu.memory_used(self.place)), 0)
