@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 __all__ = ["DRAINING_HEADER", "Drain"]
@@ -33,16 +33,7 @@ class Drain:
         self.refusing = False
         """Whether new requests are refused."""
         self.running = 0
-        """Requests whose answers are being made."""
-
-    @contextlib.contextmanager
-    def runs(self) -> Iterator[None]:
-        """Count a request while it is in the block; the drain waits for it."""
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
+        """Requests whose answers are being made, which the drain waits for; the gates count them."""
 
     async def refuse_after(self, delay: float, hurry: asyncio.Event) -> None:
         """Leave, and begin to refuse after `delay` seconds, or once `hurry` is set."""

@@ -116,8 +116,12 @@ class RouterGate:
             raise no_such_path(path)
         if self._state.drain.refusing:
             raise unavailable("the router is shutting down", "draining", retry_after=5)
-        with self._state.drain.runs(), self._share(request) as share:
-            return await self._forward(request, record, added, share)
+        self._state.drain.running += 1
+        try:
+            with self._share(request) as share:
+                return await self._forward(request, record, added, share)
+        finally:
+            self._state.drain.running -= 1
 
     def _share(self, request: web.BaseRequest) -> BodyShare:
         return self._state.bodies.share(request.headers.get("Content-Length"), self._state.config.max_body_bytes)

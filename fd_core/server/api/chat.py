@@ -70,8 +70,10 @@ class ChatFormat(ResponseFormat):
         ending["finish_reason"] = _reason(collected.finish_reason, collected.choice)
         return ChatChoice(message=message_of(collected.events, self._bare_ids), **ending)
 
-    def read_events(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
-        """Return the events for a chunk: one, or one for each thing that was found in it."""
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
+        """Return the events for a chunk; of an answer that is read, one for each thing that was found in it."""
+        if choice.answer is None:
+            return super().event(choice, chunk, usage)
         if len(chunk.events) == 1 and chunk.finish_reason is None and not self.scored and usage is None:
             [event] = chunk.events
             if isinstance(event, Content):

@@ -169,7 +169,7 @@ class ServerState:
 
     def served(self, asked: str | None) -> ServedName:
         """Return what answers under a name, or under the main one; `ApiError` (404) for a model that is not served."""
-        names = self._names if self.client.info is self._named_for else self.names
+        names = self.names
         if not asked:
             return next(iter(names.values()))
         found = names.get(asked)

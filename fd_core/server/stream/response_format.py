@@ -148,18 +148,12 @@ class ResponseFormat(AnswerFormat):
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
         """Return the events for a chunk."""
-        if choice.answer is not None:
-            return self.read_events(choice, chunk, usage)
         text = chunk.text
         head = self._heads.get(choice.index) or self.head_of(choice.index)
         told = _encode(text) if text.isascii() else json_text(text)
         if chunk.finish_reason is None and usage is None and not self.scored:
             return b"%b%b%b" % (head, told, self.plain)
         return self.full_event(choice, chunk, usage, b"%b%b%b" % (head, told, self.closing))
-
-    def read_events(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
-        """Return the events for a chunk of an answer that is read."""
-        raise NotImplementedError
 
     def head_of(self, index: int) -> bytes:
         """Return the JSON of an event up to the text of a choice."""
