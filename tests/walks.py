@@ -20,6 +20,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from fd_core.engine.core import Engine
+from fd_core.types import StepOutput
+
 ROOT: Final = Path(__file__).parents[1] / "fd_core"
 _PARTS: Final = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")
 """Code that is not a function of its own."""
@@ -174,6 +177,20 @@ def chat(recorder: Recorder, tokens: int) -> Walk:
     return shortest(tries)
 
 
+def _let_copies_end_first(engine: Engine) -> None:
+    """Collect no step while KV is copied on another thread, so that each try sees the whole copy."""
+    device, pending = engine.probe().device, engine._outside._offload._pending._pending  # type: ignore[attr-defined]
+    collect = device.collect
+
+    def collect_later(timeout: float) -> StepOutput:
+        while pending:
+            time.sleep(0.001)
+        time.sleep(0.005)
+        return collect(timeout)
+
+    device.collect = collect_later  # type: ignore[method-assign]
+
+
 def preemption(recorder: Recorder) -> Walk:
     """Run requests on too few KV blocks; from the choice of a victim until it is in the queue again."""
     from tests.engine.helpers import null_engine
@@ -184,6 +201,7 @@ def preemption(recorder: Recorder) -> Walk:
         engine = null_engine(num_kv_blocks=26, max_num_seqs=6)
         for number in range(8):
             engine.submit(greedy(f"r{number}", range(number, number + 40), 100))
+        _let_copies_end_first(engine)
         recorder.between(".choose", *_WAITS)
         while engine.has_work:
             engine.step()

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fd_core.disagg.connectors.contract import Connector, KVInbox, KVOutbox
-from fd_core.effects.port import CompletionQueue, EffectPort
+from fd_core.effects.port import CompletionQueue, EffectPort, Tally
 from fd_core.effects.thread_loop import ThreadLoop
-from fd_core.kv.tally import Tally
 
 __all__ = ["ENGINE_ENDS", "KVTransfer"]
 

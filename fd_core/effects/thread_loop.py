@@ -27,7 +27,7 @@ class ThreadLoop:
     A job that is stuck does not keep the process alive.
     """
 
-    def __init__(self, name: str, turn: Callable[[], float] = lambda: _LONGEST_SLEEP, end: Job = lambda: None) -> None:
+    def __init__(self, name: str, turn: Callable[[], float] | None = None, end: Job | None = None) -> None:
         """`turn` is called on the thread after each round of jobs and messages, `end` once after the last turn.
 
         `turn` returns how many seconds the thread may sleep if nothing comes, 0 if there is work left.
@@ -106,30 +106,29 @@ class ThreadLoop:
                     # One reader may have taken another's socket away.
                     if (read := self._readers.get(source)) is not None:
                         self._do(read)
-                count, stopping = self._posted(ear)
+                with self._lock:
+                    if self._rung:
+                        self._rung = False
+                        with contextlib.suppress(BlockingIOError):
+                            ear.recv(16)
+                    count, stopping = len(self._jobs), self._stopping
                 for _ in range(count):
                     self._do(self._jobs.popleft())
                 if stopping:
                     return
-                pause = self._do(self._turn)
-                seconds = 1.0 if pause is None else max(0.0, pause)
+                seconds = _LONGEST_SLEEP
+                if self._turn is not None:
+                    pause = self._do(self._turn)
+                    seconds = 1.0 if pause is None else max(0.0, pause)
         finally:
             with self._lock:
                 self._stopping = True  # whatever ended the loop: nothing that is posted from here on would be done
-            self._do(self._end)
+            if self._end is not None:
+                self._do(self._end)
             with self._lock:
                 self._bell = None
             bell.close()
             ear.close()
-
-    def _posted(self, ear: socket.socket) -> tuple[int, bool]:
-        """Return how many jobs were posted, and whether they are the last."""
-        with self._lock:
-            if self._rung:
-                self._rung = False
-                with contextlib.suppress(BlockingIOError):
-                    ear.recv(16)
-            return len(self._jobs), self._stopping
 
     def _do(self, job: Callable[[], _Result]) -> _Result | None:
         try:

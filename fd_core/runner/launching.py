@@ -39,7 +39,7 @@ class StepWork:
     undrafted: Array
     """int32[N], zeros: what rows without drafts accept of them."""
     cells: Array | None
-    """int32[N * (1 + k)], `Rows.cells`; None where k is 0."""
+    """int32[N * (1 + k)], `Rows.cells`; None where k is 0, and on the host where no row has drafts."""
     drafts: tuple[Array, Array] | None
     """int32[N, k] and how many of each row are drafts, int32[N]; None for a step without drafts."""
     unsampled: tuple[Array, ...]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops
-from fd_core.runner.inputs.inputs import Spans
+from fd_core.runner.inputs.inputs import Rows
 from fd_core.types import Admission, IntArray, PooledRows, Pooling
 
 __all__ = ["PooledPart", "PooledParts", "Pooler"]
@@ -67,7 +67,7 @@ class Pooler:
         if admission.pooling is not None:
             self.wanted[admission.slot] = admission.prompt_len, admission.pooling
 
-    def parts(self, spans: Spans) -> tuple[PooledPart, ...]:
+    def parts(self, spans: Rows) -> tuple[PooledPart, ...]:
         """Return what a step computes of the vectors."""
         found = []
         begins = spans.begins

@@ -70,6 +70,7 @@ class Runner:
         self._forward = ops.compile(model.forward)
         self._states = ops.compile_states(model.states)
         self._head = model.head
+        self._padded = None if type(ops).padded is Ops.padded else ops.padded
         self._watch: Callable[[StepInput], None] | None = None
         self.adapters = RunnerAdapters(ops, model, self.cache)
         """Changed between steps, on the thread that executes them."""
@@ -123,7 +124,7 @@ class Runner:
         for admission in plan.admissions:
             self._admit(admission)
         batch.grant(plan)
-        rows = resolve_rows(plan, batch, self.limits, self.ops.padded)
+        rows = resolve_rows(plan, batch, self.limits, self._padded)
         masks = self._grammars.begin(rows, batch.tokens) if self._grammars.matchers else None
         work = self._gather(plan, rows)
         if not self.ops.on_host:
@@ -134,6 +135,8 @@ class Runner:
             grid = self.ops.gather_rows(grid, work.cells).reshape(-1, width)
         elif work.sampling is not None:
             grid = grid.reshape(-1, 1)
+            if width > 1:  # on the host, and no row has drafts
+                grid = np.repeat(grid, width, axis=1)
         accepted = work.undrafted if work.drafts is None else self.ops.verify(grid, *work.drafts)
         matrix = self._postprocess.token_matrix(grid, accepted, work.slots, work.revoked)
         if work.sampling is not None and self.ops.queues:
@@ -246,7 +249,8 @@ class Runner:
         unsampled: tuple[Array, ...] = ()
         if len(slots):
             sampling = self._sampler.gather(rows.logits_slots, rows.positions, rows.columns, batch.tokens)
-            cells = rows.cells(limits.max_drafts + 1).reshape(-1) if limits.max_drafts else None
+            if limits.max_drafts and (rows.drafted or not self.ops.on_host):
+                cells = rows.cells(limits.max_drafts + 1).reshape(-1)
         else:
             unsampled = np.empty((0, limits.max_drafts + 1), np.int32), np.empty(0, np.float32)
         return StepWork(

@@ -47,8 +47,10 @@ class Prefixes:
 
     def extend(self, request: Request) -> None:
         """Compute the keys of the full blocks of a request's tokens, as far as they are missing."""
-        if self.hasher is not None and request.num_tokens >= (len(request.chain) + 1) * self.hasher.block_size:
-            self.hasher.extend(request.chain, request.root, request.tokens.view(), request.num_tokens)
+        if self.hasher is not None:
+            tokens = request.tokens.view()
+            if len(tokens) >= (len(request.chain) + 1) * self.hasher.block_size:
+                self.hasher.extend(request.chain, request.root, tokens, len(tokens))
 
     def keys(self, request: Request) -> Sequence[bytes]:
         """Return the keys of the leading full blocks behind which a token is left to compute: it yields the next.

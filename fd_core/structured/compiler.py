@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from fd_core.kv.tally import Tally
+from fd_core.effects.port import Tally
 from fd_core.types.metrics import counter, gauge
 
 LARGE_GRAMMAR: Final = 16 * 1024

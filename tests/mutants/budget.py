@@ -12,7 +12,8 @@ ADMISSIONS = "scheduling/waiting/admissions.py"
 BUDGET = "scheduling/running/budget.py"
 
 _LIMIT = "        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)\n"
-_DECODES = "            self._decode(rows, draft)\n            self._continue_prefills(rows, draft)\n"
+_PREFILLS = "            if draft.num_rows < len(rows):\n                self._continue_prefills(rows, draft)\n"
+_DECODES = "            self._decode(rows, draft)\n"
 _RESERVED_BEFORE = (
     PLANNER,
     "        chosen, granted = allot_decodes(draft.budget, wanted, slots.last_step[decoding])\n",
@@ -94,8 +95,8 @@ MUTANTS = (
         "2.2: a decode is left out only in rotation",
         (
             PLANNER,
-            _DECODES,
-            "            self._continue_prefills(rows, draft)\n            self._decode(rows, draft)\n",
+            _DECODES + _PREFILLS,
+            _PREFILLS + _DECODES,
         ),
     ),
     mutant(
@@ -183,8 +184,8 @@ MUTANTS = (
         "2.1, 1.5: an output applies to the gen that it names, and the charge is the real number of drafts",
         (
             "scheduling/running/output_side.py",
-            "current = (self._slots.last_step <= plan.step) & (self._slots.gen == output.gens)",
-            "current = self._slots.last_step <= plan.step",
+            "current = (slots.last_step <= plan.step) & (slots.gen == output.gens)",
+            "current = slots.last_step <= plan.step",
         ),
     ),
     mutant(

@@ -157,8 +157,8 @@ MUTANTS = (
         "1.3: an error in one row never swallows another row",
         (
             OUTPUTS,
-            "healthy = outcomes.kinds[rows_of] != Outcome.ERROR",
-            "healthy = (outcomes.kinds[rows_of] != Outcome.ERROR) & (not output.errors)",
+            "healthy = outcomes.kinds[places] != Outcome.ERROR",
+            "healthy = (outcomes.kinds[places] != Outcome.ERROR) & (not output.errors)",
         ),
     ),
     mutant(
@@ -221,12 +221,12 @@ MUTANTS = (
         "frames-keyed-by-slot-only",
         "1.5: outputs apply only if the gen matches",
         (OUTPUTS, "same_runner = output.gens[places] == plan.gens", "same_runner = np.full(len(plan.slots), True)"),
-        (OUTPUTS, "same_here = (slots.gen[places] == plan.gens) & occupied", "same_here = occupied"),
+        (OUTPUTS, "(same_runner & (slots.gen[places] == plan.gens) & occupied)", "(same_runner & occupied)"),
     ),
     mutant(
         "no-gen-check-of-rows-here",
         "1.5: outputs apply only if the gen matches the slot's present residency",
-        (OUTPUTS, "same_here = (slots.gen[places] == plan.gens) & occupied", "same_here = occupied"),
+        (OUTPUTS, "(same_runner & (slots.gen[places] == plan.gens) & occupied)", "(same_runner & occupied)"),
     ),
     mutant(
         "no-gen-check-of-rows-at-the-runner",

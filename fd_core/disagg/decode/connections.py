@@ -16,9 +16,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from fd_core.disagg.messages import FromDecode, FromPrefill
 from fd_core.disagg.wire import Unfit, Unsealed, Wire
+from fd_core.effects.port import Tally
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes
-from fd_core.kv.tally import Tally
 
 __all__ = ["Endpoint", "Peer", "PrefillConnections", "PrefillLink", "look_up", "split_address"]
 

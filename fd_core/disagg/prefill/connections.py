@@ -11,10 +11,10 @@ import zmq
 
 from fd_core.disagg.messages import FromDecode, FromPrefill
 from fd_core.disagg.wire import Unfit, Unsealed, Wire
+from fd_core.effects.port import Tally
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes
-from fd_core.kv.tally import Tally
 
 __all__ = ["DecodeConnections"]
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, NotStored, Save, Saved
 from fd_core.effects.pending import PendingOperations
+from fd_core.effects.port import Tally
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.tally import Tally
 from fd_core.kv.tiers.host import HostArray, HostTier
 from fd_core.kv.tiers.rates import Rate
 from fd_core.kv.tiers.reader import LoadJob, StoreReader
@@ -81,8 +81,6 @@ class Copier:
 
     def save(self, save: Save) -> None:
         """Copy blocks to the host tier, and queue them to be written to the store."""
-        if save.operation not in self._pending:
-            return
         self._host.touch(save.keys[: self._room])
         dropped: list[bytes] = []
         for index, key in enumerate(save.keys):
@@ -96,8 +94,21 @@ class Copier:
             if array is not None:
                 if not self._pending.advance(saved):
                     break
-            elif not (keep or write) or (array := self._export(save, saved)) is None:
+            elif not (keep or write) or not self._pending.begin_copy(save.operation):
                 break
+            else:
+                copied = None
+                try:
+                    exported = self._cache.export_blocks(save.blocks[index : index + 1])
+                    array = np.ascontiguousarray(exported).reshape(self._block.shape)
+                    array.flags.writeable = False
+                    copied = saved
+                except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy is not saved
+                    self._copy_failed("export_blocks", error)
+                    break
+                finally:
+                    self._pending.end_copy(save.operation, copied)
+                self._tally.add("saved_blocks")
             if keep:
                 self._host.put(key, array)
             if write:
@@ -110,24 +121,6 @@ class Copier:
             self._tally.add("dropped_blocks", len(dropped))
             self._tell(NotStored(tuple(dropped)))
         self._pending.end(save.operation)
-
-    def _export(self, save: Save, saved: Saved) -> HostArray | None:
-        """Copy a block to the host, after which the save came as far as `saved`."""
-        if not self._pending.begin_copy(save.operation):
-            return None
-        copied = None
-        try:
-            block = save.blocks[saved.blocks - 1 : saved.blocks]
-            array = np.ascontiguousarray(self._cache.export_blocks(block)).reshape(self._block.shape)
-            array.flags.writeable = False
-            copied = saved
-        except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy is not saved
-            self._copy_failed("export_blocks", error)
-            return None
-        finally:
-            self._pending.end_copy(save.operation, copied)
-        self._tally.add("saved_blocks")
-        return array
 
     # Loading ----------------------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from fd_core.effects.port import Tally
 from fd_core.kv.breaker import Breaker, BreakerState
 from fd_core.kv.stores.contract import KVStore, StoreError, Trouble
-from fd_core.kv.tally import Tally
 
 __all__ = ["GuardedStore"]
 

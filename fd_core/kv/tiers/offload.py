@@ -21,12 +21,11 @@ from fd_core.effects.operations import (
     Saved,
 )
 from fd_core.effects.pending import PendingOperations
-from fd_core.effects.port import CompletionQueue, EffectPort
+from fd_core.effects.port import CompletionQueue, EffectPort, Tally
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
-from fd_core.kv.tally import Tally
 from fd_core.kv.tiers.copier import Copier
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostTier
@@ -154,33 +153,32 @@ class KVOffload(EffectPort[TierStats]):
         """Begin what the scheduler wants done."""
         now = self._clock()
         for effect in effects:
+            answer: Found | Loaded | Saved
             match effect:
                 case Lookup(operation, keys):
                     useful = bool(keys) and not self._nothing_to_find()
+                    counter, answer, seconds = "lookups", Found(operation, 0, 0), self._lookup_seconds
                     job = partial(self._copier.look_up, effect)
-                    self._begin("lookups", Found(operation, 0, 0), now + self._lookup_seconds, job, useful)
                 case Load(operation, keys):
                     useful = bool(keys) and not self._nothing_to_find()
+                    counter, answer, seconds = "loads", Loaded(operation, 0), self._load_seconds
                     job = partial(self._copier.load, effect, now)
-                    self._begin("loads", Loaded(operation, 0), now + self._load_seconds, job, useful)
                 case Save(operation, keys):
                     useful = bool(keys) and not self._closed
+                    counter, answer, seconds = "saves", Saved(operation, 0), self._load_seconds
                     job = partial(self._copier.save, effect)
-                    self._begin("saves", Saved(operation, 0), now + self._load_seconds, job, useful)
                 case Cancel(operation):
                     self._pending.end(operation)
-
-    def _begin(
-        self, counter: str, answer: Found | Loaded | Saved, deadline: float, job: Callable[[], None], useful: bool
-    ) -> None:
-        """Post the job of an operation; complete the operation at once if the job is of no use."""
-        self._tally.add(counter)
-        if useful:
-            self.idle = False
-            self._pending.begin(answer, deadline)
-            self._copier.loop.post(job)
-        else:
-            self._queue.put(answer)
+                    continue
+                case _:
+                    continue
+            self._tally.add(counter)
+            if useful:
+                self.idle = False
+                self._pending.begin(answer, now + seconds)
+                self._copier.loop.post(job)
+            else:  # a job is of no use
+                self._queue.put(answer)
 
     def tend(self) -> None:
         """Complete operations that are past their deadline, and tell the pace of loading whenever it changed."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, Saved
 from fd_core.effects.pending import PendingOperations
+from fd_core.effects.port import Tally
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import HEADER_BYTES, Damaged, Envelope
-from fd_core.kv.tally import Tally
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
 from fd_core.kv.tiers.rates import Rate

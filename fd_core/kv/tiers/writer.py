@@ -6,10 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from fd_core.effects.port import Tally
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes, KVStore
 from fd_core.kv.stores.envelope import Envelope
-from fd_core.kv.tally import Tally
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
 

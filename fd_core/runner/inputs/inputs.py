@@ -41,11 +41,6 @@ class Spans:
     in the spare block as a whole, behind the others.
     """
 
-    @property
-    def begins(self) -> IntArray:
-        """int32[n], where the own tokens of each span begin in the flattened batch."""
-        return _begins(self.counts, self.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class Rows(Spans):
@@ -57,6 +52,8 @@ class Rows(Spans):
     There are 1 + drafts rows of logits for each sampling row, in order.
     """
 
+    begins: IntArray
+    """int32[n], where the own tokens of each row begin in the flattened batch."""
     sampling: IntArray
     """int32[N], indices of the rows that sample."""
     sampled_slots: IntArray
@@ -110,7 +107,11 @@ def resolve_rows(
         slot = int(slots[astray][0])
         raise RuntimeError(f"step {plan.step} plans tokens of slot {slot} that the runner does not have")
     sampling = plan.samples.nonzero()[0].astype(np.int32)
-    logits_rows = (_begins(counts, shape) + own - 1)[sampling]
+    if shape is None:
+        begins = np.cumsum(counts, dtype=np.int32) - counts
+    else:  # own tokens stand at the end of a padded row
+        begins = np.arange(1, len(counts) + 1, dtype=np.int32) * np.int32(shape[1]) - counts
+    logits_rows = (begins + own - 1)[sampling]
     logits_slots = sampled_slots = slots[sampling]
     positions, verified = length[sampling], drafts[sampling]
     drafted = bool(verified.any())
@@ -126,6 +127,7 @@ def resolve_rows(
         slots=slots,
         starts=starts,
         counts=counts,
+        begins=begins,
         sampling=sampling,
         sampled_slots=sampled_slots,
         drafts=verified,
@@ -136,15 +138,6 @@ def resolve_rows(
         columns=columns,
         shape=shape,
     )
-
-
-def _begins(counts: IntArray, shape: tuple[int, int] | None) -> IntArray:
-    ends: IntArray
-    if shape is None:
-        ends = np.cumsum(counts, dtype=np.int32)
-    else:
-        ends = np.arange(shape[1], len(counts) * shape[1] + 1, shape[1], dtype=np.int32)
-    return ends - counts
 
 
 def build_inputs(spans: Spans, tokens: IntArray, tables: IntArray, size: int, ops: Ops) -> StepInput:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops
-from fd_core.runner.inputs.inputs import Spans
+from fd_core.runner.inputs.inputs import Rows
 from fd_core.types import Admission, IntArray, PromptLogprobRows
 
 __all__ = ["SCORED_CELLS", "PromptScorer", "PromptScores"]
@@ -56,7 +56,7 @@ class PromptScorer:
         if top_n is not None and len(admission.token_ids) == admission.prompt_len:
             self.wanted[admission.slot] = admission.prompt_len, top_n
 
-    def rows(self, spans: Spans) -> tuple[IntArray, IntArray, IntArray] | None:
+    def rows(self, spans: Rows) -> tuple[IntArray, IntArray, IntArray] | None:
         """Return where a step computes states that a prompt token is scored from; None if nowhere.
 
         int32[r] each: indices into the step's tokens, slots, and positions of the tokens that are scored, which are

@@ -85,14 +85,48 @@ class OutputSide:
             return []
         self._next_step = plan.step + 1
         outcomes = signals.read(output.tokens, output.errors)
+        deltas: list[Delta] = []
+        slots = self._slots
         # Arrays of another integer type take several times as long as an index.
         places = plan.slots.astype(np.intp)
-        rows = self._rows_of_this_residency(plan, places, output)
-        deltas = self._deliver(plan, rows, places if rows is _ALL else places[rows], outcomes, output)
+        # Rows whose residency still exists on both sides.
+        same_runner = output.gens[places] == plan.gens
+        occupied = (slots.running[places] | slots.draining[places]) & ~slots.ended[places]
+        found: npt.NDArray[np.intp] = (same_runner & (slots.gen[places] == plan.gens) & occupied).nonzero()[0]
+        rows: _Rows = _ALL
+        if len(found) < len(places):
+            stale = len(places) - int(np.count_nonzero(same_runner))
+            self.counters.stale_outputs += stale
+            self.counters.overrun_rows += len(places) - stale - len(found)
+            rows, places = found, places[found]
+        if output.errors:
+            rows = np.arange(len(plan.slots))[rows]
+            healthy = outcomes.kinds[places] != Outcome.ERROR
+            failed = set(places[~healthy].tolist())
+            deltas = [self._fail(slot, message) for slot, message in output.errors if slot in failed]
+            rows, places = rows[healthy], places[healthy]
+        counts = outcomes.counts[places]
+        delivers, samples = counts > 0, plan.samples[rows]
+        with_tokens = delivers & samples
+        delivering = with_tokens.nonzero()[0]
+        if len(delivering) < np.count_nonzero(delivers):
+            unasked = delivers > samples
+            raise signals.MalformedOutput(f"slot {places[unasked][0]} carries tokens that no row of the step samples")
+        if output.prompt_logprobs is not None or output.pooled is not None:
+            self._collect(output, places)
+        asked, given = places, counts
+        if len(delivering) < len(places):
+            asked, given = places[delivering], counts[delivering]
+        told, ended = self._append(asked, given, outcomes.tokens, output.logprobs)
+        # What is settled comes before who is done: the blocks that a last step completes are named like any others.
+        self._settle(plan, rows, places, counts)
+        for slot, request, reason in ended:
+            self._residencies.finish(slot, request, reason)
+        deltas += told
         if output.drafts_ready is not None:
             # Slots that were scheduled again since this step hold newer drafts; those of an earlier gen hold none.
-            current = (self._slots.last_step <= plan.step) & (self._slots.gen == output.gens)
-            self._slots.hold_drafts(current.nonzero()[0], output.drafts_ready[current])
+            current = (slots.last_step <= plan.step) & (slots.gen == output.gens)
+            slots.hold_drafts(current.nonzero()[0], output.drafts_ready[current])
         self._pool.answered(plan.step)
         if plan.revocations or np.count_nonzero(outcomes.kinds == _RELEASED):
             deltas += self._acknowledge(plan, outcomes, output)
@@ -103,54 +137,6 @@ class OutputSide:
         return self._delta(request, (), reason, None)
 
     # Inside -----------------------------------------------------------------------------------------------
-
-    def _rows_of_this_residency(self, plan: StepPlan, places: npt.NDArray[np.intp], output: StepOutput) -> _Rows:
-        """Return indices of the plan's rows whose residency still exists on both sides; `places` are their slots."""
-        slots = self._slots
-        same_runner = output.gens[places] == plan.gens
-        occupied = (slots.running[places] | slots.draining[places]) & ~slots.ended[places]
-        same_here = (slots.gen[places] == plan.gens) & occupied
-        rows: npt.NDArray[np.intp] = (same_runner & same_here).nonzero()[0]
-        if len(rows) == len(places):
-            return _ALL
-        stale = len(places) - int(np.count_nonzero(same_runner))
-        self.counters.stale_outputs += stale
-        self.counters.overrun_rows += len(places) - stale - len(rows)
-        return rows
-
-    def _deliver(
-        self,
-        plan: StepPlan,
-        rows: _Rows,
-        rows_of: npt.NDArray[np.intp],
-        outcomes: signals.Outcomes,
-        output: StepOutput,
-    ) -> list[Delta]:
-        deltas = []
-        if output.errors:
-            rows = np.arange(len(plan.slots))[rows]
-            healthy = outcomes.kinds[rows_of] != Outcome.ERROR
-            failed = set(rows_of[~healthy].tolist())
-            deltas = [self._fail(slot, message) for slot, message in output.errors if slot in failed]
-            rows, rows_of = rows[healthy], rows_of[healthy]
-        counts = outcomes.counts[rows_of]
-        delivers, samples = counts > 0, plan.samples[rows]
-        with_tokens = delivers & samples
-        delivering = with_tokens.nonzero()[0]
-        if len(delivering) < np.count_nonzero(delivers):
-            unasked = delivers > samples
-            raise signals.MalformedOutput(f"slot {rows_of[unasked][0]} carries tokens that no row of the step samples")
-        if output.prompt_logprobs is not None or output.pooled is not None:
-            self._collect(output, rows_of)
-        asked, given = rows_of, counts
-        if len(delivering) < len(rows_of):
-            asked, given = rows_of[delivering], counts[delivering]
-        told, ended = self._append(asked, given, outcomes.tokens, output.logprobs)
-        # What is settled comes before who is done: the blocks that a last step completes are named like any others.
-        self._settle(plan, rows, rows_of, counts)
-        for slot, request, reason in ended:
-            self._residencies.finish(slot, request, reason)
-        return deltas + told
 
     def _append(
         self, rows: npt.NDArray[np.intp], counts: IntArray, tokens: IntArray, logprobs: LogprobRows | None

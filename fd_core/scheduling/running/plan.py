@@ -74,10 +74,6 @@ class PlanBuilder:
         self._num_tokens.append(np.array([num_tokens], np.int32))
         self._num_drafts.append(_ZEROS[:1])
 
-    def chosen(self) -> set[int]:
-        """Return the slots that are scheduled so far."""
-        return {slot for part in self._slots for slot in part.tolist()}
-
     def admit(self, slot: int, request: Request, table: SlotTable) -> None:
         """Tell the runner about a new residency and the blocks that it begins with."""
         admission = Admission(

@@ -59,9 +59,9 @@ class Planner:
         if len(ready):
             rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
             self._decode(rows, draft)
-            self._continue_prefills(rows, draft)
-        if draft.num_rows < len(ready) or self._left_out:
-            self._note_left_out(ready, rows, draft)
+            if draft.num_rows < len(rows):
+                self._continue_prefills(rows, draft)
+        left_out = draft.num_rows < len(ready)
         self._times.looked_at = False
         if draft.preempted:
             self._times.line_waits_for(Phase.BLOCKS)
@@ -70,8 +70,19 @@ class Planner:
         if not self._times.looked_at:
             self._times.line_waits_for(Phase.SCHEDULER)
         plan = draft.build(self._slots)
+        if left_out or self._left_out:
+            self._note_left_out(ready, rows, set() if plan is None else set(plan.slots.tolist()))
         if plan is not None:
-            self._account(plan, draft)
+            self._slots.schedule(draft.rows, plan)
+            if self._drafts.possible and self._limits.pipeline_depth > 1:
+                # Until the answer tells, the runner may hold as many drafts as it can.
+                sampling = draft.rows[plan.samples]
+                self._slots.hold_drafts(sampling, self._drafts.most(sampling))
+            self._step += 1
+            counters = self._residencies.counters
+            counters.steps += 1
+            counters.budget_used += draft.budget.limit - draft.budget.left
+            counters.budget_limit += draft.budget.limit
         return plan
 
     def _of_this_plan(self, ready: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
@@ -159,8 +170,6 @@ class Planner:
         return fitting
 
     def _continue_prefills(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
-        if draft.num_rows == len(rows):
-            return
         slots = self._slots
         prefilling = rows[slots.num_planned[rows] - slots.num_computed[rows] > 1]
         if not (draft.budget.left and len(prefilling)):
@@ -170,14 +179,14 @@ class Planner:
             if chunk:
                 draft.add_row(slot, chunk)
 
-    def _note_left_out(self, ready: npt.NDArray[np.intp], rows: npt.NDArray[np.intp], draft: PlanBuilder) -> None:
+    def _note_left_out(self, ready: npt.NDArray[np.intp], rows: npt.NDArray[np.intp], chosen: set[int]) -> None:
         """Tell which running requests wait for the next step, and what for: `rows` of the `ready` slots had blocks.
 
         Where stages compute different plans, a slot that is not in this one is in another.
         """
         if self._limits.num_stages > 1:
             return
-        slots, times, chosen, may_run = self._slots, self._times, draft.chosen(), set(rows.tolist())
+        slots, times, may_run = self._slots, self._times, set(rows.tolist())
         for slot in self._left_out:
             request = slots.requests[slot]
             if request is not None and slot in chosen:
@@ -185,17 +194,3 @@ class Planner:
         self._left_out = [slot for slot in ready.tolist() if slots.running[slot] and slot not in chosen]
         for slot in self._left_out:
             times.enter(slots.request_in(slot).times, Phase.BUDGET if slot in may_run else Phase.BLOCKS)
-
-    def _account(self, plan: StepPlan, draft: PlanBuilder) -> None:
-        """Count what the plan computes as computed."""
-        slots, rows = self._slots, draft.rows
-        slots.schedule(rows, plan)
-        if self._drafts.possible and self._limits.pipeline_depth > 1:
-            # Until the answer tells, the runner may hold as many drafts as it can.
-            sampling = rows[plan.samples]
-            slots.hold_drafts(sampling, self._drafts.most(sampling))
-        self._step += 1
-        counters = self._residencies.counters
-        counters.steps += 1
-        counters.budget_used += draft.budget.limit - draft.budget.left
-        counters.budget_limit += draft.budget.limit

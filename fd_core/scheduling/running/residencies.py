@@ -231,7 +231,8 @@ class Residencies:
         complete = int(self.slots.num_registered[slot])
         if not complete:
             return None
-        return self._offloading.save(request, request.chain[:complete], self.slots.blocks(slot, upto=complete))
+        settled = self.slots.tables[slot, :complete].copy()
+        return self._offloading.save(request, request.chain[:complete], settled)
 
     def _give_up_blocks(self, slot: int, request: Request) -> None:
         slots = self.slots

@@ -18,14 +18,6 @@ from fd_core.effects.thread_loop import Job, ThreadLoop
 from fd_core.simulation.clock.timeline import Appointment, Timeline
 
 
-def _never() -> float:
-    return math.inf
-
-
-def _nothing() -> None:
-    pass
-
-
 class VirtualThreads:
     """The threads of one simulated process, and the clock that they and its engine read."""
 
@@ -92,7 +84,7 @@ class VirtualThreads:
         """Have `call` called when the process is killed."""
         self._at_end.append(call)
 
-    def make_loop(self, name: str, turn: Callable[[], float] = _never, end: Job = _nothing, /) -> VirtualLoop:
+    def make_loop(self, name: str, turn: Callable[[], float] | None = None, end: Job | None = None, /) -> VirtualLoop:
         """Return a loop of this process that was not started, as `ThreadLoop` makes it."""
         return VirtualLoop(self, self._timeline, turn, end)
 
@@ -115,7 +107,9 @@ class VirtualThreads:
 class VirtualLoop(ThreadLoop):
     """One thread: the next job begins once it was posted and the one before is over. An exception ends the run."""
 
-    def __init__(self, threads: VirtualThreads, timeline: Timeline, turn: Callable[[], float], end: Job) -> None:
+    def __init__(
+        self, threads: VirtualThreads, timeline: Timeline, turn: Callable[[], float] | None, end: Job | None
+    ) -> None:
         self._threads = threads
         self._timeline = timeline
         self._turn = turn
@@ -192,10 +186,11 @@ class VirtualLoop(ThreadLoop):
         if self._queue and self._queue[0][0] <= when:
             heapq.heappop(self._queue)[2]()
         if not (self._queue and self._queue[0][0] <= self._threads.clock()):
-            pause = self._turn()
+            pause = math.inf if self._turn is None else self._turn()
             self._due = self._threads.clock() + max(0.0, pause)
             if self._stopping and not self._queue:
-                self._end()
+                if self._end is not None:
+                    self._end()
                 self._state = "ended"
 
 

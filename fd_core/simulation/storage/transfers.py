@@ -16,10 +16,9 @@ from fd_core.disagg.messages import FromDecode, FromPrefill
 from fd_core.disagg.prefill.connections import DecodeConnections
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.disagg.wire import Wire
-from fd_core.effects.port import CompletionQueue
+from fd_core.effects.port import CompletionQueue, Tally
 from fd_core.kv.stores.contract import Bytes
 from fd_core.kv.stores.envelope import Envelope
-from fd_core.kv.tally import Tally
 from fd_core.ops.contract import KVCache
 from fd_core.simulation.clock.network import Network
 from fd_core.simulation.clock.virtual_loop import VirtualCompletions, VirtualLoop, VirtualThreads

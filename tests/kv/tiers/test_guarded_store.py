@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from fd_core.effects.port import Tally
 from fd_core.kv.stores.contract import StoreError, Trouble
-from fd_core.kv.tally import Tally
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.stats import TierStats
 

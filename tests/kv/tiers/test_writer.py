@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
+from fd_core.effects.port import Tally
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Trouble
 from fd_core.kv.stores.envelope import Envelope
-from fd_core.kv.tally import Tally
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.kv.tiers.writer import WriteBehind
