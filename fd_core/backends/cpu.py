@@ -13,8 +13,6 @@ from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
-__all__ = ["CpuBackend"]
-
 
 class CpuBackend(Backend):
     """torch on the host's processors; by default bfloat16 with native kernels and float32 without them."""

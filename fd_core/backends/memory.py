@@ -6,8 +6,6 @@ from pathlib import Path
 
 from fd_core.backends.cgroups import memory_left
 
-__all__ = ["available_memory"]
-
 _MEMINFO = Path("/proc/meminfo")
 _FALLBACK = 2 * 2**30
 

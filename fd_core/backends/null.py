@@ -22,8 +22,6 @@ from fd_core.ops.contract import KVCache, KVShape, Ops, StepInput
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.types import IntArray
 
-__all__ = ["NullBackend", "NullCache", "NullModel", "next_hashes", "running_hashes"]
-
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """Odd, hence invertible modulo 2^64."""
 _INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))

@@ -14,8 +14,6 @@ from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
-__all__ = ["OnnxBackend"]
-
 
 class OnnxBackend(Backend):
     """ONNX Runtime on its CPU provider, float32."""

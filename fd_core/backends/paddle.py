@@ -23,8 +23,6 @@ from fd_core.config import EngineConfig
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
-__all__ = ["CpuPaddleBackend", "PaddleBackend", "PaddleDevices", "paddle_devices", "paddle_installed"]
-
 _MARK: Final = "fd_core paddle devices:"
 _QUESTION: Final = f"""
 import json, paddle

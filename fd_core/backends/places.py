@@ -10,8 +10,6 @@ import msgspec
 
 from fd_core.errors import ConfigError
 
-__all__ = ["EnginePlace", "places_on_cores", "places_on_devices", "rank_devices"]
-
 _FLAG = "--data-parallel-size"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 

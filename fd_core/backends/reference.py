@@ -11,8 +11,6 @@ from fd_core.backends.memory import available_memory
 from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.ops.contract import Ops
 
-__all__ = ["ReferenceBackend"]
-
 
 class ReferenceBackend(Backend):
     """numpy, float32."""

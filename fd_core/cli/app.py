@@ -17,8 +17,6 @@ from fd_core.cli.serving import cluster, route, run_batch, serve
 from fd_core.cli.settings.foreign_flags import ServingCommand
 from fd_core.cli.trace_page import trace
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="fdcore",
     help="Serve language models with plugins for hardware, scheduling and storage. Every command has --help.",

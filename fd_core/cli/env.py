@@ -13,8 +13,6 @@ from typing import Final
 
 from fd_core.cli.report import reports_errors
 
-__all__ = ["env", "processor"]
-
 _LIBRARIES: Final = (
     *("fd-core", "numpy", "msgspec", "pyzmq", "fastapi", "uvicorn", "tokenizers", "safetensors", "gguf"),
     *("huggingface-hub", "torch", "paddlepaddle", "transformers"),

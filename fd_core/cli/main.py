@@ -12,8 +12,6 @@ from typing import Final
 from fd_core.cli.report import interrupts_end_it, tells_old_names
 from fd_core.errors import ConfigError
 
-__all__ = ["main"]
-
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 """Stands for a byte that cannot be decoded."""
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

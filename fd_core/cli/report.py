@@ -14,18 +14,6 @@ from typing import Any, Final
 
 from fd_core.errors import FdError
 
-__all__ = [
-    "INTERRUPTED",
-    "describe",
-    "harmless",
-    "interrupts_end_it",
-    "outlive_hangups",
-    "plain",
-    "reports_errors",
-    "say",
-    "tells_old_names",
-]
-
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
 

@@ -22,11 +22,6 @@ import msgspec
 from fd_core.config.sizes import parse_size
 from fd_core.errors import ConfigError
 
-__all__ = [
-    *("ByteSize", "CheckedStruct", "Constraint", "OneOf", "Prefix", "Range", "Rule", "make_settings"),
-    *("parse_switch", "rules_of"),
-]
-
 _YES: Final = ("1", "true", "yes", "on")
 _NO: Final = ("0", "false", "no", "off")
 

@@ -7,8 +7,6 @@ import logging
 import time
 from typing import Final
 
-__all__ = ["ACCESS_LOGGER", "configure_logs", "one_word"]
-
 ACCESS_LOGGER: Final = "fd_core.access"
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

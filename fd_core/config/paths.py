@@ -7,8 +7,6 @@ from pathlib import Path
 
 from fd_core.errors import ConfigError
 
-__all__ = ["find_cache_dir", "user_path"]
-
 
 def find_cache_dir(chosen: Path | None = None) -> Path:
     """Return the cache folder: the one chosen, else $FD_CACHE, $XDG_CACHE_HOME/fd_core or ~/.cache/fd_core.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from fd_core.kv.stores.secret import derive, load_secret
 
-__all__ = ["ticket_key", "transfer_key"]
-
 _FLAG = "--transfer-secret-file"
 
 

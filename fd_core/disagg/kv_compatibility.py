@@ -6,8 +6,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["FORMAT_VERSION", "KVCompatibility", "difference"]
-
 FORMAT_VERSION: Final = 2
 
 

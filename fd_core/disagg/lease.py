@@ -21,23 +21,6 @@ from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES
 from fd_core.disagg.messages import MAX_NUMBER, MAX_TEXT, FromDecode, FromPrefill, KVPiece, Open
 from fd_core.types import PrefillOutcome
 
-__all__ = [
-    "LEASE_NAME",
-    "MAX_WINDOW",
-    "TOKEN_BYTES",
-    "Action",
-    "Clock",
-    "DecodeEnd",
-    "End",
-    "PrefillEnd",
-    "Say",
-    "SendPiece",
-    "TakePiece",
-    "commit_digest",
-    "flaw",
-    "wanted",
-]
-
 End = Literal["confirmed", "refused", "aborted", "gave_up", "failed", "expired"]
 """What became of a lease for the prefill side: `aborted` by the decode side, `gave_up` by its own engine."""
 

@@ -20,22 +20,6 @@ from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES
 from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.types import PrefillJob
 
-__all__ = [
-    "MAX_NUMBER",
-    "MAX_TEXT",
-    "AbortLease",
-    "Accept",
-    "Alive",
-    "Commit",
-    "Confirm",
-    "Credit",
-    "FromDecode",
-    "FromPrefill",
-    "KVPiece",
-    "Open",
-    "Refuse",
-]
-
 MAX_NUMBER: Final = 2**31 - 1
 MAX_TEXT: Final = 1024
 """Characters of a reason, a salt, a tenant or a field of `KVCompatibility`."""

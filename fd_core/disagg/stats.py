@@ -8,8 +8,6 @@ import msgspec
 
 from fd_core.types.metrics import counter
 
-__all__ = ["ReceiverStats", "SenderStats"]
-
 _DROPPED: Final = "Transfer messages dropped because they were not sealed with the secret, malformed or too large."
 
 

@@ -11,8 +11,6 @@ import hmac
 import re
 from typing import Final
 
-__all__ = ["KV_PORT_HEADER", "OUTCOME_HEADER", "ROLE_HEADER", "TICKET_HEADER", "read_ticket", "sign_ticket"]
-
 TICKET_HEADER: Final = "X-FD-Prefill"
 """Header of a request to a decode worker: the ticket."""
 OUTCOME_HEADER: Final = "X-FD-Prefill-Outcome"

@@ -13,8 +13,6 @@ from fd_core.disagg.connectors.contract import Connector, KVInbox, KVOutbox
 from fd_core.effects.port import CompletionQueue, EffectPort, Tally
 from fd_core.effects.thread_loop import ThreadLoop
 
-__all__ = ["ENGINE_ENDS", "KVTransfer"]
-
 _log = logging.getLogger(__name__)
 
 ENGINE_ENDS: Final = "the engine ends"

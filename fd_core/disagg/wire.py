@@ -19,8 +19,6 @@ from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import Bytes
 from fd_core.kv.stores.envelope import HEADER_BYTES, Damaged, Envelope
 
-__all__ = ["Unfit", "Unsealed", "Wire"]
-
 _DECODE: Final = b"fd_core/decode"
 _PREFILL: Final = b"fd_core/prefill"
 _DIGEST_BYTES: Final = 16

@@ -22,34 +22,6 @@ from dataclasses import dataclass
 from fd_core.types import IntArray, PrefillJob, PrefillOutcome, PrefillTrace
 from fd_core.types.kv_events import KVEvent
 
-__all__ = [
-    "NO_EFFECTS",
-    "Cancel",
-    "CompileGrammar",
-    "Completion",
-    "Effect",
-    "Effects",
-    "Fetch",
-    "Fetched",
-    "Found",
-    "GiveUp",
-    "GrammarReady",
-    "LeaseEnded",
-    "Load",
-    "LoadDecision",
-    "LoadPaceMeasured",
-    "Loaded",
-    "Lookup",
-    "NotStored",
-    "PrefillJobArrived",
-    "PrefillPaceMeasured",
-    "PrefillTraced",
-    "Save",
-    "Saved",
-    "Send",
-    "Sent",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Lookup:

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["PendingOperations"]
-
 
 class _Numbered(Protocol):
     @property

@@ -20,8 +20,6 @@ from fd_core.effects.operations import Cancel, Completion, Effect
 from fd_core.ops.contract import KVCache
 from fd_core.types import IntArray
 
-__all__ = ["CompletionQueue", "EffectPort", "JoinedEffectPort", "LockedKVCache", "Tally"]
-
 _log = logging.getLogger(__name__)
 
 _MOST_LOGGED: Final = 64

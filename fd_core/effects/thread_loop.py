@@ -12,8 +12,6 @@ from typing import Any, Final, TypeVar
 
 import zmq
 
-__all__ = ["Job", "ThreadLoop"]
-
 Job = Callable[[], object]
 _Result = TypeVar("_Result")
 

@@ -30,8 +30,6 @@ from fd_core.structured.vocabulary import grammar_vocabulary
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Computing"]
-
 _log = logging.getLogger(__name__)
 
 _ENOUGH: Final = 2**60

@@ -38,8 +38,6 @@ from fd_core.types import AdapterInfo, Delta, FinishReason, PrefillJob, PrefillT
 from fd_core.types.checks import check_request_ids
 from fd_core.types.kv_events import KVEvent
 
-__all__ = ["AdmissionSink", "Engine", "EnginePort", "EngineProbe", "PrefillPace"]
-
 AdmissionSink = Callable[[tuple[str, ...]], None]
 """Told which requests enter a slot, before a step computes them."""
 

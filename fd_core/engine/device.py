@@ -27,18 +27,6 @@ from fd_core.runner.runner import Runner
 from fd_core.runner.sampling.grammars import MaskStats
 from fd_core.types import StepOutput, StepPlan
 
-__all__ = [
-    "Device",
-    "DeviceStalled",
-    "InlineDevice",
-    "LaunchingDevice",
-    "RunnerDevice",
-    "SocketDevice",
-    "ThreadDevice",
-    "make_device",
-]
-
-
 _LOOKS: Final = 4
 """Times that an output is waited for, one after the other: a pause of the whole process ends one of them only."""
 

@@ -23,8 +23,6 @@ from fd_core.errors import BadRequest
 from fd_core.types import Delta, FinishReason, Pooling, RequestSpec, SamplingParams, TokenLogprobs
 from fd_core.types.checks import check_ids, check_sampling
 
-__all__ = ["LLM", "Completion"]
-
 Prompt = str | Sequence[int]
 
 

@@ -22,8 +22,6 @@ from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import Adapter
 from fd_core.types import AdapterInfo, RequestSpec
 
-__all__ = ["EngineAdapters", "lora_modules"]
-
 _log = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"[^\s=][^\r\n=]{0,254}")
 

@@ -9,8 +9,6 @@ from fd_core.errors import BadRequest
 from fd_core.models.loading.pooling import VectorSettings
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 
-__all__ = ["check_dimensions", "pooling_request", "vector_of"]
-
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """A request ends with the token that its prefill yields, and that is dropped."""
 

@@ -12,8 +12,6 @@ from fd_core.http.errors import ApiError, unavailable
 from fd_core.http.headers import length_of
 from fd_core.types.metrics import counter, gauge
 
-__all__ = ["BodyBudget", "BodyShare", "BodyStats"]
-
 _FREE_BYTES: Final = 64 * 1024
 """Of each body; so ordinary requests get in while large ones hold the whole budget. Connections bound their number."""
 

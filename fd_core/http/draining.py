@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["DRAINING_HEADER", "Drain"]
-
 log = logging.getLogger(__name__)
 
 DRAINING_HEADER: Final = "X-Draining"

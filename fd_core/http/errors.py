@@ -12,19 +12,6 @@ from starlette.exceptions import HTTPException
 
 from fd_core.errors import BadRequest, EngineDead, FdError
 
-__all__ = [
-    "MESSAGES_PATH",
-    "ApiError",
-    "ErrorAnswer",
-    "ErrorDetail",
-    "HealthAnswer",
-    "VersionAnswer",
-    "invalid",
-    "no_such_path",
-    "to_api_error",
-    "unavailable",
-]
-
 log = logging.getLogger(__name__)
 
 

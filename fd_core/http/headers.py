@@ -8,8 +8,6 @@ from typing import Final
 
 from fd_core.http.errors import ApiError
 
-__all__ = ["length_of", "parameters", "refuse_encoding", "request_id_of"]
-
 _PARAMETER: Final = re.compile(r';[ \t]*([^\s;="]+)=("(?:[^"\\]|\\.)*"|[^;"]*)', re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
 _MOST_DIGITS: Final = 18

@@ -18,8 +18,6 @@ from urllib.parse import urlsplit
 from fd_core.errors import ConfigError
 from fd_core.http.errors import ApiError
 
-__all__ = ["HostRules", "Visit", "is_loopback"]
-
 _ANY: Final = "*"
 _HOST: Final = re.compile(r"(?:\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[^:\[\]/@]+))(?::[0-9]*)?", re.IGNORECASE)
 _NAME: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|[0-9a-f:.]+|\*", re.IGNORECASE)

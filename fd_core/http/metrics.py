@@ -15,8 +15,6 @@ from prometheus_client.metrics_core import Metric
 
 from fd_core.types.metrics import MetricSpec, read_metrics
 
-__all__ = ["Histogram", "metric_families", "refusal_family"]
-
 
 class Histogram:
     """Counts of durations in seconds, or of lengths in tokens; cheap to feed."""

@@ -15,8 +15,6 @@ from typing import Any, Final, Literal, Self
 import fd_core
 from fd_core.errors import ConfigError
 
-__all__ = ["TRACE_HEADERS", "RequestSpan", "RequestSpans", "open_spans", "span_name"]
-
 log = logging.getLogger(__name__)
 
 TRACE_HEADERS: Final = ("traceparent", "tracestate")

@@ -14,8 +14,6 @@ from fd_core.errors import FdError
 from fd_core.http.errors import ApiError
 from fd_core.types.metrics import counter
 
-__all__ = ["Supervisor", "TaskStats", "cancelled", "failure_reason"]
-
 log = logging.getLogger(__name__)
 
 _FIRST_SECONDS: Final = 0.5

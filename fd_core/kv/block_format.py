@@ -10,8 +10,6 @@ import numpy.typing as npt
 from fd_core.kv.stores.envelope import HEADER_BYTES
 from fd_core.ops.contract import KVShape
 
-__all__ = ["BlockFormat"]
-
 _HOST_DTYPES: Final = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 

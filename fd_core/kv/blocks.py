@@ -28,8 +28,6 @@ from fd_core.types import IntArray
 from fd_core.types.kv_events import Recorder
 from fd_core.types.metrics import gauge
 
-__all__ = ["BlockPool", "BlockStats"]
-
 
 class BlockStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of a block pool."""

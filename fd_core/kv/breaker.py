@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["Breaker", "BreakerState"]
-
 BreakerState = Literal["closed", "open", "half_open"]
 
 

@@ -12,8 +12,6 @@ import msgspec
 
 from fd_core.types.kv_events import Cleared, KVEvent, StoredBlocks
 
-__all__ = ["KVEventLog"]
-
 _CAPACITY: Final = 1 << 14
 """Blocks in the events that the log keeps; a reader that is further behind begins anew."""
 

@@ -12,8 +12,6 @@ import numpy as np
 
 from fd_core.types import IntArray
 
-__all__ = ["FORMAT_VERSION", "PrefixHasher"]
-
 FORMAT_VERSION = 1
 _DIGEST_BYTES = 16
 

@@ -8,8 +8,6 @@ import msgspec
 
 from fd_core.types.metrics import counter
 
-__all__ = ["CompilationStats"]
-
 _KERNELS = (
     "Kernels that were compiled, or read from a folder of compiled ones; what is made while serving holds up steps."
 )

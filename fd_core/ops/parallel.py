@@ -31,11 +31,6 @@ import numpy.typing as npt
 from fd_core.errors import ConfigError
 from fd_core.ops.patience import Patience
 
-__all__ = [
-    *("HEADER_BYTES", "SLOT_BYTES", "Parallel", "RankGroup", "RankMeeting", "RanksApart", "SharedMemoryGroup", "Stage"),
-    "group_memory",
-]
-
 _LINE: Final = 64
 """Bytes between two words of the header, so that ranks do not share a cache line."""
 HEADER_BYTES: Final = 1 << 13

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Final
 
-__all__ = ["Patience"]
-
 _MOST_SECONDS: Final = 0.6
 """That count from one look to the next; looks are more frequent, unless this process stood still itself."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import abc
 from typing import Any, NoReturn
 
-__all__ = ["UnknownArray"]
-
 
 class UnknownArray(abc.ABC):
     """Stands for a result; refuses whatever would need its values, so that a recording never depends on them."""

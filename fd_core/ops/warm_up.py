@@ -8,9 +8,6 @@ from typing import Final
 
 from fd_core.types import SamplingParams
 
-__all__ = ["WarmUpRow", "WarmUpStep"]
-
-
 _GREEDY: Final = SamplingParams(temperature=0.0)
 
 

@@ -13,20 +13,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "FP8",
-    "ITEM_BYTES",
-    "RAW_TYPES",
-    "WEIGHT_FORMATS",
-    "Adapter",
-    "LowRank",
-    "PackedTensor",
-    "RawTensor",
-    "Weight",
-    "WeightUse",
-    "summed_uses",
-]
-
 FP8: Final = "F8_E4M3"
 """The format whose values are floating-point numbers of 8 bits: a sign, 4 bits of exponent, 3 of mantissa."""
 

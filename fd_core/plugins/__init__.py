@@ -44,24 +44,6 @@ if TYPE_CHECKING:
     from fd_core.scheduling.victims import VictimPolicy
     from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 
-__all__ = [
-    *(
-        "BACKEND",
-        "CONNECTOR",
-        "DRAFTER",
-        "KINDS",
-        "KNOWN_PLUGINS",
-        "LAUNCHER",
-        "OBSERVER",
-        "POSTPROCESS",
-        "REASONING_PARSER",
-        "ROUTER_POLICY",
-        "SCALING_POLICY",
-        "SCHEDULER",
-    ),
-    *("SCHEDULING_POLICY", "STORE", "TOOL_PARSER", "VICTIMS"),
-    *("ChosenBackend", "Kind", "Origin", "PluginOffer", "Plugins", "Problem", "blamed_on_file", "installed_plugins"),
-]
 
 KNOWN_PLUGINS: Final[Mapping[str, str]] = {
     "gpu_cuda": "fd-gpu-cuda",

@@ -10,8 +10,6 @@ from typing import Any, Final
 from fd_core import hookspecs
 from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP, Entry
 
-__all__ = ["OWN_CODE", "StrangerError", "check_module", "checked_entries", "described", "shielded"]
-
 OWN_CODE: Final = "the plugin's own code raised this: install another version of it or ask its maker"
 """What to do about an error that only its maker can explain."""
 _HOOK_PREFIX: Final = "fd_"

@@ -7,8 +7,6 @@ import numpy as np
 from fd_core.config import Limits
 from fd_core.types import Admission, IntArray, StepPlan
 
-__all__ = ["PersistentBatch"]
-
 
 class PersistentBatch:
     """Arrays over slots; only plans and what the runner samples change them."""

@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 from fd_core.types import IntArray
 
-__all__ = ["FailedRequests"]
-
 
 class FailedRequests:
     """Why requests failed, by slot and generation."""

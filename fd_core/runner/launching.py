@@ -17,8 +17,6 @@ from fd_core.runner.sampling.prompt_scores import PromptScores
 from fd_core.runner.sampling.sampler import Sampled, SamplingWork
 from fd_core.types import IntArray, LogprobRows, PooledRows, PromptLogprobRows, StepPlan
 
-__all__ = ["LaunchedStep", "Readings", "StepWork"]
-
 Readings = tuple[PromptScores | None, PooledParts | None]
 """What a step read from prompts, on the device."""
 

@@ -9,8 +9,6 @@ from fd_core.errors import ModelError
 from fd_core.ops.contract import Forward, KVCache, Ops
 from fd_core.ops.weights import Adapter
 
-__all__ = ["RunnerAdapters"]
-
 
 class RunnerAdapters:
     """Places of adapters, 1 and up; an adapter keeps its place for as long as it is there."""

@@ -13,8 +13,6 @@ from fd_core.ops.contract import Array, Ops
 from fd_core.runner.inputs.inputs import Rows
 from fd_core.types import Admission, IntArray, PooledRows, Pooling
 
-__all__ = ["PooledPart", "PooledParts", "Pooler"]
-
 
 @dataclass(frozen=True, slots=True)
 class PooledPart:

@@ -38,8 +38,6 @@ from fd_core.types import (
 )
 from fd_core.types.metrics import snapshot
 
-__all__ = ["Runner"]
-
 
 class Runner:
     """Executes plans in order and answers each with exactly one output.

@@ -10,8 +10,6 @@ from fd_core.config import Limits
 from fd_core.ops.warm_up import WarmUpRow, WarmUpStep
 from fd_core.types import Admission, BlockGrant, IntArray, StepPlan
 
-__all__ = ["warm_up_plans"]
-
 
 def warm_up_plans(limits: Limits, length: int, more: Sequence[WarmUpStep] = ()) -> tuple[StepPlan, ...]:
     """Return a prefill of `length` tokens in slot 0 and a decode behind it, then what else a pack wants.

@@ -20,8 +20,6 @@ import msgspec
 from fd_core.types import PHASE_NAMES, Phase
 from fd_core.types.metrics import counter
 
-__all__ = ["PhaseClock", "PhaseCounters", "PhaseTimes"]
-
 _LINE: Final = (Phase.SLOT, Phase.BLOCKS, Phase.BUDGET, Phase.SCHEDULER)
 """What those in line may wait for."""
 

@@ -18,8 +18,6 @@ from fd_core.scheduling.requests import Request
 from fd_core.types import IntArray
 from fd_core.types.kv_events import Recorder
 
-__all__ = ["Prefixes"]
-
 
 @dataclass
 class Prefixes:

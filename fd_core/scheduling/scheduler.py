@@ -53,8 +53,6 @@ from fd_core.types import GRAMMAR_FAULT, Delta, FinishReason, Phase, RequestSpec
 from fd_core.types.kv_events import Recorder
 from fd_core.types.metrics import snapshot
 
-__all__ = ["ContinuousBatchingScheduler", "SchedulerProbe"]
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerProbe:

@@ -46,8 +46,6 @@ from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["create_app"]
-
 
 def create_app(
     config: ServerConfig,

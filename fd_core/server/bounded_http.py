@@ -12,8 +12,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fd_core.http.connections.connections import MAX_HEAD_BYTES, Connections, WatchedProtocol
 
-__all__ = ["BoundedHttp"]
-
 _UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
 """Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
 _SLICE: Final = 4096

@@ -23,8 +23,6 @@ from fd_core.server.batches.asgi import OWNER
 from fd_core.server.state.metrics import ServerMetrics
 from fd_core.text.fair_thread import CLIENT
 
-__all__ = ["Gate"]
-
 _ALWAYS: Final = frozenset({"/v1/abort_requests", "/ping"})
 """Paths that take POST and are served to the end."""
 _TENANT: Final = TENANT_HEADER.lower().encode()

@@ -30,8 +30,6 @@ from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["serve_http"]
-
 log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 5

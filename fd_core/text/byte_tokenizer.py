@@ -11,8 +11,6 @@ from tokenizers import Tokenizer as Backend
 from fd_core.text.token_bytes import Decoding, byte_level
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["END_ID", "byte_tokenizer"]
-
 END_ID = 256
 _END = "<|end|>"
 _TEMPLATE = (

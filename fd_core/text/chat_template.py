@@ -27,7 +27,6 @@ from fd_core.text.tool_prompt import with_tools
 if TYPE_CHECKING:
     from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "flatten_messages"]
 
 Message = Mapping[str, Any]
 

@@ -18,8 +18,6 @@ from typing import NamedTuple
 from fd_core.errors import BadRequest
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["IncrementalDetokenizer", "TextDelta"]
-
 
 class TextDelta(NamedTuple):
     """Text that new tokens add.

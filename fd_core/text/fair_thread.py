@@ -10,8 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
-__all__ = ["CLIENT", "FairThread"]
-
 CLIENT: Final[ContextVar[str]] = ContextVar("client", default="")
 """Whose request the current task answers: a name for the key, or for the address where there is none."""
 

@@ -18,8 +18,6 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource
 from fd_core.text.token_bytes import Decoding, byte_level, sentencepiece
 
-__all__ = ["build"]
-
 log = logging.getLogger(__name__)
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6

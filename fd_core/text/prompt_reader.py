@@ -21,8 +21,6 @@ from fd_core.text.fair_thread import FairThread
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types.checks import check_ids
 
-__all__ = ["LONG_CHARS", "PromptReader", "PromptText", "split_prompts", "template_kwargs"]
-
 _INLINE_CHARS: Final = 8192
 """Longer texts are read on a thread: the event loop feeds every stream."""
 LONG_CHARS: Final = 131_072

@@ -39,8 +39,6 @@ from fd_core.text.template_budget import (
     the_budget,
 )
 
-__all__ = ["Sandbox"]
-
 _CALL_STEPS: Final = 10
 _NODES_A_STEP: Final = 6
 _MAX_WIDTH: Final = 10_000

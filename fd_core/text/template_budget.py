@@ -17,26 +17,6 @@ from jinja2 import pass_context
 from jinja2.runtime import Context
 from jinja2.utils import Namespace
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_CHARS",
-    "MAX_ITEMS",
-    "MAX_STEPS",
-    "TemplateBudget",
-    "TooMuch",
-    "charge_items",
-    "charge_operand",
-    "charge_steps",
-    "charge_value",
-    "check_integer",
-    "check_items",
-    "check_size",
-    "joined",
-    "metered",
-    "shown_text",
-    "the_budget",
-]
-
 MAX_CHARS: Final = 16 << 20
 """Limit for the characters of a rendered prompt, and of any value that a template computes."""
 

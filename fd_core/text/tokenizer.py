@@ -17,8 +17,6 @@ from fd_core.models.loading.files import parse_json_object
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, JsonTokenizerSource, token_text
 from fd_core.text.token_bytes import Decoding, decoding_of
 
-__all__ = ["Tokenizer", "load_tokenizer"]
-
 # Texts are encoded one by one: the library's own threads would only take the cores of a step.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from fd_core.errors import BadRequest
 
-__all__ = ["shown_tool", "with_tools"]
-
 _SHOWN: Final = ("name", "description", "parameters")
 
 _HEAD: Final = (

@@ -14,8 +14,6 @@ import numpy as np
 from fd_core.errors import BadRequest
 from fd_core.types import RequestSpec, SamplingParams
 
-__all__ = ["check_ids", "check_request_ids", "check_sampling", "check_structure", "check_tokens"]
-
 _HIGHEST_ID: Final = 2**31 - 1
 _PATH: Final = re.compile(r" - at `\$\.(?P<path>[^`]*)`")
 

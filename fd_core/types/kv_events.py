@@ -22,8 +22,6 @@ import numpy as np
 
 from fd_core.types import IntArray
 
-__all__ = ["BEGINNING", "TOKEN_BYTES", "Cleared", "KVEvent", "KVPage", "Recorder", "Removed", "Stored", "StoredBlocks"]
-
 BEGINNING: Final = b""
 """Parent of the first block of a prompt."""
 TOKEN_BYTES: Final = 4

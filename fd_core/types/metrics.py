@@ -18,11 +18,6 @@ from itertools import zip_longest
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = [
-    *("MetricSpec", "Samples", "counter", "declared_metrics", "gauge", "read_metrics", "snapshot", "state"),
-    "total",
-]
-
 T = TypeVar("T")
 
 Samples = Sequence[tuple[tuple[str, ...], float]]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fd_core.cli.bench.results import BenchmarkReport, RequestTimes
     from fd_core.engine.llm import LLM
 
-__all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, a running server, planning, or routing.")
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from fd_core.cli.chats.api_client import ApiClient
     from fd_core.engine.llm import LLM
 
-__all__ = ["generate", "measure"]
-
 
 def generate(
     llm: LLM, prompts: Sequence[Sequence[int]], output_tokens: int, ended: Callable[[], None]

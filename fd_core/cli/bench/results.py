@@ -16,8 +16,6 @@ import numpy as np
 
 from fd_core.errors import ConfigError
 
-__all__ = ["OBJECTIVES", "BenchmarkReport", "RequestTimes", "microseconds", "objectives", "report"]
-
 PERCENTILES: Final = (50, 90, 99)
 OBJECTIVES: Final = ("ttft", "tpot", "e2e")
 

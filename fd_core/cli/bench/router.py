@@ -12,8 +12,6 @@ from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.types import IntArray
 
-__all__ = ["IN_FLIGHT", "OWN_TOKENS", "RouterTraffic"]
-
 IN_FLIGHT: Final = (100, 1_000, 10_000)
 OWN_TOKENS: Final = 256
 """Prompt tokens that follow the system prompt, different for each request."""

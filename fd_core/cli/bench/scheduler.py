@@ -15,11 +15,6 @@ from fd_core.cli.bench.workload import synthetic_ids
 from fd_core.errors import ConfigError
 from fd_core.simulation.engines.scripted import PrefillBurst, SteadyDecode
 
-__all__ = [
-    *("DRAFTS", "RUNNING", "RUNNING_BESIDE_QUEUE", "VOCAB_SIZE", "WARM_UP", "StepTimes"),
-    *("burst_figures", "measure", "prompts", "queue_figures", "steady_decode", "step_figures"),
-]
-
 RUNNING: Final = (16, 256, 1024, 4096)
 RUNNING_BESIDE_QUEUE: Final = (16,)
 DRAFTS: Final = (0, 3)

@@ -13,8 +13,6 @@ from rich.table import Table
 from fd_core.cli.bench.results import BenchmarkReport
 from fd_core.errors import ConfigError
 
-__all__ = ["check_writable", "show", "show_times", "write"]
-
 
 def show(console: Console, report: BenchmarkReport, title: str) -> None:
     """Print the figures of one run."""

@@ -11,8 +11,6 @@ import msgspec
 
 from fd_core.errors import ConfigError
 
-__all__ = ["Ask", "arrivals", "from_file", "synthetic", "synthetic_ids"]
-
 _WORDS: Final = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
     *("family", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),

@@ -15,8 +15,6 @@ import msgspec
 from fd_core.errors import ConfigError, FdError
 from fd_core.router.gateway.requests.relaying import read_up_to
 
-__all__ = ["ApiClient", "Chunk", "ServerAnswer", "base_url"]
-
 _LONGEST_LINE = 1 << 20
 _LONGEST_LIST = 16 << 20
 """Bytes of the list of models; what lies behind is not read."""

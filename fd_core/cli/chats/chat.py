@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fd_core.cli.chats.chat_backend import ChatBackend, SamplingOptions
     from fd_core.cli.chats.loop_thread import LoopThread
 
-__all__ = ["chat", "complete"]
 
 Url = Annotated[
     str | None, typer.Option(help="URL of a running server to use instead of loading a model.", metavar="URL")

@@ -18,7 +18,6 @@ from fd_core.types import Delta, RequestSpec, SamplingParams
 if TYPE_CHECKING:
     from fd_core.engine.clients.client import EngineClient
 
-__all__ = ["ChatBackend", "EngineChatBackend", "SamplingOptions", "ServerChatBackend", "no_template"]
 
 Message = Mapping[str, Any]
 TokenCount = Callable[[int], None]

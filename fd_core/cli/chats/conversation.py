@@ -9,8 +9,6 @@ from typing import Any, Final
 from fd_core.config.paths import user_path
 from fd_core.errors import ConfigError
 
-__all__ = ["HELP", "ChatHistory"]
-
 Message = dict[str, Any]
 
 HELP: Final = '''\

@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Self, TypeVar
 
-__all__ = ["LoopThread"]
-
 T = TypeVar("T")
 
 _WAKE_SECONDS = 0.25

@@ -9,8 +9,6 @@ import fd_core
 from fd_core.cli.report import reports_errors
 from fd_core.errors import PluginError
 
-__all__ = ["show_welcome"]
-
 _NEXT = (
     ("fdcore serve {model}", "a server with OpenAI's API at http://127.0.0.1:8000/v1"),
     ("fdcore chat {model}", "talk to a model in this terminal"),

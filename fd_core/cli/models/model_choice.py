@@ -13,8 +13,6 @@ from fd_core.errors import ConfigError
 if TYPE_CHECKING:
     from fd_core.models.catalog import ListedModel
 
-__all__ = ["choose_model", "named_models", "size_of"]
-
 
 def named_models() -> list[ListedModel]:
     """Return the models that can be named at once, those that lie on this machine first; no file of them is read."""

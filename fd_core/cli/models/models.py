@@ -8,8 +8,6 @@ import typer
 
 from fd_core.cli.report import reports_errors
 
-__all__ = ["app"]
-
 app = typer.Typer(no_args_is_help=True, help="List models, or fetch them ahead of time.")
 
 

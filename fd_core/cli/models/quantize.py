@@ -12,7 +12,6 @@ from fd_core.cli.report import reports_errors
 if TYPE_CHECKING:
     from fd_core.models.loading.checkpoint import Checkpoint
 
-__all__ = ["files_beside", "quantize"]
 
 _TEMPLATES: Final = "additional_chat_templates"
 _COPIED: Final = (

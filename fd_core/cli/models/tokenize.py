@@ -9,8 +9,6 @@ import typer
 
 from fd_core.cli.report import reports_errors
 
-__all__ = ["tokenize"]
-
 
 @reports_errors
 def tokenize(

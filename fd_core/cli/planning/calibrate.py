@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from fd_core.simulation.costs.calibrating import Progress
     from fd_core.simulation.costs.profile import CostProfile
 
-__all__ = ["calibrate"]
-
 
 @reports_errors
 @takes_flags(ENGINE_FLAGS, (CONFIG_FILE,))

@@ -18,8 +18,6 @@ from fd_core.errors import FdError
 from fd_core.simulation.costs.calibrating import usual
 from fd_core.simulation.costs.profile import RequestTerms
 
-__all__ = ["serving_times"]
-
 _START_SECONDS: Final = 600.0
 _ANSWER_SECONDS: Final = 120.0
 _REPEATS: Final = 5

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fd_core.simulation.results.slo import Slo
     from fd_core.simulation.workloads.workload import Workload
 
-__all__ = ["plan"]
 
 _GIVEN: Final = frozenset(
     {

@@ -23,8 +23,6 @@ from fd_core.plugins import blamed_on_file, installed_plugins
 from fd_core.simulation.planning.shapes import PlanJob, do_job
 from fd_core.simulation.results.report import ReportedRun
 
-__all__ = ["OutOfTime", "PlanProcesses"]
-
 
 class OutOfTime(Exception):
     """The time that a search may take is over."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fd_core.simulation.setups import Setup
     from fd_core.simulation.workloads.workload import Workload
 
-__all__ = ["parse_given", "simulate", "write_output"]
 
 _STUDIED: Final = frozenset(
     {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["AnswerSpeed"]
-
 
 class AnswerSpeed:
     """Counts the tokens of one answer from when it is made, as they come or all at the end."""

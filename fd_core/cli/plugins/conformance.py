@@ -12,8 +12,6 @@ import typer
 
 from fd_core.cli.report import reports_errors
 
-__all__ = ["conformance", "require_writable"]
-
 _TELLS_SECONDS: Final = 15.0
 """Between two lines of progress where there is no terminal."""
 

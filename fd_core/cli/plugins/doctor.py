@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from fd_core.testing.doctor.model import DoctorReport, OpFinding
 
-__all__ = ["doctor"]
 
 _ILL = 4
 """Exit code if an operation is missing or wrong: the plugin's fault."""

@@ -20,8 +20,6 @@ from fd_core.errors import ConfigError, PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP
 from fd_core.plugins import Plugins
 
-__all__ = ["Checked", "check_plugins"]
-
 _TIMEOUT: Final = 60
 """Seconds that a plugin has to be imported and asked."""
 

@@ -21,8 +21,6 @@ from fd_core.errors import PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP
 from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, Plugins
 
-__all__ = ["Finding", "Inspection", "inspect_plugin"]
-
 _FRAMEWORKS: Final = frozenset(
     (
         *("cupy", "flashinfer", "jax", "numba", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "transformers"),

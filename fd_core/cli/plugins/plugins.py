@@ -15,8 +15,6 @@ from fd_core.cli.plugins.scaffold import Framework, PluginKind
 from fd_core.cli.report import plain, reports_errors
 from fd_core.errors import ConfigError, PluginError
 
-__all__ = ["app", "install"]
-
 app = typer.Typer(invoke_without_command=True)
 
 _DISTRIBUTION: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:==[A-Za-z0-9.!+]+)?")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fd_core.cluster.deployment import Deployment
     from fd_core.cluster.page import DeploymentStatus
 
-__all__ = ["app", "read_cluster_file", "shown_status"]
 
 app = typer.Typer(no_args_is_help=True)
 

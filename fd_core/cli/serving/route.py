@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fd_core.router.gateway.requests.model_text import ModelText
     from fd_core.router.workers import Role
 
-__all__ = ["route", "summary"]
 
 _WORKERS: Final[Mapping[Role, str]] = {"mixed": "Workers", "prefill": "Prefill", "decode": "Decode"}
 

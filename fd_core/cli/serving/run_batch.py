@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fd_core.server.batches.output import AnswerFile
     from fd_core.server.batches.running import BatchProgress
 
-__all__ = ["run_batch"]
 
 _SERVER: Final = (
     *("served_model_names", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser"),

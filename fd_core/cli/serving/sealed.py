@@ -10,8 +10,6 @@ import os
 
 from fd_core.cluster.commands import CONTENT
 
-__all__ = ["unseal"]
-
 
 def unseal() -> None:
     """Replace variables that hold the content of a file by variables that name one."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fd_core.engine.clients.client import EngineClient
     from fd_core.http.spans import RequestSpans
 
-__all__ = ["loop_factory", "opened_spans", "serve"]
 
 log = logging.getLogger(__name__)
 

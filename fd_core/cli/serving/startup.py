@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from fd_core.engine.clients.client import EngineClient
     from fd_core.engine.process.engine_process import EngineProcess
 
-__all__ = [
-    "ChosenParsers",
-    "LocalModel",
-    "StartupBars",
-    "choose_parsers",
-    "find_model",
-    "running_engine",
-    "startup_bars",
-]
 
 _PHASES: Final = {
     "prepare": "Preparing kernels (compiled once, about a minute)",

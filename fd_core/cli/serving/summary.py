@@ -13,8 +13,6 @@ from fd_core.config.sizes import format_size
 from fd_core.engine.process.messages import EngineInfo
 from fd_core.ops.weights import RAW_TYPES, WEIGHT_FORMATS, WeightUse
 
-__all__ = ["clients", "show_summary", "summary"]
-
 _LOUD: Final = "WARNING: "
 """Begins a value that people should not overlook."""
 

@@ -20,11 +20,6 @@ from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rul
 from fd_core.config.sizes import format_size
 from fd_core.router.config import GatewayConfig, RouterConfig
 
-__all__ = [
-    *("CHAT_FLAGS", "CLIENT_KEY_FILE", "CONFIG_FILE", "ENGINE_FLAGS", "GATEWAY_FLAGS", "ROUTER_FLAGS", "SERVER_FLAGS"),
-    *("TRANSFER_SECRET_FILE", "Flag", "Given", "takes_flags"),
-]
-
 Command = Callable[..., None]
 Given = Mapping[str, Any]
 """What the command line gave: field to raw value, absent if not given."""

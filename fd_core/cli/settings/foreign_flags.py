@@ -11,8 +11,6 @@ from typer.core import TyperCommand
 from fd_core.cli.report import say
 from fd_core.errors import ConfigError
 
-__all__ = ["REASONS", "ServingCommand"]
-
 _IN_PLACE: Final[Mapping[tuple[str, ...], str]] = {
     ("--model", "--model-path", "-m", "-hf", "--hf-repo"): "the model has no flag, as in fdcore serve MODEL",
     ("--ctx-size", "-c", "--context-length"): "--max-model-len is the longest context in tokens",

@@ -15,8 +15,6 @@ from fd_core.errors import ConfigError
 from fd_core.router.config import GatewayConfig, RouterConfig, router_config
 from fd_core.router.workers import Role
 
-__all__ = ["ROLE_FLAGS", "RouteSettings", "merge_route"]
-
 _FLAGS: Final = {flag.field: flag for flag in (*ROUTER_FLAGS, *GATEWAY_FLAGS)}
 _OF_ROUTER: Final = frozenset(flag.field for flag in ROUTER_FLAGS)
 _ALSO: Final = {

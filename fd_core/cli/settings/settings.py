@@ -18,18 +18,6 @@ from fd_core.config import EngineConfig, ServerConfig
 from fd_core.config.constraints import parse_switch
 from fd_core.errors import ConfigError
 
-__all__ = [
-    "OLDER_SWITCHES",
-    "OlderSwitch",
-    "Settings",
-    "client_key",
-    "merge",
-    "merge_layers",
-    "read_table",
-    "settings_path",
-    "take_settings",
-]
-
 _FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)}
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
 _EXCLUSIVE: Final = (("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization"),)

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["kept_history", "typed_messages"]
-
 _QUOTES: Final = '"""'
 _PROMPT: Final = "> "
 _GOES_ON: Final = ". "

@@ -15,8 +15,6 @@ import msgspec
 from fd_core.config import SpeculativeConfig
 from fd_core.errors import ConfigError
 
-__all__ = ["Parser", "jinja", "key_file", "keys", "keys_in_file", "read_text", "secret_in_file", "speculation", "text"]
-
 Parser = Callable[[Any], Any]
 
 _SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'

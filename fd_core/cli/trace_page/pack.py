@@ -16,8 +16,6 @@ from fd_core.engine.tracing.format import COUNT_LETTERS, IDLE, total
 from fd_core.engine.tracing.reader import EXITS, Position, TraceContents
 from fd_core.http.pages.assembling import assemble
 
-__all__ = ["cells", "columns", "page"]
-
 _EVENTS: Final = ("admitted", "returned", "preempted", "aborted", "late", "finished")
 _SCRIPTS: Final = ("data.js", "panels.js", "view.js")
 

@@ -13,8 +13,6 @@ from fd_core.cli.report import reports_errors
 if TYPE_CHECKING:
     from fd_core.engine.tracing.reader import TraceContents
 
-__all__ = ["trace"]
-
 
 class TraceFormat(enum.StrEnum):
     """What `fdcore trace` writes."""

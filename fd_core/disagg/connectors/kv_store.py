@@ -28,8 +28,6 @@ from fd_core.disagg.connectors.contract import (
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, StoreError
 
-__all__ = ["KVStoreConnector"]
-
 _GREETING: Final = -1
 """Index of the value that shows the prefill side whether it reaches the same store."""
 _GREETING_BYTES: Final = 16

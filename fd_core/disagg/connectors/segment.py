@@ -21,8 +21,6 @@ import msgspec
 
 from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, ConnectorError
 
-__all__ = ["Segment", "attach", "create"]
-
 _LEASE: Final = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 _TOKEN_BYTES: Final = 16
 _MAX_BYTES: Final = 1 << 30

@@ -27,8 +27,6 @@ from fd_core.disagg.connectors.contract import (
 from fd_core.disagg.connectors.segment import Segment, attach, create
 from fd_core.errors import ConfigError
 
-__all__ = ["SharedMemoryConnector"]
-
 _ALIGNMENT: Final = 64
 _REFERENCE: Final = struct.Struct("<II")
 """Place, length in bytes."""

@@ -14,8 +14,6 @@ from fd_core.disagg.connectors.contract import (
     flat_parts,
 )
 
-__all__ = ["TCPConnector"]
-
 
 class TCPConnector(Connector):
     """For workers that reach each other in any way; it holds no memory of its own.

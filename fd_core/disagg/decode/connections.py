@@ -20,8 +20,6 @@ from fd_core.effects.port import Tally
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes
 
-__all__ = ["Endpoint", "Peer", "PrefillConnections", "PrefillLink", "look_up", "split_address"]
-
 Endpoint = tuple[str, bool]
 """What ZeroMQ connects to, and whether it is IPv6."""
 

@@ -8,8 +8,6 @@ from fd_core.disagg.lease import Action, Clock, DecodeEnd, Say, TakePiece, commi
 from fd_core.disagg.messages import AbortLease, Alive, Commit, Confirm, Credit, FromPrefill, KVPiece, Open, Refuse
 from fd_core.types import PrefillOutcome
 
-__all__ = ["DecodeLease"]
-
 
 class DecodeLease:
     """One lease as the decode worker sees it, which says `opening` when it makes this."""

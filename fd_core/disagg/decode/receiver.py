@@ -31,8 +31,6 @@ from fd_core.kv.stores.envelope import Damaged, Envelope
 from fd_core.ops.contract import KVCache
 from fd_core.types import PrefillOutcome
 
-__all__ = ["Receiver"]
-
 _log = logging.getLogger(__name__)
 
 _GRACE_SECONDS: Final = 1.0

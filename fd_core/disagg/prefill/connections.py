@@ -16,8 +16,6 @@ from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes
 
-__all__ = ["DecodeConnections"]
-
 _BATCH: Final = 64
 """Messages in one go, so that blocks are copied in between."""
 _LINGER_MS: Final = 200

@@ -20,8 +20,6 @@ from fd_core.disagg.messages import (
     Refuse,
 )
 
-__all__ = ["PrefillLease"]
-
 
 class PrefillLease:
     """One lease as the prefill worker sees it."""

@@ -43,8 +43,6 @@ from fd_core.kv.stores.envelope import Envelope
 from fd_core.ops.contract import KVCache
 from fd_core.types import IntArray, PrefillTrace
 
-__all__ = ["Sender"]
-
 access_log = logging.getLogger(ACCESS_LOGGER)
 
 _BROKE_OFF: Final = "the prefill worker broke off"

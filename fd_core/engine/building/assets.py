@@ -29,8 +29,6 @@ from fd_core.runner.drafting import FLAG, check_drafter
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Assets", "find_assets"]
-
 _log = logging.getLogger(__name__)
 _SHOWN_TOKENS: Final = 8
 

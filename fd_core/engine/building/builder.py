@@ -47,8 +47,6 @@ from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.structured.workers.port import GrammarPort
 
-__all__ = ["load_engine"]
-
 _CHEAP_TOKENS: Final = 64
 """Tokens below which a step is bound by reading weights, where no setting says it."""
 _log = logging.getLogger(__name__)

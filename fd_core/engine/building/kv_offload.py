@@ -24,8 +24,6 @@ from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.plugins import STORE, Plugins
 from fd_core.scheduling.operations.kv_offloading import KeepKV
 
-__all__ = ["KVStorage", "kept_kv", "kv_identity", "open_kv_storage", "start_kv_offload"]
-
 _log = logging.getLogger(__name__)
 
 _OPEN_SECONDS: Final = 2.0

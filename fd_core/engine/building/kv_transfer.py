@@ -24,8 +24,6 @@ from fd_core.kv.stores.location import parse_location
 from fd_core.plugins import CONNECTOR, STORE, Plugins
 from fd_core.types import PrefillJob, RequestSpec, SamplingParams
 
-__all__ = ["open_kv_transfer", "prefill_request", "prefill_request_id", "require_role"]
-
 _ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """The KV of the prompt is what counts; the token that its last position yields is dropped."""
 

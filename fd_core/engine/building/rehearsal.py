@@ -14,8 +14,6 @@ from fd_core.config import Limits
 from fd_core.runner.runner import Runner
 from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepPlan
 
-__all__ = ["rehearsed"]
-
 _BLOCKS: Final = 16
 """KV blocks of a rehearsal; all tables lead to them, so what is computed means nothing."""
 _COSTLY: Final = SamplingParams(

@@ -30,8 +30,6 @@ from fd_core.kv.event_log import KVEventLog
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.types import Delta, FinishReason, PrefillTrace, RequestSpec
 
-__all__ = ["DeltaStream", "EngineClient", "SingleEngineClient", "StartProgress"]
-
 StartProgress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
 and `warmup` (steps)."""

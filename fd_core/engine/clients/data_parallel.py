@@ -32,8 +32,6 @@ from fd_core.scheduling.contract import SchedulerStats
 from fd_core.types import Delta, PrefillTrace, RequestSpec
 from fd_core.types.metrics import total
 
-__all__ = ["DataParallelClient", "open_engines"]
-
 _FLAG = "--data-parallel-size"
 
 

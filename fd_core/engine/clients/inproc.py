@@ -20,8 +20,6 @@ from fd_core.engine.process.messages import AdaptersChanged, ClientMessage, Engi
 from fd_core.engine.process.service import serve_engine, tells_admissions
 from fd_core.errors import EngineDead
 
-__all__ = ["InprocClient"]
-
 _log = logging.getLogger(__name__)
 
 

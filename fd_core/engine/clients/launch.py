@@ -9,8 +9,6 @@ from fd_core.engine.clients.client import EngineClient, StartProgress
 from fd_core.engine.process.engine_process import EngineProcess
 from fd_core.errors import ConfigError
 
-__all__ = ["open_client"]
-
 
 async def open_client(
     config: EngineConfig,

@@ -25,8 +25,6 @@ from fd_core.engine.process.messages import (
 )
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 
-__all__ = ["ProcessClient"]
-
 _log = logging.getLogger(__name__)
 _ERRORS: dict[int, type[FdError]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
 _START_SECONDS = 600.0

@@ -15,8 +15,6 @@ import msgspec
 
 from fd_core.types import Delta, FinishReason, RequestSpec
 
-__all__ = ["MAX_DEATHS", "MAX_DEATHS_IN_VAIN", "RequestLedger"]
-
 MAX_DEATHS_IN_VAIN = 2
 """A request is given up when so many epochs gave it a slot and died before they gave it a token: the request may be
 what kills them. Epochs in which it only waited do not count, and an epoch that gives it a token resets the count.

@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 
 from fd_core.errors import FdError
 
-__all__ = ["pause_after", "start_again"]
-
 _log = logging.getLogger(__name__)
 _PATIENCE = 5
 """Failed starts in a row that requests wait for; those that come, or still wait, after them are refused."""

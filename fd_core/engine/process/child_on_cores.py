@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["main"]
-
 
 def main(cores: str) -> int:
     """Take the processors of these numbers, all if there are none, and serve."""

@@ -17,8 +17,6 @@ from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError, EngineDead
 
-__all__ = ["EngineProcess", "Prepare", "Start", "begun_process"]
-
 
 class Prepare(msgspec.Struct, frozen=True):
     """The first line on the standard input of an engine's process: what it can do before it knows the model."""

@@ -14,8 +14,6 @@ import msgspec
 from fd_core.engine.process.message_stream import MessageStream
 from fd_core.engine.process.messages import ClientMessage, EngineMessage
 
-__all__ = ["EngineSocket"]
-
 
 class EngineSocket:
     """The client's end of a pair of sockets, used from one event loop."""

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from fd_core.errors import EngineDead
 from fd_core.types import StepOutput
 
-__all__ = ["decode_array", "decode_output", "encode_array", "encode_output"]
-
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     reason: str

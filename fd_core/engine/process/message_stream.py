@@ -7,8 +7,6 @@ import socket
 from struct import Struct
 from typing import Final
 
-__all__ = ["MessageStream"]
-
 _LENGTH: Final = Struct("<I")
 _CHUNK: Final = 1 << 14
 """Bytes read at a time, so that whoever reads between other things gets its turn."""

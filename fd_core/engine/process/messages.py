@@ -19,21 +19,6 @@ from fd_core.types import AdapterInfo, Delta, PrefillTrace, RequestSpec
 from fd_core.types.kv_events import KVEvent
 from fd_core.types.metrics import gauge
 
-__all__ = [
-    "Abort",
-    "AdaptersChanged",
-    "ChangeAdapters",
-    "ClientMessage",
-    "EngineInfo",
-    "EngineMessage",
-    "EngineStats",
-    "Fault",
-    "LeaseStats",
-    "Shutdown",
-    "StepEvents",
-    "Submit",
-]
-
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine runs, told once when it is ready."""

@@ -25,8 +25,6 @@ from fd_core.engine.process.messages import (
 from fd_core.errors import FdError
 from fd_core.types import Delta
 
-__all__ = ["EngineService", "Inbox", "serve_engine", "tells_admissions"]
-
 _STATS_SECONDS = 0.25
 _IDLE_SECONDS = 0.5
 

@@ -11,8 +11,6 @@ from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting, SharedMemoryG
 if TYPE_CHECKING:
     from fd_core.ops.torch.group import TorchGroup
 
-__all__ = ["joined_group", "opened_group"]
-
 
 def opened_group(
     size: int, seconds: float, transport: str, host: str = "127.0.0.1"

@@ -61,8 +61,6 @@ from fd_core.runner.placed_adapters import RunnerAdapters
 from fd_core.runner.runner import Runner
 from fd_core.types import IntArray, StepOutput, StepPlan
 
-__all__ = ["JoinedKVCache", "LeadingRunner", "RankProcesses", "joined_shape", "require_ranks"]
-
 _ERRORS: Final[dict[int, type[FdError]]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
 CHILD: Final = ("-m", "fd_core.engine.ranks.child")
 """The command of a rank's process."""

@@ -22,13 +22,6 @@ from fd_core.ops.parallel import RankMeeting
 from fd_core.ops.weights import Adapter, WeightUse
 from fd_core.types import IntArray, StepOutput, StepPlan
 
-__all__ = [
-    *("LOOK", "RANK_DOOR", "SIGN", "WARM_UP", "AdaptersHeld", "BlockCopy", "HoldAdapters", "RankDoor", "RankLimits"),
-    *("RankLoaded", "RankMessage", "RankOrder", "RankReady", "RankStart", "RankStep", "StageOutcome", "StagePlan"),
-    *("StepDigest", "decode_blocks", "decode_order", "encode_blocks", "encode_order", "step_digest"),
-]
-
-
 WARM_UP: Final = b""
 """The frame before the first plan: every rank warms up by itself."""
 SIGN: Final = b"!"

@@ -27,8 +27,6 @@ from fd_core.runner.inputs.uploading import uploaded
 from fd_core.runner.runner import Runner
 from fd_core.types import StepOutput, StepPlan
 
-__all__ = ["EarlierStageRunner", "LastStageRunner", "shared_memory"]
-
 
 class LastStageRunner(LeadingRunner):
     """The runner of rank 0: it computes the last layers and all that follows them."""

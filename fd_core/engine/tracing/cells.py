@@ -10,8 +10,6 @@ import numpy.typing as npt
 from fd_core.engine.tracing.format import DECODE, DRAINING, IDLE, LOADING, PREFILL
 from fd_core.engine.tracing.reader import TraceContents
 
-__all__ = ["KINDS", "kinds_of_cells", "matrix_of_letters"]
-
 KINDS: Final = ("idle", "unscheduled", "prefill", "decode", "draining", "overrun", "loading")
 """What a step did with a slot. *unscheduled*: its request had no row in the step; *overrun*: computed for a request
 that had ended by then, which a pipeline cannot avoid."""

@@ -13,30 +13,6 @@ import msgspec
 from fd_core.config import Limits
 from fd_core.types import FinishReason
 
-__all__ = [
-    "COUNT_LETTERS",
-    "DECODE",
-    "DRAINING",
-    "FORMAT_VERSION",
-    "IDLE",
-    "LOADING",
-    "OLDEST_VERSION",
-    "PREFILL",
-    "AdmissionEntry",
-    "ArrivalEntry",
-    "ClosingLine",
-    "DecisionEntry",
-    "FinishEntry",
-    "KVEntry",
-    "LimitLine",
-    "LoadEntry",
-    "ResidencyEntry",
-    "SaveEntry",
-    "StepLine",
-    "TraceHeader",
-    "total",
-]
-
 FORMAT_VERSION: Final = 3
 OLDEST_VERSION: Final = 1
 """The oldest format version that can be read."""

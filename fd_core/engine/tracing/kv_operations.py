@@ -7,8 +7,6 @@ from collections.abc import Callable
 from fd_core.effects.operations import Cancel, Completion, Effects, Fetch, Fetched, Load, Loaded, Save, Saved
 from fd_core.engine.tracing.format import DecisionEntry, KVEntry, LoadEntry, SaveEntry
 
-__all__ = ["KVTrace"]
-
 
 class KVTrace:
     """Follows effects from their beginning to their completion. Used from the engine's thread."""

@@ -18,8 +18,6 @@ from fd_core.engine.tracing.cells import KINDS, kinds_of_cells
 from fd_core.engine.tracing.format import StepLine, total
 from fd_core.engine.tracing.reader import Position, ResidencySpan, TraceContents
 
-__all__ = ["TraceEvent", "perfetto_events", "perfetto_json"]
-
 _STEPS, _SLOTS, _KV = 1, 2, 3
 """Ids of the processes. A slot's thread id is the number of the slot plus 1."""
 _SHOWN_KINDS: Final = frozenset(KINDS) - {"idle", "unscheduled"}

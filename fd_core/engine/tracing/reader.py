@@ -28,8 +28,6 @@ from fd_core.engine.tracing.format import (
 from fd_core.errors import ConfigError
 from fd_core.types import FinishReason
 
-__all__ = ["EXITS", "ResidencySpan", "TraceContents", "read_lines", "read_trace"]
-
 EXITS: Final = ("open", *(reason.value for reason in FinishReason), "preempted", "unknown", "engine ended")
 """How a residency can end."""
 

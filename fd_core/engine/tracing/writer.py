@@ -55,8 +55,6 @@ from fd_core.errors import ConfigError
 from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
 
-__all__ = ["StepRecord", "TraceWriter", "line_of", "require_trace_file"]
-
 _log = logging.getLogger(__name__)
 
 _MAGIC: Final = b'{"fdcore_trace":'

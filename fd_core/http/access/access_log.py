@@ -8,8 +8,6 @@ from typing import Final
 from fd_core.config.logs import ACCESS_LOGGER, one_word
 from fd_core.http.access.record import RequestRecord
 
-__all__ = ["CLIENT_LEFT", "log_access"]
-
 CLIENT_LEFT: Final = 499
 """Status of a request whose client left before the answer ended."""
 _LONGEST_PATH: Final = 256

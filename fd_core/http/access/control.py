@@ -20,8 +20,6 @@ from fd_core.http.access.limits import KeyAccount, KeyLimits, LimitReached, Slid
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, no_such_path
 
-__all__ = ["ROUTES", "AccessControl", "Right", "Route", "allow_header", "find_route", "limit_error", "limit_headers"]
-
 log = logging.getLogger(__name__)
 
 _MOST_NAMES: Final = 256

@@ -26,8 +26,6 @@ from fd_core.errors import ConfigError
 from fd_core.http.access.keys import ApiKey
 from fd_core.http.access.limits import KeyLimits
 
-__all__ = ["FLAG", "read_key_file", "warn_if_others_read"]
-
 log = logging.getLogger(__name__)
 
 FLAG: Final = "--api-key-file"

@@ -13,8 +13,6 @@ import msgspec
 
 from fd_core.http.access.limits import KeyLimits
 
-__all__ = ["ApiKey", "KeyRing", "scoped"]
-
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """One key, without its text."""

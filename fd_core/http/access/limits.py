@@ -12,8 +12,6 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-__all__ = ["KeyAccount", "KeyAdmission", "KeyLimits", "LimitReached", "Reservation", "SlidingWindow"]
-
 WINDOW_SECONDS: Final = 60.0
 _SLOT_SECONDS: Final = 0.25
 """What is admitted within one slot counts until the whole slot is a minute old."""

@@ -9,8 +9,6 @@ from fd_core.http.access.keys import ApiKey
 from fd_core.http.access.limits import KeyAccount, KeyAdmission, Reservation
 from fd_core.http.access.tenants import Tenant
 
-__all__ = ["RequestRecord"]
-
 
 @dataclass(slots=True)
 class RequestRecord:

@@ -14,8 +14,6 @@ from typing import Final, NamedTuple
 
 from fd_core.http.access.keys import ApiKey
 
-__all__ = ["TENANT_HEADER", "Tenant", "read_tenant", "sign_tenant"]
-
 TENANT_HEADER: Final = "X-FD-Tenant"
 _HEADER: Final = re.compile(r"([0-9a-f]{32}) (admin|user) (\d{0,13}) ([0-9a-f]{64})")
 

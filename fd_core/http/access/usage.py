@@ -7,8 +7,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["USAGE_HEADER", "UsageMeter", "usage_comment"]
-
 USAGE_HEADER: Final = "X-FD-Usage"
 """Header with which a router asks a worker for the comment."""
 _COMMENT: Final = re.compile(rb"^: usage (\d{1,12}) (\d{1,12})\n\n", re.MULTILINE)

@@ -28,16 +28,6 @@ from fd_core.http.errors import ApiError, unavailable
 from fd_core.http.hosts import is_loopback
 from fd_core.types.metrics import counter, gauge
 
-__all__ = [
-    "MAX_HEAD_BYTES",
-    "ConnectionStats",
-    "Connections",
-    "Listener",
-    "WatchedProtocol",
-    "connection_limit",
-    "source_of",
-]
-
 log = logging.getLogger(__name__)
 
 Reason = Literal["head", "keep_alive", "body", "write", "crowd"]

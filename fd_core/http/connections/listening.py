@@ -18,18 +18,6 @@ from fd_core.http.connections.port_holder import port_holder
 from fd_core.http.hosts import is_loopback
 from fd_core.http.supervision import Supervisor
 
-__all__ = [
-    "ANY_ADDRESS",
-    "bind_socket",
-    "cannot_listen",
-    "hangup_reloads",
-    "raise_descriptor_limit",
-    "settle",
-    "signals_stop",
-    "url_of",
-    "warn_if_open",
-]
-
 _MOST_DESCRIPTORS: Final = 2**20
 """Far more than a server uses; where a limit of billions is allowed, programs that go through all are held up by it."""
 log = logging.getLogger(__name__)

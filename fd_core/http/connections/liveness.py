@@ -20,8 +20,6 @@ from fd_core.http.connections.listening import bind_socket, hangup_reloads, sign
 from fd_core.http.errors import HealthAnswer
 from fd_core.http.supervision import Supervisor
 
-__all__ = ["attended", "liveness"]
-
 log = logging.getLogger(__name__)
 
 _BEAT_SECONDS: Final = 0.25

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-__all__ = ["port_holder"]
-
 _LISTENS: Final = "0A"
 """How /proc/net/tcp writes the state of a socket that listens."""
 

@@ -13,8 +13,6 @@ from cryptography import x509
 from fd_core.config import ListenConfig
 from fd_core.errors import ConfigError
 
-__all__ = ["ServingTls", "client_context"]
-
 log = logging.getLogger(__name__)
 
 _SOON: Final = datetime.timedelta(days=7)

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Final
 
-__all__ = ["assemble", "page_headers"]
-
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 _MARK: Final = re.compile(r"/\* (style|script) \*/|\{(\w+)\}")
 

@@ -22,8 +22,6 @@ from fd_core.kv.stores.disk_eviction import DiskEviction, DiskReservations
 from fd_core.kv.stores.disk_folder import inside, opened, room_in, size_of_value, space_of_value, value_name
 from fd_core.kv.stores.location import StoreLocation
 
-__all__ = ["DiskStore"]
-
 _MAX_PARTS: Final = 1024
 """Buffers that the system takes in one call."""
 

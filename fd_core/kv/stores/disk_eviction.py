@@ -33,8 +33,6 @@ from fd_core.kv.stores.disk_folder import (
     space_for,
 )
 
-__all__ = ["DEFAULT_BYTES", "SHARE_OF_FREE", "DiskEviction", "DiskReservations"]
-
 DEFAULT_BYTES: Final = 10 << 30
 SHARE_OF_FREE: Final = 0.5
 """Share of the disk, files of others left out, that a store without a limit from the user may take."""

@@ -25,11 +25,6 @@ from typing import Final
 
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, StoreError, Trouble
 
-__all__ = [
-    *("PARTIAL", "FoundFile", "Room", "found_partials", "found_values", "inside", "opened", "room_in"),
-    *("size_of_value", "space_for", "space_of_value", "value_name"),
-]
-
 PARTIAL: Final = "partial"
 
 _FILE_BYTES: Final = 512

@@ -18,8 +18,6 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes
 
-__all__ = ["COMPRESSIONS", "HEADER_BYTES", "Compression", "Damage", "Damaged", "Envelope"]
-
 Compression = Literal["none", "zlib"]
 COMPRESSIONS: Final[tuple[Compression, ...]] = ("none", "zlib")
 """Ways to compress a payload; the index of each is its code in the header."""

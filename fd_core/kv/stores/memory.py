@@ -12,8 +12,6 @@ from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.location import StoreLocation
 
-__all__ = ["MemoryStore"]
-
 _DEFAULT_BYTES: Final = 1 << 30
 
 

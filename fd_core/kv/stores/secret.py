@@ -15,8 +15,6 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fd_core.config.paths import find_cache_dir, user_path
 from fd_core.errors import ConfigError
 
-__all__ = ["derive", "load_secret"]
-
 _NAME: Final = "kv-store-secret"
 _NEW_BYTES: Final = 32
 _MIN_BYTES: Final = 16

@@ -19,8 +19,6 @@ from fd_core.kv.tiers.reader import LoadJob, StoreReader
 from fd_core.kv.tiers.writer import WriteBehind
 from fd_core.ops.contract import KVCache
 
-__all__ = ["Copier"]
-
 
 class Copier:
     """Performs saves, and the host tier's part of loads and lookups, as jobs of `loop`, in their order.

@@ -11,8 +11,6 @@ from fd_core.effects.port import Tally
 from fd_core.kv.breaker import Breaker, BreakerState
 from fd_core.kv.stores.contract import KVStore, StoreError, Trouble
 
-__all__ = ["GuardedStore"]
-
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-__all__ = ["HostTier"]
-
 HostArray = npt.NDArray[Any]
 
 

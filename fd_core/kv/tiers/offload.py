@@ -34,8 +34,6 @@ from fd_core.kv.tiers.stats import TierStats
 from fd_core.kv.tiers.writer import WriteBehind
 from fd_core.ops.contract import KVCache
 
-__all__ = ["PENDING_BYTES", "KVOffload", "SealedStore"]
-
 log = logging.getLogger(__name__)
 
 PENDING_BYTES = 256 * 2**20

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Rate"]
-
 _SHARE = 0.25
 """Weight of a sample in the moving average."""
 _FORGET_SECONDS = 60.0

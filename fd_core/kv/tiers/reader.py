@@ -17,8 +17,6 @@ from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
 from fd_core.kv.tiers.rates import Rate
 
-__all__ = ["Deliver", "LoadJob", "StoreReader"]
-
 
 @dataclass(slots=True, eq=False)
 class LoadJob:

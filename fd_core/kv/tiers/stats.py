@@ -10,8 +10,6 @@ from fd_core.kv.breaker import BreakerState
 from fd_core.kv.stores.contract import Trouble
 from fd_core.types.metrics import counter, gauge, state
 
-__all__ = ["TierStats"]
-
 _FOUND: Final = "KV blocks that lookups found, by tier."
 _LOADED: Final = "Tokens whose KV was copied to the device, by tier."
 _BREAKER: Final = "1 at the state of the circuit breaker that guards the KV store, 0 at its other states."

@@ -13,8 +13,6 @@ from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
 
-__all__ = ["WriteBehind"]
-
 _GRACE_SECONDS = 0.3
 """How much longer than it was told a call of the store may take while the writer closes."""
 _NEVER = float("inf")

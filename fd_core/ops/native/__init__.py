@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fd_core.ops.native.pack import NativeOps
 
-__all__ = ["load_native_ops"]
 
 logger = logging.getLogger(__name__)
 

@@ -24,16 +24,6 @@ from typing import IO
 
 from fd_core.config.paths import find_cache_dir
 
-__all__ = [
-    "INSTRUCTION_SETS",
-    "BuildError",
-    "compiler_flags",
-    "library_folder",
-    "library_path",
-    "load",
-    "missing",
-]
-
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"

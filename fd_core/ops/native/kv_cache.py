@@ -13,8 +13,6 @@ from fd_core.ops.native.library import checked
 from fd_core.ops.native.program import Runtime
 from fd_core.types import IntArray
 
-__all__ = ["NativeKVCache", "NativeLayer"]
-
 
 @dataclass(frozen=True, slots=True)
 class NativeLayer:

@@ -8,11 +8,6 @@ from typing import Any
 
 from fd_core.ops.native.build import BuildError
 
-__all__ = [
-    *("MEET", "AttentionShape", "LoraDelta", "LoraTable", "MaskRows", "MoeGeometry", "PackedForm", "PenaltyRows"),
-    *("SampleRows", "Step", "checked", "declare", "invoke"),
-]
-
 
 def _all(kind: Any, *names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names]

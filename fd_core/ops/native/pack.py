@@ -64,8 +64,6 @@ from fd_core.ops.philox import uniform
 from fd_core.ops.torch.ops import TorchOps
 from fd_core.ops.weights import FP8, WEIGHT_FORMATS, LowRank, RawTensor, Weight
 
-__all__ = ["NativeOps", "ProgramForward"]
-
 logger = logging.getLogger(__name__)
 
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}

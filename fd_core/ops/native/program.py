@@ -16,18 +16,6 @@ from fd_core.ops.native.library import MEET, Step, checked, invoke
 from fd_core.ops.parallel import HEADER_BYTES, SLOT_BYTES, RankGroup, RanksApart, SharedMemoryGroup
 from fd_core.ops.symbol import UnknownArray
 
-__all__ = [
-    "ROW_ALIGN",
-    "CaptureError",
-    "Eager",
-    "Program",
-    "ProgramRecorder",
-    "ProgramSymbol",
-    "Runtime",
-    "address",
-    "symbolic_step",
-]
-
 ROW_ALIGN = 64
 """Elements that rows are padded to, so that vectors may run over their ends."""
 RowsOf = Literal["tokens", "logits"]

@@ -15,8 +15,6 @@ from fd_core.ops.native.library import PackedForm, checked
 from fd_core.ops.native.program import Runtime
 from fd_core.ops.weights import LowRank, PackedTensor, RawTensor, Weight
 
-__all__ = ["Arena", "NativeLinear", "NativeLora", "pack", "pack_lora"]
-
 _TYPE_CODES = {"F32": 0, "BF16": 1, "F16": 2}
 
 

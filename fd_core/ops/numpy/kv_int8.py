@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import SCALE_BYTES
 
-__all__ = ["dequantize_kv", "quantize_kv"]
-
 Floats = npt.NDArray[np.float32]
 
 

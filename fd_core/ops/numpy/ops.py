@@ -17,8 +17,6 @@ from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 from fd_core.types import IntArray
 
-__all__ = ["NumpyKVCache", "NumpyLinear", "NumpyOps"]
-
 Floats = npt.NDArray[np.float32]
 
 

@@ -11,8 +11,6 @@ from fd_core.ops.contract import PenaltyInput, SampleInput
 from fd_core.ops.philox import uniform
 from fd_core.types import IntArray
 
-__all__ = ["WEIGHT_ONE", "NumpySampling"]
-
 WEIGHT_ONE = 2.0**32
 """Weight of the most likely token; weights are integers held in float64, so that their sums are exact."""
 

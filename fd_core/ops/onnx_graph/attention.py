@@ -18,8 +18,6 @@ from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 from fd_core.ops.onnx_graph.kv_cache import TracedLayer
 from fd_core.types import IntArray
 
-__all__ = ["attend", "declare_inputs", "plan", "write"]
-
 _GROUPS = 2
 
 

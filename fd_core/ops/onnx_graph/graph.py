@@ -12,8 +12,6 @@ from onnx import helper, numpy_helper
 
 from fd_core.ops.symbol import UnknownArray
 
-__all__ = ["Graph", "GraphSymbol", "TraceError"]
-
 _OPSET = 23
 """The first with `Attention`, `RMSNormalization` and `RotaryEmbedding`."""
 _IR_VERSION = 10

@@ -14,8 +14,6 @@ from fd_core.ops.contract import KVShape
 from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 
-__all__ = ["OnnxKVCache", "TracedCache", "TracedLayer", "bound"]
-
 _PARTS = ("keys", "values")
 
 

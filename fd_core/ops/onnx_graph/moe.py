@@ -11,8 +11,6 @@ from onnx import TensorProto
 from fd_core.ops.contract import Experts
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 
-__all__ = ["route", "routed_experts"]
-
 
 def route(graph: Graph, x: GraphSymbol, experts: Experts) -> tuple[GraphSymbol, GraphSymbol]:
     """Emit the choice: x [T, H] -> experts int64[T, top_k] and weights float32[T, top_k]."""

@@ -39,8 +39,6 @@ from fd_core.ops.onnx_graph.moe import routed_experts
 from fd_core.ops.onnx_graph.session import CPU, Binding, Provider, Session
 from fd_core.ops.parallel import RankGroup, Stage
 
-__all__ = ["OnnxOps", "SessionForward"]
-
 logger = logging.getLogger(__name__)
 
 _STEP_ARRAYS = ("token_ids", "positions", "kv_slots", "query_start", "context_len", "block_tables", "logits_rows")

@@ -13,8 +13,6 @@ import onnxruntime
 from fd_core.errors import PluginError
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 
-__all__ = ["CPU", "Provider", "Session", "Values"]
-
 _ERRORS_ONLY = 3
 """Warnings of the runtime are about graphs that people wrote, such as a shape that is not known before a run."""
 

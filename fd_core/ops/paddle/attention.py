@@ -12,8 +12,6 @@ from fd_core.ops.contract import Array, Heads, KVCache, KVShape, StepInput
 from fd_core.ops.paddle.framework import paddle, tensor_of
 from fd_core.types import IntArray
 
-__all__ = ["PaddleAttentionPlan", "PaddleKVCache", "PaddleLayer", "words_of"]
-
 
 class PaddleLayer(NamedTuple):
     """One layer's keys and values, each [num_blocks * block_size, nkv, d]."""

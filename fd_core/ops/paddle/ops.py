@@ -20,8 +20,6 @@ from fd_core.ops.paddle.framework import paddle, tensor_of
 from fd_core.ops.paddle.sampling import PaddleSampling
 from fd_core.ops.weights import RawTensor, Weight
 
-__all__ = ["PaddleLinear", "PaddleOps"]
-
 functional = paddle.nn.functional
 
 _DTYPES = {"float32": paddle.float32, "bfloat16": paddle.bfloat16}

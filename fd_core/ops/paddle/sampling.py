@@ -13,9 +13,6 @@ from fd_core.ops.numpy.sampling import WEIGHT_ONE
 from fd_core.ops.paddle.framework import paddle
 from fd_core.ops.philox import random_bits
 
-__all__ = ["PaddleSampling"]
-
-
 _CACHED_CELLS = 2**16
 """Logits that are penalized at a time on a processor: intermediate results then stay in its cache."""
 _DEVICE_CELLS = 2**23

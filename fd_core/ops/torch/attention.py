@@ -14,8 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from fd_core.ops.contract import SCALE_BYTES, Array, Heads, KVCache, KVShape, StepInput
 from fd_core.types import IntArray
 
-__all__ = ["TorchAttentionPlan", "TorchKVCache", "TorchLayer", "quantize_heads"]
-
 _HOST_DTYPES = {
     torch.float32: np.float32,
     torch.bfloat16: np.uint16,

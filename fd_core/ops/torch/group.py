@@ -24,8 +24,6 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from fd_core.ops.contract import Array
 from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting, group_memory
 
-__all__ = ["TorchCollectives", "TorchGroup", "gloo_group", "shared_store"]
-
 _LOOK_SECONDS: Final = 0.01
 """Between two looks for a rank that has not come to the meeting yet."""
 _WHOLE_BYTES: Final = 1 << 18

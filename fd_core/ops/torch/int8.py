@@ -19,8 +19,6 @@ from fd_core.ops.contract import Array
 from fd_core.ops.torch.ops import TorchOps
 from fd_core.ops.weights import PackedTensor, RawTensor, Weight
 
-__all__ = ["TorchInt8Linear", "TorchInt8Ops", "multiplies_bytes_exactly"]
-
 
 @dataclass(frozen=True, slots=True)
 class TorchInt8Linear:

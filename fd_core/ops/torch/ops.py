@@ -19,8 +19,6 @@ from fd_core.ops.torch.attention import TorchAttentionPlan, TorchKVCache, TorchL
 from fd_core.ops.torch.sampling import TorchSampling
 from fd_core.ops.weights import PackedTensor, RawTensor, Weight
 
-__all__ = ["TorchLinear", "TorchOps", "as_torch", "route", "widened"]
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

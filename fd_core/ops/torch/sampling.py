@@ -8,9 +8,6 @@ from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.ops.numpy.sampling import WEIGHT_ONE
 from fd_core.ops.philox import random_bits
 
-__all__ = ["TorchSampling"]
-
-
 _CACHED_CELLS = 2**16
 """Logits that are penalized at a time on a processor: intermediate results then stay in its cache."""
 _DEVICE_CELLS = 2**23

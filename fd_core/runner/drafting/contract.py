@@ -17,8 +17,6 @@ from fd_core.errors import ConfigError
 from fd_core.ops.contract import KVShape, Ops
 from fd_core.types import IntArray
 
-__all__ = ["FLAG", "DraftContext", "Drafter", "PerSlotDrafter", "SlotError"]
-
 FLAG: Final = "--speculative-config"
 
 

@@ -16,8 +16,6 @@ from fd_core.runner.drafting.slot_blocks import SlotBlocks
 from fd_core.runner.inputs.inputs import Spans, build_inputs
 from fd_core.types import IntArray
 
-__all__ = ["DraftModelDrafter"]
-
 
 class DraftModelDrafter(Drafter):
     """The greedy continuation of a model, for all slots at once: one forward for each draft token.

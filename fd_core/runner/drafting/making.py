@@ -10,8 +10,6 @@ from fd_core.errors import ConfigError, ModelError
 from fd_core.ops.contract import Ops
 from fd_core.runner.drafting.contract import FLAG, DraftContext, Drafter
 
-__all__ = ["check_drafter", "make_drafter"]
-
 
 def check_drafter(drafter: type[Drafter], config: SpeculativeConfig) -> None:
     """Check that a drafter reads what it was given. Raises `ConfigError`."""

@@ -7,8 +7,6 @@ import numpy as np
 from fd_core.runner.drafting.contract import DraftContext, PerSlotDrafter
 from fd_core.types import IntArray
 
-__all__ = ["NgramDrafter"]
-
 
 class NgramDrafter(PerSlotDrafter):
     """Prompt lookup: what followed the last time the same n tokens were seen (Saxena, 2023).

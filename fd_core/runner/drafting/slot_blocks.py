@@ -6,8 +6,6 @@ import numpy as np
 
 from fd_core.types import IntArray
 
-__all__ = ["SlotBlocks"]
-
 
 class SlotBlocks:
     """Block tables that grow on demand. The drafter is not told when a slot falls idle, so the slot that was unused for

@@ -7,8 +7,6 @@ import numpy as np
 from fd_core.runner.drafting.contract import DraftContext, PerSlotDrafter
 from fd_core.types import IntArray
 
-__all__ = ["SuffixDrafter"]
-
 
 class SuffixDrafter(PerSlotDrafter):
     """What followed the earliest occurrence of the longest suffix that occurred before.

@@ -14,8 +14,6 @@ from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.inputs.uploading import uploaded
 from fd_core.types import IntArray, StepPlan
 
-__all__ = ["BudgetExceeded", "Rows", "Spans", "adapter_rows", "build_inputs", "gather_inputs", "resolve_rows"]
-
 
 class BudgetExceeded(RuntimeError):
     """A plan computes more tokens than the step token budget allows."""

@@ -8,8 +8,6 @@ from fd_core.ops.contract import Array, Ops
 from fd_core.runner.inputs.inputs import Rows
 from fd_core.types import IntArray
 
-__all__ = ["Fed", "LastTokens"]
-
 Fed = tuple[Array | None, Array]
 """Where in a step's tokens some are put that the host does not know, int32[n], and whose they are, int32[n].
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import Array, HostStep, Ops
 
-__all__ = ["uploaded"]
-
 _Value = TypeVar("_Value")
 
 

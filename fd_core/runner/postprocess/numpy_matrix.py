@@ -10,8 +10,6 @@ from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 from fd_core.types import IntArray
 
-__all__ = ["NumpyPostprocess"]
-
 
 class NumpyPostprocess(Postprocess):
     """For packs whose integers are numpy arrays."""

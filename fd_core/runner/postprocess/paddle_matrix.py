@@ -12,8 +12,6 @@ from fd_core.ops.paddle.framework import paddle
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
-__all__ = ["PaddlePostprocess"]
-
 
 class PaddlePostprocess(Postprocess):
     """For packs on Paddle, whatever the device."""

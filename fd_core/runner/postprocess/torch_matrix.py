@@ -10,8 +10,6 @@ from fd_core.ops.contract import Array
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
-__all__ = ["TorchPostprocess", "write_token_matrix"]
-
 
 class TorchPostprocess(Postprocess):
     """For packs on torch, whatever the device."""

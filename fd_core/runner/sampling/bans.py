@@ -8,8 +8,6 @@ import numpy as np
 
 from fd_core.types import IntArray
 
-__all__ = ["Bans"]
-
 
 class Bans:
     """The banned sequences of one request. What is banned next depends on the tokens of its own text only."""

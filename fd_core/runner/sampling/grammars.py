@@ -23,8 +23,6 @@ from fd_core.structured.matcher import TokenMatcher, mask_words
 from fd_core.types import GRAMMAR_FAULT, Admission, IntArray
 from fd_core.types.metrics import counter
 
-__all__ = ["MaskStats", "Masks", "SlotGrammars"]
-
 
 class MaskStats(msgspec.Struct, kw_only=True):
     """What grammars cost the steps of one runner, and what they spared them; only grows."""

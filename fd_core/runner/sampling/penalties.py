@@ -9,8 +9,6 @@ import numpy as np
 from fd_core.ops.contract import Array, Ops, PenaltyInput
 from fd_core.types import Admission, IntArray
 
-__all__ = ["Counting", "Penalties"]
-
 Counting = tuple[Array, Array, Array]
 """Rows of counts, the rows of tokens that are counted there, and twos: int32[n] each."""
 

@@ -12,8 +12,6 @@ from fd_core.ops.contract import Array, Ops
 from fd_core.runner.inputs.inputs import Rows
 from fd_core.types import Admission, IntArray, PromptLogprobRows
 
-__all__ = ["SCORED_CELLS", "PromptScorer", "PromptScores"]
-
 SCORED_CELLS = 2**23
 """Logits that exist at a time, 32 MiB, whatever the length of prompts; at least those of one token."""
 

@@ -15,8 +15,6 @@ from fd_core.runner.sampling.grammars import Masks
 from fd_core.runner.sampling.penalties import Counting, Penalties
 from fd_core.types import Admission, IntArray
 
-__all__ = ["Sampled", "Sampler", "SamplingWork"]
-
 _FORBIDDEN = np.float32(-np.inf)
 _NO_PENALTIES = 1.0, 0.0, 0.0
 

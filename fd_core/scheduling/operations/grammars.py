@@ -11,8 +11,6 @@ from fd_core.effects.operations import Cancel, CompileGrammar, GrammarReady
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
 
-__all__ = ["GrammarCompiling"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Compiling:

@@ -20,8 +20,6 @@ from fd_core.scheduling.requests import Request
 from fd_core.types import IntArray
 from fd_core.types.metrics import counter
 
-__all__ = ["Arrival", "KVOffloading", "KeepKV", "OffloadCounters"]
-
 _MAX_REMEMBERED = 1 << 20
 """Keys remembered as stored; blocks whose keys were forgotten may be stored a second time."""
 

@@ -19,8 +19,6 @@ from fd_core.scheduling.requests import Request
 from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome
 from fd_core.types.metrics import counter
 
-__all__ = ["KVTransferring", "TransferCounters"]
-
 
 class TransferCounters(msgspec.Struct, kw_only=True):
     """What happened since the start; only grows."""

@@ -12,8 +12,6 @@ from typing import Annotated
 from fd_core.effects.operations import LoadDecision, LoadPaceMeasured, PrefillPaceMeasured
 from fd_core.types.metrics import gauge
 
-__all__ = ["LoadOrRecompute", "Pace"]
-
 _DOUBT = 0.9
 """Share of the estimated load time that remains after each decline."""
 

@@ -13,8 +13,6 @@ from fd_core.effects.operations import Effect, LoadDecision
 from fd_core.kv.blocks import BlockPool
 from fd_core.types import IntArray
 
-__all__ = ["Operations"]
-
 _Subject = TypeVar("_Subject")
 
 

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from fd_core.scheduling.running.plan import Budget
 from fd_core.types import IntArray
 
-__all__ = ["allot_decodes", "deal"]
-
 
 def allot_decodes(
     budget: Budget, drafts: IntArray, last_step: npt.NDArray[np.int64]

@@ -20,8 +20,6 @@ from fd_core.scheduling.running.budget import deal
 from fd_core.types import IntArray
 from fd_core.types.metrics import counter
 
-__all__ = ["DraftControl", "DraftStats"]
-
 _MEMORY = 0.9
 """Weight of the past in a request's acceptance rate."""
 _RECOVERY = 0.02

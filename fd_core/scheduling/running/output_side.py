@@ -34,8 +34,6 @@ from fd_core.types import (
 )
 from fd_core.types.metrics import counter
 
-__all__ = ["OutputCounters", "OutputSide"]
-
 _RELEASED: Final = np.uint8(Outcome.RELEASED)
 _ALL: Final = slice(None)
 """Every row of a plan: an index that copies nothing."""

@@ -9,8 +9,6 @@ from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.types import Admission, BlockGrant, IntArray, Revocation, StepPlan, frozen
 
-__all__ = ["Budget", "PlanBuilder"]
-
 _ONES = frozen(np.ones(4096, np.int32))
 _ZEROS = frozen(np.zeros(4096, np.int32))
 

@@ -25,8 +25,6 @@ from fd_core.scheduling.running.slots import SlotTable
 from fd_core.scheduling.victims import VictimPolicy
 from fd_core.types import IntArray, Phase, StepPlan
 
-__all__ = ["Planner"]
-
 
 @dataclass
 class Planner:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PooledState"]
-
 
 class PooledState:
     """Of one request; a mean begins anew where the prompt does, as after a preemption."""

@@ -9,8 +9,6 @@ import numpy as np
 
 from fd_core.types import IntArray, PromptLogprobRows, TokenLogprobs
 
-__all__ = ["PromptLogprobs"]
-
 
 class PromptLogprobs:
     """Of one request; there is none for the first token of a prompt."""

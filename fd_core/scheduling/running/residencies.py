@@ -28,8 +28,6 @@ from fd_core.scheduling.waiting.admission_control import AdmissionControl
 from fd_core.types import FinishReason, IntArray, Phase
 from fd_core.types.metrics import counter
 
-__all__ = ["Residencies", "SchedulerCounters"]
-
 
 class SchedulerCounters(msgspec.Struct, kw_only=True):
     """What happened since the start; only grows."""

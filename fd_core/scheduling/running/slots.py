@@ -24,8 +24,6 @@ from fd_core.scheduling.victims import RunningRequests
 from fd_core.types import IntArray, StepPlan
 from fd_core.types.metrics import gauge
 
-__all__ = ["NO_CHOICE", "SlotStats", "SlotTable"]
-
 NO_CHOICE = np.iinfo(np.int32).max
 """Fills unused entries of a slot's stop list; no vocabulary is that large."""
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from fd_core.types import IntArray
 
-__all__ = ["DeliveredTokens", "TokenBuffer"]
-
 _ROOM: Final = 64
 """Tokens that fit behind the first ones before a buffer grows, and delivered ones before a buffer takes them; no step
 delivers as many to one slot."""

@@ -20,8 +20,6 @@ from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.types import IntArray
 
-__all__ = ["AdmissionControl", "AdmissionPass", "ReturnCost", "UsageForecast", "peak_growth"]
-
 _MEMORY: Final = 20
 """Requests that the share of `max_tokens` is averaged over, as the weight of the past; the first ones teach more."""
 _MOMENTS: Final = 8

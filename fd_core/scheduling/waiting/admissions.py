@@ -35,8 +35,6 @@ from fd_core.scheduling.waiting.admission_control import AdmissionControl, Admis
 from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import IntArray, Phase
 
-__all__ = ["Admissions"]
-
 _MAX_PARKED: Final = 256
 """Waiting requests that one plan parks; later plans look at the others."""
 _MAX_SHARED: Final = 1 << 14

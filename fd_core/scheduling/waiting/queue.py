@@ -21,8 +21,6 @@ from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request
 from fd_core.types import Phase
 
-__all__ = ["WaitFor", "WaitingQueue"]
-
 WaitFor = bytes | int
 """What ends a wait: the key of a prefix block that a running request computes, or the number of an operation."""
 

@@ -16,8 +16,6 @@ from fd_core.server.schemas.requests import AbortRequest
 from fd_core.server.schemas.responses import AbortAnswer
 from fd_core.server.state.state import ServerState, state_of
 
-__all__ = ["router"]
-
 router = APIRouter()
 _BODY: Final = BodyFormat(AbortRequest)
 

@@ -22,8 +22,6 @@ from fd_core.server.stream.response_format import CollectedText, ResponseFormat,
 from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.text.parsing.events import Content
 
-__all__ = ["BODY", "router"]
-
 router = APIRouter()
 BODY: Final = BodyFormat(ChatRequest, CHAT)
 

@@ -27,8 +27,6 @@ from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.text.prompt_reader import PromptText
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["BODY", "router"]
-
 router = APIRouter()
 BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 

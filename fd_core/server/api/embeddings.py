@@ -33,8 +33,6 @@ from fd_core.server.schemas.unsupported import POOLED
 from fd_core.server.state.state import ServerState, state_of
 from fd_core.server.stream.streaming import unless_gone
 
-__all__ = ["EMBEDDINGS", "RERANK", "SCORE", "router"]
-
 router = APIRouter()
 EMBEDDINGS: Final = BodyFormat(EmbeddingRequest, POOLED)
 SCORE: Final = BodyFormat(ScoreRequest, POOLED)

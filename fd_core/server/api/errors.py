@@ -9,8 +9,6 @@ from starlette.exceptions import HTTPException
 from fd_core.errors import FdError
 from fd_core.http.errors import ApiError, no_such_path, to_api_error
 
-__all__ = ["error_response", "install_handlers"]
-
 
 def error_response(error: ApiError, path: str = "") -> Response:
     """Return the HTTP answer for an error, in the shape of the API that is served at `path`."""

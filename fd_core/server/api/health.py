@@ -19,8 +19,6 @@ from fd_core.server.api.openapi import endpoint
 from fd_core.server.schemas.responses import LoadAnswer, ModelInfoAnswer
 from fd_core.server.state.state import state_of
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 

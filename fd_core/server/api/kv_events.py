@@ -17,8 +17,6 @@ from fd_core.http.errors import ApiError, invalid, unavailable
 from fd_core.server.state.state import ServerState, state_of
 from fd_core.types.kv_events import KVPage
 
-__all__ = ["OFFER_HEADER", "PATH", "WAIT_SECONDS", "offers", "router"]
-
 PATH: Final = "/kv_events"
 OFFER_HEADER: Final = "X-KV-Events"
 """In the answer of /health: this server tells what it holds."""

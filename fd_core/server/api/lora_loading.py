@@ -17,8 +17,6 @@ from fd_core.server.schemas.requests import LoadAdapterRequest, UnloadAdapterReq
 from fd_core.server.schemas.responses import AdapterAnswer
 from fd_core.server.state.state import ServerState, state_of
 
-__all__ = ["router"]
-
 router = APIRouter()
 _LOAD: Final = BodyFormat(LoadAdapterRequest)
 _UNLOAD: Final = BodyFormat(UnloadAdapterRequest)

@@ -12,8 +12,6 @@ from fd_core.server.api.openapi import endpoint
 from fd_core.server.schemas.responses import ModelCard, ModelList
 from fd_core.server.state.state import ServedName, ServerState, state_of
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 

@@ -12,8 +12,6 @@ from fastapi.responses import Response
 import fd_core
 from fd_core.http.errors import ErrorAnswer
 
-__all__ = ["endpoint", "install"]
-
 _REF: Final = "#/components/schemas/{name}"
 _KIND: Final = "application/json"
 _schemas: set[type[msgspec.Struct]] = {ErrorAnswer}

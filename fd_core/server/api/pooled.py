@@ -22,8 +22,6 @@ from fd_core.server.stream.streaming import UntilDisconnect, unless_gone
 from fd_core.text.prompt_reader import PromptText
 from fd_core.types import Delta, FinishReason, Pooling
 
-__all__ = ["MAX_TEXTS", "PooledTexts", "distinct", "pairs_of", "read_texts"]
-
 Floats = npt.NDArray[np.float32]
 
 MAX_TEXTS: Final = 2048

@@ -19,8 +19,6 @@ from fd_core.server.stream.encoding import encoded_list
 from fd_core.server.stream.streaming import unless_gone
 from fd_core.types.checks import check_ids
 
-__all__ = ["router"]
-
 router = APIRouter()
 _TOKENIZE: Final = BodyFormat(TokenizeRequest)
 _DETOKENIZE: Final = BodyFormat(DetokenizeRequest)

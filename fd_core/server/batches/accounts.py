@@ -8,8 +8,6 @@ from typing import Final
 
 from fd_core.http.errors import ApiError
 
-__all__ = ["Account"]
-
 _MOST_SHARES: Final = 4
 """A key may keep an equal share of the store, and never less than one part in so many."""
 

@@ -7,8 +7,6 @@ from typing import Final, NamedTuple
 
 from starlette.types import ASGIApp, Message, Scope
 
-__all__ = ["OWNER", "AsgiAnswer", "ask"]
-
 OWNER: Final = "fd_core.owner"
 """Key of a scope whose request the server makes itself, for the owner it names; no client can set one."""
 

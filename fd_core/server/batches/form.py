@@ -10,8 +10,6 @@ from urllib.parse import unquote
 from fd_core.http.errors import invalid
 from fd_core.http.headers import parameters
 
-__all__ = ["FormField", "boundary_of", "read_form"]
-
 _MOST_FIELDS: Final = 32
 _LONGEST_HEAD: Final = 8192
 _BOUNDARY: Final = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")

@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["OwnedIndex"]
-
 T = TypeVar("T")
 
 

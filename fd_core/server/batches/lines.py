@@ -7,18 +7,6 @@ from typing import IO, Any, Final, NamedTuple
 
 import msgspec
 
-__all__ = [
-    "ENDPOINTS",
-    "BatchAnswer",
-    "BatchLine",
-    "BatchResponse",
-    "LineError",
-    "answered",
-    "as_line",
-    "failed",
-    "read_requests",
-]
-
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """Where the requests of a batch may go; a server that does not serve one of them answers 404 for the line."""
 _LONGEST_ID: Final = 512

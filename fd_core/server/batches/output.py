@@ -15,8 +15,6 @@ import msgspec
 from fd_core.errors import ConfigError
 from fd_core.server.batches.lines import BatchAnswer, as_line
 
-__all__ = ["AnswerFile", "cut_torn_line"]
-
 _BLOCK_BYTES: Final = 1 << 16
 
 _decoder = msgspec.json.Decoder(BatchAnswer)

@@ -27,8 +27,6 @@ from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent,
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.state.state import state_of
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 _METADATA_BYTES: Final = 16 * 1024

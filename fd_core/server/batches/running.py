@@ -14,8 +14,6 @@ import msgspec
 from fd_core.server.batches.asgi import AsgiAnswer
 from fd_core.server.batches.lines import BatchAnswer, BatchLine, LineError, answered, failed
 
-__all__ = ["Ask", "BatchProgress", "Pause", "in_thread", "run_requests"]
-
 T = TypeVar("T")
 
 Ask = Callable[[str, bytes, str], Awaitable[AsgiAnswer]]

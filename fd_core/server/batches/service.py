@@ -21,8 +21,6 @@ from fd_core.server.batches.output import AnswerFile
 from fd_core.server.batches.running import in_thread, run_requests
 from fd_core.server.batches.store import ANSWERS, BatchCounts, BatchError, BatchErrors, BatchStore, StoredBatch
 
-__all__ = ["MOST_REQUESTS", "BatchService"]
-
 log = logging.getLogger(__name__)
 
 MOST_REQUESTS: Final = 50_000

@@ -31,11 +31,6 @@ from fd_core.server.batches.accounts import Account
 from fd_core.server.batches.index import OwnedIndex
 from fd_core.server.batches.output import cut_torn_line
 
-__all__ = [
-    *("ANSWERS", "Answers", "BatchCounts", "BatchError", "BatchErrors", "BatchStore", "StoredBatch", "StoredContent"),
-    *("StoredFile", "Upload", "cannot_keep"),
-]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

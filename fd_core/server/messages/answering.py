@@ -16,8 +16,6 @@ from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.server.stream.response_format import AnswerFormat, CollectedText, json_text
 from fd_core.types import FinishReason
 
-__all__ = ["MessagesFormat"]
-
 _TYPES: Final = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
 _DELTAS: Final = {
     "content": (b"text_delta", b"text"),

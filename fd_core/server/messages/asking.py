@@ -12,8 +12,6 @@ from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, T
 from fd_core.server.schemas.requests import ChatRequest, Message
 from fd_core.structured.grammar import FormAsked, SchemaForm
 
-__all__ = ["as_chat", "demanded_form"]
-
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _USUAL_EFFORT: Final = "high"
 """What requests that name no effort ask for."""

@@ -28,8 +28,6 @@ from fd_core.server.preprocess.prompts import chat_prompt
 from fd_core.server.state.state import state_of
 from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 
-__all__ = ["BODY", "router"]
-
 router = APIRouter()
 BODY: Final = BodyFormat(MessagesRequest, REFUSED_IN_MESSAGES)
 _COUNT: Final = BodyFormat(CountRequest, REFUSED)

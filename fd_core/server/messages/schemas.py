@@ -14,20 +14,6 @@ from fd_core.server.schemas.unsupported import Refusal, beside_chats
 from fd_core.structured.workers.messages import Unenforced
 from fd_core.types import TokenCount, TopP
 
-__all__ = [
-    *(
-        "REFUSED",
-        "REFUSED_IN_MESSAGES",
-        "CountRequest",
-        "InputBlock",
-        "MessagesAnswer",
-        "MessagesRequest",
-        "MessagesUsage",
-        "TextBlock",
-    ),
-    *("TokenCountAnswer", "Turn"),
-]
-
 
 class TextBlock(msgspec.Struct, kw_only=True):
     """A block of text; blocks of other types are refused."""

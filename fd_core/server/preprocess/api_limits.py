@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["CHAT", "MAX_STOP", "MAX_TOOL_NAME", "MESSAGES", "RESPONSES", "ApiLimits"]
-
 
 class ApiLimits(NamedTuple):
     """What requests of one API may hold."""

@@ -22,7 +22,6 @@ from fd_core.server.schemas.unsupported import HARMLESS, Refusal
 if TYPE_CHECKING:
     from fd_core.server.state.state import ServerState
 
-__all__ = ["BodyFormat", "KnownFields", "UnknownField", "UnknownFieldLog", "require_json"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 

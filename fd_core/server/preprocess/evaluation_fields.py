@@ -10,8 +10,6 @@ import msgspec
 from fd_core.http.errors import invalid
 from fd_core.types import NumLogprobs
 
-__all__ = ["MAX_PROMPT_LOGPROBS", "EvaluationFields", "check_logprobs", "check_prompt_logprobs"]
-
 MAX_PROMPT_LOGPROBS: Final = 2**20
 """Log-probabilities of prompts that one answer may hold."""
 

@@ -10,8 +10,6 @@ from fd_core.errors import BadRequest
 from fd_core.http.errors import ApiError, to_api_error
 from fd_core.server.schemas.requests import GenerationRequest
 
-__all__ = ["MESSAGES_NAMES", "RESPONSES_NAMES", "as_sent", "named_as_sent", "other_names"]
-
 _ALIASES: Final = {
     "min_new_tokens": "min_tokens",
     "thinking_token_budget": "reasoning_max_tokens",

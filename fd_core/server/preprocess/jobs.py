@@ -30,8 +30,6 @@ from fd_core.text.parsing.answer import AnswerReading
 from fd_core.types import SamplingParams
 from fd_core.types.checks import check_structure
 
-__all__ = ["Job", "RequestSource", "Shown", "TextRules", "build_job", "conversation_job"]
-
 _ANY_TEXT = FormOutcome()
 
 

@@ -8,8 +8,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SMALL_BYTES", "JsonShape", "decodable", "shape_of"]
-
 SMALL_BYTES: Final = 64 * 1024
 """A body of this size is decoded in a few milliseconds whatever it holds."""
 _MAX_CONTAINERS: Final = 32_768

@@ -21,8 +21,6 @@ from fd_core.server.schemas.requests import (
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import LONG_CHARS, PromptReader, PromptText, template_kwargs
 
-__all__ = ["PromptState", "chat_prompt", "completion_prompts", "require_effort", "require_role"]
-
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 

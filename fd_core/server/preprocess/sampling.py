@@ -21,10 +21,6 @@ from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import SamplingParams
 from fd_core.types.checks import check_ids, check_tokens
 
-__all__ = [
-    *("TextCost", "asked_tokens", "choice_seed", "sampling_params", "stop_strings", "text_cost"),
-]
-
 _MASK: Final = 2**64 - 1
 _GREEDY_BELOW: Final = 1e-5
 """Smaller temperatures would overflow float32 where logits are divided; they are taken as 0."""

@@ -14,14 +14,6 @@ from fd_core.server.preprocess.evaluation_fields import EvaluationFields
 from fd_core.structured.bounds import MAX_CHOICES
 from fd_core.structured.grammar import ChoiceForm, FormAsked, Schema, SchemaForm, TagForm, TextForm
 
-__all__ = [
-    "JsonSchemaFormat",
-    "ResponseFormatField",
-    "StructuredFields",
-    "StructuredOutputs",
-    "form_asked",
-]
-
 _ANY_OBJECT: Final = SchemaForm(schema={"type": "object"})
 Choices = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
 

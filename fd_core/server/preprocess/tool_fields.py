@@ -7,8 +7,6 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-__all__ = ["MAX_TOOLS", "NamedChoice", "Tool", "ToolChoice", "Tools"]
-
 MAX_TOOLS: Final = 1024
 
 

@@ -17,8 +17,6 @@ from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.types import Reasoning, SamplingParams
 from fd_core.types.checks import check_ids
 
-__all__ = ["constrained", "demanded_form"]
-
 _TAIL_TOKENS: Final = 64
 
 

@@ -15,8 +15,6 @@ from fd_core.server.state.state import ServerState
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.tool_prompt import shown_tool
 
-__all__ = ["OfferedTools", "answer_reading", "offered_tools"]
-
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 

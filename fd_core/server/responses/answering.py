@@ -19,8 +19,6 @@ from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.server.stream.response_format import AnswerFormat, CollectedText, json_text
 from fd_core.types import FinishReason
 
-__all__ = ["ResponsesFormat"]
-
 _PREFIX = {"content": "msg", "reasoning": "rs", "call": "fc"}
 
 _DELTAS = {

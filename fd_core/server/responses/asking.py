@@ -13,8 +13,6 @@ from fd_core.server.responses.store import ResponseStore
 from fd_core.server.schemas.requests import ChatRequest, Message
 from fd_core.structured.grammar import FormAsked, SchemaForm
 
-__all__ = ["as_chat", "demanded_form", "earlier_messages"]
-
 _HARMLESS_INCLUDES: Final = frozenset({"reasoning.encrypted_content"})
 _TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"})
 

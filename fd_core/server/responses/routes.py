@@ -22,8 +22,6 @@ from fd_core.server.schemas.requests import Message
 from fd_core.server.state.state import state_of
 from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 
-__all__ = ["BODY", "router"]
-
 router = APIRouter()
 BODY: Final = BodyFormat(ResponsesRequest, REFUSED)
 _PATH: Final = "/v1/responses/{response_id}"

@@ -14,8 +14,6 @@ from fd_core.server.schemas.unsupported import Refusal, beside_chats
 from fd_core.structured.workers.messages import Unenforced
 from fd_core.types import TokenCount, TopP
 
-__all__ = ["REFUSED", "DeletedResponse", "InputItem", "ResponseAnswer", "ResponsesRequest"]
-
 
 class InputPart(msgspec.Struct, kw_only=True):
     """A piece of an item; only text is understood."""

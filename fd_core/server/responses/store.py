@@ -11,8 +11,6 @@ import msgspec
 from fd_core.server.responses.schemas import ResponseAnswer
 from fd_core.server.schemas.requests import Message
 
-__all__ = ["ResponseStore", "StoredResponse"]
-
 MAX_BYTES: Final = 64 * 2**20
 """Of all that is kept, as JSON."""
 

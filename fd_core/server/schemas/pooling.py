@@ -9,11 +9,6 @@ from msgspec import Meta
 
 from fd_core.server.schemas.requests import TokenId
 
-__all__ = [
-    *("Embedding", "EmbeddingAnswer", "EmbeddingRequest", "PooledRequest", "PooledUsage", "RankedDocument"),
-    *("RerankAnswer", "RerankDocument", "RerankRequest", "RerankResult", "Score", "ScoreAnswer", "ScoreRequest"),
-]
-
 
 class PooledRequest(msgspec.Struct, kw_only=True):
     """Fields that these endpoints share; null means the default."""

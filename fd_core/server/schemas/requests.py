@@ -12,12 +12,6 @@ from fd_core.server.preprocess.structured_fields import StructuredFields
 from fd_core.server.preprocess.tool_fields import ToolChoice, Tools
 from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
 
-__all__ = [
-    *("MAX_CHOICES", "MAX_LISTED", "MAX_LOGIT_BIAS", "MAX_STOP_CHARS", "AbortRequest", "ChatRequest"),
-    *("CompletionRequest", "ContentPart", "DetokenizeRequest", "GenerationRequest", "Message"),
-    *("StreamOptions", "TokenizeRequest"),
-]
-
 MAX_CHOICES: Final = 128
 """Texts that one HTTP request may ask for: prompts times n."""
 MAX_STOP_CHARS: Final = 256

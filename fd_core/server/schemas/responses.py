@@ -8,21 +8,6 @@ import msgspec
 
 from fd_core.structured.workers.messages import Unenforced
 
-__all__ = [
-    *("AddedTokenInfo", "TokenizerInfoAnswer"),
-    *("AbortAnswer", "ChatAnswer", "ChatChoice", "ChatLogprobs", "ChatMessage", "CompletionAnswer", "CompletionChoice"),
-    *(
-        "CompletionLogprobs",
-        "DetokenizeAnswer",
-        "FunctionCall",
-        "LoadAnswer",
-        "ModelCard",
-        "ModelInfoAnswer",
-        "ModelList",
-    ),
-    *("PromptLogprob", "PromptTokensDetails", "TokenLogprob", "ToolCall", "TokenizeAnswer", "TopLogprob", "Usage"),
-]
-
 
 class PromptTokensDetails(msgspec.Struct):
     """How much of the prompt came from the prefix cache."""

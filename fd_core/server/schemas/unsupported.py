@@ -12,8 +12,6 @@ from typing import Any, Final, NamedTuple
 
 from fd_core.server.schemas.requests import ChatRequest
 
-__all__ = ["CHAT", "COMPLETIONS", "HARMLESS", "POOLED", "Refusal", "beside_chats"]
-
 
 class Refusal(NamedTuple):
     """Why a field is refused, and the values that ask for nothing."""

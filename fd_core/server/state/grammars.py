@@ -16,8 +16,6 @@ from fd_core.structured.workers.messages import FormOutcome
 from fd_core.structured.workers.pool import CompilePool
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["GrammarChecker"]
-
 _WAIT_SECONDS: Final = 30.0
 """For a slot, a process and the work together."""
 _WARM_UP_SECONDS: Final = 2.0

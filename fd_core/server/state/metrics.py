@@ -27,8 +27,6 @@ from fd_core.http.metrics import Histogram, metric_families, refusal_family
 from fd_core.http.supervision import TaskStats
 from fd_core.types.metrics import counter, gauge
 
-__all__ = ["ServerMetrics", "TokenTimes"]
-
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
 _WAITS: Final = (0.001, 0.005, 0.02, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)

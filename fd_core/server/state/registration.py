@@ -20,8 +20,6 @@ from fd_core.http.connections.listening import ANY_ADDRESS
 from fd_core.http.connections.tls import client_context
 from fd_core.http.supervision import Supervisor, cancelled
 
-__all__ = ["Registration", "registration_of"]
-
 log = logging.getLogger(__name__)
 
 _AGAIN_SECONDS: Final = 10.0

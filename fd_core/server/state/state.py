@@ -31,9 +31,6 @@ from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["ActiveRequests", "ServedName", "ServerState", "state_of"]
-
-
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 

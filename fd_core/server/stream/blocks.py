@@ -11,8 +11,6 @@ from typing import Literal
 
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, Thought
 
-__all__ = ["Added", "AnswerBlock", "BlockStep", "BlockWriter", "Closed", "Opened", "blocks_of"]
-
 
 @dataclass(slots=True)
 class AnswerBlock:

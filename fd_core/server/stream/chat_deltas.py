@@ -13,8 +13,6 @@ from fd_core.server.schemas.responses import ChatMessage, FunctionCall, ToolCall
 from fd_core.server.stream.response_format import json_text
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, Content, Event, Thought
 
-__all__ = ["deltas", "message_of", "new_call_id"]
-
 _ALPHABET: Final = string.ascii_letters + string.digits
 _BARE: Final = 9
 

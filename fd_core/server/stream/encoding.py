@@ -8,8 +8,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["encoded_list"]
-
 _SLICE: Final = 16_384
 
 

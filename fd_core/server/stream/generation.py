@@ -39,8 +39,6 @@ from fd_core.types import (
     TokenLogprobs,
 )
 
-__all__ = ["AnswerReader", "ChoiceStream", "Generation", "ScoredPrompt", "TextChunk"]
-
 _TAIL_TOKENS: Final = 64
 """Tokens at the end of a prompt that may open or close reasoning."""
 _CALL_EVENTS: Final = (CallBegun, ArgumentsDelta, CallEnded)

@@ -12,7 +12,6 @@ from fd_core.types import PHASE_NAMES, PrefillTrace
 if TYPE_CHECKING:
     from fd_core.server.stream.generation import ChoiceStream
 
-__all__ = ["begin_generation", "end_generation", "prefill_span"]
 
 _FAILED = frozenset({"error", "disconnect"})
 

@@ -12,8 +12,6 @@ from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
-__all__ = ["CompletionLogprobsBuilder", "EncodedLists", "chat_logprobs", "prompt_logprobs"]
-
 _FLOOR: Final = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 

@@ -21,8 +21,6 @@ from fd_core.text.parsing.events import Event
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
-__all__ = ["AnswerFormat", "CollectedText", "ResponseFormat", "end_with", "json_text", "slices"]
-
 _DONE: Final = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 _SLICE: Final = 128

@@ -21,8 +21,6 @@ from fd_core.server.state.state import ServerState
 from fd_core.server.stream.generation import ChoiceStream, Generation
 from fd_core.server.stream.response_format import AnswerFormat, CollectedText
 
-__all__ = ["GenerationResponse", "UntilDisconnect", "unless_gone"]
-
 _LARGE_BYTES: Final = 1 << 20
 _STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",

@@ -18,8 +18,6 @@ from fd_core.disagg.connectors.contract import Bytes, Connector, ConnectorError,
 from fd_core.testing.connectors.far_messages import Answer, Call, Census, Recipe, read, write
 from fd_core.testing.connectors.recipe import settings_of
 
-__all__ = ["FarSide"]
-
 
 class FarSide:
     """Another process with connectors."""

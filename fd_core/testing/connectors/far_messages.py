@@ -7,8 +7,6 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-__all__ = ["Answer", "Call", "Census", "Recipe", "read", "write"]
-
 _LENGTH: Final = struct.Struct("<I")
 
 

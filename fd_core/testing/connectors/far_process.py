@@ -13,8 +13,6 @@ from fd_core.testing.connectors.far_messages import Answer, Call, read, write
 from fd_core.testing.connectors.holdings import census
 from fd_core.testing.connectors.recipe import make_connector
 
-__all__: list[str] = []
-
 
 class _Far:
     def __init__(self) -> None:

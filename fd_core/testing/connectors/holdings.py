@@ -8,8 +8,6 @@ from pathlib import Path
 
 from fd_core.testing.connectors.far_messages import Census
 
-__all__ = ["census", "more"]
-
 
 def census() -> Census:
     """Return what this process holds; descriptors and mappings only where there is /proc."""

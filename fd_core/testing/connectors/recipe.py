@@ -10,8 +10,6 @@ from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.location import parse_location
 from fd_core.testing.connectors.far_messages import Recipe
 
-__all__ = ["make_connector", "settings_of"]
-
 
 def settings_of(recipe: Recipe) -> ConnectorSettings:
     """Return the settings that an engine would make the connector from."""

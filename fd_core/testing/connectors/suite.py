@@ -26,8 +26,6 @@ from fd_core.testing.connectors.holdings import census, more
 from fd_core.testing.connectors.recipe import make_connector
 from fd_core.testing.connectors.transfers import SLACK, VALUE_BYTES, carry, garbage, new_lease, put, value_of
 
-__all__ = ["ConnectorSuite"]
-
 WINDOW = 4
 PIECES = range(3, 40)
 

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, KVInbox, KVOutbox, PutResult
 
-__all__ = ["SLACK", "VALUE_BYTES", "carry", "garbage", "new_lease", "put", "value_of"]
-
 VALUE_BYTES = 720 * 1024 + 80
 """Size of a real value: the sealed KV of a block."""
 SLACK = 1.5

@@ -17,8 +17,6 @@ from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.models.arrays import Values, activations, on_device, penalty_input, raw, sample_input, step_input
 from fd_core.testing.models.layers import Geometry, LayerOn
 
-__all__ = ["CHECKS", "SIZES", "OpCheck", "Prepared", "Size"]
-
 
 @dataclass(frozen=True, slots=True)
 class Size:

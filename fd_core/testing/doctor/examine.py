@@ -27,8 +27,6 @@ from fd_core.testing.doctor.model import OpFinding, PackDescribed, PackRefused, 
 from fd_core.testing.kit.target import parse_target
 from fd_core.testing.models.arrays import assert_near
 
-__all__ = ["copy_bandwidth", "examine"]
-
 _ORACLE: Final = NumpyOps()
 _FALL_BACK: Final = re.compile(r"fall(?:s|ing|en)?[ _-]?back", re.IGNORECASE)
 _TIMED_CALLS: Final = 5

@@ -6,8 +6,6 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["DoctorReport", "OpFinding", "Outcome", "PackDescribed", "PackRefused", "ProbeBegun"]
-
 Outcome = Literal["ok", "missing", "wrong", "crash", "hang", "limit"]
 """`missing` raised, `wrong` differs from the oracle, `crash` ended the process, `hang` did not end; `limit` is a limit
 that the backend states, or a dtype that it does not offer."""

@@ -20,8 +20,6 @@ from fd_core.testing.doctor.model import DoctorReport, OpFinding, PackDescribed,
 from fd_core.testing.kit.processes import SilentError, follow
 from fd_core.testing.kit.target import parse_target
 
-__all__ = ["run_doctor"]
-
 _DTYPES: Final = ("float32", "bfloat16")
 _PATIENCE: Final = float(os.environ.get("FD_DOCTOR_PATIENCE", "120"))
 """Seconds without an event after which a check counts as hanging."""

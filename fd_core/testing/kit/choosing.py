@@ -9,8 +9,6 @@ import pytest
 
 from fd_core.errors import FdError
 
-__all__ = ["chosen", "run_for_each"]
-
 _Found = TypeVar("_Found")
 
 

@@ -21,8 +21,6 @@ from fd_core.testing.models.paged import PagedDriver
 from fd_core.testing.stepping.texts import run
 from fd_core.types import Admission, IntArray, RequestSpec, TokenLogprobs
 
-__all__ = ["SCORE_MARGIN", "Judge"]
-
 Floats = npt.NDArray[np.float32]
 
 SCORE_MARGIN: Final[Mapping[str, float]] = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["RULES", "SECTIONS_OF_THE_LAW"]
-
 SECTIONS_OF_THE_LAW: Final[Mapping[str, str]] = {
     "1": "Preempted-slot signalling",
     "2": "Step token budget",

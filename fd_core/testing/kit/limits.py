@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["ABILITIES"]
-
 ABILITIES: Final[Mapping[str, str]] = {
     "bfloat16": "weights, activations and KV in bfloat16",
     "biases": "linears that add a bias",

@@ -15,8 +15,6 @@ from fd_core.backends.memory import available_memory
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.weights import ITEM_BYTES
 
-__all__ = ["MEBI", "counts_host_memory", "filled_cache", "live_objects", "resident"]
-
 MEBI: Final = 2**20
 _PROBED: Final = 384 * MEBI
 

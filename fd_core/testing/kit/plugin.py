@@ -7,8 +7,6 @@ from collections.abc import Generator
 
 import pytest
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_runtest_makereport"]
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that the suites read, unless somebody else did."""

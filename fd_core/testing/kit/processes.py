@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["SilentError", "follow"]
-
 _POLL_SECONDS: Final = 0.05
 
 

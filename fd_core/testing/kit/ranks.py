@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from fd_core.ops.parallel import Parallel, RankGroup, SharedMemoryGroup, group_memory
 
-__all__ = ["gloo_ranks", "on_ranks", "shared_memory_ranks"]
-
 _T = TypeVar("_T")
 
 

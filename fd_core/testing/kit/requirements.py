@@ -10,17 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 if TYPE_CHECKING:
     from fd_core.ops.contract import Ops
 
-__all__ = [
-    "EXTRA",
-    "OPEN",
-    "PACKAGES",
-    "Requirement",
-    "closed",
-    "lacks",
-    "require_format",
-    "require_packages",
-    "thorough_but",
-]
 
 EXTRA: Final = "fd-core[conformance]"
 """What to install for the kit."""

@@ -23,8 +23,6 @@ from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, 
 from fd_core.testing.stepping.drafting import KnowingDrafter, speculation
 from fd_core.testing.stepping.sizes import SMALL
 
-__all__ = ["Target", "environment_of", "find_target", "parse_target"]
-
 _MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 1, "watchdog_seconds": 20.0}
 _ISA: Final = "FD_ISA"
 _OF_THE_ORACLE: Final = ("kv_cache_dtype", "quantization")

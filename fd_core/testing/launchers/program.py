@@ -10,8 +10,6 @@ from pathlib import Path
 
 from fd_core.launching.announcing import announce
 
-__all__ = ["main"]
-
 
 def main(action: str, *arguments: str) -> None:
     """Announce what this process sees of itself, then wait; `fail` says a line instead, and ends with code 7."""

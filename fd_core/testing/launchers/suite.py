@@ -13,8 +13,6 @@ import pytest
 
 from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, LaunchError, ProcessSpec
 
-__all__ = ["LauncherSuite"]
-
 _HIDDEN: Final = "hidden-beside-every-command"
 
 

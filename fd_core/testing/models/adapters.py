@@ -15,8 +15,6 @@ from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import spec_of
 from fd_core.testing.models.arrays import Values
 
-__all__ = ["EVERYTHING", "merge_adapter", "write_adapter"]
-
 EVERYTHING: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

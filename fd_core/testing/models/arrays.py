@@ -13,20 +13,6 @@ from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput, StepInpu
 from fd_core.ops.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor
 from fd_core.types import IntArray
 
-__all__ = [
-    "PACKED_TOLERANCE",
-    "TOLERANCE",
-    "Values",
-    "activations",
-    "assert_near",
-    "on_device",
-    "packed_weight",
-    "penalty_input",
-    "raw",
-    "sample_input",
-    "step_input",
-]
-
 Floats = npt.NDArray[np.float32]
 
 TOLERANCE: Final[Mapping[str, float]] = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-__all__ = ["KitCase", "cases_of"]
-
 
 @dataclass(frozen=True)
 class KitCase:

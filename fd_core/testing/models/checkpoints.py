@@ -19,19 +19,6 @@ from fd_core.models.registry import ARCHITECTURES
 from fd_core.models.spec import decoder_spec
 from fd_core.testing.models.arrays import Values
 
-__all__ = [
-    "CASES",
-    "ENGINE_CASE",
-    "LLAMA3_ROPE",
-    "LONG_CASE",
-    "PACKED_ENGINE_CASE",
-    "SIZES",
-    "WIDE_CASE",
-    "YARN_ROPE",
-    "abilities_of",
-    "write_checkpoint",
-]
-
 SIZES: Final[Mapping[str, Any]] = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -17,8 +17,6 @@ from fd_core.testing.models.paged import PagedDriver
 from fd_core.testing.stepping.texts import run
 from fd_core.types import RequestSpec
 
-__all__ = ["MARGIN", "Golden", "margin_of"]
-
 MARGIN: Final[Mapping[str, float]] = {"float32": 0.0, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
 """A text may part from the oracle's only where its best logit leads by at most this much, by `Target.precision`.
 

@@ -12,8 +12,6 @@ from fd_core.ops.contract import Ops, StepInput
 from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.types import IntArray
 
-__all__ = ["BLOCK_SIZE", "PagedDriver", "Row"]
-
 BLOCK_SIZE = 4
 
 

@@ -13,8 +13,6 @@ from fd_core.testing.schedulers.breaches import broken, require
 from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
-__all__ = ["NOW", "SHOWN", "Meaning", "ParserTarget", "SampleAnswer", "Words", "find_parser", "meaning_of", "text_of"]
-
 NOW: Final = "now"
 """The tool without arguments."""
 

@@ -14,8 +14,6 @@ from fd_core.testing.postprocessors.target import PostprocessTarget
 from fd_core.testing.schedulers.breaches import broken, require
 from fd_core.types import IntArray
 
-__all__ = ["Matrices", "SampledRows", "place_of", "random_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:

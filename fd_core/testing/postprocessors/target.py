@@ -13,8 +13,6 @@ from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.testing.kit.target import parse_target
 
-__all__ = ["PostprocessTarget", "find_postprocessor"]
-
 _BACKENDS: Final[Mapping[str, str]] = {
     "numpy": "reference",
     "torch": "cpu:native_kernels=false",

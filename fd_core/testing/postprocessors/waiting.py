@@ -12,8 +12,6 @@ from unittest.mock import patch
 from fd_core.ops.contract import Array, Ops
 from fd_core.testing.schedulers.breaches import broken
 
-__all__ = ["no_waiting"]
-
 _READS: Final = (
     *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "__dlpack__", "__getitem__"),
     *("__setitem__", "allclose", "argwhere", "cpu", "equal", "equal_all", "get", "is_nonzero", "item", "masked_select"),

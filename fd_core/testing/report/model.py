@@ -11,20 +11,6 @@ import msgspec
 
 from fd_core.testing.kit.law import RULES
 
-__all__ = [
-    "OF_OTHERS_THAN_SCHEDULERS",
-    "PARSER_SECTIONS",
-    "POSTPROCESS_SECTIONS",
-    "SCHEDULER_SECTIONS",
-    "SCHEMA",
-    "SECTIONS",
-    "Card",
-    "CaseOutcome",
-    "ConformanceReport",
-    "Result",
-    "read_report",
-]
-
 SCHEMA: Final = 1
 """Version of the JSON; it grows when a reader of an older version would misunderstand."""
 SECTIONS: Final = (

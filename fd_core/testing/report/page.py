@@ -10,8 +10,6 @@ import jinja2
 
 from fd_core.testing.report.model import Card, ConformanceReport
 
-__all__ = ["html_of", "markdown_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fd_core.testing.postprocessors.target import PostprocessTarget
     from fd_core.testing.schedulers.target import SchedulerTarget
 
-__all__ = ["BackendDescribed", "CaseStarted", "CasesLeftOut", "RecordedEvent", "identity_of", "read_events"]
-
 
 class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
     """Device, dtype and limits of a backend, known once the backend was made; a scheduler has the limits only."""

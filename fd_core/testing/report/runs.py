@@ -34,8 +34,6 @@ from fd_core.testing.report.model import (
 )
 from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CasesLeftOut, CaseStarted, RecordedEvent
 
-__all__ = ["BACKENDS", "KITS", "Kit", "run_suite"]
-
 
 @dataclass(frozen=True, slots=True)
 class Kit:

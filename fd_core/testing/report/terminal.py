@@ -11,8 +11,6 @@ from rich.text import Text
 
 from fd_core.testing.report.model import Card, CaseOutcome, ConformanceReport
 
-__all__ = ["print_report"]
-
 _RULES: Final[tuple[tuple[CaseOutcome, str, str], ...]] = (
     ("pass", "held", "green"),
     ("fail", "broken", "bold red"),

@@ -26,8 +26,6 @@ from fd_core.router.router import Router
 from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import ROLES, Role, RouterWorker
 
-__all__ = ["RouterPolicySuite"]
-
 _KV_PORT: Final = 7001
 _BLOCKS: Final = 4
 """Full blocks of each prompt that is shown."""

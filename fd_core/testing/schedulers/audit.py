@@ -44,8 +44,6 @@ from fd_core.types import (
     StepPlan,
 )
 
-__all__ = ["WHERES", "Auditor", "Followed", "Stay"]
-
 WHERES: Final = ("waits", "loads", "runs", "drains", "ended")
 """Where a request can be."""
 _PATIENCE: Final = 4

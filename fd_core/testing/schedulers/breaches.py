@@ -6,8 +6,6 @@ from typing import NoReturn
 
 from fd_core.testing.kit.law import RULES
 
-__all__ = ["LawBroken", "broken", "require"]
-
 
 class LawBroken(AssertionError):
     """What is tested broke a rule."""

@@ -16,8 +16,6 @@ from fd_core.testing.schedulers.suite import (
 )
 from fd_core.testing.schedulers.target import SchedulerTarget
 
-__all__ = ["QUICK_EXAMPLES", "SchedulerCase", "kit_cases"]
-
 QUICK_EXAMPLES: Final = 20
 """Random sequences of calls that take some seconds."""
 

@@ -30,8 +30,6 @@ from fd_core.testing.stepping.sizes import SMALL
 from fd_core.testing.stepping.texts import Texts
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
-__all__ = ["Driver", "drive"]
-
 _VOCABULARY: Final = 257
 _CHEAP_TOKENS = 1000
 _EPOCH = 3

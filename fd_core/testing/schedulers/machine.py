@@ -16,8 +16,6 @@ from fd_core.testing.schedulers.tiers import OperationEnd
 from fd_core.testing.stepping.sizes import SMALL
 from fd_core.types import RequestSpec
 
-__all__ = ["run_hostile_orders"]
-
 _KEPT = [None, KeepKV(), KeepKV(True, True, True), KeepKV(False, True, True)]
 _ENDS = [OperationEnd.WELL, OperationEnd.WELL, OperationEnd.IN_PART, OperationEnd.BADLY]
 

@@ -17,8 +17,6 @@ from fd_core.testing.schedulers.tiers import Operation, OperationEnd, ScriptedTi
 from fd_core.testing.stepping.texts import greedy
 from fd_core.types import PrefillJob, RequestSpec
 
-__all__ = ["ScriptedPeers", "elsewhere", "job_for"]
-
 _PEER = "peer:1"
 
 

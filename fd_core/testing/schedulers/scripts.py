@@ -20,8 +20,6 @@ from fd_core.runner.runner import Runner
 from fd_core.testing.stepping.texts import greedy
 from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams, StepPlan
 
-__all__ = ["PROMPTS", "kv_of", "make_runner", "many_specs", "text_with_zero", "whole_text"]
-
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 256, (1000, 16)).tolist()
 _ALONE = Limits(
     max_num_seqs=1, max_num_batched_tokens=4096, max_model_len=4096, block_size=64, num_kv_blocks=64, vocab_size=257

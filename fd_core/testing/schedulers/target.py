@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from fd_core.plugins import SCHEDULER, installed_plugins
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 
-__all__ = ["SchedulerTarget", "find_scheduler"]
-
 
 @dataclass(frozen=True)
 class SchedulerTarget:

@@ -27,8 +27,6 @@ from fd_core.effects.operations import (
 )
 from fd_core.ops.contract import KVCache
 
-__all__ = ["Operation", "OperationEnd", "ScriptedTiers"]
-
 Operation = Lookup | Load | Save | Fetch | Send
 
 

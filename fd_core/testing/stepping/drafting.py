@@ -10,8 +10,6 @@ from fd_core.config import SpeculativeConfig
 from fd_core.runner.drafting import PerSlotDrafter
 from fd_core.types import IntArray
 
-__all__ = ["KnowingDrafter", "speculation"]
-
 
 def speculation(k: int) -> SpeculativeConfig | None:
     """Return settings for up to `k` drafts in every step, to be guessed by a drafter that a test puts in."""

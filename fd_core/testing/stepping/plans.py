@@ -14,8 +14,6 @@ from fd_core.signals import Outcome, read
 from fd_core.testing.kit.judging import Judge
 from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, StepOutput, StepPlan
 
-__all__ = ["RandomPlans"]
-
 _MODES: Final = ("anything", "decodes", "trickle", "wide", "one row", "nothing")
 _SHARES: Final = (0.45, 0.25, 0.1, 0.1, 0.05, 0.05)
 """How often a plan has rows of every kind, decodes alone, prompts token by token, few large chunks, one row or none."""

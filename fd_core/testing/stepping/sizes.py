@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["SMALL"]
-
 SMALL: Final[Mapping[str, Any]] = {
     "max_num_seqs": 4,
     "num_kv_blocks": 16,

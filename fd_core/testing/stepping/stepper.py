@@ -19,8 +19,6 @@ from fd_core.scheduling.scheduler import ContinuousBatchingScheduler, SchedulerP
 from fd_core.testing.stepping.texts import Texts
 from fd_core.types import RequestSpec, StepOutput, StepPlan
 
-__all__ = ["Stepper", "parts_of"]
-
 
 class Stepper:
     """Plans, executes and answers one step at a time, with an audit after each."""

@@ -12,8 +12,6 @@ from fd_core.signals import Outcomes, read
 from fd_core.testing.stepping.stepper import Stepper
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepOutput, StepPlan
 
-__all__ = ["ByHand", "SentStepper", "device_of"]
-
 
 def device_of(engine: Engine, transport: str) -> Device:
     """Return a device that computes the engine's steps; `transport`, `memory` or `zmq`, carries the outputs."""

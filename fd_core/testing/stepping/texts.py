@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from fd_core.engine.core import Engine
 from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, TokenLogprobs
 
-__all__ = ["Texts", "greedy", "run"]
-
 
 class Texts:
     """Collects what an engine delivers, and checks the shape of every stream."""

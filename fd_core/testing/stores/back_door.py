@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 from fd_core.kv.stores.contract import Trouble
 from fd_core.testing.kit.requirements import lacks
 
-__all__ = ["BackDoor"]
-
 
 class BackDoor(abc.ABC):
     """Reads and writes where the store keeps its values, with means of its own.

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from fd_core.kv.stores.contract import Bytes, KVStore, StoreError
 
-__all__ = ["LIMIT", "SLACK", "TIMEOUT", "as_bytes", "key_of", "usable_again", "value_of"]
-
 LIMIT = 720 * 1024 + 64
 """Bytes of a block's KV in its envelope: a size that real values have."""
 TIMEOUT = 10.0

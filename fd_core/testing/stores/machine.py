@@ -15,8 +15,6 @@ from fd_core.kv.stores.contract import KVStore
 from fd_core.testing.stores.back_door import BackDoor
 from fd_core.testing.stores.calls import TIMEOUT, as_bytes, usable_again
 
-__all__ = ["run_beside_a_dict"]
-
 LIMIT = 3000
 
 _KEYS = [bytes([number]) * 16 for number in range(6)]

@@ -21,8 +21,6 @@ from fd_core.testing.stores.back_door import BackDoor
 from fd_core.testing.stores.calls import LIMIT, SLACK, TIMEOUT, as_bytes, key_of, usable_again, value_of
 from fd_core.testing.stores.machine import run_beside_a_dict
 
-__all__ = ["StoreSuite"]
-
 MakeStore = Callable[..., KVStore]
 
 A, B, C = key_of(1), key_of(2), key_of(3)

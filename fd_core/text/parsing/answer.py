@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from fd_core.text.parsing.contract import OutputParser, ReasoningParser, ToolParser, ToolSchemas
 from fd_core.text.parsing.events import Content, Event
 
-__all__ = ["AnswerParser", "AnswerReading", "Parsers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Parsers:

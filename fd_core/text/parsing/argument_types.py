@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["KINDS", "json_of", "kind_of", "kinds_of", "parameter_schema", "referred"]
-
 KINDS: Final = frozenset({"string", "number", "boolean", "null", "array", "object"})
 """Types of JSON; integers are numbers."""
 _WORDS: Final = {"True": "true", "False": "false", "None": "null"}

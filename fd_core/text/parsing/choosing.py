@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["ParserNames", "parsers_for"]
-
 
 class ParserNames(NamedTuple):
     """Names of parsers; None where nothing fits."""

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-__all__ = ["ArgumentsDelta", "CallBegun", "CallEnded", "Content", "Event", "Thought", "joined"]
-
 
 @dataclass(frozen=True, slots=True)
 class Content:

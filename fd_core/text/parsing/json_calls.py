@@ -13,8 +13,6 @@ from typing import Final, NamedTuple
 from fd_core.text.parsing.contract import ToolParser, ToolSchemas
 from fd_core.text.parsing.reader import Steps, TextReader
 
-__all__ = ["JsonCallReader"]
-
 _ARGUMENTS: Final = ("arguments", "parameters")
 _WRAPPER: Final = "function"
 """Key of a name, or of the object that is the call."""

@@ -10,8 +10,6 @@ from typing import ClassVar, Final, TypeVar
 
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
-__all__ = ["SPACE", "Steps", "TextReader"]
-
 SPACE: Final = " \t\r\n"
 """White space that formats put beside their markers."""
 

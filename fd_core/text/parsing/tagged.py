@@ -9,8 +9,6 @@ from fd_core.text.parsing.argument_types import json_of, kinds_of, parameter_sch
 from fd_core.text.parsing.contract import TaggedArguments, ToolParser, ToolSchemas
 from fd_core.text.parsing.reader import Steps, TextReader
 
-__all__ = ["TaggedCallReader"]
-
 
 class TaggedCallReader(TextReader, ToolParser):
     """Values of arguments that can only be strings go out as they come, others when they are complete."""

@@ -9,9 +9,6 @@ from fd_core.text.parsing.contract import ReasoningParser
 from fd_core.text.parsing.events import Content, Event
 from fd_core.text.parsing.reader import Steps, TextReader
 
-__all__ = ["DeepSeekR1Reasoning", "ErnieReasoning", "MistralReasoning", "QwenReasoning"]
-
-
 _OPENINGS: Final = ("{", "[", '"', "<", "`")
 """JSON, a call or a block of code may begin with these. From there on markers may stand in strings and are kept."""
 

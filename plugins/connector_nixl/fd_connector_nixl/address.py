@@ -10,8 +10,6 @@ from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, ConnectorError
 
 from fd_connector_nixl.layout import TOKEN_BYTES
 
-__all__ = ["Address", "read_address", "write_address"]
-
 _DIGEST_BYTES: Final = 16
 
 

@@ -16,8 +16,6 @@ from fd_connector_nixl.layout import Notice
 from fd_connector_nixl.library import Library
 from fd_connector_nixl.settings import Settings
 
-__all__ = ["Agent", "Transfer"]
-
 _UCX: Final = ["UCX"]
 _HOST: Final = "DRAM"
 

@@ -20,8 +20,6 @@ from fd_connector_nixl.outbox import NixlOutbox
 from fd_connector_nixl.settings import read_settings
 from fd_connector_nixl.station import Station
 
-__all__ = ["NixlConnector"]
-
 _log = logging.getLogger(__name__)
 
 _MOST_HELD_BACK: Final = 1 / 4

@@ -13,8 +13,6 @@ from fd_connector_nixl.layout import TOKEN_BYTES, Layout, Notice, Reference
 from fd_connector_nixl.places import Arrivals
 from fd_connector_nixl.station import Station
 
-__all__ = ["NixlInbox"]
-
 
 class NixlInbox(KVInbox):
     """An inbox whose memory belongs to the lease until the prefill side cannot write to it any more."""

@@ -15,8 +15,6 @@ from typing import Final, NamedTuple
 
 from fd_core.disagg.connectors.contract import ConnectorError
 
-__all__ = ["TOKEN_BYTES", "Layout", "Notice", "Reference"]
-
 TOKEN_BYTES: Final = 16
 _ALIGNMENT: Final = 64
 _COUNT: Final = struct.Struct("<I")

@@ -10,8 +10,6 @@ from typing import Any, Final, NamedTuple
 
 from fd_core.errors import PluginError
 
-__all__ = ["Library", "load_library"]
-
 _MODULES: Final = ("nixl_cu13", "nixl_cu12")
 """The distribution `nixl` brings both and picks one by the CUDA version; host memory is the same to either."""
 _NEEDED: Final = ("nixl_agent", "nixl_agent_config", "nixl_thread_sync_t")

@@ -13,8 +13,6 @@ from typing import Final
 import numpy as np
 from fd_core.disagg.connectors.contract import ConnectorError
 
-__all__ = ["MEMORY", "Memory", "Slab"]
-
 _GRAIN: Final = 1 << 16
 _LARGEST: Final = 2
 """A slab may be this many times as large as the lease that gets it, and no larger."""

@@ -14,8 +14,6 @@ from fd_connector_nixl.layout import Layout, Notice, Reference
 from fd_connector_nixl.places import Departures
 from fd_connector_nixl.station import Station
 
-__all__ = ["NixlOutbox"]
-
 
 class NixlOutbox(KVOutbox):
     """An outbox that copies values to registered memory with the inbox's layout and writes them from there."""

@@ -8,8 +8,6 @@ from fd_core.disagg.connectors.contract import ConnectorError
 
 from fd_connector_nixl.layout import Reference
 
-__all__ = ["Arrivals", "Departures"]
-
 
 class Arrivals:
     """What the decode side knows: which piece has arrived in which place, and how often each place was freed."""

@@ -8,8 +8,6 @@ from typing import Final, NamedTuple
 
 from fd_core.errors import ConfigError
 
-__all__ = ["Settings", "read_settings"]
-
 _CHOICE: Final = re.compile(r"\^?[A-Za-z0-9_.:*-]+(,[A-Za-z0-9_.:*-]+)*")
 _DEFAULT_MB: Final = 4096
 _TRUST: Final = "FD_NIXL_TRUST_NETWORK"

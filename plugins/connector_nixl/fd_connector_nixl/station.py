@@ -23,8 +23,6 @@ from fd_connector_nixl.library import Library
 from fd_connector_nixl.memory import Memory, Slab, fitting
 from fd_connector_nixl.settings import Settings
 
-__all__ = ["Peer", "Station"]
-
 _IDLE_PEERS: Final = 16
 """Connections that are kept for the next lease."""
 _PAUSE: Final = 20e-6

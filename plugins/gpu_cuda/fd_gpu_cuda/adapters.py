@@ -17,8 +17,6 @@ from fd_core.ops.weights import LowRank
 from fd_gpu_cuda.device import out_of_memory
 from fd_gpu_cuda.kernel_table import Kernels
 
-__all__ = ["AdaptedOps", "AdapterRoom", "DeviceLora", "LoraTable"]
-
 _MOST_PARTS = 3
 """Queries, keys and values."""
 _RANK_ALIGN = 16

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
     from fd_gpu_cuda.providers import Providers
 
-__all__ = ["CudaBackend"]
 
 logger = logging.getLogger(__name__)
 _HINT = "pip install 'fd-gpu-cuda[torch]' from an index that has torch built for CUDA, such as the default one"

@@ -18,8 +18,6 @@ from typing import Any
 from fd_core.config.paths import find_cache_dir
 from fd_core.ops.compilations import CompilationStats
 
-__all__ = ["Compilations", "use_cache_folder"]
-
 logger = logging.getLogger(__name__)
 
 _READ_SECONDS = 0.05

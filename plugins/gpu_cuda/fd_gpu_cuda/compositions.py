@@ -12,8 +12,6 @@ from torch.nn import functional
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.packed import PackedPart
 
-__all__ = ["expanded", "expanded_product", "scatter_kv", "widened_layer"]
-
 
 def expanded(part: PackedPart) -> Array:
     """Return what a packed weight stands for: float32[out, in]."""

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from fd_core.ops.contract import Array
 
-__all__ = ["CopyLane"]
-
 
 class CopyLane:
     """A stream for copies, with memory that belongs to them; waiting for it lets other threads run."""

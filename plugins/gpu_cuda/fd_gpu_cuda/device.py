@@ -16,8 +16,6 @@ from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
 
 from fd_gpu_cuda.copy_lane import CopyLane
 
-__all__ = ["Cuda", "QueuedCopies", "Replay", "out_of_memory", "sum_in_float32"]
-
 Replay = Callable[[], None]
 """Queues a captured computation again, over the memory that it was captured with."""
 

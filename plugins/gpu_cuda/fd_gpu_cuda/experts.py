@@ -16,8 +16,6 @@ from fd_gpu_cuda.packed import PackedLinear, PackedPart, pack_stack
 if TYPE_CHECKING:
     from fd_gpu_cuda.kernel_table import Kernels
 
-__all__ = ["ExpertsKernel", "MixtureOps", "StackedExperts"]
-
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts(Sequence[Any]):

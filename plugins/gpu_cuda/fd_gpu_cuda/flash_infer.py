@@ -13,8 +13,6 @@ from fd_core.types import IntArray
 from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.kv_cache import CudaLayer
 
-__all__ = ["FlashInferAttention", "page_lists"]
-
 _WORKSPACE_BYTES = 128 * 2**20
 
 

@@ -10,8 +10,6 @@ from fd_core.ops.torch.ops import TorchOps
 from fd_gpu_cuda.kernel_table import AddNorm, Kernels
 from fd_gpu_cuda.kv_cache import CudaLayer
 
-__all__ = ["FusedOps", "Residual"]
-
 
 class Residual:
     """The residual stream: what it was, and a product that waits to be added until a norm reads both.

@@ -14,8 +14,6 @@ from fd_core.ops.contract import Array, Forward, KVCache, StepInput
 from fd_gpu_cuda.device import Cuda, Replay, out_of_memory
 from fd_gpu_cuda.sizes import GraphShapes
 
-__all__ = ["DeviceGraphs", "GraphInputs", "GraphedForward"]
-
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int]

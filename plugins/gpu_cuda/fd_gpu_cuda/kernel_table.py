@@ -17,7 +17,6 @@ from fd_gpu_cuda.packed import PackedProduct
 if TYPE_CHECKING:
     from fd_gpu_cuda.adapters import LoraTable
 
-__all__ = ["AddNorm", "AttentionKernel", "Kernels", "SamplingKernels"]
 
 AttentionKernel = Callable[[Array, CudaLayer, Heads, StepInput], Array]
 

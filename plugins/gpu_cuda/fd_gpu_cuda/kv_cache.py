@@ -15,8 +15,6 @@ from fd_core.types import IntArray
 from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.kv_copies import BlockCopies
 
-__all__ = ["CudaKVCache", "CudaLayer"]
-
 
 class CudaLayer(NamedTuple):
     """One layer's keys and values, each [slots, nkv, d] without gaps, and their scales if they are int8.

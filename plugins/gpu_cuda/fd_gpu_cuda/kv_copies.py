@@ -21,8 +21,6 @@ from fd_core.types import IntArray
 from fd_gpu_cuda.copy_lane import CopyLane
 from fd_gpu_cuda.device import Cuda
 
-__all__ = ["STAGED_BYTES", "BlockCopies"]
-
 STAGED_BYTES = 16 * 2**20
 """Of a lane's memory, on the host and on the device: long beside what it takes to queue a copy (at 50 GB/s 0.3 ms)."""
 _LANES = 2

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
     from fd_gpu_cuda.ops import CudaOps
 
-__all__ = ["GRAPH_BYTES", "NCCL_BYTES", "KeptMemory", "calculated", "measured", "step_bytes"]
 
 GRAPH_BYTES = 256 * 2**20
 """Calculated for captured graphs, workspaces of libraries and compiled kernels."""

@@ -15,8 +15,6 @@ from fd_gpu_cuda.kernel_table import SamplingKernels
 from fd_gpu_cuda.probe import missing
 from fd_gpu_cuda.providers import COMPOSITION, Operation, Provider
 
-__all__ = ["operations_on", "wanted_providers"]
-
 _FLAG = "--attention-backend"
 
 

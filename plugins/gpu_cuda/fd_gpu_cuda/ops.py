@@ -44,7 +44,6 @@ from fd_gpu_cuda.warm_up import warm_up_steps
 if TYPE_CHECKING:
     from fd_core.ops.torch.group import TorchCollectives
 
-__all__ = ["CudaOps"]
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ import torch
 from fd_core.ops.contract import Array
 from fd_core.ops.weights import FP8, PackedTensor, RawTensor, Weight
 
-__all__ = ["PackedLinear", "PackedPart", "PackedProduct", "pack_linear", "pack_stack"]
-
 _LONGEST_SPAN = 64
 _LONGEST_SPAN_OF_8_BITS = 128
 

@@ -8,8 +8,6 @@ from fd_core.config import Limits
 from fd_core.ops.contract import Array, Ops
 from fd_core.runner.postprocess.contract import Postprocess
 
-__all__ = ["CudaPostprocess"]
-
 
 class CudaPostprocess(Postprocess):
     """For the backend `gpu_cuda`, whose pack writes the matrix in one launch."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from fd_core.backends.places import EnginePlace, places_on_devices, rank_devices
 
-__all__ = ["cuda_of_ranks", "cuda_of_torch", "cuda_places", "device_problem", "flash_infer", "missing"]
-
 _NVML = "libnvidia-ml.so.1"
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|None)", re.MULTILINE)
 _VERSION_LINE = re.compile(r"^__version__\b[^=]*=\s*'([^']*)'", re.MULTILINE)

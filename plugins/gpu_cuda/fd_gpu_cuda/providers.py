@@ -18,8 +18,6 @@ from fd_core.errors import PluginError
 
 from fd_gpu_cuda.kernel_table import Kernels
 
-__all__ = ["COMPOSITION", "Operation", "Provider", "Providers", "Untried"]
-
 logger = logging.getLogger(__name__)
 
 COMPOSITION = "torch"

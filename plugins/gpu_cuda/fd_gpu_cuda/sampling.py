@@ -7,8 +7,6 @@ from fd_core.ops.torch.sampling import TorchSampling
 
 from fd_gpu_cuda.kernel_table import Kernels
 
-__all__ = ["SamplingOps"]
-
 
 class SamplingOps(TorchSampling):
     """Sampling and what comes before and after it, each by the kernels of the pack's table."""

@@ -9,8 +9,6 @@ from functools import cached_property
 
 from fd_core.config import Limits
 
-__all__ = ["GraphShapes"]
-
 _DENSE_UPTO = 8
 _STEP = 8
 _COARSE_FROM = 128

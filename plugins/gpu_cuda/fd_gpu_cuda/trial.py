@@ -29,7 +29,6 @@ from fd_gpu_cuda.trial_steps import RandomLogits, kinds_of_steps, random_step
 if TYPE_CHECKING:
     from fd_gpu_cuda.ops import CudaOps
 
-__all__ = ["ModelTrial"]
 
 _TOLERANCE: Mapping[str, float] = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest error as a share of the largest result, by dtype; the mean may be an eighth of it."""

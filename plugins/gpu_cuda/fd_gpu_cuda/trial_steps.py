@@ -11,7 +11,6 @@ from fd_core.ops.contract import Array, HostStep, PenaltyInput, SampleInput, Ste
 if TYPE_CHECKING:
     from fd_gpu_cuda.ops import CudaOps
 
-__all__ = ["RandomLogits", "kinds_of_steps", "random_step"]
 
 _FAR = 1100
 """A context beyond what one program of an attention that is split walks over."""

@@ -13,8 +13,6 @@ from fd_core.ops.contract import Array
 
 from fd_gpu_cuda.device import Cuda
 
-__all__ = ["ALIGNMENT", "upload_packed"]
-
 ALIGNMENT: Final = 16
 """Bytes: each array begins at a multiple, as kernels that load 16 bytes at a time want it."""
 

@@ -14,8 +14,6 @@ from fd_core.config import Limits
 from fd_core.ops.warm_up import WarmUpRow, WarmUpStep
 from fd_core.types import SamplingParams
 
-__all__ = ["warm_up_steps"]
-
 _GREEDY = SamplingParams(temperature=0.0)
 _RANDOM = SamplingParams(temperature=1.0)
 _FILTERED = SamplingParams(temperature=1.0, top_k=2, top_p=0.9, min_p=0.01)

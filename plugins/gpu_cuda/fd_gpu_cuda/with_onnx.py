@@ -15,8 +15,6 @@ from fd_core.backends.places import EnginePlace
 
 from fd_gpu_cuda.probe import cuda_places, device_problem, missing
 
-__all__ = ["PROVIDER", "CudaOnnxBackend", "provider_problem"]
-
 PROVIDER: Final = "CUDAExecutionProvider"
 _HINT: Final = "pip install 'fd-gpu-cuda[onnx]' without onnxruntime beside it"
 _MARK: Final = "fd_core onnx provider:"

@@ -12,8 +12,6 @@ from fd_core.backends.places import EnginePlace
 
 from fd_gpu_cuda.probe import cuda_places, device_problem
 
-__all__ = ["CudaPaddleBackend"]
-
 
 class CudaPaddleBackend(PaddleBackend):
     """Paddle on one CUDA device, kernel by kernel."""

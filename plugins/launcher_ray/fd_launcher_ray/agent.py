@@ -12,8 +12,6 @@ from fd_core.launching.owned import OwnedProcess
 
 from fd_launcher_ray.cores import TakenCores
 
-__all__ = ["Agent"]
-
 _LOOK_SECONDS: Final = 0.05
 
 

@@ -9,8 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-__all__ = ["TakenCores"]
-
 _log = logging.getLogger(__name__)
 
 

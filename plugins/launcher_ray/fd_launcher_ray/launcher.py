@@ -14,8 +14,6 @@ from typing import Any, Final
 from fd_core.errors import PluginError
 from fd_core.launching.contract import NODE_LOST, Launcher, LaunchError, Node, ProcessSpec, require_startable
 
-__all__ = ["RayLauncher", "RayProcess"]
-
 _PLACE_SECONDS: Final = 60.0
 """For which processors and devices may be taken before they are free: ended processes give theirs back late."""
 _START_SECONDS: Final = 120.0

@@ -17,17 +17,6 @@ from typing import Any, Final
 from redis.connection import AbstractConnection, Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
-__all__ = [
-    "BoundedConnection",
-    "BoundedPool",
-    "BoundedSSLConnection",
-    "BoundedSentinelConnection",
-    "BoundedSentinelSSLConnection",
-    "BoundedUnixConnection",
-    "remaining",
-    "within",
-]
-
 _OUTSIDE_CALLS: Final = 1.0
 """Seconds that an operation outside `within` may take."""
 

@@ -16,8 +16,6 @@ from fd_storage_redis import deadline
 from fd_storage_redis.settings import Address, Credentials, Settings, Topology
 from fd_storage_redis.troubles import discovering
 
-__all__ = ["Routes", "routes_for"]
-
 _READ_SIZE = 128 << 10
 
 

@@ -16,8 +16,6 @@ from fd_core.kv.stores.location import StoreLocation
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
-__all__ = ["PASSWORD_VARIABLE", "Address", "Credentials", "Settings", "Topology"]
-
 PASSWORD_VARIABLE: Final = "FD_REDIS_PASSWORD"  # noqa: S105 - the name of a variable, not a password
 _FLAG: Final = "--kv-store"
 _DEFAULT_PORTS: Final = {False: 6379, True: 26379}

@@ -18,8 +18,6 @@ from fd_storage_redis.settings import Settings, Topology
 from fd_storage_redis.troubles import is_elsewhere, passes_over, store_error
 from fd_storage_redis.wire import Command, exchange
 
-__all__ = ["RedisStore"]
-
 _WINDOW: Final = 32 << 20
 """Bytes of values requested at once, which the server may have to buffer for this reader."""
 

@@ -9,8 +9,6 @@ from typing import Final
 import redis.exceptions as failures
 from fd_core.kv.stores.contract import StoreError, Trouble
 
-__all__ = ["discovering", "is_elsewhere", "passes_over", "store_error"]
-
 _LONGEST_TEXT: Final = 200
 _SHORTEST_SECRET: Final = 4
 """A shorter secret is not masked: masking would show which letters it has."""

@@ -12,8 +12,6 @@ from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadin
 from fd_storage_redis.deadline import remaining
 from fd_storage_redis.troubles import discovering
 
-__all__ = ["Argument", "Command", "exchange", "packed"]
-
 Argument: TypeAlias = bytes | Sequence[Bytes]
 """One argument, whole or in parts."""
 Command: TypeAlias = Sequence[Argument]

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from fd_core.backends.paddle import PaddleBackend
 
-__all__ = ["XpuBackend"]
-
 
 class XpuBackend(PaddleBackend):
     """bfloat16 on an XPU; emulated on the processor in float32 where there is none and it is asked for by name."""

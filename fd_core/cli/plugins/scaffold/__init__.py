@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Framework", "PluginKind"]
-
 
 class PluginKind(StrEnum):
     """What a new plugin offers."""

@@ -24,9 +24,6 @@ from fd_core.errors import ConfigError
 from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP
 from fd_core.plugins import KNOWN_PLUGINS, Plugins
 
-__all__ = ["NewProject", "write_project"]
-
-
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 _LONGEST_NAME: Final = 40
 _RESERVED: Final = ("auto",)

@@ -20,8 +20,6 @@ from fd_core.plugins import (
     Kind,
 )
 
-__all__ = ["RECIPES", "TITLES", "ScaffoldRecipe"]
-
 TITLES: Final[Mapping[Framework, str]] = {
     Framework.TORCH: "torch",
     Framework.PADDLE: "Paddle",

@@ -8,8 +8,6 @@ from fd_core.text.parsing.contract import CallForm
 from fd_core.text.parsing.json_calls import JsonCallReader
 from fd_core.text.parsing.reader import Steps
 
-__all__ = ["DeepSeekTools", "DeepSeekV31Tools"]
-
 _CALLS: Final = "<｜tool▁calls▁begin｜>"
 _CALLS_END: Final = "<｜tool▁calls▁end｜>"
 _CALL: Final = "<｜tool▁call▁begin｜>"

@@ -9,8 +9,6 @@ from fd_core.text.parsing.contract import CallForm, TaggedArguments
 from fd_core.text.parsing.reader import Steps
 from fd_core.text.parsing.tagged import TaggedCallReader
 
-__all__ = ["GlmTools"]
-
 _BEGIN: Final = "<tool_call>"
 _END: Final = "</tool_call>"
 _KEY: Final = ("<arg_key>", "</arg_key>")

@@ -10,8 +10,6 @@ from fd_core.text.parsing.contract import CallForm, FreePart, ReasoningParser, T
 from fd_core.text.parsing.json_calls import JsonCallReader
 from fd_core.text.parsing.reader import Steps
 
-__all__ = ["HarmonyReasoning", "HarmonyTools"]
-
 _START: Final = "<|start|>"
 _CHANNEL: Final = "<|channel|>"
 _CONSTRAIN: Final = "<|constrain|>"

@@ -9,8 +9,6 @@ from fd_core.text.parsing.contract import CallForm
 from fd_core.text.parsing.json_calls import JsonCallReader
 from fd_core.text.parsing.reader import Steps
 
-__all__ = ["ErnieTools", "HermesTools"]
-
 _BEGIN: Final = "<tool_call>"
 _END: Final = "</tool_call>"
 

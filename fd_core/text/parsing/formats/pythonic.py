@@ -9,8 +9,6 @@ from typing import Final
 from fd_core.text.parsing.contract import CallForm, ToolParser, ToolSchemas
 from fd_core.text.parsing.reader import Steps, TextReader
 
-__all__ = ["PythonicTools"]
-
 _START: Final = "<|python_start|>"
 _STOP: Final = "<|python_end|>"
 _FENCES: Final = ("```python", "```")

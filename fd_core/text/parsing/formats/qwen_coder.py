@@ -9,8 +9,6 @@ from fd_core.text.parsing.contract import CallForm, TaggedArguments
 from fd_core.text.parsing.reader import Steps
 from fd_core.text.parsing.tagged import TaggedCallReader
 
-__all__ = ["QwenCoderTools"]
-
 _BEGIN: Final = "<tool_call>"
 _END: Final = "</tool_call>"
 _CALL: Final = "<function="

@@ -9,8 +9,6 @@ from fd_core.ops.contract import Activation, Array
 
 from fd_gpu_cuda.kernels.entry import kernel
 
-__all__ = ["activated", "gate"]
-
 _TILE = 1024
 
 

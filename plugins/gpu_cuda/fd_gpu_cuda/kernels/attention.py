@@ -16,8 +16,6 @@ from fd_gpu_cuda.kernels.decode_attention import DecodeWorkspace, decode_attenti
 from fd_gpu_cuda.kernels.prefill_attention import prefill_attention
 from fd_gpu_cuda.kv_cache import CudaLayer
 
-__all__ = ["PagedAttention"]
-
 _decode_tile, _prefill_tile = cache(decode_tile), cache(prefill_tile)
 
 

@@ -8,21 +8,6 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = [
-    "CHUNK",
-    "LARGE_CHUNK",
-    "LARGE_FROM",
-    "MOST_DRAFTED",
-    "HeadSizes",
-    "Tile",
-    "chunk_of",
-    "decode_tile",
-    "most_chunks",
-    "power_of_2",
-    "prefill_tile",
-    "splits_of",
-]
-
 CHUNK: Final = 256
 """Keys that are summed up from scratch, by their positions."""
 LARGE_CHUNK: Final = 1024

@@ -25,8 +25,6 @@ from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.softmax import LOG2_E, attend_tile, fold, load_tile
 from fd_gpu_cuda.kv_cache import CudaLayer
 
-__all__ = ["DecodeWorkspace", "decode_attention"]
-
 _WORKSPACE_BYTES = 64 * 2**20
 """Rows are not divided where the sums of their chunks do not fit: at 128 Ki tokens, 128 query heads of 32 rows do."""
 _FOLDED_ELEMENTS = 2048

@@ -7,8 +7,6 @@ from typing import Any
 
 import triton
 
-__all__ = ["kernel"]
-
 _OPTIONS = {"enable_fp_fusion": True}
 """Products and sums of numbers may become one instruction, which rounds once.
 

@@ -26,7 +26,6 @@ from fd_gpu_cuda.kernels.routing import choose, order_by_expert
 if TYPE_CHECKING:
     from fd_gpu_cuda.experts import ExpertsKernel, StackedExperts
 
-__all__ = ["GroupedTile", "expert_mixture", "grouped_tile", "most_tiles"]
 
 _MOST_TOKENS = 128
 _COLUMNS = 1024

@@ -22,8 +22,6 @@ import triton.language as tl
 from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.vocabulary import is_last, key_of, logit_of, weight_of
 
-__all__ = ["BINS", "BOUNDS", "fill_bins", "find_cuts"]
-
 BINS = tl.constexpr(256)
 BOUNDS = tl.constexpr(8)
 """Numbers that `fill_bins` leaves for each row: first bin, last bin, tokens and weight before the first bin, whether

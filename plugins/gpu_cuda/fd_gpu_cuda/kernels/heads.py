@@ -17,8 +17,6 @@ from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.kv_write import kv_scale, kv_steps
 from fd_gpu_cuda.kv_cache import CudaLayer
 
-__all__ = ["rotate_and_store"]
-
 _ELEMENTS = 1024
 """Of a program: eight of each tile for each thread of its two warps, which one load of 16 bytes brings in 16 bits."""
 _WARPS = 2

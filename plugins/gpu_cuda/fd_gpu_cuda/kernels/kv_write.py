@@ -9,8 +9,6 @@ from fd_core.ops.contract import Array
 from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kv_cache import CudaLayer
 
-__all__ = ["kv_scale", "kv_steps", "store_kv", "write_kv"]
-
 
 def write_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
     """Write k and v [T, nkv, d], whose tokens and heads may lie apart, to slots int32[T]; one launch."""

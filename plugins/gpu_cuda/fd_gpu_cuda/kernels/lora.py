@@ -19,8 +19,6 @@ from fd_core.ops.contract import Array
 from fd_gpu_cuda.adapters import LoraTable
 from fd_gpu_cuda.kernels.entry import kernel
 
-__all__ = ["lora_addition"]
-
 _RANK_TILE = 16
 _OUTPUT_TILE = 64
 _CUT = 1024

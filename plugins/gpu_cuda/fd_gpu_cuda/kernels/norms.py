@@ -14,8 +14,6 @@ from fd_core.ops.contract import Array, Norm
 
 from fd_gpu_cuda.kernels.entry import kernel
 
-__all__ = ["add_norm"]
-
 _ELEMENTS_PER_THREAD = 8
 _MOST_WARPS = 16
 

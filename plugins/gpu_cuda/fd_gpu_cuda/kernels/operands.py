@@ -18,8 +18,6 @@ from fd_core.ops.contract import Array
 from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.packed import PackedPart
 
-__all__ = ["Operands", "operands", "quantize_rows", "span_products"]
-
 _ROW_TILE = 1024
 _PLAIN_SPAN_BYTES = 128
 """A line of the caches."""

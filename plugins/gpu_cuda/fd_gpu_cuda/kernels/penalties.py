@@ -9,8 +9,6 @@ import triton.language as tl
 
 from fd_gpu_cuda.kernels.entry import kernel
 
-__all__ = ["add", "mask", "penalize"]
-
 
 @kernel(do_not_specialize=["drafts"])
 def penalize(

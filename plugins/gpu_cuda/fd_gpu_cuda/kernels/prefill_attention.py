@@ -17,8 +17,6 @@ from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.softmax import LOG2_E, attend_tile, load_tile
 from fd_gpu_cuda.kv_cache import CudaLayer
 
-__all__ = ["prefill_attention"]
-
 
 def prefill_attention(
     q: Array, layer: CudaLayer, heads: Heads, step: StepInput, output: Array, tile: Tile, least: int

@@ -19,8 +19,6 @@ from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.operands import Operands, operands, span_products
 from fd_gpu_cuda.packed import PackedPart
 
-__all__ = ["ProductDevice", "Tile", "WeightProduct", "tile_of", "weight_product"]
-
 WeightProduct = Callable[[Array, PackedPart | Array, Array], None]
 """Multiplies x [T, in] by a weight [out, in] into y [T, out], whose rows may lie apart; waits for nothing."""
 

@@ -9,8 +9,6 @@ from fd_core.ops.contract import Array, Experts
 
 from fd_gpu_cuda.kernels.entry import kernel
 
-__all__ = ["choose", "order_by_expert"]
-
 _PAIRS = 2048
 _NO_KEY = tl.constexpr(-(0x7FFFFFFF << 32))
 

@@ -18,8 +18,6 @@ from fd_gpu_cuda.kernels.sampling import draw, find_peaks
 from fd_gpu_cuda.kernels.scores import count_before, score
 from fd_gpu_cuda.kernels.tokens import accept, write_matrix
 
-__all__ = ["TritonSampling"]
-
 _TILE = 1024
 """Tokens that a program reads at a time."""
 _MOST_SPANS = 256

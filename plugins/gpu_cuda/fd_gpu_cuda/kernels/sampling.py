@@ -18,8 +18,6 @@ import triton.language as tl
 from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.vocabulary import is_last, weight_of
 
-__all__ = ["draw", "find_peaks"]
-
 
 @kernel(do_not_specialize=["tiles"])
 def find_peaks(

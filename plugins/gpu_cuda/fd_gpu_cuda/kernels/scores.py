@@ -13,8 +13,6 @@ import triton.language as tl
 from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.vocabulary import is_last, key_of, logit_of
 
-__all__ = ["count_before", "score"]
-
 _LOWEST = tl.constexpr(-(2**63))
 
 

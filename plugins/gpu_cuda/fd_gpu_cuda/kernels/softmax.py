@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LOG2_E", "attend_tile", "fold", "load_tile"]
-
 LOG2_E = 1.4426950408889634
 """What turns a score into an exponent of base 2."""
 

@@ -6,8 +6,6 @@ import triton.language as tl
 
 from fd_gpu_cuda.kernels.entry import kernel
 
-__all__ = ["accept", "write_matrix"]
-
 
 @kernel(do_not_specialize=["rows", "stride"])
 def accept(sampled_at, stride, drafts_at, drafts_stride, num_drafts_at, accepted_at, rows, k, tile: tl.constexpr):

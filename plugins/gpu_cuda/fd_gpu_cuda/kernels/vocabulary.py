@@ -13,8 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["is_last", "key_of", "logit_of", "weight_of"]
-
 
 @triton.jit
 def is_last(counters_at, row, programs):
