@@ -12,6 +12,8 @@ nox.options.error_on_missing_interpreters = True
 # pip would compile every module of every framework; Python compiles those that a test imports. pip reads this name's
 # value the other way round: "no" switches compiling off.
 os.environ.setdefault("PIP_NO_COMPILE", "no")
+# Without it each of the thousands of processes that the tests start would compile whatever it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
 """Options of pytest: a worker for each core; the tests of one file share a worker, and so what they set up. Files begin
