@@ -18,8 +18,8 @@ from tests.testing.wrong.fault import FAULTS, matches
 ROOT = Path(__file__).parents[2]
 # Each backend takes ten seconds, two at a time, beside whatever else runs.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-SHARE = int(os.environ.get("FD_WRONG_BACKENDS", "24"))
-"""Every twenty-fourth backend is tried by default; `nox -s kit` tries every one."""
+SHARE = int(os.environ.get("FD_WRONG_BACKENDS", "48"))
+"""Every forty-eighth backend is tried by default; `nox -s kit` tries every one."""
 TRIED = list(FAULTS)[::SHARE]
 
 

@@ -11,7 +11,6 @@ from fd_core.cli.app import app
 from fd_core.errors import FdError
 from fd_core.simulation.costs.calculating import ASSUMED_REQUEST
 from fd_core.simulation.costs.naming import profile_named
-from fd_core.simulation.costs.profile import RequestTerms
 
 SMALL = ("--backend", "null", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
 
@@ -35,13 +34,11 @@ def test_a_profile_is_written_where_its_name_finds_it() -> None:
     assert all(link.source.startswith("measured") for link in (profile.transfer, profile.store_read))
 
 
+@pytest.mark.timing
 def test_requests_take_longer_than_tokens_that_are_delivered() -> None:
-    def measured() -> RequestTerms:
-        assert run().exit_code == 0
-        return profile_named("x-null").request
-
-    # One try of a few is enough, for the machine has other work as well.
-    assert any(0 < request.delivery < request.receive < 1 for request in (measured() for _ in range(3)))
+    assert run().exit_code == 0
+    request = profile_named("x-null").request
+    assert 0 < request.delivery < request.receive < 1
 
 
 def test_a_profile_says_what_was_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
