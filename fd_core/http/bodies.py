@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Annotated, Final
 
 import msgspec
@@ -54,9 +53,7 @@ class BodyShare:
     def __enter__(self) -> BodyShare:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def received(self, count: int) -> None:

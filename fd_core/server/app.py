@@ -25,22 +25,18 @@ from fd_core.server.api import (
     embeddings,
     health,
     kv_events,
-    lora_loading,
     models,
     openapi,
-    tokenize,
 )
-from fd_core.server.api.errors import install_handlers
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
-from fd_core.server.gate import Gate
+from fd_core.server.gate import Gate, install_handlers
 from fd_core.server.messages import routes as messages
 from fd_core.server.responses import routes as responses
 from fd_core.server.responses.store import ResponseStore
-from fd_core.server.state.grammars import GrammarChecker
 from fd_core.server.state.metrics import ServerMetrics
-from fd_core.server.state.state import ServerState
+from fd_core.server.state.state import GrammarChecker, ServerState
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
@@ -115,14 +111,12 @@ def create_app(
     )
     app.state.fd = state
     generating = (chat, messages, responses, completions, embeddings)
-    for family in (*generating, models, tokenize, admin, lora_loading, health, kv_events):
+    for family in (*generating, models, admin, health, kv_events):
         app.include_router(family.router)
     if config.batch_api:
         app.include_router(routes.router)
     install_handlers(app)
     hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)
-    app.add_middleware(
-        Gate, access=access, hosts=hosts, metrics=metrics, drain=state.drain, access_log=config.access_log
-    )
+    app.add_middleware(Gate, state=state, hosts=hosts)
     openapi.install(app, keys_required=access.has_keys)
     return app

@@ -14,8 +14,7 @@ import openai
 import pytest
 
 from fd_core.errors import BadRequest
-from fd_core.server.preprocess.evaluation_fields import EvaluationFields
-from fd_core.server.preprocess.structured_fields import StructuredFields
+from fd_core.server.preprocess.structured_fields import EvaluationFields, StructuredFields
 from fd_core.structured.grammar import json_schema
 from fd_core.structured.schemas import compilable
 from fd_core.text.byte_tokenizer import byte_tokenizer

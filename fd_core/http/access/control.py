@@ -15,8 +15,7 @@ from typing import Final, Literal
 from fd_core.config import ListenConfig
 from fd_core.errors import ConfigError
 from fd_core.http.access.key_file import FLAG, read_key_file, warn_if_others_read
-from fd_core.http.access.keys import ApiKey, KeyRing, scoped
-from fd_core.http.access.limits import KeyAccount, KeyLimits, LimitReached, SlidingWindow
+from fd_core.http.access.keys import ApiKey, KeyAccount, KeyLimits, KeyRing, LimitReached, SlidingWindow, scoped
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, no_such_path
 
@@ -169,7 +168,8 @@ class AccessControl:
         if account is None:
             account = self._accounts[key.name] = KeyAccount(key.limits)
         try:
-            record.admission = account.enter(now)
+            account.enter(now)
+            record.account = account
         except LimitReached as error:
             refusal = self.refused(key, error)
             refusal.headers |= limit_headers(account, now)

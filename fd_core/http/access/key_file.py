@@ -23,8 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from fd_core.errors import ConfigError
-from fd_core.http.access.keys import ApiKey
-from fd_core.http.access.limits import KeyLimits
+from fd_core.http.access.keys import ApiKey, KeyLimits
 
 log = logging.getLogger(__name__)
 

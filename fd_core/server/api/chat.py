@@ -14,11 +14,9 @@ from fd_core.server.preprocess.jobs import conversation_job
 from fd_core.server.schemas.requests import ChatRequest
 from fd_core.server.schemas.responses import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage, Usage
 from fd_core.server.schemas.unsupported import CHAT
-from fd_core.server.state.state import state_of
-from fd_core.server.stream.chat_deltas import deltas, message_of
+from fd_core.server.stream.blocks import deltas, message_of
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
-from fd_core.server.stream.logprobs import chat_logprobs
-from fd_core.server.stream.response_format import CollectedText, ResponseFormat, end_with, json_text
+from fd_core.server.stream.response_format import CollectedText, ResponseFormat, chat_logprobs, end_with, json_text
 from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.text.parsing.events import Content
 
@@ -29,8 +27,7 @@ BODY: Final = BodyFormat(ChatRequest, CHAT)
 @router.post("/v1/chat/completions", **endpoint("Answer a conversation", ChatRequest, ChatAnswer, stream=True))
 async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
-    state = state_of(request)
-    body, headers = await BODY.read(request, state)
+    state, body, headers = await BODY.read(request)
     job = await unless_gone(request, conversation_job(state, body, request))
     return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
 

@@ -13,16 +13,19 @@ from fd_core.errors import BadRequest
 from fd_core.http.errors import ApiError
 from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.field_names import named_as_sent, other_names
-from fd_core.server.preprocess.jobs import Job, build_job
+from fd_core.server.preprocess.jobs import Job, build_job, named_as_sent, other_names
 from fd_core.server.preprocess.prompts import completion_prompts
 from fd_core.server.schemas.requests import CompletionRequest
 from fd_core.server.schemas.responses import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
 from fd_core.server.schemas.unsupported import COMPLETIONS
-from fd_core.server.state.state import state_of
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
-from fd_core.server.stream.logprobs import CompletionLogprobsBuilder, EncodedLists
-from fd_core.server.stream.response_format import CollectedText, ResponseFormat, slices
+from fd_core.server.stream.response_format import (
+    CollectedText,
+    CompletionLogprobsBuilder,
+    EncodedLists,
+    ResponseFormat,
+    slices,
+)
 from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.text.prompt_reader import PromptText
 from fd_core.text.tokenizer import Tokenizer
@@ -34,8 +37,7 @@ BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 @router.post("/v1/completions", **endpoint("Continue texts", CompletionRequest, CompletionAnswer, stream=True))
 async def create_completion(request: Request) -> Response:
     """Generate texts that continue one or several prompts."""
-    state = state_of(request)
-    body, headers = await BODY.read(request, state)
+    state, body, headers = await BODY.read(request)
     served = state.served(body.model)
     state.admit(1)
     try:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.api.openapi import endpoint
+from fd_core.server.api.openapi import endpoint, json_response
 from fd_core.server.api.pooled import PooledTexts, pairs_of, read_texts
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.pooling import (
     Embedding,
     EmbeddingAnswer,
     EmbeddingRequest,
-    PooledRequest,
-    PooledUsage,
     RankedDocument,
     RerankAnswer,
     RerankRequest,
@@ -30,7 +27,6 @@ from fd_core.server.schemas.pooling import (
     ScoreRequest,
 )
 from fd_core.server.schemas.unsupported import POOLED
-from fd_core.server.state.state import ServerState, state_of
 from fd_core.server.stream.streaming import unless_gone
 
 router = APIRouter()
@@ -44,12 +40,10 @@ _AT_ONCE: Final = 16
 @router.post("/v1/embeddings", **endpoint("Make vectors of texts", EmbeddingRequest, EmbeddingAnswer))
 async def create_embeddings(request: Request) -> Response:
     """Return a vector of each text, in the order given."""
-    state = state_of(request)
-    body, headers = await EMBEDDINGS.read(request, state)
-    model = _admitted(state, body)
+    state, body, headers = await EMBEDDINGS.read(request)
+    texts = PooledTexts(state, request, body)
     reading = read_texts(state, body.input, "input", body.add_special_tokens is not False)
     prompts = await unless_gone(request, reading)
-    texts = PooledTexts(state, request, body)
     vectors = await texts.vectors(prompts, "input", body.dimensions)
     packed = body.encoding_format == "base64"
     data: list[Any] = []
@@ -58,16 +52,14 @@ async def create_embeddings(request: Request) -> Response:
         data.append(msgspec.Raw(msgspec.json.encode(Embedding(index=index, embedding=shown))))
         if index % _AT_ONCE == _AT_ONCE - 1:
             await asyncio.sleep(0)
-    return _json(EmbeddingAnswer(data=data, model=model, usage=_usage(texts)), headers)
+    return json_response(EmbeddingAnswer(data=data, model=texts.model, usage=texts.usage), headers)
 
 
 @router.post("/v1/score", **endpoint("Tell how well texts fit", ScoreRequest, ScoreAnswer))
 @router.post("/score", include_in_schema=False)
 async def create_score(request: Request) -> Response:
     """Return a score for each pair of texts."""
-    state = state_of(request)
-    body, headers = await SCORE.read(request, state)
-    model = _admitted(state, body)
+    state, body, headers = await SCORE.read(request)
     texts = PooledTexts(state, request, body)
     pairs, field = pairs_of(body)
     scores = await texts.scores(pairs, field, body.instruction)
@@ -75,10 +67,10 @@ async def create_score(request: Request) -> Response:
         id=f"score-{request.state.request_id}",
         created=int(time.time()),
         data=[Score(index=index, score=score) for index, score in enumerate(scores)],
-        model=model,
-        usage=_usage(texts),
+        model=texts.model,
+        usage=texts.usage,
     )
-    return _json(answer, headers)
+    return json_response(answer, headers)
 
 
 @router.post("/v1/rerank", **endpoint("Order documents by a query", RerankRequest, RerankAnswer))
@@ -86,9 +78,7 @@ async def create_score(request: Request) -> Response:
 @router.post("/v2/rerank", include_in_schema=False)
 async def create_rerank(request: Request) -> Response:
     """Return the documents that answer a query best, the best first."""
-    state = state_of(request)
-    body, headers = await RERANK.read(request, state)
-    model = _admitted(state, body)
+    state, body, headers = await RERANK.read(request)
     texts = PooledTexts(state, request, body)
     pairs, field = pairs_of(body)
     scores = await texts.scores(pairs, field, body.instruction)
@@ -102,19 +92,5 @@ async def create_rerank(request: Request) -> Response:
         )
         for index in order[: body.top_n or None]
     ]
-    answer = RerankAnswer(id=f"rerank-{request.state.request_id}", model=model, results=results, usage=_usage(texts))
-    return _json(answer, headers)
-
-
-def _admitted(state: ServerState, body: PooledRequest) -> str:
-    model = state.served(body.model).name
-    state.admit(1)
-    return model
-
-
-def _usage(texts: PooledTexts) -> PooledUsage:
-    return PooledUsage(texts.tokens, texts.tokens)
-
-
-def _json(answer: msgspec.Struct, headers: Mapping[str, str]) -> Response:
-    return Response(msgspec.json.encode(answer), headers=dict(headers), media_type="application/json")
+    answer_id = f"rerank-{request.state.request_id}"
+    return json_response(RerankAnswer(id=answer_id, model=texts.model, results=results, usage=texts.usage), headers)

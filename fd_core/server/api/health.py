@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,7 +14,7 @@ from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.http.errors import HealthAnswer, VersionAnswer
 from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.server.api import kv_events
-from fd_core.server.api.openapi import endpoint
+from fd_core.server.api.openapi import endpoint, json_response
 from fd_core.server.schemas.responses import LoadAnswer, ModelInfoAnswer
 from fd_core.server.state.state import state_of
 
@@ -58,22 +57,20 @@ async def load(request: Request) -> Response:
     """Return how many requests run and wait."""
     client = state_of(request).client
     slots = client.stats.scheduler.slots
-    answer = LoadAnswer(client.active_requests, slots.running + slots.loading, slots.waiting)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_response(LoadAnswer(client.active_requests, slots.running + slots.loading, slots.waiting))
 
 
 @router.get("/get_model_info", **endpoint("The model", None, ModelInfoAnswer))
 async def get_model_info(request: Request) -> Response:
     """Describe the model as SGLang does."""
     info = state_of(request).client.info
-    answer = ModelInfoAnswer(info.model, info.model, True, info.max_model_len, info.architecture)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_response(ModelInfoAnswer(info.model, info.model, True, info.max_model_len, info.architecture))
 
 
 @router.get("/version", **endpoint("The version", None, VersionAnswer, errors=()))
 async def version() -> Response:
     """Return the version of fd_core."""
-    return Response(msgspec.json.encode(VersionAnswer(fd_core.__version__)), media_type="application/json")
+    return json_response(VersionAnswer(fd_core.__version__))
 
 
 @router.get("/metrics", include_in_schema=False)
@@ -102,12 +99,11 @@ async def status(request: Request) -> Response:
         "seconds": state.metrics.durations(),
         "outcomes": state.metrics.outcomes,
     }
-    return Response(msgspec.json.encode(shown), media_type="application/json", headers={"Cache-Control": "no-store"})
+    return json_response(shown, {"Cache-Control": "no-store"})
 
 
 def _health(reason: str, status: str) -> Response:
-    answer = HealthAnswer(status, reason or None)
-    return Response(msgspec.json.encode(answer), 200 if status == "ok" else 503, media_type="application/json")
+    return json_response(HealthAnswer(status, reason or None), status=200 if status == "ok" else 503)
 
 
 @cache

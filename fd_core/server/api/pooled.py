@@ -16,7 +16,7 @@ from fd_core.http.access.keys import scoped
 from fd_core.http.errors import ApiError, invalid, unavailable
 from fd_core.http.spans import span_name
 from fd_core.server.preprocess.prompts import PromptState
-from fd_core.server.schemas.pooling import PooledRequest, RerankRequest, ScoreRequest
+from fd_core.server.schemas.pooling import PooledRequest, PooledUsage, RerankRequest, ScoreRequest
 from fd_core.server.state.state import ServerState
 from fd_core.server.stream.streaming import UntilDisconnect, unless_gone
 from fd_core.text.prompt_reader import PromptText
@@ -88,11 +88,14 @@ class PooledTexts:
     """What one HTTP request wants of its texts; nothing of it runs once its methods have returned."""
 
     def __init__(self, state: ServerState, request: Request, body: PooledRequest) -> None:
+        """Raises `ApiError`: 404 for a model that is not served, 503 without room for a text."""
         self._state = state
         self._request = request
         self._body = body
-        self.tokens = 0
-        """Tokens read."""
+        self._served = state.served(body.model)
+        self.model = self._served.name
+        self.usage = PooledUsage(0, 0)
+        state.admit(1)
 
     async def vectors(self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None) -> list[Floats]:
         """Return a vector of each prompt, as the model's settings and the request want it."""
@@ -147,7 +150,7 @@ class PooledTexts:
         spans = self._state.spans
         if spans is None:
             return await self._pooled(prompts, pooling, field)
-        name, attributes = span_name("/v1/embeddings", self._state.served(self._body.model).name)
+        name, attributes = span_name("/v1/embeddings", self.model)
         used = {"gen_ai.usage.input_tokens": sum(map(len, prompts))}
         with spans.begin(name, "server", self._request.headers, attributes | used):
             return await self._pooled(prompts, pooling, field)
@@ -162,13 +165,14 @@ class PooledTexts:
                 field,
                 "context_length_exceeded",
             )
-        self.tokens += sum(map(len, prompts))
+        tokens = sum(map(len, prompts))
+        self.usage = PooledUsage(tokens, tokens)
         at_once = min(len(prompts), state.client.info.max_num_seqs)
         state.admit(at_once)
         name = self._request.state.request_id
         record = self._request.state.record
-        state.access.reserve(record, sum(map(len, prompts)))
-        record.count(sum(map(len, prompts)), 0)
+        state.access.reserve(record, tokens)
+        record.count(tokens, 0)
         ids = state.active.enter(name, len(prompts), self._request.state.owner)
         turn = asyncio.Semaphore(at_once)
         found: list[bytes] = [b""] * len(prompts)
@@ -200,7 +204,7 @@ class PooledTexts:
             priority=body.priority or 0,
             tenant=scoped(self._request.state.owner, body.user),
             salt=self._state.access.salt(self._request.state.owner, body.cache_salt),
-            adapter=self._state.served(body.model).adapter,
+            adapter=self._served.adapter,
         )
         vector: bytes | None = None
         async with aclosing(cast(AsyncGenerator[Delta, None], self._state.client.submit(spec))) as deltas:

@@ -7,7 +7,6 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Final
 
 import msgspec
@@ -62,9 +61,7 @@ class AnswerFile:
     def __enter__(self) -> AnswerFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def write(self, answer: BatchAnswer) -> None:

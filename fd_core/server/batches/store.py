@@ -21,14 +21,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Final, Literal, TypeVar
 
 import msgspec
 
 from fd_core.http.errors import ApiError, invalid, unavailable
-from fd_core.server.batches.accounts import Account
-from fd_core.server.batches.index import OwnedIndex
+from fd_core.server.batches.accounts import Account, OwnedIndex
 from fd_core.server.batches.output import cut_torn_line
 
 log = logging.getLogger(__name__)
@@ -455,9 +453,7 @@ class StoredContent:
     def __enter__(self) -> StoredContent:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.content.close()
         self._store.release(self.file.id)
 
@@ -477,9 +473,7 @@ class Upload:
     def __enter__(self) -> Upload:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
         if self._kept:

@@ -8,8 +8,15 @@ from typing import Final
 from fd_core.http.errors import invalid
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
 from fd_core.server.preprocess.prompts import PromptState, require_effort
-from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
-from fd_core.server.schemas.requests import ChatRequest, Message
+from fd_core.server.schemas.requests import (
+    ChatRequest,
+    ChosenFunction,
+    Message,
+    NamedChoice,
+    Tool,
+    ToolChoice,
+    ToolFunction,
+)
 from fd_core.structured.grammar import FormAsked, SchemaForm
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}

@@ -52,13 +52,14 @@ class BodyFormat(Generic[T]):
         self._decoder = msgspec.json.Decoder(schema)
         self._known = KnownFields(schema)
 
-    async def read(self, request: Request, state: ServerState) -> tuple[T, dict[str, str]]:
-        """Return the decoded body and headers that the answer should carry.
+    async def read(self, request: Request) -> tuple[ServerState, T, dict[str, str]]:
+        """Return the server's state, the decoded body, and headers that the answer should carry.
 
         Raises `ApiError`: 415 for another content type, 413 for more bytes than the server takes, 503 where other
         bodies hold all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for
         more values than are decoded at once.
         """
+        state: ServerState = request.app.state.fd
         headers = request.headers
         kind = headers.get("content-type", "")
         if kind != "application/json":
@@ -82,9 +83,9 @@ class BodyFormat(Generic[T]):
         finally:
             share.release()
         if not ignored:
-            return decoded, {}
+            return state, decoded, {}
         state.unknown_fields.tell(ignored, time.monotonic())
-        return decoded, {"X-Ignored-Fields": ", ".join(ignored)}
+        return state, decoded, {"X-Ignored-Fields": ", ".join(ignored)}
 
     async def decode_bounded(self, body: bytes, context: int) -> tuple[T, list[str]]:
         """Decode a body of any size without holding up the event loop; see `read`."""

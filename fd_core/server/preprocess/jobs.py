@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 from fastapi import Request
@@ -12,17 +14,13 @@ from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
 from fd_core.errors import BadRequest
 from fd_core.http.access.keys import scoped
 from fd_core.http.access.record import RequestRecord
-from fd_core.http.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, invalid, to_api_error
 from fd_core.http.spans import TRACE_HEADERS
-from fd_core.server.preprocess.api_limits import CHAT, MAX_TOOL_NAME
-from fd_core.server.preprocess.evaluation_fields import check_logprobs, check_prompt_logprobs
-from fd_core.server.preprocess.field_names import as_sent, named_as_sent, other_names
 from fd_core.server.preprocess.prompts import chat_prompt
 from fd_core.server.preprocess.sampling import sampling_params, stop_strings, text_cost
-from fd_core.server.preprocess.structured_fields import form_asked
-from fd_core.server.preprocess.tool_grammars import constrained, demanded_form
-from fd_core.server.preprocess.tools import answer_reading, offered_tools
-from fd_core.server.schemas.requests import ChatRequest, GenerationRequest
+from fd_core.server.preprocess.structured_fields import check_logprobs, check_prompt_logprobs, form_asked
+from fd_core.server.preprocess.tools import answer_reading, constrained, demanded_form, offered_tools
+from fd_core.server.schemas.requests import CHAT, MAX_TOOL_NAME, ChatRequest, GenerationRequest
 from fd_core.server.state.state import ServedName, ServerState
 from fd_core.structured.grammar import FormAsked
 from fd_core.structured.workers.messages import FormOutcome, Unenforced
@@ -282,3 +280,39 @@ def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:
             code="bad_ticket",
         )
     return peer
+
+
+_ALIASES: Final = {
+    "min_new_tokens": "min_tokens",
+    "thinking_token_budget": "reasoning_max_tokens",
+    "prompt_token_ids": "(prompt|messages)",
+}
+_OF_TOOLS: Final = {r"(tools\[\d*\]|tool_choice)\.function": r"\1"}
+
+RESPONSES_NAMES: Final = {"max_completion_tokens": "max_output_tokens", "messages": "input", **_OF_TOOLS}
+"""What the Responses API calls fields of a chat, by patterns that match their beginnings."""
+MESSAGES_NAMES: Final = {r"(tools\[\d*\])\.function\.parameters": r"\1.input_schema", **_OF_TOOLS}
+"""The same for the Messages API."""
+
+
+def other_names(body: GenerationRequest) -> Mapping[str, str]:
+    """Return the names that a request uses instead of the usual ones, by patterns of those."""
+    return {usual: name for name, usual in _ALIASES.items() if getattr(body, name, None) is not None}
+
+
+def named_as_sent(error: ApiError | BadRequest, names: Mapping[str, str]) -> ApiError:
+    """Return an error that names its field as the client did."""
+    told = to_api_error(error)
+    if told.param:
+        told.param, told.message = as_sent(told.param, told.message, names)
+    return told
+
+
+def as_sent(param: str, message: str, names: Mapping[str, str]) -> tuple[str, str]:
+    """Return a field as the client named it, and a message with that name; messages may name what stands around it."""
+    for usual, name in names.items():
+        if found := re.match(rf"{usual}\b", param):
+            begin = found.expand(name)
+            sent = begin + param[found.end() :]
+            return sent, message.replace(param, sent) if param in message else message.replace(found[0], begin)
+    return param, message

@@ -9,9 +9,9 @@ from typing import Final, NamedTuple
 
 from fd_core.engine.process.messages import EngineInfo
 from fd_core.http.errors import invalid
-from fd_core.server.preprocess.api_limits import MAX_STOP
 from fd_core.server.schemas.requests import (
     MAX_LOGIT_BIAS,
+    MAX_STOP,
     MAX_STOP_CHARS,
     ChatRequest,
     CompletionRequest,

@@ -7,10 +7,17 @@ from typing import Any, Final
 
 from fd_core.http.errors import ApiError, invalid
 from fd_core.server.preprocess.prompts import require_role
-from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
 from fd_core.server.responses.store import ResponseStore
-from fd_core.server.schemas.requests import ChatRequest, Message
+from fd_core.server.schemas.requests import (
+    ChatRequest,
+    ChosenFunction,
+    Message,
+    NamedChoice,
+    Tool,
+    ToolChoice,
+    ToolFunction,
+)
 from fd_core.structured.grammar import FormAsked, SchemaForm
 
 _HARMLESS_INCLUDES: Final = frozenset({"reasoning.encrypted_content"})

@@ -2,15 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.preprocess.api_limits import CHAT, MAX_STOP
 from fd_core.server.preprocess.structured_fields import StructuredFields
-from fd_core.server.preprocess.tool_fields import ToolChoice, Tools
 from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
+
+
+class ApiLimits(NamedTuple):
+    """What requests of one API may hold."""
+
+    tool_name: int
+    """Characters of a tool's name."""
+    messages: int
+    """Messages or items of a conversation."""
+
+
+CHAT: Final = ApiLimits(tool_name=64, messages=4096)
+"""OpenAI, "Create chat completion": `function.name` has at most 64 characters. No limit of messages is stated."""
+RESPONSES: Final = ApiLimits(tool_name=128, messages=4096)
+"""OpenAI, "Create a model response": `FunctionToolParam.name` has 1 to 128 characters. No limit of items is stated."""
+MESSAGES: Final = ApiLimits(tool_name=128, messages=100_000)
+"""Anthropic, "Create a Message": `Tool.name` has 1 to 128 characters, `messages` at most 100,000 entries."""
+
+MAX_TOOL_NAME: Final = max(CHAT.tool_name, RESPONSES.tool_name, MESSAGES.tool_name)
+MAX_STOP: Final = 16
+"""Stop strings of every API. OpenAI states 4 for chats and completions; Anthropic and vLLM state no limit."""
+
+
+MAX_TOOLS: Final = 1024
+
+
+class ToolFunction(msgspec.Struct, kw_only=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments; any object if left out."""
+    strict: bool | None = None
+    """Whether a call keeps the schema in any case."""
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool; functions are the only kind."""
+
+    type: str = "function"
+    function: ToolFunction
+
+
+class ChosenFunction(msgspec.Struct, kw_only=True):
+    """The name of a tool."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct, kw_only=True):
+    """The tool that has to be called."""
+
+    type: str = "function"
+    function: ChosenFunction
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+ToolChoice = str | NamedChoice
+"""`none`, `auto`, `required`, or a tool."""
+
 
 MAX_CHOICES: Final = 128
 """Texts that one HTTP request may ask for: prompts times n."""

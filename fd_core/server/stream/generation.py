@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from types import TracebackType
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from fd_core.engine.clients.client import DeltaStream
 from fd_core.errors import EngineDead
 from fd_core.http.errors import ApiError
-from fd_core.http.spans import RequestSpan
+from fd_core.http.spans import RequestSpan, RequestSpans, span_name
 from fd_core.server.preprocess.jobs import Job
 from fd_core.server.preprocess.sampling import choice_seed
 from fd_core.server.schemas.responses import PromptTokensDetails, Usage
 from fd_core.server.state.metrics import TokenTimes
 from fd_core.server.state.state import ServerState
-from fd_core.server.stream.generation_spans import begin_generation, end_generation
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, Thought
@@ -32,9 +30,11 @@ from fd_core.types import (
     GRAMMAR_FAULT,
     NO_CHOICE,
     NOT_FINITE,
+    PHASE_NAMES,
     Delta,
     FinishReason,
     PrefillOutcome,
+    PrefillTrace,
     RequestSpec,
     TokenLogprobs,
 )
@@ -282,7 +282,7 @@ class Generation:
         job, state = self._job, self._state
         count = len(job.prompts) * job.n
         state.admit(count)
-        if job.source.record.admission is not None:
+        if job.source.record.account is not None:
             state.access.reserve(job.source.record, job.most_tokens)
         if state.spans is not None:
             self._span = begin_generation(state.spans, job, time.perf_counter() - job.source.arrived)
@@ -291,13 +291,11 @@ class Generation:
             for index, engine_id in enumerate(self._engine_ids):
                 self._submit(index, engine_id)
         except BaseException as error:
-            await self.__aexit__(type(error), error, None)
+            await self.__aexit__(type(error))
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close every engine request; those that still ran are aborted."""
         left = kind is not None and issubclass(kind, asyncio.CancelledError)
         outcome = "disconnect" if left else "error"
@@ -366,3 +364,69 @@ class Generation:
         except BaseException:
             deltas.leave()
             raise
+
+
+if TYPE_CHECKING:
+    from fd_core.server.stream.generation import ChoiceStream
+
+
+_FAILED = frozenset({"error", "disconnect"})
+
+
+def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> RequestSpan:
+    """Begin the span of a generation that arrived `seconds_ago`."""
+    name, attributes = span_name(job.source.path, job.shown.model)
+    params = job.params[0]
+    asked: dict[str, Any] = {
+        **attributes,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.choice.count": len(job.prompts) * job.n,
+        "gen_ai.request.id": job.source.request_id,
+    }
+    return spans.begin(name, "server", job.source.trace, asked, seconds_ago=seconds_ago)
+
+
+def end_generation(span: RequestSpan, job: Job, choices: Sequence[ChoiceStream], outcome: str) -> None:
+    """End the span of a generation whose choices have ended, or that ended with `outcome` without any."""
+    ended = [choice.finished or outcome for choice in choices] or [outcome]
+    told: dict[str, Any] = {
+        "gen_ai.response.model": job.shown.model,
+        "gen_ai.response.finish_reasons": ended,
+        "gen_ai.usage.input_tokens": sum(map(len, job.prompts)),
+        "gen_ai.usage.output_tokens": sum(choice.tokens for choice in choices),
+        **{f"gen_ai.latency.{name}": seconds for name, seconds in _latencies(choices).items()},
+        **{f"fdcore.phase.{name}": seconds for name, seconds in _phases(choices).items()},
+    }
+    span.end(told, error=next((each for each in ended if each in _FAILED), None))
+
+
+def _latencies(choices: Sequence[ChoiceStream]) -> dict[str, float]:
+    """Return seconds of the first choice: until a slot was free, and until the first token, where there was one."""
+    told: dict[str, float] = {}
+    for choice in choices[:1]:
+        if choice.deltas.admitted is not None:
+            told["time_in_queue"] = choice.deltas.admitted - choice.deltas.submitted
+        if choice.tokens:
+            told["time_to_first_token"] = choice.times.first - choice.times.arrived
+    return told
+
+
+def _phases(choices: Sequence[ChoiceStream]) -> dict[str, float]:
+    """Return where the time of the first choice went in the engine, seconds, as far as it is known."""
+    told = zip(PHASE_NAMES, choices[0].phases if choices else (), strict=False)
+    return {name: seconds for name, seconds in told if seconds}
+
+
+def prefill_span(spans: RequestSpans, model: str, trace: PrefillTrace) -> None:
+    """Make the span of a prompt that this worker computed for a decode worker, below that worker's span."""
+    attributes: Mapping[str, Any] = {
+        "gen_ai.operation.name": "prefill",
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": trace.num_tokens,
+        "fdcore.lease.end": trace.end,
+    }
+    carried = {"traceparent": trace.traceparent}
+    span = spans.begin(f"prefill {model}", "server", carried, attributes, seconds_ago=trace.seconds)
+    span.end(error=None if trace.end == "confirmed" else trace.end)

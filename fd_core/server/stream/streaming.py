@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -166,9 +165,7 @@ class UntilDisconnect:
         self._watch = asyncio.create_task(self._wait())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         self._watch.cancel()
         if not self._fired:
             return False
