@@ -48,9 +48,7 @@ class ChatFormat(ResponseFormat):
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> ChatLogprobs:
         """Return log-probabilities with the bytes of each token."""
         job = self.job
-        return chat_logprobs(
-            self.tokenizer, chunk.token_ids, chunk.logprobs, job.shown.logprobs or 0, job.shown.tokens_as_ids
-        )
+        return chat_logprobs(self.tokenizer, chunk.token_ids, chunk.logprobs, job.logprobs or 0, job.tokens_as_ids)
 
     def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
         """Return the answer, with what was asked of the prompt beside the choices."""
@@ -60,10 +58,10 @@ class ChatFormat(ResponseFormat):
     def choice(self, collected: CollectedText) -> ChatChoice:
         """Return one generated message."""
         ending = self.ending(collected)
-        if self.job.rules.reading is None:
+        if self.job.reading is None:
             return ChatChoice(message=ChatMessage(content=collected.text), **ending)
         ending["finish_reason"] = _reason(collected.finish_reason, collected.choice)
-        return ChatChoice(message=message_of(collected.events, self._bare_ids), **ending)
+        return ChatChoice(message=message_of(collected.events, self.job.bare_ids), **ending)
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
         """Return the events for a chunk; of an answer that is read, one for each thing that was found in it."""
@@ -74,18 +72,13 @@ class ChatFormat(ResponseFormat):
             if isinstance(event, Content):
                 return b"%b%b%b" % (self.head_of(choice.index), json_text(event.text), self.plain)
         begun = self.head + b'{"index":%d,"delta":' % choice.index
-        said = deltas(chunk.events, self._bare_ids)
+        said = deltas(chunk.events, self.job.bare_ids)
         last = said.pop() if said and chunk.finish_reason is None else b"{}"
         end = self.end if usage is None else end_with(usage)
         events = [b'%b%b,"logprobs":null,"finish_reason":null}%b' % (begun, each, end) for each in said]
         if chunk.finish_reason is not None:
             chunk = chunk._replace(finish_reason=_reason(chunk.finish_reason, choice))
         return b"".join([*events, self.full_event(choice, chunk, usage, begun + last)])
-
-    @property
-    def _bare_ids(self) -> bool:
-        reading = self.job.rules.reading
-        return reading is not None and reading.tools is not None and reading.tools.bare_ids
 
 
 def _reason(reason: str, choice: ChoiceStream) -> str:

@@ -64,8 +64,7 @@ class CompletionFormat(ResponseFormat):
         self._echoes: list[str] | None = None
         if body.echo:
             self._echoes = [
-                tokenizer.decode(each.ids, job.rules.skip_special) if each.text is None else each.text
-                for each in prompts
+                tokenizer.decode(each.ids, job.skip_special) if each.text is None else each.text for each in prompts
             ]
         self._builders: dict[int, CompletionLogprobsBuilder] = {}
         self._echoed: dict[int, EncodedLists] = {}
@@ -73,7 +72,7 @@ class CompletionFormat(ResponseFormat):
 
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
         """Return the echo of the prompt with its log-probabilities, if asked for."""
-        if self._echoes is None and not self.job.shown.token_ids:
+        if self._echoes is None and not self.job.token_ids:
             return b""
         echoed = self._echoed.get(choice.prompt_index)
         scores = b"null" if echoed is None else bytes(echoed.encoded())
@@ -85,10 +84,10 @@ class CompletionFormat(ResponseFormat):
         if builder is None:
             builder = self._builders[choice.index] = CompletionLogprobsBuilder(
                 self.tokenizer,
-                self.job.shown.logprobs or 0,
+                self.job.logprobs or 0,
                 len(self._echo(choice)),
-                self.job.rules.skip_special,
-                self.job.shown.tokens_as_ids,
+                self.job.skip_special,
+                self.job.tokens_as_ids,
             )
         return builder.build(chunk.token_ids, chunk.logprobs)
 
@@ -103,11 +102,9 @@ class CompletionFormat(ResponseFormat):
         await super().prepare(choice)
         job, prompt = self.job, choice.prompt_index
         rows = None if choice.scores is None else choice.scores.rows
-        if self._echoes is None or job.shown.logprobs is None or rows is None or prompt in self._echoed:
+        if self._echoes is None or job.logprobs is None or rows is None or prompt in self._echoed:
             return
-        builder = CompletionLogprobsBuilder(
-            self.tokenizer, job.shown.logprobs, 0, job.rules.skip_special, job.shown.tokens_as_ids
-        )
+        builder = CompletionLogprobsBuilder(self.tokenizer, job.logprobs, 0, job.skip_special, job.tokens_as_ids)
         told, ids, lists = [None, *rows], job.prompts[prompt], EncodedLists()
         for part in slices(len(ids)):
             lists.add(builder.build(ids[part], told[part]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from fd_core.http.errors import invalid
+from fd_core.http.errors import required, unsupported
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
 from fd_core.server.preprocess.prompts import PromptState, require_effort
 from fd_core.server.schemas.requests import (
@@ -76,12 +76,12 @@ def _messages(turn: Turn, place: str) -> list[Message]:
     for index, block in enumerate(turn.content):
         where = f"{place}.content[{index}]"
         if block.type == "text":
-            texts.append(_required(block.text, f"{where}.text"))
+            texts.append(required(block.text, f"{where}.text"))
         elif block.type == "tool_use" and turn.role == "assistant":
             calls.append(_call(block, where))
         elif block.type == "tool_result" and turn.role == "user":
             content = _text(block.content or "", f"{where}.content")
-            answered = _required(block.tool_use_id, f"{where}.tool_use_id")
+            answered = required(block.tool_use_id, f"{where}.tool_use_id")
             answers.append(Message(role="tool", tool_call_id=answered, content=content))
         elif block.type == "thinking" and turn.role == "assistant":
             thoughts.append(block.thinking or "")
@@ -95,11 +95,11 @@ def _messages(turn: Turn, place: str) -> list[Message]:
 
 
 def _call(block: InputBlock, where: str) -> dict[str, object]:
-    name = _required(block.name, f"{where}.name")
+    name = required(block.name, f"{where}.name")
     given = {} if block.input is None else block.input
     arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     function = {"name": name, "arguments": arguments}
-    return {"id": _required(block.id, f"{where}.id"), "type": "function", "function": function}
+    return {"id": required(block.id, f"{where}.id"), "type": "function", "function": function}
 
 
 def _text(content: str | list[TextBlock] | None, place: str) -> str:
@@ -115,10 +115,9 @@ def _tools(body: CountRequest) -> list[Tool] | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
-            raise invalid(
+            raise unsupported(
                 f"tools[{index}].type is {tool.type[:40]!r}; served are tools of the client, of type 'custom'",
                 f"tools[{index}].type",
-                "unsupported_parameter",
             )
         function = ToolFunction(
             name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
@@ -132,20 +131,13 @@ def _choice(body: CountRequest) -> ToolChoice | None:
     if choice is None:
         return None
     if choice.type == "tool":
-        return NamedChoice(function=ChosenFunction(name=_required(choice.name, "tool_choice.name")))
+        return NamedChoice(function=ChosenFunction(name=required(choice.name, "tool_choice.name")))
     return _CHOICES[choice.type]
 
 
-def _required(value: str | None, field: str) -> str:
-    if value is None:
-        raise invalid(f"{field} is required", field, "missing_required_parameter")
-    return value
-
-
 def _unread(block: InputBlock | TextBlock, where: str, role: str) -> Exception:
-    return invalid(
+    return unsupported(
         f"{where}.type is {block.type[:40]!r}, which is not read here ({role}); served are text, thinking, tool_use "
         "and tool_result",
         f"{where}.type",
-        "unsupported_parameter",
     )

@@ -113,13 +113,13 @@ class MessagesFormat(AnswerFormat):
         sequence: str | None = None,
     ) -> MessagesAnswer:
         return MessagesAnswer(
-            id=f"msg_{self.job.source.request_id}",
-            model=self.job.shown.model,
+            id=f"msg_{self.job.record.request_id}",
+            model=self.job.served.name,
             content=content,
             stop_reason=reason,
             stop_sequence=sequence,
             usage=usage,
-            warnings=self.job.shown.warned,
+            warnings=self.job.warned,
         )
 
 

@@ -14,7 +14,7 @@ import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from fd_core.http.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, invalid, unsupported
 from fd_core.http.headers import refuse_encoding
 from fd_core.server.preprocess.json_shape import SMALL_BYTES, decodable
 from fd_core.server.schemas.unsupported import HARMLESS, Refusal
@@ -128,7 +128,7 @@ class BodyFormat(Generic[T]):
             if refusal is None:
                 given.setdefault(path, value)
             elif msgspec.json.decode(value) not in refusal.neutral:
-                raise invalid(f"{path} is not supported: {refusal.reason}", path, "unsupported_parameter")
+                raise unsupported(f"{path} is not supported: {refusal.reason}", path)
             if len(given) > _MAX_UNKNOWN:
                 raise invalid(
                     f"the body has more than {_MAX_UNKNOWN:,} fields that are not known", None, "invalid_body"

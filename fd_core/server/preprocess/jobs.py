@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -32,71 +32,19 @@ _ANY_TEXT = FormOutcome()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSource:
-    """Whose request it is, and how it came."""
-
-    request_id: str
-    arrived: float
-    """When the server received the request, in seconds of `time.perf_counter`."""
-    path: str = ""
-    """Path of the API that was called."""
-    owner: str = ""
-    """Whose request it is, see `ApiKey.owner`."""
-    record: RequestRecord = field(default_factory=RequestRecord)
-    """Told what was read and written."""
-    trace: Mapping[str, str] = field(default_factory=dict)
-    """Headers of the request that name its span, if spans are made."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRules:
-    """How the tokens of an answer become its text."""
-
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special: bool = True
-    reading: AnswerReading | None = None
-    """How answers are read; None for plain text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """What the answer shows besides its texts."""
-
-    model: str
-    """The name under which the model answers."""
-    fingerprint: str
-    """Names what computes, see `ServedName.fingerprint`."""
-    logprobs: int | None = None
-    """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
-    prompt_logprobs: int | None = None
-    """Most likely tokens shown beside each token of the prompt; None shows none."""
-    token_ids: bool = False
-    """Whether ids are shown."""
-    tokens_as_ids: bool = False
-    """Whether log-probabilities name tokens by their ids."""
-    usage_in_stream: bool = False
-    """Whether a last event of a stream tells the usage."""
-    usage_in_events: bool = False
-    """Whether every event of a stream tells the usage so far."""
-    prompt_only: bool = False
-    """Whether the answer shows nothing of the text: one token is computed and dropped."""
-    warnings: tuple[Unenforced, ...] = ()
-    """Parts of schemas that the answer may not keep."""
-
-    @property
-    def warned(self) -> list[Unenforced] | msgspec.UnsetType:
-        """The warnings as answers show them."""
-        return list(self.warnings) or msgspec.UNSET
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A checked request: everything that one HTTP request wants generated, and what its answer shows."""
 
-    source: RequestSource
-    rules: TextRules
-    shown: Shown
+    record: RequestRecord
+    """Told what was read and written."""
+    owner: str
+    """Whose request it is, see `ApiKey.owner`."""
+    arrived: float
+    """When the server received the request, in seconds of `time.perf_counter`."""
+    path: str
+    """Path of the API that was called, if spans are made."""
+    trace: Mapping[str, str]
+    """Headers of the request that name its span, if spans are made."""
     prompts: Sequence[tuple[int, ...]]
     params: Sequence[SamplingParams]
     """For each prompt; the seed is that of its first choice."""
@@ -107,10 +55,40 @@ class Job:
     priority: int
     tenant: str
     cache_salt: str
-    adapter: str
-    """Digest of the LoRA adapter that the model's name stands for; empty for the model itself."""
+    served: ServedName
     prefill_at: str
     """`host:port` of the prefill worker that computes the prompts; empty computes them here."""
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special: bool
+    reading: AnswerReading | None
+    """How answers are read; None for plain text."""
+    logprobs: int | None
+    """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
+    prompt_logprobs: int | None
+    """Most likely tokens shown beside each token of the prompt; None shows none."""
+    token_ids: bool
+    """Whether ids are shown."""
+    tokens_as_ids: bool
+    """Whether log-probabilities name tokens by their ids."""
+    usage_in_stream: bool
+    """Whether a last event of a stream tells the usage."""
+    usage_in_events: bool
+    """Whether every event of a stream tells the usage so far."""
+    prompt_only: bool
+    """Whether the answer shows nothing of the text: one token is computed and dropped."""
+    warnings: tuple[Unenforced, ...]
+    """Parts of schemas that the answer may not keep."""
+
+    @property
+    def warned(self) -> list[Unenforced] | msgspec.UnsetType:
+        """The warnings as answers show them."""
+        return list(self.warnings) or msgspec.UNSET
+
+    @property
+    def bare_ids(self) -> bool:
+        """Whether the model's template demands bare ids of calls."""
+        return self.reading is not None and self.reading.tools is not None and self.reading.tools.bare_ids
 
 
 async def conversation_job(
@@ -198,13 +176,12 @@ def build_job(
         context=info.max_model_len,
         limit=record.tokens_per_minute if owner else None,
     )
-    n = cost.n
     params = sampling_params(body, info, cost.outputs, logprobs, state.tokenizer)
     if params[0].prompt_logprobs is not None:
         name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-        check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * n, name)
+        check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * cost.n, name)
     if logprobs is not None:
-        check_logprobs(logprobs, [each.max_tokens for each in params], n, info.max_model_len)
+        check_logprobs(logprobs, [each.max_tokens for each in params], cost.n, info.max_model_len)
     stop = stop_strings(body) if body.stop else ()
     peer = _prefill_peer(state, request, ticket) if (ticket := headers.get(TICKET_HEADER)) is not None else ""
     warnings: tuple[Unenforced, ...] = ()
@@ -221,41 +198,32 @@ def build_job(
         params = constrained(state, prompts, params, reading=reading, budget=budget, called=called)
         check_structure(params[0])
     return Job(
-        source=RequestSource(
-            request_id=record.request_id,
-            arrived=request.state.arrived,
-            path=request.url.path if state.spans is not None else "",
-            owner=owner,
-            record=record,
-            trace={} if state.spans is None else {n: v for n in TRACE_HEADERS if (v := headers.get(n))},
-        ),
-        rules=TextRules(
-            stop=stop,
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special=body.skip_special_tokens is not False,
-            reading=reading,
-        ),
-        shown=Shown(
-            model=served.name,
-            fingerprint=served.fingerprint,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            token_ids=bool(body.return_token_ids),
-            tokens_as_ids=bool(body.return_tokens_as_token_ids),
-            usage_in_stream=bool(options and options.include_usage),
-            usage_in_events=bool(options and options.continuous_usage_stats),
-            prompt_only=body.max_tokens == 0,
-            warnings=warnings,
-        ),
+        record=record,
+        owner=owner,
+        arrived=request.state.arrived,
+        path=request.url.path if state.spans is not None else "",
+        trace={} if state.spans is None else {n: v for n in TRACE_HEADERS if (v := headers.get(n))},
         prompts=prompts,
         params=params,
-        n=n,
+        n=cost.n,
         most_tokens=cost.tokens,
         priority=body.priority or 0,
         tenant=scoped(owner, body.user) if owner else body.user or "",
         cache_salt=state.access.salt(owner, body.cache_salt),
-        adapter=served.adapter,
+        served=served,
         prefill_at=peer,
+        stop=stop,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        reading=reading,
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        usage_in_stream=bool(options and options.include_usage),
+        usage_in_events=bool(options and options.continuous_usage_stats),
+        prompt_only=body.max_tokens == 0,
+        warnings=warnings,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from fd_core.http.errors import ApiError, invalid
+from fd_core.http.errors import invalid, required, unsupported
 from fd_core.server.preprocess.sampling import asked_tokens
 from fd_core.server.preprocess.tools import OfferedTools, offered_tools
 from fd_core.server.schemas.requests import (
@@ -50,9 +50,7 @@ async def completion_prompts(state: PromptState, body: CompletionRequest) -> lis
     """
     by_ids = bool(body.prompt_token_ids) or body.prompt is None  # an empty list asks for nothing
     reader, field = state.prompt_reader, "prompt_token_ids" if by_ids else "prompt"
-    given = body.prompt_token_ids if by_ids else body.prompt
-    if given is None:
-        raise _required("prompt")
+    given = required(body.prompt_token_ids if by_ids else body.prompt, "prompt")
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
     if len(texts) > (most := state.max_n):
         raise invalid(f"{field} holds {len(texts)} prompts; one request may hold {most}", field)
@@ -79,10 +77,8 @@ async def chat_prompt(
             text, special = _only_text(body.messages or []), body.add_special_tokens is not False
             ids = await reader.run(len(text), lambda: reader.text(text, special, "messages"))
         return _shortened(state, body, PromptText(ids, None)).ids
-    if body.messages is None:
-        raise _required("messages")
     turns: list[dict[str, Any]] = []
-    for index, message in enumerate(body.messages):
+    for index, message in enumerate(required(body.messages, "messages")):
         if message.role != "user" or message.content is None or message.tool_calls or message.function_call:
             _check(f"messages[{index}]", message)
         turn = msgspec.to_builtins(message)
@@ -97,11 +93,10 @@ async def chat_prompt(
     template = body.chat_template or None
     own = template is not None and state.prompt_reader.own_template(template) is not None
     if template is not None and not own and not state.trusts_templates:
-        raise invalid(
+        raise unsupported(
             "chat_template is not supported: templates from requests are run only where the server was started with "
             "--trust-request-chat-template",
             "chat_template",
-            "unsupported_parameter",
         )
     effort = body.reasoning_effort
     if template is None and effort is not None:
@@ -144,10 +139,8 @@ def require_effort(reader: PromptReader, effort: str | None, field: str) -> None
     `none` and `medium` ask for what such a model does anyway.
     """
     if effort not in (None, "none", "medium") and not reader.takes_effort:
-        raise invalid(
-            f"{field} is not supported: the chat template of this model has no place for an effort of reasoning",
-            field,
-            "unsupported_parameter",
+        raise unsupported(
+            f"{field} is not supported: the chat template of this model has no place for an effort of reasoning", field
         )
 
 
@@ -179,12 +172,8 @@ def _only_text(messages: list[Message]) -> str:
 def _check(place: str, message: Message) -> None:
     require_role(message.role, f"{place}.role")
     if message.function_call:
-        raise invalid(f"{place}.function_call: use tool_calls", f"{place}.function_call", "unsupported_parameter")
+        raise unsupported(f"{place}.function_call: use tool_calls", f"{place}.function_call")
     if message.tool_calls and message.role != "assistant":
         raise invalid(f"{place}.tool_calls: only an assistant calls tools", f"{place}.tool_calls", "invalid_value")
-    if message.content is None and message.role != "assistant":
-        raise _required(f"{place}.content")
-
-
-def _required(field: str) -> ApiError:
-    return invalid(f"{field} is required", field, "missing_required_parameter")
+    if message.role != "assistant":
+        required(message.content, f"{place}.content")

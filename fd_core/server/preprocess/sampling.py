@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from fd_core.engine.process.messages import EngineInfo
-from fd_core.http.errors import invalid
+from fd_core.http.errors import invalid, unsupported
 from fd_core.server.schemas.requests import (
     MAX_LOGIT_BIAS,
     MAX_STOP,
@@ -72,11 +72,7 @@ def text_cost(
     """
     n = request.n or 1
     if isinstance(request, CompletionRequest) and request.best_of is not None and request.best_of != n:
-        raise invalid(
-            f"best_of is {request.best_of} and n is {n}; only equal values are supported",
-            "best_of",
-            "unsupported_parameter",
-        )
+        raise unsupported(f"best_of is {request.best_of} and n is {n}; only equal values are supported", "best_of")
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens is 0, which needs echo to be true: the answer would be empty", "max_tokens")
     texts = n * len(prompts)

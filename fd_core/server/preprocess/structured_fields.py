@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.http.errors import invalid
+from fd_core.http.errors import invalid, required
 from fd_core.structured.bounds import MAX_CHOICES
 from fd_core.structured.grammar import ChoiceForm, FormAsked, Schema, SchemaForm, TagForm, TextForm
 from fd_core.types import NumLogprobs
@@ -180,12 +180,10 @@ def _response_format(wanted: ResponseFormatField | None) -> FormAsked | None:
             return _json(wanted.schema, f"{place}.schema", None)
         return FormAsked(place, _ANY_OBJECT)
     if wanted.type == "json_schema":
-        if wanted.json_schema is None:
-            raise invalid(f"{place}.json_schema is required", f"{place}.json_schema", "missing_required_parameter")
-        schema = wanted.json_schema.schema
-        if schema is None:
+        given = required(wanted.json_schema, f"{place}.json_schema")
+        if given.schema is None:
             return FormAsked(place, _ANY_OBJECT)
-        return _json(schema, f"{place}.json_schema.schema", None, is_strict=wanted.json_schema.strict is not False)
+        return _json(given.schema, f"{place}.json_schema.schema", None, is_strict=given.strict is not False)
     if wanted.type == "structural_tag":
         parts = {"structures": wanted.structures, "triggers": wanted.triggers, "format": wanted.format}
         return _tag({name: value for name, value in parts.items() if value is not None}, place)

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from fd_core.http.errors import invalid
+from fd_core.http.errors import invalid, unsupported
 from fd_core.server.schemas.requests import MAX_TOOL_NAME, Tool, ToolChoice
 from fd_core.server.state.state import ServerState
 from fd_core.structured.calls import CallAsked
@@ -81,11 +81,10 @@ def answer_reading(
             return None
         return AnswerReading(parsers.reasoning, None, {}, parallel, show_reasoning)
     if parsers.tools is None:
-        raise invalid(
+        raise unsupported(
             "tools cannot be called: it is not known how this model writes calls; start the server with "
             "--tool-call-parser, or leave tools out",
             "tools",
-            "unsupported_parameter",
         )
     return AnswerReading(parsers.reasoning, parsers.tools, tools.schemas, parallel, show_reasoning)
 
@@ -157,11 +156,10 @@ def constrained(
     parser = None if reading is None else reading.reasoning
     if called and reading is not None and reading.tools is not None and reading.tools.reads_reasoning:
         if budget is not None:
-            raise invalid(
+            raise unsupported(
                 "reasoning_max_tokens cannot be kept beside calls that are demanded or strict: as this model writes "
                 "them, its reasoning belongs to their grammar; leave out one of them",
                 "reasoning_max_tokens",
-                "unsupported_parameter",
             )
         parser = None  # its grammar begins with the reasoning
     held = []
@@ -179,11 +177,10 @@ def _reasoning(
     if parser is None or not parser.end:
         if budget is None:
             return None
-        raise invalid(
+        raise unsupported(
             "reasoning_max_tokens cannot be kept: it is not known how this model ends its reasoning; see "
             "--reasoning-parser",
             "reasoning_max_tokens",
-            "unsupported_parameter",
         )
     if not parser.begins_reasoning(tail, state.prompt_reader.switches_reasoning):
         return None
@@ -195,11 +192,10 @@ def _reasoning(
 def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int, field: str) -> CallAsked:
     form = parser.form(name)
     if form is None:
-        raise invalid(
+        raise unsupported(
             f"{field} demands calls of a fixed form, which a grammar cannot hold as this model writes them; "
             "leave the model the choice, without strict and without another form",
             field,
-            "unsupported_parameter",
         )
     keeps = name in tools.strict or name in tools.forced
     schema = dict(tools.schemas[name]) if keeps else {"type": "object"}

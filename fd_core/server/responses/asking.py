@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from fd_core.http.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.preprocess.prompts import require_role
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
 from fd_core.server.responses.store import ResponseStore
@@ -29,11 +29,10 @@ def earlier_messages(body: ResponsesRequest, store: ResponseStore, owner: str) -
     if not store.capacity:
         for field, given in (("store", body.store), ("previous_response_id", body.previous_response_id)):
             if given:
-                raise invalid(
+                raise unsupported(
                     f"{field} is not supported: this server keeps no answers; send the whole conversation as input, or "
                     "start the server with --response-store",
                     field,
-                    "unsupported_parameter",
                 )
     if not body.previous_response_id:
         return ()
@@ -78,9 +77,8 @@ def demanded_form(body: ResponsesRequest) -> FormAsked | None:
         return None
     if form.type == "json_object":
         return FormAsked("text.format", SchemaForm(schema={"type": "object"}))
-    if form.schema is None:
-        raise invalid("text.format.schema is required", "text.format.schema", "missing_required_parameter")
-    return FormAsked("text.format.schema", SchemaForm(schema=form.schema, is_strict=form.strict is not False))
+    schema = required(form.schema, "text.format.schema")
+    return FormAsked("text.format.schema", SchemaForm(schema=schema, is_strict=form.strict is not False))
 
 
 def _check(body: ResponsesRequest) -> None:
@@ -102,7 +100,7 @@ def _messages(given: str | list[InputItem]) -> list[Message]:
     for index, item in enumerate(given):
         place = f"input[{index}]"
         if item.type in (None, "message"):
-            role = _required(item.role, f"{place}.role")
+            role = required(item.role, f"{place}.role")
             require_role(role, f"{place}.role")
             messages.append(Message(role=role, content=_text(item.content, f"{place}.content")))
             if role == "assistant" and thought is not None:
@@ -115,21 +113,20 @@ def _messages(given: str | list[InputItem]) -> list[Message]:
                 thought = None
             messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), _call(item, place)]
         elif item.type == "function_call_output":
-            answered = _required(item.call_id, f"{place}.call_id")
+            answered = required(item.call_id, f"{place}.call_id")
             messages.append(Message(role="tool", tool_call_id=answered, content=_text(item.output, f"{place}.output")))
         else:
-            raise invalid(
+            raise unsupported(
                 f"{place}.type is {item.type[:40]!r}; served are message, reasoning, function_call and "
                 "function_call_output",
                 f"{place}.type",
-                "unsupported_parameter",
             )
     return messages
 
 
 def _call(item: InputItem, place: str) -> dict[str, Any]:
-    name, arguments = _required(item.name, f"{place}.name"), _required(item.arguments, f"{place}.arguments")
-    called = _required(item.call_id, f"{place}.call_id")
+    name, arguments = required(item.name, f"{place}.name"), required(item.arguments, f"{place}.arguments")
+    called = required(item.call_id, f"{place}.call_id")
     return {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -139,10 +136,8 @@ def _text(content: str | list[InputPart] | None, place: str) -> str:
     texts = [part.refusal if part.type == "refusal" else part.text for part in content or ()]
     for index, part in enumerate(content or ()):
         if part.type not in _TEXTS or texts[index] is None:
-            raise invalid(
-                f"{place}[{index}].type is {part.type[:40]!r}; only text is read here",
-                f"{place}[{index}].type",
-                "unsupported_parameter",
+            raise unsupported(
+                f"{place}[{index}].type is {part.type[:40]!r}; only text is read here", f"{place}[{index}].type"
             )
     return "\n".join(text or "" for text in texts)
 
@@ -151,12 +146,11 @@ def _tools(body: ResponsesRequest) -> list[Tool] | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type != "function":
-            raise invalid(
+            raise unsupported(
                 f"tools[{index}].type is {tool.type[:40]!r}; served are functions, which the client calls",
                 f"tools[{index}].type",
-                "unsupported_parameter",
             )
-        name = _required(tool.name, f"tools[{index}].name")
+        name = required(tool.name, f"tools[{index}].name")
         function = ToolFunction(name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
         tools.append(Tool(function=function))
     return tools or None
@@ -168,14 +162,8 @@ def _choice(body: ResponsesRequest) -> ToolChoice | None:
         return choice
     if choice.type != "function":
         raise _unsupported("tool_choice.type", "served are none, auto, required and a function")
-    return NamedChoice(function=ChosenFunction(name=_required(choice.name, "tool_choice.name")))
-
-
-def _required(value: str | None, field: str) -> str:
-    if value is None:
-        raise invalid(f"{field} is required", field, "missing_required_parameter")
-    return value
+    return NamedChoice(function=ChosenFunction(name=required(choice.name, "tool_choice.name")))
 
 
 def _unsupported(field: str, reason: str) -> ApiError:
-    return invalid(f"{field} is not supported: {reason}", field, "unsupported_parameter")
+    return unsupported(f"{field} is not supported: {reason}", field)

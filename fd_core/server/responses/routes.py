@@ -101,7 +101,7 @@ class ResponsesFormat(AnswerFormat):
         self.job = job
         self._body = body
         self._keep = keep
-        self._id = f"resp_{job.source.request_id}"
+        self._id = f"resp_{job.record.request_id}"
         self._created = int(time.time())
         self._writer = BlockWriter()
         self._items: dict[int, tuple[str, str]] = {}
@@ -177,7 +177,7 @@ class ResponsesFormat(AnswerFormat):
             status=status,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
-            model=self.job.shown.model,
+            model=self.job.served.name,
             output=output,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
@@ -190,15 +190,14 @@ class ResponsesFormat(AnswerFormat):
             top_p=1.0 if body.top_p is None else body.top_p,
             user=body.user,
             metadata=body.metadata or {},
-            warnings=self.job.shown.warned,
+            warnings=self.job.warned,
         )
 
     def _item(self, block: AnswerBlock, status: str = "completed", begun: bool = False) -> dict[str, Any]:
         """Return a block as an item: with all that it holds, or as it begins."""
         if block.index not in self._items:
-            reading = self.job.rules.reading
-            bare = reading is not None and reading.tools is not None and reading.tools.bare_ids
-            self._items[block.index] = (f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}", new_call_id(bare))
+            item_id = f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}"
+            self._items[block.index] = item_id, new_call_id(self.job.bare_ids)
         item_id, call_id = self._items[block.index]
         text = "" if begun else block.text
         if block.kind == "call":

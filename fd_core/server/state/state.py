@@ -22,7 +22,7 @@ from fd_core.errors import BadRequest
 from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget
 from fd_core.http.draining import Drain
-from fd_core.http.errors import ApiError, invalid, unavailable
+from fd_core.http.errors import ApiError, unavailable, unsupported
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
 from fd_core.server.batches.service import BatchService
@@ -69,7 +69,7 @@ class GrammarChecker:
         many others are before it.
         """
         if not self._served:
-            raise invalid(f"{form.field}: structured output is switched off here", form.field, "unsupported_parameter")
+            raise unsupported(f"{form.field}: structured output is switched off here", form.field)
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
                 outcome = await self._pool.run(form)

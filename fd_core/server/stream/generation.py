@@ -143,9 +143,8 @@ class ChoiceStream:
         self.prefill: PrefillOutcome | None = None
         """What became of a prompt that another worker was to compute; known with the first token."""
         self.finished: str | None = None
-        self.times = TokenTimes(job.source.arrived)
-        rules = job.rules
-        reading = rules.reading
+        self.times = TokenTimes(job.arrived)
+        reading = job.reading
         self.answer = None if reading is None else AnswerReader(reading, state.tokenizer, spec.prompt)
         """Reads the text; None for plain text."""
         self.deltas = deltas
@@ -153,13 +152,13 @@ class ChoiceStream:
         self._metrics = state.metrics
         params = spec.params
         ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *spec.eos_token_ids)
-        self._silent_ends = () if rules.include_stop else ends
+        self._silent_ends = () if job.include_stop else ends
         """Tokens that end the text and are not seen in it."""
         self._detokenizer = IncrementalDetokenizer(
             state.tokenizer,
-            skip_special=rules.skip_special,
-            stop=rules.stop,
-            include_stop=rules.include_stop,
+            skip_special=job.skip_special,
+            stop=job.stop,
+            include_stop=job.include_stop,
             keep=() if reading is None else reading.markers,
         )
 
@@ -181,7 +180,7 @@ class ChoiceStream:
         scores = self.scores
         if scores is not None and self.index != self.prompt_index * self._job.n:
             await scores.complete.wait()
-        shown, answer = self._job.shown, self.answer
+        job, answer = self._job, self.answer
         while self.finished is None:
             try:
                 delta = await self.deltas.__anext__()
@@ -194,7 +193,7 @@ class ChoiceStream:
                 self.end(FinishReason.ABORT if delta.finish_reason is FinishReason.ABORT else chunk.finish_reason)
                 return chunk
             # Tokens that add no text get a chunk if their log-probabilities or ids are shown.
-            tokens_shown = chunk.token_ids and (shown.logprobs is not None or shown.token_ids)
+            tokens_shown = chunk.token_ids and (job.logprobs is not None or job.token_ids)
             if (chunk.text if answer is None else chunk.events) or tokens_shown:
                 return chunk
         return None
@@ -215,7 +214,7 @@ class ChoiceStream:
             self._metrics.tokens_came(self.times, len(ids), first=not self.tokens)
         if reason is FinishReason.ERROR:
             raise self._failure(delta.error or "the engine gave no reason")
-        if self._job.shown.prompt_only and reason is not FinishReason.ABORT:
+        if self._job.prompt_only and reason is not FinishReason.ABORT:
             return TextChunk("", (), (), None if reason is None else FinishReason.LENGTH.value)
         silent = reason is FinishReason.STOP and ids and ids[-1] in self._silent_ends
         read = ids[:-1] if silent else ids
@@ -253,7 +252,7 @@ class ChoiceStream:
             self.scores.complete.set()
         self._metrics.ended(
             outcome,
-            adapter=self._job.shown.model if self._job.adapter else None,
+            adapter=self._job.served.name if self._job.served.adapter else None,
             prompt=len(self.spec.prompt),
             most=self.spec.params.max_tokens,
             tokens=self.tokens,
@@ -282,11 +281,11 @@ class Generation:
         job, state = self._job, self._state
         count = len(job.prompts) * job.n
         state.admit(count)
-        if job.source.record.account is not None:
-            state.access.reserve(job.source.record, job.most_tokens)
+        if job.record.account is not None:
+            state.access.reserve(job.record, job.most_tokens)
         if state.spans is not None:
-            self._span = begin_generation(state.spans, job, time.perf_counter() - job.source.arrived)
-        self._engine_ids = state.active.enter(job.source.request_id, count, job.source.owner)
+            self._span = begin_generation(state.spans, job, time.perf_counter() - job.arrived)
+        self._engine_ids = state.active.enter(job.record.request_id, count, job.owner)
         try:
             for index, engine_id in enumerate(self._engine_ids):
                 self._submit(index, engine_id)
@@ -299,7 +298,7 @@ class Generation:
         """Close every engine request; those that still ran are aborted."""
         left = kind is not None and issubclass(kind, asyncio.CancelledError)
         outcome = "disconnect" if left else "error"
-        job, record = self._job, self._job.source.record
+        job, record = self._job, self._job.record
         try:
             for choice in self.choices:
                 if choice.finished is None:
@@ -353,7 +352,7 @@ class Generation:
             priority=job.priority,
             tenant=job.tenant,
             cache_salt=job.cache_salt,
-            adapter=job.adapter,
+            adapter=job.served.adapter,
             # A prompt that is scored is computed here in any case.
             traceparent="" if self._span is None or not job.prefill_at else self._span.headers["traceparent"],
             prefill_at=job.prefill_at if job.params[which].prompt_logprobs is None else "",
@@ -375,7 +374,7 @@ _FAILED = frozenset({"error", "disconnect"})
 
 def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> RequestSpan:
     """Begin the span of a generation that arrived `seconds_ago`."""
-    name, attributes = span_name(job.source.path, job.shown.model)
+    name, attributes = span_name(job.path, job.served.name)
     params = job.params[0]
     asked: dict[str, Any] = {
         **attributes,
@@ -383,16 +382,16 @@ def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> Reque
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.choice.count": len(job.prompts) * job.n,
-        "gen_ai.request.id": job.source.request_id,
+        "gen_ai.request.id": job.record.request_id,
     }
-    return spans.begin(name, "server", job.source.trace, asked, seconds_ago=seconds_ago)
+    return spans.begin(name, "server", job.trace, asked, seconds_ago=seconds_ago)
 
 
 def end_generation(span: RequestSpan, job: Job, choices: Sequence[ChoiceStream], outcome: str) -> None:
     """End the span of a generation whose choices have ended, or that ended with `outcome` without any."""
     ended = [choice.finished or outcome for choice in choices] or [outcome]
     told: dict[str, Any] = {
-        "gen_ai.response.model": job.shown.model,
+        "gen_ai.response.model": job.served.name,
         "gen_ai.response.finish_reasons": ended,
         "gen_ai.usage.input_tokens": sum(map(len, job.prompts)),
         "gen_ai.usage.output_tokens": sum(choice.tokens for choice in choices),

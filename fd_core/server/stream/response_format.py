@@ -121,16 +121,16 @@ class ResponseFormat(AnswerFormat):
         self.job = job
         self.tokenizer = tokenizer
         self._facts: dict[str, str | int] = {
-            "id": self.id_prefix + job.source.request_id,
+            "id": self.id_prefix + job.record.request_id,
             "created": int(time.time()),
-            "model": job.shown.model,
+            "model": job.served.name,
         }
-        self._facts["system_fingerprint"] = job.shown.fingerprint
+        self._facts["system_fingerprint"] = job.served.fingerprint
         self.head = b"data: " + _encode({"object": self.chunk_object, **self._facts})[:-1] + b',"choices":['
-        self.end = b'],"usage":null}\n\n' if job.shown.usage_in_stream else b"]}\n\n"
+        self.end = b'],"usage":null}\n\n' if job.usage_in_stream else b"]}\n\n"
         self.plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self.end
         self._heads: dict[int, bytes] = {}
-        self.scored = job.shown.logprobs is not None or job.shown.token_ids
+        self.scored = job.logprobs is not None or job.token_ids
         self.prompt_scores: dict[int, Any] = {}
         """What is told of each prompt in vLLM's shape, if it was asked for."""
 
@@ -148,7 +148,7 @@ class ResponseFormat(AnswerFormat):
             **self._facts,
             choices=[self.choice(each) for each in collected],
             usage=usage,
-            warnings=self.job.shown.warned,
+            warnings=self.job.warned,
         )
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
@@ -167,35 +167,35 @@ class ResponseFormat(AnswerFormat):
 
     def full_event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None, begun: bytes) -> bytes:
         """Return the event that ends what a chunk adds; `begun` is its JSON up to the end of the text."""
-        shown = self.job.shown
-        scores = b"null" if shown.logprobs is None else _encode(self.logprobs(choice, chunk))
+        job = self.job
+        scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
         parts = [begun, b',"logprobs":', scores, b',"finish_reason":']
         parts.append(_encode(chunk.finish_reason))
         if chunk.finish_reason is not None:
             parts += b',"stop_reason":', _encode(chunk.stop_reason)
-        if shown.token_ids:
+        if job.token_ids:
             parts += b',"token_ids":', _encode(chunk.token_ids)
         return b"".join([*parts, b"}", self.end if usage is None else end_with(usage)])
 
     def lead(self, choice: ChoiceStream, usage: Usage | None, content: bytes, scores: bytes = b"null") -> bytes:
         """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
-        shown = self.job.shown
-        ids = b',"prompt_token_ids":' + _encode(self.job.prompts[choice.prompt_index]) if shown.token_ids else b""
+        job = self.job
+        ids = b',"prompt_token_ids":' + _encode(job.prompts[choice.prompt_index]) if job.token_ids else b""
         end = b',"logprobs":' + scores + b',"finish_reason":null'
         event = self.head + b'{"index":%d' % choice.index + content + end + ids + b"}"
         end_of_event = self.end if usage is None else end_with(usage)
-        if not shown.warnings:
+        if not job.warnings:
             return event + end_of_event
-        return event + b'],"warnings":' + _encode(shown.warnings) + end_of_event.removeprefix(b"]")
+        return event + b'],"warnings":' + _encode(job.warnings) + end_of_event.removeprefix(b"]")
 
     def last(self, usage: Usage) -> bytes:
         """Return the usage, if it is asked for, and the end."""
-        told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.shown.usage_in_stream else b""
+        told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
         return told + _DONE
 
     async def prepare(self, choice: ChoiceStream) -> None:
         """Spell the log-probabilities of a choice's prompt."""
-        top, prompt = self.job.shown.prompt_logprobs, choice.prompt_index
+        top, prompt = self.job.prompt_logprobs, choice.prompt_index
         rows = None if choice.scores is None else choice.scores.rows
         if top is None or rows is None or prompt in self.prompt_scores:
             return
@@ -208,7 +208,7 @@ class ResponseFormat(AnswerFormat):
 
     async def score(self, collected: CollectedText) -> None:
         """Spell the log-probabilities of a choice's tokens."""
-        if self.job.shown.logprobs is None:
+        if self.job.logprobs is None:
             return
         lists = self.begun_scores(collected.choice)
         ids, rows = tuple(collected.token_ids), tuple(collected.logprobs)
@@ -230,7 +230,7 @@ class ResponseFormat(AnswerFormat):
             "stop_reason": collected.stop_reason,
             "logprobs": collected.scores,
         }
-        if self.job.shown.token_ids:
+        if self.job.token_ids:
             fields["token_ids"] = collected.token_ids
             fields["prompt_token_ids"] = list(self.job.prompts[choice.prompt_index])
         return fields

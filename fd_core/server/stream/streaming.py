@@ -52,7 +52,7 @@ class GenerationResponse(Response):
         if not self._stream:
             await self._send_whole(scope, receive, send)
             return
-        response_format, shown = self._format, self._format.job.shown
+        response_format, job = self._format, self._format.job
         headers = {**_STREAM_HEADERS, **self._extra}
         started, sending, preparing = False, asyncio.Lock(), asyncio.Lock()
 
@@ -70,7 +70,7 @@ class GenerationResponse(Response):
             usage: Usage | None = None
             begun = False
             while (chunk := await choice.next()) is not None:
-                if shown.usage_in_events:
+                if job.usage_in_events:
                     usage = generation.usage()
                 lead = b""
                 if not begun:
@@ -84,7 +84,7 @@ class GenerationResponse(Response):
                 await emit(lead + response_format.event(choice, chunk, usage))
 
         try:
-            async with UntilDisconnect(receive) as client, Generation(self._state, response_format.job) as generation:
+            async with UntilDisconnect(receive) as client, Generation(self._state, job) as generation:
                 await generation.each(follow)
         except Exception as error:  # the stream's outer edge: whatever happened, the client is told
             if not started:
