@@ -30,10 +30,7 @@ class BodyBudget:
         self.stats = BodyStats()
 
     def share(self, announced: str | None, largest: int) -> BodyShare:
-        """Return the share of a body, to be held while its bytes are kept; `announced` is its content-length, if told.
-
-        Raises `ApiError`: 413 for more than `largest` bytes, 503 where the budget is used up.
-        """
+        """Return the share of a body; `ApiError`: 413 beyond `largest` bytes, 503 where the budget is used up."""
         share = BodyShare(self, largest)
         if announced is not None and (length := length_of(announced)) is not None:
             share.reserve(length)

@@ -118,10 +118,7 @@ class AccessControl:
         return key
 
     def of_owner(self, owner: str) -> ApiKey | None:
-        """Return the key for which a batch runs.
-
-        Raises `ApiError` (401) if it is no longer accepted. A batch that was begun without a key goes on.
-        """
+        """Return the key of a batch, None if it was begun without one; `ApiError` (401) if it is no longer accepted."""
         if not self.has_keys or not owner:
             return None
         key = self.ring.of_owner(owner.partition(".")[0])
@@ -133,10 +130,7 @@ class AccessControl:
 
     @staticmethod
     def authorize(record: RequestRecord, method: str, path: str) -> str:
-        """Return the template of the route that a request of a known key asks for.
-
-        Raises `ApiError`: 404 for a path that `ROUTES` does not name, 405 for another method, 403 without the right.
-        """
+        """Return the template of the route that a known key asks for; `ApiError`: 404, 405, 403 without the right."""
         found = find_route(path)
         if found is None:
             raise no_such_path(path)

@@ -133,10 +133,7 @@ class Reservation:
         self.tokens = tokens
 
     def settle(self, now: float, used: int) -> None:
-        """Give back what was not used; what was used beyond the reservation is taken now, whatever the limit says.
-
-        Only the first call does anything.
-        """
+        """Give back, once, what was not used; what was used beyond that is taken now, whatever the limit says."""
         if not self._open or self._slot is None:
             return
         self._open = False

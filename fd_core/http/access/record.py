@@ -39,10 +39,7 @@ class RequestRecord:
         return (self.key is None or self.key.admin) and (self.tenant is None or self.tenant.admin)
 
     def may_abort(self, owner: str) -> bool:
-        """Return True if this request may end the work of an owner.
-
-        An admin key of a router's reaches all that came through a router with the same key.
-        """
+        """Return True if this request may end an owner's work; a router's admin reaches all of that router's."""
         if self.is_admin or owner == self.owner:
             return True
         return self.tenant is not None and self.tenant.admin and owner.startswith(self.owner.partition(".")[0] + ".")

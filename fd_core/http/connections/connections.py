@@ -82,10 +82,7 @@ class ConnectionStats(msgspec.Struct):
 
 
 def connection_limit(config: ListenConfig, *, descriptors: int = 1) -> int:
-    """Return the most connections at a time: what the settings say, or what the limit of descriptors leaves.
-
-    `descriptors` is how many one connection may take, the one to a worker included.
-    """
+    """Return the most connections: a setting, or what the limit leaves at so many `descriptors` for each."""
     if config.limit_concurrency is not None:
         return config.limit_concurrency
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -159,10 +156,7 @@ class Connections:
             del self._sources[connection.source]
 
     def admit(self, address: str, make: Callable[[], WatchedProtocol]) -> WatchedProtocol | None:
-        """Return the protocol of one more connection, or None if there is no room for it.
-
-        Where there are too many, the one that waited longest leaves.
-        """
+        """Return the protocol of one more connection, for which one that waits may leave; None without room."""
         source, most = source_of(address), self.limit_of_address
         if self._sources[source] >= most and not is_loopback(source):
             self.stats.refused_of_address += 1

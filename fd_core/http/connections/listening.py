@@ -165,10 +165,7 @@ _LISTENS: Final = "0A"
 
 
 def port_holder(port: int) -> str | None:
-    """Return the process that listens on `port`, for people; None where the system does not tell.
-
-    Nothing of a command line is shown but the command of fdcore: flags may hold secrets.
-    """
+    """Return the process that listens on `port`, None if unknown; of fdcore's command no flags: they may be secret."""
     try:
         inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(Path("/proc/net", table), port)}
     except (OSError, ValueError):

@@ -38,10 +38,7 @@ _BEHIND: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 async def read_texts(state: PromptState, given: Any, field: str, add_special: bool = True) -> list[PromptText]:
-    """Return texts, or lists of ids, as prompts.
-
-    Raises `ApiError` (400) for too many, `BadRequest` for those that cannot be read.
-    """
+    """Return texts, or lists of ids, as prompts; `ApiError` (400) for too many, `BadRequest` for unreadable ones."""
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
     if len(texts) > MAX_TEXTS:
         raise invalid(f"{field} holds {len(texts)} texts; one request may hold {MAX_TEXTS}", field)
@@ -105,10 +102,7 @@ class PooledTexts:
         return [vector_of(each, info.vectors, dimensions) for each in pooled]
 
     async def scores(self, pairs: Sequence[tuple[str, str]], field: str, instruction: str | None) -> list[float]:
-        """Return how well the second text of each pair fits the first.
-
-        For a model that judges the probability of its yes, for any other the cosine of two vectors.
-        """
+        """Return how well pairs fit: the probability of a judge's yes, else the cosine of two vectors."""
         judge = self._state.client.info.vectors.judge
         if judge is not None:
             return await self._judged(pairs, judge, field, instruction or _ASKED)

@@ -25,10 +25,7 @@ class Account:
         key_limit: int | None = None,
         param: str | None = "file",
     ) -> None:
-        """`limit` bounds all keys together and `key_limit` each of them; by default it is a share among `keys()`.
-
-        Refusals name the field `param`.
-        """
+        """`limit` bounds all keys, `key_limit` each, by default a share among `keys()`. Refusals name `param`."""
         self._unit = unit
         self._limit = limit
         self._keys = keys
@@ -144,10 +141,7 @@ class OwnedIndex(Generic[T]):
         return (self._entries[name].value for _, name in self._lists.get((owner, None), ()))
 
     def page(self, owner: str, limit: int, after: str | None, kind: str | None = None) -> tuple[list[T], bool] | None:
-        """Return up to `limit` values older than the entry `after`, the newest first, and whether there are more.
-
-        None if the owner has no entry `after`.
-        """
+        """Return up to `limit` values before `after`, newest first, and if there are more; None without `after`."""
         names = self._lists.get((owner, kind), [])
         end = len(names)
         if after is not None:

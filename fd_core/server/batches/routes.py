@@ -222,10 +222,7 @@ async def _store(request: Request) -> BatchStore:
 
 
 def _read_form(path: Path, boundary: bytes, size: int) -> tuple[int, int, str]:
-    """Return where the file begins in a form of `size` bytes on disk, its own size, and its name.
-
-    Raises `ApiError` (400) if the form is not as it should be.
-    """
+    """Return begin, size and name of the file in a form on disk; `ApiError` (400) for a form that is wrong."""
     if not size:
         raise invalid("the form is empty", "file", "invalid_form")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as body:
@@ -266,10 +263,7 @@ class FormField(NamedTuple):
 
 
 def boundary_of(content_type: str) -> bytes | None:
-    """Return what separates the fields of a body; None if the body is no form with files.
-
-    Raises `ApiError` (400) for a boundary that no form may have.
-    """
+    """Return what separates the fields of a form, None of other bodies; `ApiError` (400) if none may be so."""
     kind, given = parameters(content_type)
     if kind != "multipart/form-data" or "boundary" not in given:
         return None

@@ -44,10 +44,7 @@ class BatchService:
         longest: int,
         at_once: int,
     ) -> None:
-        """`longest` bounds the bytes of a line; `at_once` requests are on their way.
-
-        The store is opened, and its folder taken from other servers, when it is first used.
-        """
+        """`longest` bounds a line's bytes, `at_once` the requests on their way. The store is opened at first use."""
         self._app = app
         self._open_store = open_store
         self._folder = folder

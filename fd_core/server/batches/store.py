@@ -201,10 +201,7 @@ class BatchStore:
         return Upload(self, owner)
 
     def delete(self, file_id: str, owner: str) -> None:
-        """Delete an owner's file; who reads it at the moment reads it to its end.
-
-        Raises `ApiError`: 404 if there is none, 400 if a batch needs it, 503 if the disk fails.
-        """
+        """Delete an owner's file, which its readers read to the end; `ApiError`: 404, 400 if a batch needs it, 503."""
         file = self.file(file_id, owner)
         if self._inputs[file_id]:
             for batch_id in self._pending[owner]:

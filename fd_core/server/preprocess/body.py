@@ -97,10 +97,7 @@ class BodyFormat(Generic[T]):
         return await asyncio.to_thread(self.decode, body)
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """Decode a whole body and return with it the names of fields that are ignored; see `read`.
-
-        A whole number may be written as 5.0 where an integer is wanted.
-        """
+        """Decode a body and return with it the ignored names, see `read`; 5.0 is an integer where one is wanted."""
         try:
             unknown = self._known.unknown(body)
             first = next(unknown, None)
@@ -225,10 +222,7 @@ class KnownFields:
         }
 
     def unknown(self, body: bytes | msgspec.Raw, path: str = "") -> Iterator[UnknownField]:
-        """Yield what an object, or each object of an array, has beside the fields that are read.
-
-        `path` stands before the names. Raises what msgspec's decoders raise.
-        """
+        """Yield fields that are not read, of an object or of an array's, `path` before them; raises as msgspec does."""
         if not path or memoryview(body)[0] == _BRACE:
             objects = [_object.decode(body)]
         else:

@@ -44,10 +44,7 @@ class PromptState(Protocol):
 
 
 async def completion_prompts(state: PromptState, body: CompletionRequest) -> list[PromptText]:
-    """Return the prompts of a completions request: a text, texts, ids, or lists of ids.
-
-    Raises `ApiError` (400) for too many prompts, `BadRequest` for those that cannot be read.
-    """
+    """Return prompts: texts or ids; `ApiError` (400) for too many, `BadRequest` for unreadable ones."""
     by_ids = bool(body.prompt_token_ids) or body.prompt is None  # an empty list asks for nothing
     reader, field = state.prompt_reader, "prompt_token_ids" if by_ids else "prompt"
     given = required(body.prompt_token_ids if by_ids else body.prompt, "prompt")
@@ -134,10 +131,7 @@ def require_role(role: str, field: str) -> None:
 
 
 def require_effort(reader: PromptReader, effort: str | None, field: str) -> None:
-    """Raise `ApiError` (400) that names `field` for an effort of reasoning that the model cannot be told.
-
-    `none` and `medium` ask for what such a model does anyway.
-    """
+    """Raise `ApiError` (400) for an effort that the model cannot be told; `none` and `medium` ask for nothing."""
     if effort not in (None, "none", "medium") and not reader.takes_effort:
         raise unsupported(
             f"{field} is not supported: the chat template of this model has no place for an effort of reasoning", field

@@ -27,10 +27,7 @@ class EvaluationFields(msgspec.Struct, kw_only=True):
 
 
 def check_prompt_logprobs(top: int | None, tokens: int, field: str) -> None:
-    """Refuse what one answer cannot hold: `top` likely tokens, and its own, for each of `tokens` of the prompts.
-
-    `field` asked for them.
-    """
+    """Refuse more than one answer holds: `top` likely tokens, and its own, for each of the prompts' `tokens`."""
     if top is not None and tokens * (1 + top) > MAX_PROMPT_LOGPROBS:
         raise invalid(
             f"{field}: the prompts have {tokens} tokens, choices included, and {1 + top} log-probabilities of each "

@@ -43,10 +43,7 @@ class OfferedTools(NamedTuple):
 
 
 def offered_tools(body: _Asks, longest_name: int = MAX_TOOL_NAME) -> OfferedTools | None:
-    """Return the tools of a request, None if none may be called.
-
-    Raises `ApiError` (400) for tools without a usable name, two of one name, and a choice that is none of them.
-    """
+    """Return the tools that may be called, None if none; `ApiError` (400) for unusable names and choices."""
     choice, schemas = body.tool_choice, {}
     for index, tool in enumerate(body.tools or ()):
         place, name = f"tools[{index}]", tool.function.name
@@ -71,10 +68,7 @@ def offered_tools(body: _Asks, longest_name: int = MAX_TOOL_NAME) -> OfferedTool
 def answer_reading(
     state: ServerState, tools: OfferedTools | None, *, parallel: bool, show_reasoning: bool
 ) -> AnswerReading | None:
-    """Return how answers are read, None if they are plain text.
-
-    Raises `ApiError` (400) for tools where the server has no parser of calls, or none that can force one.
-    """
+    """Return how answers are read, None for plain text; `ApiError` (400) for tools without a parser of calls."""
     parsers = state.parsers
     if tools is None:
         if parsers.reasoning is None:

@@ -70,10 +70,7 @@ class ServerMetrics(Collector):
         refusals: Mapping[tuple[str, str], int] = MappingProxyType({}),
         counters: Iterable[object] | None = None,
     ) -> None:
-        """`vllm_model` is the label `model_name` of vLLM's names; None leaves these names out.
-
-        `refusals` are those of `AccessControl`. `counters` are statistics of what listens.
-        """
+        """`vllm_model` labels vLLM's names, None leaves them out; `counters` are statistics of what listens."""
         self._client = client
         self._vllm_model = vllm_model
         self.ttft = Histogram(

@@ -47,10 +47,7 @@ class Registration:
         role: str,
         trusted: ssl.SSLContext | Literal[True] = True,
     ) -> None:
-        """`router` is the routers' admin address, `url` where they find the server, `instance` names what serves.
-
-        `trusted` says which certificates a router may have.
-        """
+        """`router` is the routers' admin address, `url` where they find the server, `trusted` their certificates."""
         self._trusted = trusted
         self._router = router.rstrip("/")
         self._secret = secret

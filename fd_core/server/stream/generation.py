@@ -173,10 +173,7 @@ class ChoiceStream:
         return 0 if self.answer is None else self.answer.reasoning_tokens
 
     async def next(self) -> TextChunk | None:
-        """Return the next chunk, None after the one with a finish reason.
-
-        Raises `EngineDead` if the engine went away, `ApiError` if it could not go on with this request.
-        """
+        """Return the next chunk, None after the last; raises `EngineDead`, and `ApiError` if it could not go on."""
         scores = self.scores
         if scores is not None and self.index != self.prompt_index * self._job.n:
             await scores.complete.wait()
@@ -263,10 +260,7 @@ class ChoiceStream:
 
 
 class Generation:
-    """The engine requests of one HTTP request, submitted on entry and closed on exit.
-
-    Entry raises `ApiError`: 503 if the server takes no more, 429 if the key has no room for the tokens.
-    """
+    """The engine requests of an HTTP request from entry to exit; entry raises `ApiError` (503, 429)."""
 
     def __init__(self, state: ServerState, job: Job) -> None:
         self._state = state

@@ -80,10 +80,7 @@ class AnswerFormat(abc.ABC):
 
     @abc.abstractmethod
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
-        """Return the events that go before a choice's first chunk, if there are any.
-
-        `usage` is the one so far, if every event of the stream tells it.
-        """
+        """Return the events before a choice's first chunk; `usage` is the one so far, if every event tells it."""
 
     @abc.abstractmethod
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
@@ -260,10 +257,7 @@ _FLOOR: Final = -9999.0
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int, as_ids: bool = False
 ) -> ChatLogprobs:
-    """Return the chat shape for tokens and their log-probabilities, with the `top` most likely of each.
-
-    `as_ids` names tokens by their ids.
-    """
+    """Return the chat shape for tokens with the `top` most likely of each; `as_ids` names tokens by their ids."""
     content = []
     for token_id, row in zip(ids, rows, strict=True):
         likely = [_top(tokenizer, *pair, as_ids) for pair in zip(row.top_ids[:top], row.top[:top], strict=True)]

@@ -128,10 +128,7 @@ T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return what comes of `work`, which is cancelled if the client leaves; its body must have been read before.
-
-    Raises `ApiError` (499), which nobody sees, if the client left.
-    """
+    """Return what comes of `work`, begun after the body; cancelled, with `ApiError` (499), if the client leaves."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) <= len(str(_LONG_BYTES)) and int(length) <= _LONG_BYTES:
         return await work
