@@ -30,7 +30,7 @@ class BodyBudget:
         self.stats = BodyStats()
 
     def share(self, announced: str | None, largest: int) -> BodyShare:
-        """Return the share of a body; `ApiError`: 413 beyond `largest` bytes, 503 where the budget is used up."""
+        """Return a share for a body of the length `announced`; `ApiError`: 413 beyond `largest`, 503 without room."""
         share = BodyShare(self, largest)
         if announced is not None and (length := length_of(announced)) is not None:
             share.reserve(length)

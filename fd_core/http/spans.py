@@ -76,9 +76,9 @@ class RequestSpans:
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(_Guarded(exporter)))
         self._tracer = self._provider.get_tracer("fd_core", fd_core.__version__)
-        self._context = TraceContextTextMapPropagator()
+        self.propagator = TraceContextTextMapPropagator()
         self._kinds = {kind.name.lower(): kind for kind in trace.SpanKind}
-        self._api = trace
+        self.api = trace
 
     def begin(
         self,
@@ -91,20 +91,10 @@ class RequestSpans:
         parent: RequestSpan | None = None,
     ) -> RequestSpan:
         """Begin a span below `parent`, or below the one that the headers `carried` name."""
-        context = self._context.extract(carried) if parent is None else parent.context
+        context = self.propagator.extract(carried) if parent is None else parent.context
         started = time.time_ns() - round(seconds_ago * 1e9)
         span = self._tracer.start_span(name, context, self._kinds[kind], dict(attributes), start_time=started)
-        return RequestSpan(self, span, self._api.set_span_in_context(span))
-
-    def carrier(self, span: RequestSpan) -> dict[str, str]:
-        """Return the headers by which another process finds the span."""
-        headers: dict[str, str] = {}
-        self._context.inject(headers, span.context)
-        return headers
-
-    def failed(self, span: Any) -> None:
-        """Mark a span as one of something that failed."""
-        span.set_status(self._api.StatusCode.ERROR)
+        return RequestSpan(self, span, self.api.set_span_in_context(span))
 
     def flush(self) -> None:
         """Wait until all spans that have ended were exported; for tests."""
@@ -131,7 +121,9 @@ class RequestSpan:
     @property
     def headers(self) -> dict[str, str]:
         """Headers by which another process finds the span."""
-        return self._spans.carrier(self)
+        headers: dict[str, str] = {}
+        self._spans.propagator.inject(headers, self.context)
+        return headers
 
     def child(self, name: str, kind: Kind, attributes: Mapping[str, Any]) -> RequestSpan:
         """Begin a span below this one."""
@@ -145,7 +137,7 @@ class RequestSpan:
         self._span.set_attributes(dict(attributes or {}))
         if error is not None:
             self._span.set_attribute("error.type", error)
-            self._spans.failed(self._span)
+            self._span.set_status(self._spans.api.StatusCode.ERROR)
         self._span.end()
 
     def __enter__(self) -> Self:

@@ -44,7 +44,7 @@ class Supervisor:
         return "; ".join(sorted({f"background task {name}: {why}" for (name, _), why in self._failing.items()}))
 
     def start(
-        self, name: str, work: Callable[[], Awaitable[None]], *, part: str = "", repeat: bool = True
+        self, name: str, work: Callable[[], Awaitable[object]], *, part: str = "", repeat: bool = True
     ) -> asyncio.Task[None]:
         """Run `work` until it returns or the task is cancelled.
 
@@ -67,7 +67,7 @@ class Supervisor:
         """Cancel every task and wait for its end."""
         await cancelled(*self._tasks)
 
-    async def _supervise(self, name: str, work: Callable[[], Awaitable[None]], part: str, repeat: bool) -> None:
+    async def _supervise(self, name: str, work: Callable[[], Awaitable[object]], part: str, repeat: bool) -> None:
         loop, pause, place = asyncio.get_running_loop(), _FIRST_SECONDS, (name, part)
         try:
             while True:

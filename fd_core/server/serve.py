@@ -143,12 +143,6 @@ async def serve_http(
         state.grammars.close()
 
 
-def _prefills_for_others(state: ServerState) -> bool:
-    """Whether decode workers still take KV from this one."""
-    leases = state.client.stats.leases
-    return state.client.info.role == "prefill" and state.client.alive and leases is not None and leases.open > 0
-
-
 class _Server(uvicorn.Server):
     """uvicorn, with signals left to `serve_http`, connections to `Listener`, and a call once it listens."""
 
@@ -197,6 +191,11 @@ async def _drain(
     state: ServerState, server: _Server, registration: Registration | None, stop: asyncio.Event, hurry: asyncio.Event
 ) -> None:
     """Wait for `stop`, leave, refuse, and wait until nothing runs or the time for it is over; abort what is left."""
+
+    def prefills_for_others() -> bool:
+        leases = state.client.stats.leases
+        return state.client.info.role == "prefill" and state.client.alive and leases is not None and leases.open > 0
+
     await stop.wait()
     state.drain.leaving = True
     server.close_connections_behind_answers()
@@ -205,7 +204,7 @@ async def _drain(
     if registration is not None:
         await registration.leave()
     await state.drain.refuse_after(state.config.drain_delay, hurry)
-    await state.drain.wait(state.config.drain_seconds, hurry, lambda: _prefills_for_others(state))
+    await state.drain.wait(state.config.drain_seconds, hurry, prefills_for_others)
     if len(state.active):
         log.warning("aborting %d requests that still run", len(state.active))
         with contextlib.suppress(EngineDead):

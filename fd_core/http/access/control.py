@@ -54,7 +54,6 @@ class AccessControl:
         self._share_prefixes = share_prefixes
         self.ring = KeyRing(self._read())
         self.has_keys = len(self.ring) > 0
-        """Whether requests need a key."""
         self._accounts: dict[str, KeyAccount] = {}
         self.refusals: Counter[tuple[str, str]] = Counter()
         """Requests refused, by name of the key and limit."""
@@ -156,7 +155,9 @@ class AccessControl:
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
         """Let a request begin; its record has to be closed. Raises `ApiError` (429) if its key has no room for it."""
         key = record.key
-        if key is None or key.limits == _NO_LIMITS or not _makes_work(method, path):
+        # To look, and to end work, must always be possible.
+        ends = path in ("/v1/abort_requests", "/ping") or path.endswith("/cancel")
+        if key is None or key.limits == _NO_LIMITS or method != "POST" or ends:
             return
         account = self._accounts.get(key.name)
         if account is None:
@@ -170,10 +171,23 @@ class AccessControl:
             raise refusal from None
 
     def refused(self, key: ApiKey, error: LimitReached) -> ApiError:
-        """Count a refusal, and return its answer."""
+        """Count a refusal, and return its answer, as OpenAI's clients understand it."""
         known = len({name for name, _ in self.refusals}) < _MOST_NAMES or (key.name, error.limited) in self.refusals
         self.refusals[key.name if known else "other", error.limited] += 1
-        return limit_error(key, error)
+        message = (
+            f"the API key {key.name} may have {error.limit:,} {_WORDS[error.limited]} ({_FIELDS[error.limited]}): "
+            f"{error.used:,} are in use and this request needs {error.asked:,}"
+        )
+        headers = {}
+        if error.wait is None:
+            message += "; it never fits: ask for less, such as with a lower max_tokens"
+            headers["x-should-retry"] = "false"
+        else:
+            seconds = max(1, math.ceil(error.wait))
+            message += f"; try again in {seconds} s"
+            headers["Retry-After"] = str(seconds)
+        kind = "tokens" if error.limited == "tokens" else "requests"
+        return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
 
     def reserve(self, record: RequestRecord, tokens: int) -> None:
         """Take the tokens that a request may need. Raises `ApiError` (429)."""
@@ -185,36 +199,12 @@ class AccessControl:
             raise self.refused(record.key, error) from None
 
 
-def _makes_work(method: str, path: str) -> bool:
-    """Whether limits count a request: to look, and to end work, must always be possible."""
-    ends = path in ("/v1/abort_requests", "/ping") or path.endswith("/cancel")
-    return method == "POST" and not ends
-
-
 def allow_header(path: str) -> dict[str, str]:
     """Return the header of the answer to OPTIONS, which needs no key. Raises `ApiError` (404) for an unknown path."""
     found = find_route(path)
     if found is None:
         raise no_such_path(path)
     return {"Allow": ", ".join(found[1].allowed)}
-
-
-def limit_error(key: ApiKey, error: LimitReached) -> ApiError:
-    """Return the answer to a request beyond a limit, as OpenAI's clients understand it."""
-    message = (
-        f"the API key {key.name} may have {error.limit:,} {_WORDS[error.limited]} ({_FIELDS[error.limited]}): "
-        f"{error.used:,} are in use and this request needs {error.asked:,}"
-    )
-    headers = {}
-    if error.wait is None:
-        message += "; it never fits: ask for less, such as with a lower max_tokens"
-        headers["x-should-retry"] = "false"
-    else:
-        seconds = max(1, math.ceil(error.wait))
-        message += f"; try again in {seconds} s"
-        headers["Retry-After"] = str(seconds)
-    kind = "tokens" if error.limited == "tokens" else "requests"
-    return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
 
 
 def limit_headers(account: KeyAccount | None, now: float) -> dict[str, str]:
@@ -256,7 +246,6 @@ class Route:
     """Whether a router passes the request on to one worker."""
 
     allowed: tuple[str, ...] = field(init=False)
-    """Methods of the `Allow` header."""
 
     def __post_init__(self) -> None:
         allowed = {*self.methods, "OPTIONS", *(("HEAD",) if "GET" in self.methods else ())}

@@ -63,7 +63,9 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     except UnicodeDecodeError:
         raise _error(f"{path} is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
-        raise _error(f"{path} is not valid {kind[1:].upper()}: {_without_text(error)}") from None
+        # A parser names places and single characters, never a whole key.
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise _error(f"{path} is not valid {kind[1:].upper()}: {reason}") from None
     entries = table.get("keys") if isinstance(table, dict) else None
     if not isinstance(entries, list) or not entries or len(table) > 1:
         raise _error(f"{path} must hold a list `keys` with at least one key, and nothing else")
@@ -155,16 +157,13 @@ def _entry(entry: Any) -> ApiKey:
         if type(value) is not int or not 1 <= value <= _MOST:
             raise _Wrong(field, f"give a whole number from 1 to {_MOST:,}, or leave it out for no limit")
     limits = KeyLimits(**{field: entry[field] for field in _LIMITS if field in entry})
-    return ApiKey(digest=_digest_of(entry), name=name, admin=admin, limits=limits)
-
-
-def _digest_of(entry: dict[str, Any]) -> bytes:
     if "key" in entry:
-        return ApiKey.of(_key_text(entry["key"])).digest
-    given = entry["sha256"]
-    if not isinstance(given, str) or not _SHA256.fullmatch(given):
+        digest = ApiKey.of(_key_text(entry["key"])).digest
+    elif not isinstance(given := entry["sha256"], str) or not _SHA256.fullmatch(given):
         raise _Wrong("sha256", "give the 64 hexadecimal digits that `printf %s KEY | sha256sum` prints")
-    return bytes.fromhex(given)
+    else:
+        digest = bytes.fromhex(given)
+    return ApiKey(digest=digest, name=name, admin=admin, limits=limits)
 
 
 def _key_text(value: Any) -> str:
@@ -216,11 +215,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{name if _FIELD.fullmatch(name) else 'a field'} is given twice in one object")
         table[name] = value
     return table
-
-
-def _without_text(error: Exception) -> str:
-    """Return what a parser says. It names places and single characters, never a whole key."""
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _error(message: str, hint: str | None = None) -> ConfigError:

@@ -14,7 +14,6 @@ class RequestRecord:
     """Filled in from the gate to the last token; read for headers, the access log and the limits of the key."""
 
     request_id: str = ""
-    """The id of answers and logs."""
     key: ApiKey | None = None
     """None where there are no keys, or the path needs none."""
     tenant: Tenant | None = None
@@ -22,9 +21,7 @@ class RequestRecord:
     account: KeyAccount | None = None
     """What the key has taken, while this request counts in it; None for a key without limits."""
     tokens_in: int = 0
-    """Tokens read."""
     tokens_out: int = 0
-    """Tokens written."""
     reservation: Reservation | None = None
 
     @property

@@ -122,7 +122,6 @@ class Connections:
         """Connections that were accepted and not made yet: their TLS handshake goes on."""
         self._open: set[WatchedProtocol] = set()
         self._sources: Counter[str] = Counter()
-        """Connections by `source_of` their address."""
         self.waiting: dict[WatchedProtocol, float] = {}
         """Those without a request, since when; the one that waits longest is the first."""
         self._loop = asyncio.get_running_loop()
@@ -389,7 +388,6 @@ class Listener:
             task.add_done_callback(self._openings.discard)
 
     async def _open(self, accepted: socket.socket, protocol: WatchedProtocol | _Refusal) -> None:
-        """Serve one connection, behind its TLS handshake if there is one."""
         secured: dict[str, Any] = {}
         if self._tls is not None:
             secured = {"ssl": self._tls.context, "ssl_handshake_timeout": self._connections.patience["head"]}

@@ -68,7 +68,6 @@ class CompletionFormat(ResponseFormat):
             ]
         self._builders: dict[int, CompletionLogprobsBuilder] = {}
         self._echoed: dict[int, EncodedLists] = {}
-        """Log-probabilities of the prompts that are echoed."""
 
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
         """Return the echo of the prompt with its log-probabilities, if asked for."""

@@ -140,7 +140,6 @@ class PooledTexts:
         return [float(1.0 / (1.0 + np.exp(no - yes))) for no, yes in answers]
 
     async def _pool(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, field: str) -> list[bytes]:
-        """Run the requests, under a span where spans are made."""
         spans = self._state.spans
         if spans is None:
             return await self._pooled(prompts, pooling, field)

@@ -46,11 +46,12 @@ class AnswerFile:
                 if not line.endswith(b"\n"):
                     break
                 found = _decoder.decode(line)
-                self.known[found.id] = _without_body(found)
+                if found.response is not None:
+                    found.response.body = msgspec.Raw(b"null")
+                self.known[found.id] = found
                 end += len(line)
             self._file.truncate(end)
             self.size = end
-            """Bytes of the answers that are there."""
         except OSError as error:
             raise ConfigError(f"cannot write {self._partial}: {error.strerror}", field="--output") from error
         except msgspec.DecodeError as error:
@@ -102,9 +103,3 @@ def cut_torn_line(file: IO[bytes]) -> int:
     if begin < end:
         file.truncate(begin)
     return begin
-
-
-def _without_body(answer: BatchAnswer) -> BatchAnswer:
-    if answer.response is not None:
-        answer.response.body = msgspec.Raw(b"null")
-    return answer

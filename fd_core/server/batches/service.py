@@ -79,7 +79,7 @@ class BatchService:
             self._opened(self._open_store())
         except ApiError as error:
             log.warning("no files and batches here, everything else is served: %s (%s)", error.message, self._folder)
-            self._resuming = self._supervisor.start("batch_store", self._resume)
+            self._resuming = self._supervisor.start("batch_store", self.open)
 
     async def begin(self, batch: StoredBatch, owner: str) -> None:
         """Take a new batch of an owner. Raises `ApiError` (429, 503)."""
@@ -105,9 +105,6 @@ class BatchService:
         await cancelled(*self._tasks.values(), *([] if self._resuming is None else [self._resuming]))
         if self._store is not None:
             self._store.close()
-
-    async def _resume(self) -> None:
-        await self.open()
 
     def _opened(self, store: BatchStore) -> BatchStore:
         self._store = store
@@ -166,7 +163,6 @@ class BatchService:
         return None
 
     async def _answer(self, store: BatchStore, batch: StoredBatch, source: Path) -> None:
-        """Send the requests of a batch that have no answer yet."""
         owner = store.batches.owner(batch.id)
 
         async def sent(path: str, body: bytes, request_id: str) -> AsgiAnswer:

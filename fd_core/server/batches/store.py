@@ -178,11 +178,6 @@ class BatchStore:
         """Let another server have the folder."""
         self._lock.close()
 
-    @property
-    def used(self) -> int:
-        """Bytes that count against the limit."""
-        return self.bytes.used
-
     # Files ------------------------------------------------------------------------------------------------
 
     def file(self, file_id: str, owner: str) -> StoredFile:
@@ -236,7 +231,9 @@ class BatchStore:
             old = next((each.id for each in self.batches.oldest(owner) if each.ended), None)
             if old is None:
                 raise
-            self._forget(old)
+            self._remove_description(old, owner)
+            self.batches.remove(old)
+            self._batch_count.add(owner, -1)
         with contextlib.ExitStack() as undo:
             for account, count in ((self._batch_count, 1), (self._file_count, len(ANSWERS))):
                 account.take(owner, count)
@@ -308,7 +305,9 @@ class BatchStore:
 
     def _adopt(self, batch: StoredBatch, kind: Answers, owner: str) -> str | None:
         """Make answers of a batch a file, unless that has been done; return its id, None if there are none."""
-        file_id, unfinished = _answers_id(batch.id, kind), _partial(self.answers(batch, kind))
+        # Always the same id, so that the file is made once however often that is tried.
+        file_id = f"file-{hashlib.blake2b(f'{batch.id} {kind}'.encode(), digest_size=12).hexdigest()}"
+        unfinished = _partial(self.answers(batch, kind))
         if file_id in self.files or not unfinished.exists():
             return file_id if file_id in self.files else None
         with unfinished.open("r+b", buffering=0) as answers:
@@ -331,13 +330,6 @@ class BatchStore:
         self._file_count.add(owner, 1)
         self.files.put(file_id, owner, file, file.purpose)
         return file_id
-
-    def _forget(self, batch_id: str) -> None:
-        """Forget a batch that has ended."""
-        owner = self.batches.owner(batch_id)
-        self._remove_description(batch_id, owner)
-        self.batches.remove(batch_id)
-        self._batch_count.add(owner, -1)
 
     def _add_batch(self, batch: StoredBatch, owner: str) -> None:
         self.batches.put(batch.id, owner, batch)
@@ -461,7 +453,6 @@ class Upload:
     def __init__(self, store: BatchStore, owner: str) -> None:
         self.path = store.folder / f"{secrets.token_hex(12)}.upload"
         self.size = 0
-        """Bytes counted for it."""
         self._store = store
         self._owner = owner
         self._file: IO[bytes] | None = None
@@ -511,7 +502,8 @@ class Upload:
             id=f"file-{secrets.token_hex(12)}",
             bytes=size,
             created_at=int(time.time()),
-            filename=_printable(filename),
+            # Shown only; it is never the name of a file on disk.
+            filename="".join(letter if letter.isprintable() else "?" for letter in filename[:255]),
             purpose=purpose,
         )
         store._describe(file, owner, new=True)
@@ -555,11 +547,6 @@ def _known(found: OwnedIndex[T], name: str, owner: str, kind: str) -> T:
     return value
 
 
-def _answers_id(batch_id: str, kind: Answers) -> str:
-    """Return the id of a file of a batch: always the same, so that it is made once however often that is tried."""
-    return f"file-{hashlib.blake2b(f'{batch_id} {kind}'.encode(), digest_size=12).hexdigest()}"
-
-
 def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
@@ -575,7 +562,6 @@ def _removed(path: Path) -> bool:
 
 
 def _lines_of(path: Path) -> int:
-    """Return the number of whole lines of a file."""
     with path.open("rb") as file:
         return sum(part.count(b"\n") for part in iter(partial(file.read, _PART_BYTES), b""))
 
@@ -587,8 +573,3 @@ def _write(file: IO[bytes], data: bytes) -> None:
         if not (written := file.write(view)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         view = view[written:]
-
-
-def _printable(filename: str) -> str:
-    """Return a client's name for a file as it is shown; it is never the name of a file on disk."""
-    return "".join(letter if letter.isprintable() else "?" for letter in filename[:255])

@@ -71,7 +71,13 @@ async def chat_prompt(
         if body.prompt_token_ids:
             ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
         else:
-            text, special = _only_text(body.messages or []), body.add_special_tokens is not False
+            messages, special = body.messages or [], body.add_special_tokens is not False
+            if len(messages) != 1 or not isinstance(text := messages[0].content, str):
+                raise invalid(
+                    "disable_chat_template needs exactly one message, whose content is text; "
+                    f"messages has {len(messages)}",
+                    "messages",
+                )
             ids = await reader.run(len(text), lambda: reader.text(text, special, "messages"))
         return _shortened(state, body, PromptText(ids, None)).ids
     turns: list[dict[str, Any]] = []
@@ -152,15 +158,6 @@ def _shortened(state: PromptState, body: GenerationRequest, prompt: PromptText) 
     if len(prompt.ids) <= most:
         return prompt
     return PromptText(prompt.ids[:most] if body.truncation_side == "right" else prompt.ids[-most:], None)
-
-
-def _only_text(messages: list[Message]) -> str:
-    if len(messages) != 1 or not isinstance(messages[0].content, str):
-        raise invalid(
-            f"disable_chat_template needs exactly one message, whose content is text; messages has {len(messages)}",
-            "messages",
-        )
-    return messages[0].content
 
 
 def _check(place: str, message: Message) -> None:

@@ -40,7 +40,6 @@ class TokenTimes:
     """When the tokens of one generation came, in seconds of `time.perf_counter`."""
 
     arrived: float
-    """When the server received the request."""
     first: float = 0.0
     last: float = 0.0
 
@@ -142,7 +141,6 @@ class ServerMetrics(Collector):
         self.adapter_generations: Counter[str] = Counter()
         """Generations ended, by the adapter's name."""
         self.adapter_tokens: Counter[str] = Counter()
-        """Tokens that these generated."""
         self.answers: Counter[tuple[str, int]] = Counter()
         self._refusals = refusals
         self._counters = (ConnectionStats(), BodyStats(), TaskStats()) if counters is None else tuple(counters)
@@ -273,7 +271,8 @@ class ServerMetrics(Collector):
         engines = [({} if alone else {"engine": str(index)}, each) for index, each in enumerate(client.engines)]
         yield from metric_families("fdcore_", [(labels, each.stats) for labels, each in engines])
         yield from metric_families("fdcore_", [(labels, _starts(each)) for labels, each in engines])
-        yield _gauge("active_requests", "Generations of this server that have not ended.", client.active_requests)
+        text = "Generations of this server that have not ended."
+        yield GaugeMetricFamily("fdcore_active_requests", text, client.active_requests)
         info = InfoMetricFamily("fdcore", "Model, backend and version of this server.")
         facts = {key: str(getattr(client.info, key)) for key in ("model", "architecture", "backend", "device", "dtype")}
         info.add_metric([], {"version": fd_core.__version__, **facts})
@@ -290,7 +289,3 @@ def _starts(engine: SingleEngineClient) -> EngineStarts:
     return EngineStarts(
         int(engine.alive), engine.info.epoch, engine.requests_requeued, engine.start_failures, engine.rank_failures
     )
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"fdcore_{name}", text, value)

@@ -159,11 +159,8 @@ class ServerState:
     metrics: ServerMetrics
     grammars: GrammarChecker
     bodies: BodyBudget
-    """Memory for bodies that are being received."""
     parsers: Parsers = field(default_factory=Parsers)
-    """How answers of this model are read."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
-    """Answers of the Responses API that are kept."""
     active: ActiveRequests = field(default_factory=ActiveRequests)
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -174,12 +171,9 @@ class ServerState:
     batches: BatchService | None = None
     """Keeps files and runs batches; None if that is turned off."""
     supervisor: Supervisor = field(default_factory=Supervisor)
-    """Runs the background tasks."""
     drain: Drain = field(default_factory=Drain)
     access: AccessControl = field(default_factory=AccessControl)
-    """The API keys and what they may take."""
     spans: RequestSpans | None = None
-    """Makes the spans of requests; None makes none."""
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
     _names: dict[str, ServedName] = field(init=False, default_factory=dict)
     """What answers under each name, the main one first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -53,7 +53,6 @@ class TextChunk(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     events: Sequence[Event] = ()
-    """What the text means, where answers are read."""
 
 
 class ScoredPrompt:
@@ -196,7 +195,6 @@ class ChoiceStream:
         return None
 
     def _read(self, delta: Delta) -> TextChunk:
-        """Take a delta, and return what it adds to the text."""
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         if delta.phases is not None:
@@ -363,9 +361,6 @@ if TYPE_CHECKING:
     from fd_core.server.stream.generation import ChoiceStream
 
 
-_FAILED = frozenset({"error", "disconnect"})
-
-
 def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> RequestSpan:
     """Begin the span of a generation that arrived `seconds_ago`."""
     name, attributes = span_name(job.path, job.served.name)
@@ -389,32 +384,20 @@ def end_generation(span: RequestSpan, job: Job, choices: Sequence[ChoiceStream],
         "gen_ai.response.finish_reasons": ended,
         "gen_ai.usage.input_tokens": sum(map(len, job.prompts)),
         "gen_ai.usage.output_tokens": sum(choice.tokens for choice in choices),
-        **{f"gen_ai.latency.{name}": seconds for name, seconds in _latencies(choices).items()},
-        **{f"fdcore.phase.{name}": seconds for name, seconds in _phases(choices).items()},
     }
-    span.end(told, error=next((each for each in ended if each in _FAILED), None))
-
-
-def _latencies(choices: Sequence[ChoiceStream]) -> dict[str, float]:
-    """Return seconds of the first choice: until a slot was free, and until the first token, where there was one."""
-    told: dict[str, float] = {}
-    for choice in choices[:1]:
+    for choice in choices[:1]:  # seconds of the first one stand for all
         if choice.deltas.admitted is not None:
-            told["time_in_queue"] = choice.deltas.admitted - choice.deltas.submitted
+            told["gen_ai.latency.time_in_queue"] = choice.deltas.admitted - choice.deltas.submitted
         if choice.tokens:
-            told["time_to_first_token"] = choice.times.first - choice.times.arrived
-    return told
-
-
-def _phases(choices: Sequence[ChoiceStream]) -> dict[str, float]:
-    """Return where the time of the first choice went in the engine, seconds, as far as it is known."""
-    told = zip(PHASE_NAMES, choices[0].phases if choices else (), strict=False)
-    return {name: seconds for name, seconds in told if seconds}
+            told["gen_ai.latency.time_to_first_token"] = choice.times.first - choice.times.arrived
+        phases = zip(PHASE_NAMES, choice.phases, strict=False)
+        told |= {f"fdcore.phase.{name}": seconds for name, seconds in phases if seconds}
+    span.end(told, error=next((each for each in ended if each in ("error", "disconnect")), None))
 
 
 def prefill_span(spans: RequestSpans, model: str, trace: PrefillTrace) -> None:
     """Make the span of a prompt that this worker computed for a decode worker, below that worker's span."""
-    attributes: Mapping[str, Any] = {
+    attributes = {
         "gen_ai.operation.name": "prefill",
         "gen_ai.request.model": model,
         "gen_ai.usage.input_tokens": trace.num_tokens,

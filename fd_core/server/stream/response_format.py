@@ -106,7 +106,6 @@ class ResponseFormat(AnswerFormat):
     """
 
     answer: ClassVar[type[msgspec.Struct]]
-    """The whole answer."""
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
     opening: ClassVar[bytes]
@@ -330,13 +329,13 @@ class CompletionLogprobsBuilder:
             answer.text_offset.append(self._offset)
             answer.tokens.append(name)
             answer.token_logprobs.append(None if row is None else _finite(row.logprob))
-            answer.top_logprobs.append(None if row is None else self._likely(row) | {name: _finite(row.logprob)})
+            likely: dict[str, float] | None = None
+            if row is not None:
+                pairs = zip(row.top_ids[: self._top], row.top[: self._top], strict=True)
+                likely = {self._name(each): _finite(value) for each, value in pairs} | {name: _finite(row.logprob)}
+            answer.top_logprobs.append(likely)
             self._offset += len(self._text.push((token_id,)).text)
         return answer
-
-    def _likely(self, row: TokenLogprobs) -> dict[str, float]:
-        pairs = zip(row.top_ids[: self._top], row.top[: self._top], strict=True)
-        return {self._name(token_id): _finite(value) for token_id, value in pairs}
 
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else _name(self._tokenizer, token_id)
