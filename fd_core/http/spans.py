@@ -155,7 +155,6 @@ class _Guarded:
         self._fails = False
 
     def export(self, spans: Sequence[Any]) -> Any:
-        """Export, on the thread for that."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         try:
@@ -171,7 +170,6 @@ class _Guarded:
         return result
 
     def shutdown(self) -> None:
-        """End what the exporter waits for."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:

@@ -165,9 +165,8 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen and tell."""
         protocol = partial(
-            BoundedHttp,
+            _BoundedHttp,
             self._connections,
             config=self.config,
             server_state=self.server_state,
@@ -228,7 +227,7 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
 logging.getLogger("uvicorn.error").addFilter(_worth_a_line)
 
 
-class BoundedHttp(WatchedProtocol, HttpToolsProtocol):
+class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
     """uvicorn's protocol, which answers 431 and closes when a head does not end."""
 
     def __init__(self, connections: Connections, **kwargs: Any) -> None:
@@ -258,7 +257,6 @@ class BoundedHttp(WatchedProtocol, HttpToolsProtocol):
         self.end(self.not_http())
 
     def on_message_begin(self) -> None:
-        """Begin to count."""
         self._in_head = True
         self._head_bytes = 0
         super().on_message_begin()
@@ -272,12 +270,10 @@ class BoundedHttp(WatchedProtocol, HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Tell that the request is complete."""
         super().on_message_complete()
         self.body_complete()
 
     def on_response_complete(self) -> None:
-        """Tell that the answer was sent."""
         super().on_response_complete()
         self.answer_complete()
 

@@ -29,10 +29,10 @@ async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
     state, body, headers = await BODY.read(request)
     job = await unless_gone(request, conversation_job(state, body, request))
-    return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
+    return GenerationResponse(state, _ChatFormat(job, state.tokenizer), bool(body.stream), headers)
 
 
-class ChatFormat(ResponseFormat):
+class _ChatFormat(ResponseFormat):
     """Spells chat completions."""
 
     answer = ChatAnswer
@@ -42,21 +42,17 @@ class ChatFormat(ResponseFormat):
     closing = b"}"
 
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
-        """Return the event that names the role."""
         return self.lead(choice, usage, b',"delta":{"role":"assistant","content":""}')
 
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> ChatLogprobs:
-        """Return log-probabilities with the bytes of each token."""
         job = self.job
         return chat_logprobs(self.tokenizer, chunk.token_ids, chunk.logprobs, job.logprobs or 0, job.tokens_as_ids)
 
     def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
-        """Return the answer, with what was asked of the prompt beside the choices."""
         answer = super().whole(collected, usage)
         return msgspec.structs.replace(answer, prompt_logprobs=self.prompt_scores.get(0, msgspec.UNSET))
 
     def choice(self, collected: CollectedText) -> ChatChoice:
-        """Return one generated message."""
         ending = self.ending(collected)
         if self.job.reading is None:
             return ChatChoice(message=ChatMessage(content=collected.text), **ending)

@@ -47,10 +47,10 @@ async def create_completion(request: Request) -> Response:
         job = build_job(state, request, body, served, ids, logprobs=body.logprobs, outcome=outcome)
     except (ApiError, BadRequest) as error:
         raise named_as_sent(error, other_names(body)) from None
-    return GenerationResponse(state, CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)
+    return GenerationResponse(state, _CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)
 
 
-class CompletionFormat(ResponseFormat):
+class _CompletionFormat(ResponseFormat):
     """Spells text completions; with `echo` the prompts' texts go first."""
 
     answer = CompletionAnswer
@@ -70,7 +70,6 @@ class CompletionFormat(ResponseFormat):
         self._echoed: dict[int, EncodedLists] = {}
 
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
-        """Return the echo of the prompt with its log-probabilities, if asked for."""
         if self._echoes is None and not self.job.token_ids:
             return b""
         echoed = self._echoed.get(choice.prompt_index)
@@ -91,13 +90,11 @@ class CompletionFormat(ResponseFormat):
         return builder.build(chunk.token_ids, chunk.logprobs)
 
     def choice(self, collected: CollectedText) -> CompletionChoice:
-        """Return one generated text."""
         choice, ending = collected.choice, self.ending(collected)
         scores = self.prompt_scores.get(choice.prompt_index, msgspec.UNSET)
         return CompletionChoice(text=self._echo(choice) + collected.text, prompt_logprobs=scores, **ending)
 
     async def prepare(self, choice: ChoiceStream) -> None:
-        """Spell what is told of a prompt beside its echo as well."""
         await super().prepare(choice)
         job, prompt = self.job, choice.prompt_index
         rows = None if choice.scores is None else choice.scores.rows
@@ -111,7 +108,6 @@ class CompletionFormat(ResponseFormat):
         self._echoed[prompt] = lists
 
     def begun_scores(self, choice: ChoiceStream) -> EncodedLists:
-        """Return the log-probabilities of the echo."""
         return EncodedLists(self._echoed.get(choice.prompt_index))
 
     def _echo(self, choice: ChoiceStream) -> str:

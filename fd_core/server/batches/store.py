@@ -155,24 +155,21 @@ class BatchStore:
         """Open contents, by file."""
         self._deleted: dict[str, tuple[str, int]] = {}
         """Owner and bytes of deleted files that are still being read."""
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("ab")
-        except OSError as error:
-            raise cannot_keep(error) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._load()
-        except BlockingIOError:
-            self._lock.close()
-            raise unavailable(
-                "another server on this machine has the folder of files and batches; give each its --batch-store",
-                "batch_store_in_use",
-                retry_after=60,
-            ) from None
-        except OSError as error:
-            self._lock.close()
-            raise cannot_keep(error) from error
+        with contextlib.ExitStack() as undo:
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = undo.enter_context((folder / "lock").open("ab"))
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._load()
+            except BlockingIOError:
+                raise unavailable(
+                    "another server on this machine has the folder of files and batches; give each its --batch-store",
+                    "batch_store_in_use",
+                    retry_after=60,
+                ) from None
+            except OSError as error:
+                raise cannot_keep(error) from error
+            undo.pop_all()
 
     def close(self) -> None:
         """Let another server have the folder."""

@@ -43,7 +43,7 @@ async def create_message(request: Request) -> Response:
     state, body, headers = await BODY.read(request)
     asked = conversation_job(state, as_chat(state, body), request, demanded_form(body), MESSAGES_NAMES)
     job = await unless_gone(request, asked)
-    return GenerationResponse(state, MessagesFormat(job), bool(body.stream), headers)
+    return GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers)
 
 
 @router.post("/v1/messages/count_tokens", **endpoint("Tokens of a prompt", CountRequest, TokenCountAnswer))
@@ -66,7 +66,7 @@ _DELTAS: Final = {
 }
 
 
-class MessagesFormat(AnswerFormat):
+class _MessagesFormat(AnswerFormat):
     """Spells one answer of the Messages API."""
 
     def __init__(self, job: Job) -> None:
@@ -75,20 +75,17 @@ class MessagesFormat(AnswerFormat):
         self._ended = b""
 
     def whole(self, collected: list[CollectedText], usage: Usage) -> MessagesAnswer:
-        """Return the answer."""
         [one] = collected
         reason, sequence = _stop(one.choice, one.finish_reason, one.stop_reason)
         content = [_shown(block, whole=True) for block in blocks_of(one.events)]
         return self._answer(content, _usage(usage), reason, sequence)
 
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
-        """Return the event that begins the message."""
         prompt, cached = len(self.job.prompts[0]), choice.cached_tokens
         begun = MessagesUsage(input_tokens=prompt - cached, output_tokens=1, cache_read_input_tokens=cached)
         return _event("message_start", {"message": self._answer([], begun)})
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
-        """Return the events for a chunk."""
         said = b"".join(_spelled(step) for step in self._writer.write(chunk.events))
         if chunk.finish_reason is None:
             return said
@@ -97,12 +94,10 @@ class MessagesFormat(AnswerFormat):
         return said + b"".join(_spelled(step) for step in self._writer.close())
 
     def last(self, usage: Usage) -> bytes:
-        """Return why the message ended, its usage, and its end."""
         delta = b'event: message_delta\ndata: {"type":"message_delta","delta":%b,"usage":%b}\n\n'
         return delta % (self._ended, msgspec.json.encode(_usage(usage))) + _event("message_stop", {})
 
     def broken(self, error: ApiError) -> bytes:
-        """Return the event that ends a stream which cannot go on."""
         return b"event: error\ndata: " + error.messages_body() + b"\n\n"
 
     def _answer(

@@ -46,7 +46,7 @@ async def create_response(request: Request) -> Response:
         state.responses.put(request.state.owner, StoredResponse(answer, (*asked, _said(answer))))
 
     keeps = bool(state.responses.capacity) and body.store is not False
-    return GenerationResponse(state, ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers)
+    return GenerationResponse(state, _ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers)
 
 
 @router.get(_PATH, **endpoint("An answer that is kept", None, ResponseAnswer, errors=(401, 404)))
@@ -94,7 +94,7 @@ _DELTAS = {
 }
 
 
-class ResponsesFormat(AnswerFormat):
+class _ResponsesFormat(AnswerFormat):
     """Spells one answer of the Responses API; `keep`, if there is one, gets the answer when it is complete."""
 
     def __init__(self, job: Job, body: ResponsesRequest, keep: Callable[[ResponseAnswer], None] | None) -> None:
@@ -110,7 +110,6 @@ class ResponsesFormat(AnswerFormat):
         self._status = "completed"
 
     def whole(self, collected: list[CollectedText], usage: Usage) -> ResponseAnswer:
-        """Return the answer."""
         [one] = collected
         self._reasoning_tokens = one.choice.reasoning_tokens
         self._writer.blocks = blocks_of(one.events)
@@ -118,12 +117,10 @@ class ResponsesFormat(AnswerFormat):
         return self._complete(usage)
 
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
-        """Return the events that begin the response."""
         answer = self._answer("in_progress", [])
         return self._event("response.created", response=answer) + self._event("response.in_progress", response=answer)
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
-        """Return the events for a chunk."""
         said = b"".join(self._spelled(step) for step in self._writer.write(chunk.events))
         if chunk.finish_reason is None:
             return said
@@ -132,14 +129,12 @@ class ResponsesFormat(AnswerFormat):
         return said + b"".join(self._spelled(step) for step in self._writer.close())
 
     def last(self, usage: Usage) -> bytes:
-        """Return the whole response, in the event that ends the stream."""
         answer = self._complete(usage)
         # There is no event of its own for a response that was cancelled.
         kind = "completed" if answer.status == "completed" else "incomplete"
         return self._event(f"response.{kind}", response=answer)
 
     def broken(self, error: ApiError) -> bytes:
-        """Return the event that says why a response failed."""
         self._status = "failed"
         failed = self._answer(self._status, self._output())
         failed.error = {"code": "server_error", "message": error.message}

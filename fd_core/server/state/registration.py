@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Final
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -38,20 +37,12 @@ class Registration:
     looked up each time, since routers come and go.
     """
 
-    def __init__(
-        self,
-        router: str,
-        secret: str,
-        url: str,
-        instance: Callable[[], str],
-        role: str,
-        trusted: ssl.SSLContext | Literal[True] = True,
-    ) -> None:
-        """`router` is the routers' admin address, `url` where they find the server, `trusted` their certificates."""
-        self._trusted = trusted
-        self._router = router.rstrip("/")
-        self._secret = secret
-        self._url = url
+    def __init__(self, config: ServerConfig, url: str, instance: Callable[[], str], role: str) -> None:
+        """See `registration_of`. Raises `ConfigError` for certificates that cannot be read."""
+        self._trusted = client_context(config.router_ca_certs, "--router-ca-certs", config)
+        self._router = (config.router or "").rstrip("/")
+        self._secret = config.router_secret
+        self._url = config.advertise_url or url
         self._role = role
         self._instance = instance
         self._task: asyncio.Task[None] | None = None
@@ -126,7 +117,6 @@ class _Known(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return the address that is known."""
         return [self._place]
 
     async def close(self) -> None:
@@ -158,5 +148,4 @@ def registration_of(
             field="--advertise-url",
             hint="for example http://10.0.0.5:8000",
         )
-    trusted = client_context(config.router_ca_certs, "--router-ca-certs", config)
-    return Registration(config.router, config.router_secret, config.advertise_url or url, instance, role, trusted)
+    return Registration(config, url, instance, role)
