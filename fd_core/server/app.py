@@ -18,16 +18,7 @@ from fd_core.http.connections.connections import ConnectionStats
 from fd_core.http.hosts import HostRules
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
-from fd_core.server.api import (
-    admin,
-    chat,
-    completions,
-    embeddings,
-    health,
-    kv_events,
-    models,
-    openapi,
-)
+from fd_core.server.api import admin, chat, completions, embeddings, health, kv_events, models, openapi
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore

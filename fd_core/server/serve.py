@@ -147,11 +147,7 @@ class _Server(uvicorn.Server):
     """uvicorn, with signals left to `serve_http`, connections to `Listener`, and a call once it listens."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        connections: Connections,
-        tls: ServingTls | None,
-        on_started: Callable[[], None],
+        self, config: uvicorn.Config, connections: Connections, tls: ServingTls | None, on_started: Callable[[], None]
     ) -> None:
         super().__init__(config)
         self._connections = connections

@@ -23,11 +23,7 @@ log = logging.getLogger(__name__)
 
 _MOST_NAMES: Final = 256
 """Names of keys in the metrics; the refusals of all further keys are one sample."""
-_WORDS: Final = {
-    "requests": "requests a minute",
-    "tokens": "tokens a minute",
-    "parallel": "requests at the same time",
-}
+_WORDS: Final = {"requests": "requests a minute", "tokens": "tokens a minute", "parallel": "requests at the same time"}
 _NO_LIMITS: Final = KeyLimits()
 _FIELDS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "parallel": "parallel_requests"}
 

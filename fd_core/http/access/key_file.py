@@ -111,10 +111,7 @@ def _checked_lines(path: Path, data: bytes) -> tuple[ApiKey, ...]:
 
 
 def _unique(
-    path: Path,
-    entries: Sequence[Any],
-    read: Callable[[Any], ApiKey],
-    place_of: Callable[[int, str], str],
+    path: Path, entries: Sequence[Any], read: Callable[[Any], ApiKey], place_of: Callable[[int, str], str]
 ) -> tuple[ApiKey, ...]:
     """Read every entry; none may repeat the name or the key of another."""
     if len(entries) > _MAX_KEYS:

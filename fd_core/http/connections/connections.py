@@ -72,8 +72,7 @@ class ConnectionStats(msgspec.Struct):
     ] = msgspec.field(default_factory=Counter)
     refused: Annotated[int, counter("connections_refused", "Connections refused because too many were open.")] = 0
     refused_of_address: Annotated[
-        int,
-        counter("connections_refused_of_address", "Connections refused because their address had too many open."),
+        int, counter("connections_refused_of_address", "Connections refused because their address had too many open.")
     ] = 0
     accept_errors: Annotated[
         int, counter("accept_errors", "Failures to accept a connection, such as for want of descriptors.")
@@ -314,11 +313,7 @@ class Listener:
     """Serves a bound socket. Where too many connections are open, a new one is answered with 503."""
 
     def __init__(
-        self,
-        sock: socket.socket,
-        make: Callable[[], WatchedProtocol],
-        connections: Connections,
-        tls: ServingTls | None,
+        self, sock: socket.socket, make: Callable[[], WatchedProtocol], connections: Connections, tls: ServingTls | None
     ) -> None:
         """`make` returns the protocol of a new connection. Call this on the event loop; it begins at once."""
         self._sock = sock

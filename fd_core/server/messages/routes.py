@@ -167,9 +167,7 @@ def _stop(choice: ChoiceStream, finish_reason: str, stop_reason: str | int | Non
 def _usage(usage: Usage) -> MessagesUsage:
     cached = usage.prompt_tokens_details.cached_tokens
     return MessagesUsage(
-        input_tokens=usage.prompt_tokens - cached,
-        output_tokens=usage.completion_tokens,
-        cache_read_input_tokens=cached,
+        input_tokens=usage.prompt_tokens - cached, output_tokens=usage.completion_tokens, cache_read_input_tokens=cached
     )
 
 

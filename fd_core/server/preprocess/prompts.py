@@ -11,13 +11,7 @@ import msgspec
 from fd_core.http.errors import invalid, required, unsupported
 from fd_core.server.preprocess.sampling import asked_tokens
 from fd_core.server.preprocess.tools import OfferedTools, offered_tools
-from fd_core.server.schemas.requests import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Message,
-    TokenizeRequest,
-)
+from fd_core.server.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, Message, TokenizeRequest
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import LONG_CHARS, PromptReader, PromptText, template_kwargs
 

@@ -137,8 +137,7 @@ def form_asked(fields: StructuredFields) -> FormAsked | None:
     found = [form for form in _forms(fields) if form is not None]
     if len(found) > 1:
         raise invalid(
-            f"{found[0].field} and {found[1].field} both say what the text looks like; give one of them",
-            found[1].field,
+            f"{found[0].field} and {found[1].field} both say what the text looks like; give one of them", found[1].field
         )
     return found[0] if found else None
 

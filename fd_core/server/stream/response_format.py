@@ -141,10 +141,7 @@ class ResponseFormat(AnswerFormat):
     def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
         """Return the answer to a request that did not ask for a stream."""
         return self.answer(
-            **self._facts,
-            choices=[self.choice(each) for each in collected],
-            usage=usage,
-            warnings=self.job.warned,
+            **self._facts, choices=[self.choice(each) for each in collected], usage=usage, warnings=self.job.warned
         )
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
