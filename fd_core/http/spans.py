@@ -110,8 +110,6 @@ class RequestSpans:
 class RequestSpan:
     """One span, which ends once; whatever comes after that is dropped."""
 
-    __slots__ = ("_ended", "_span", "_spans", "context")
-
     def __init__(self, spans: RequestSpans, span: Any, context: Any) -> None:
         self._spans = spans
         self._span = span

@@ -6,15 +6,17 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 
 import fd_core
 from fd_core.config import ServerConfig
 from fd_core.config.paths import find_cache_dir
 from fd_core.engine.clients.client import EngineClient
-from fd_core.errors import ConfigError
+from fd_core.errors import ConfigError, FdError
 from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget
 from fd_core.http.connections.connections import ConnectionStats
+from fd_core.http.errors import ApiError
 from fd_core.http.hosts import HostRules
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
@@ -22,7 +24,7 @@ from fd_core.server.api import admin, chat, completions, embeddings, health, kv_
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
-from fd_core.server.gate import Gate, install_handlers
+from fd_core.server.gate import Gate, handle_error
 from fd_core.server.messages import routes as messages
 from fd_core.server.responses import routes as responses
 from fd_core.server.responses.store import ResponseStore
@@ -106,7 +108,8 @@ def create_app(
         app.include_router(family.router)
     if config.batch_api:
         app.include_router(routes.router)
-    install_handlers(app)
+    for kind in (ApiError, FdError, HTTPException):
+        app.add_exception_handler(kind, handle_error)
     hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)
     app.add_middleware(Gate, state=state, hosts=hosts)
     openapi.install(app, keys_required=access.has_keys)

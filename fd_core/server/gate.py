@@ -6,13 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fd_core.errors import FdError
 from fd_core.http.access.access_log import CLIENT_LEFT, log_access
 from fd_core.http.access.control import allow_header, limit_headers
 from fd_core.http.access.record import RequestRecord
@@ -156,13 +155,8 @@ def error_response(error: ApiError, path: str) -> Response:
     return Response(error.body_at(path), error.status, error.headers, media_type="application/json")
 
 
-async def _handle(request: Request, error: Exception) -> Response:
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Answer an error that is meant for the client in the shape of the API that it asked."""
     if isinstance(error, HTTPException) and error.status_code == 404:  # from routing: no handler of a path raises it
         error = no_such_path(request.url.path)
     return error_response(to_api_error(error), request.url.path)
-
-
-def install_handlers(app: FastAPI) -> None:
-    """Answer every error that is meant for the client in OpenAI's shape."""
-    for kind in (ApiError, FdError, HTTPException):
-        app.add_exception_handler(kind, _handle)

@@ -46,6 +46,7 @@ class AccessControl:
         """
         self._plain = tuple(keys)
         self._file = None if file is None else Path(file)
+        self.reloadable = file is not None
         self._open: tuple[Right, ...] = ("probe", "secret") if protect_pages else ("probe", "secret", "page")
         self._share_prefixes = share_prefixes
         self.ring = KeyRing(self._read())
@@ -65,11 +66,6 @@ class AccessControl:
     def _read(self) -> tuple[ApiKey, ...]:
         named = () if self._file is None else read_key_file(self._file)
         return (*map(ApiKey.of, self._plain), *named)
-
-    @property
-    def reloadable(self) -> bool:
-        """Whether there is a file to read again."""
-        return self._file is not None
 
     async def reload(self) -> None:
         """Read the file again. One that is wrong changes nothing but the log."""

@@ -15,9 +15,10 @@ import logging
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -88,6 +89,13 @@ def connection_limit(config: ListenConfig, *, descriptors: int = 1) -> int:
     if allowed == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
     return max(1, min(_MOST_CONNECTIONS, (allowed - min(_RESERVED_DESCRIPTORS, allowed // 4)) // descriptors))
+
+
+def last_answer(status: int, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """Return an answer in JSON with which a connection ends, and which no application made."""
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head += "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 @lru_cache(maxsize=4096)
@@ -296,10 +304,7 @@ class WatchedProtocol(asyncio.Protocol):
 
     def end(self, error: ApiError) -> None:
         """Answer with an error, without the application, and close."""
-        body = error.body()
-        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
-        head += f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-        self._transport.write(head.encode() + body)
+        self._transport.write(last_answer(error.status, error.body()))
         self._transport.close()
 
     def expire(self, reason: Reason) -> None:
@@ -405,10 +410,7 @@ class _Refusal(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         error = unavailable("too many connections are open; try again", "too_many_connections", retry_after=1)
-        body = error.body()
-        head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        head += "".join(f"{name.lower()}: {value}\r\n" for name, value in error.headers.items())
-        transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        transport.write(last_answer(error.status, error.body(), error.headers))
         if transport.can_write_eof():
             transport.write_eof()
         # Closed at once, unread bytes of the request would make the kernel throw the answer away.

@@ -59,13 +59,6 @@ class BatchService:
         self._running: dict[str, asyncio.Timeout] = {}
         """What ends the work on a batch, by its id."""
 
-    @property
-    def store(self) -> BatchStore:
-        """The store, which has to be open."""
-        if self._store is None:
-            raise RuntimeError("the store is not open")
-        return self._store
-
     async def open(self) -> BatchStore:
         """Return the store. Raises `ApiError` (503) if another server has it, or the disk fails."""
         async with self._opening:

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
 from fastapi import Request
@@ -111,11 +111,13 @@ class BodyFormat(Generic[T]):
         except msgspec.ValidationError as error:
             raise _explain(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise invalid(f"the body is not valid JSON in UTF-8: {_reason(error)}", None, "invalid_json") from None
+            # a UnicodeDecodeError's text is harmless: it names one byte and its position
+            reason = str(error).removeprefix("JSON is malformed: ")
+            raise invalid(f"the body is not valid JSON in UTF-8: {reason}", None, "invalid_json") from None
         except RecursionError:
             raise invalid("the body is nested too deeply", None, "invalid_json") from None
 
-    def _refuse(self, unknown: Iterable[UnknownField]) -> list[str]:
+    def _refuse(self, unknown: Iterable[tuple[str, msgspec.Raw]]) -> list[str]:
         """Refuse fields that would change the text; return the names of those that are ignored."""
         given: dict[str, msgspec.Raw] = {}
         for path, value in unknown:
@@ -148,17 +150,9 @@ def require_json(content_type: str) -> None:
     """Raise `ApiError` (415) for a body that is not sent as JSON."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        message = f"the body must be sent as content-type application/json, not {_named(kind)}"
+        named = kind if _PRINTABLE.fullmatch(kind.replace("/", "-")) else "what was sent"
+        message = f"the body must be sent as content-type application/json, not {named}"
         raise ApiError(415, message, code="unsupported_media_type")
-
-
-def _named(kind: str) -> str:
-    return kind if _PRINTABLE.fullmatch(kind.replace("/", "-")) else "what was sent"
-
-
-def _reason(error: Exception) -> str:
-    # a UnicodeDecodeError's text is harmless: it names one byte and its position
-    return str(error).removeprefix("JSON is malformed: ")
 
 
 def _explain(error: msgspec.ValidationError) -> ApiError:
@@ -183,14 +177,6 @@ def _lower(text: str) -> str:
 
 
 log = logging.getLogger(__name__)
-
-
-class UnknownField(NamedTuple):
-    """A field that nobody reads."""
-
-    path: str
-    """Such as `stream_options.x` or `messages[].x`, whichever message has it."""
-    value: msgspec.Raw
 
 
 class UnknownFieldLog:
@@ -221,8 +207,11 @@ class KnownFields:
             if (found := _struct_in(hint)) is not None
         }
 
-    def unknown(self, body: bytes | msgspec.Raw, path: str = "") -> Iterator[UnknownField]:
-        """Yield fields that are not read, of an object or of an array's, `path` before them; raises as msgspec does."""
+    def unknown(self, body: bytes | msgspec.Raw, path: str = "") -> Iterator[tuple[str, msgspec.Raw]]:
+        """Yield fields that are not read, such as `messages[].x`, and their values; raises what msgspec raises.
+
+        The names begin with `path`, that of the object, or of the array whose objects `body` holds.
+        """
         if not path or memoryview(body)[0] == _BRACE:
             objects = [_object.decode(body)]
         else:
@@ -233,7 +222,7 @@ class KnownFields:
                 objects = [_object.decode(each) for each in _array.decode(body) if memoryview(each)[0] == _BRACE]
         for fields in objects:
             for name in fields.keys() - self.names:
-                yield UnknownField(path + name, fields[name])
+                yield path + name, fields[name]
             for name, inner in self.inner.items():
                 value = fields.get(name)
                 # Another value is left to the schema's own decoder.

@@ -115,12 +115,7 @@ async def conversation_job(
             tools = offered_tools(body, CHAT.tool_name if names is None else MAX_TOOL_NAME)
         reading = AnswerReading(None, None, {}) if names is not None else None
         if tools is not None or state.parsers.reasoning is not None:
-            reading = answer_reading(
-                state,
-                tools,
-                parallel=body.parallel_tool_calls is not False,
-                show_reasoning=body.include_reasoning is not False,
-            )
+            reading = answer_reading(state, body, tools)
         calls = None if tools is None else demanded_form(state, tools, reading, form)
         if calls is not None:
             outcome = await state.grammars.checked(calls)

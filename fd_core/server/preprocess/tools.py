@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from fd_core.http.errors import invalid, unsupported
-from fd_core.server.schemas.requests import MAX_TOOL_NAME, Tool, ToolChoice
+from fd_core.server.schemas.requests import MAX_TOOL_NAME, ChatRequest, TokenizeRequest, ToolChoice
 from fd_core.server.state.state import ServerState
 from fd_core.structured.calls import CallAsked
 from fd_core.structured.grammar import CallsForm, FormAsked
@@ -20,13 +20,6 @@ from fd_core.types import Reasoning, SamplingParams
 from fd_core.types.checks import check_ids
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
-
-
-class _Asks(Protocol):
-    """A request that may offer tools."""
-
-    tools: list[Tool] | None
-    tool_choice: ToolChoice | None
 
 
 class OfferedTools(NamedTuple):
@@ -42,7 +35,7 @@ class OfferedTools(NamedTuple):
     """Names of tools whose arguments keep their schema in any case."""
 
 
-def offered_tools(body: _Asks, longest_name: int = MAX_TOOL_NAME) -> OfferedTools | None:
+def offered_tools(body: ChatRequest | TokenizeRequest, longest_name: int = MAX_TOOL_NAME) -> OfferedTools | None:
     """Return the tools that may be called, None if none; `ApiError` (400) for unusable names and choices."""
     choice, schemas = body.tool_choice, {}
     for index, tool in enumerate(body.tools or ()):
@@ -65,22 +58,19 @@ def offered_tools(body: _Asks, longest_name: int = MAX_TOOL_NAME) -> OfferedTool
     return OfferedTools(shown, schemas, forced, strict)
 
 
-def answer_reading(
-    state: ServerState, tools: OfferedTools | None, *, parallel: bool, show_reasoning: bool
-) -> AnswerReading | None:
-    """Return how answers are read, None for plain text; `ApiError` (400) for tools without a parser of calls."""
+def answer_reading(state: ServerState, body: ChatRequest, tools: OfferedTools | None) -> AnswerReading:
+    """Return how answers are read. Raises `ApiError` (400) for tools where the server has no parser of calls."""
     parsers = state.parsers
-    if tools is None:
-        if parsers.reasoning is None:
-            return None
-        return AnswerReading(parsers.reasoning, None, {}, parallel, show_reasoning)
-    if parsers.tools is None:
+    if tools is not None and parsers.tools is None:
         raise unsupported(
             "tools cannot be called: it is not known how this model writes calls; start the server with "
             "--tool-call-parser, or leave tools out",
             "tools",
         )
-    return AnswerReading(parsers.reasoning, parsers.tools, tools.schemas, parallel, show_reasoning)
+    parallel, shows_reasoning = body.parallel_tool_calls is not False, body.include_reasoning is not False
+    if tools is None:
+        return AnswerReading(parsers.reasoning, None, {}, parallel, shows_reasoning)
+    return AnswerReading(parsers.reasoning, parsers.tools, tools.schemas, parallel, shows_reasoning)
 
 
 def _forced(choice: ToolChoice | None, schemas: Mapping[str, Any]) -> Sequence[str]:

@@ -58,8 +58,6 @@ class TextChunk(NamedTuple):
 class ScoredPrompt:
     """Log-probabilities of a prompt, computed with its first choice and shown with each."""
 
-    __slots__ = ("complete", "rows")
-
     def __init__(self) -> None:
         self.rows: tuple[TokenLogprobs, ...] | None = None
         """Of the prompt's tokens but the first."""
@@ -69,8 +67,6 @@ class ScoredPrompt:
 
 class AnswerReader:
     """What the text of one choice means: content, reasoning and calls."""
-
-    __slots__ = ("_parser", "_reading", "called", "reasoning_tokens")
 
     def __init__(self, reading: AnswerReading, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._reading = reading
@@ -100,25 +96,6 @@ class AnswerReader:
 
 class ChoiceStream:
     """One text that is being generated."""
-
-    __slots__ = (
-        "_detokenizer",
-        "_job",
-        "_metrics",
-        "_silent_ends",
-        "answer",
-        "cached_tokens",
-        "deltas",
-        "finished",
-        "index",
-        "phases",
-        "prefill",
-        "prompt_index",
-        "scores",
-        "spec",
-        "times",
-        "tokens",
-    )
 
     def __init__(
         self,

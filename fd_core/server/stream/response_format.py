@@ -39,8 +39,6 @@ _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 class CollectedText:
     """All chunks of one choice."""
 
-    __slots__ = ("choice", "events", "finish_reason", "logprobs", "scores", "stop_reason", "texts", "token_ids")
-
     def __init__(self, choice: ChoiceStream) -> None:
         self.choice = choice
         self.texts: list[str] = []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -137,7 +136,6 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     raise ApiError(499, "the client went away", code="client_gone")
 
 
-@dataclass(slots=True)
 class UntilDisconnect:
     """Runs a block until it ends or the client disconnects; then `gone` is true and the block was cancelled.
 
@@ -146,12 +144,9 @@ class UntilDisconnect:
     before the last part of the answer is sent: servers report the end of an answer as a disconnect too.
     """
 
-    receive: Receive
-    gone: bool = False
-    _fired: bool = False
-    _task: asyncio.Task[Any] = field(init=False)
-    _cancelling: int = field(init=False)
-    _watch: asyncio.Task[None] = field(init=False)
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._fired = self.gone = False
 
     async def __aenter__(self) -> UntilDisconnect:
         task = asyncio.current_task()
@@ -172,7 +167,7 @@ class UntilDisconnect:
         return kind is not None and issubclass(kind, asyncio.CancelledError)
 
     async def _wait(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
+        while (await self._receive())["type"] != "http.disconnect":
             pass
         self._fired = True
         self._task.cancel()
