@@ -73,9 +73,9 @@ class RequestSpans:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         named = Resource.create().attributes.get(SERVICE_NAME, "unknown_service")
         name = service if str(named).startswith("unknown_service") else named
-        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_Guarded(exporter)))
-        self._tracer = self._provider.get_tracer("fd_core", fd_core.__version__)
+        self.provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
+        self.provider.add_span_processor(BatchSpanProcessor(_Guarded(exporter)))
+        self._tracer = self.provider.get_tracer("fd_core", fd_core.__version__)
         self.propagator = TraceContextTextMapPropagator()
         self._kinds = {kind.name.lower(): kind for kind in trace.SpanKind}
         self.api = trace
@@ -96,13 +96,9 @@ class RequestSpans:
         span = self._tracer.start_span(name, context, self._kinds[kind], dict(attributes), start_time=started)
         return RequestSpan(self, span, self.api.set_span_in_context(span))
 
-    def flush(self) -> None:
-        """Wait until all spans that have ended were exported; for tests."""
-        self._provider.force_flush()
-
     def close(self) -> None:
         """Export what there is, for a few seconds at most."""
-        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing = threading.Thread(target=self.provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
 

@@ -17,6 +17,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,8 +70,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     entries = table.get("keys") if isinstance(table, dict) else None
     if not isinstance(entries, list) or not entries or len(table) > 1:
         raise _error(f"{path} must hold a list `keys` with at least one key, and nothing else")
-    lines = _Lines(data, kind == ".json")
-    return _unique(path, entries, _entry, lines.of)
+    return _unique(path, entries, _entry, partial(_place_of, data, kind == ".json"))
 
 
 def warn_if_others_read(path: Path) -> None:
@@ -172,36 +172,30 @@ def _key_text(value: Any) -> str:
     return value
 
 
-class _Lines:
-    """Where the entries of a file stand. Only looked for once something is wrong."""
+def _place_of(data: bytes, is_json: bool, number: int, field: str) -> str:
+    """Return the line of a field of an entry, or of the entry if the field is not found there."""
+    starts = _json_starts(data) if is_json else [found.start() for found in _TABLE.finditer(data)]
+    if number >= len(starts):  # written in another way, such as an array of inline tables
+        return f"entry {number + 1}"
+    end = starts[number + 1] if number + 1 < len(starts) else len(data)
+    pattern = rb'"%b"[ \t\r\n]*:' if is_json else rb'^[ \t]*"?%b"?[ \t]*='
+    found = re.compile(pattern % re.escape(field.encode()), re.MULTILINE).search(data, starts[number], end)
+    place = found.start() if field and found else starts[number]
+    newlines = data.count(b"\n", 0, place)
+    return f"line {newlines + 1}"
 
-    def __init__(self, data: bytes, is_json: bool) -> None:
-        self._data = data
-        self._is_json = is_json
 
-    def of(self, number: int, field: str) -> str:
-        """Return the line of a field of an entry, or of the entry if the field is not found there."""
-        starts = self._json_starts() if self._is_json else [found.start() for found in _TABLE.finditer(self._data)]
-        if number >= len(starts):  # written in another way, such as an array of inline tables
-            return f"entry {number + 1}"
-        end = starts[number + 1] if number + 1 < len(starts) else len(self._data)
-        pattern = rb'"%b"[ \t\r\n]*:' if self._is_json else rb'^[ \t]*"?%b"?[ \t]*='
-        found = re.compile(pattern % re.escape(field.encode()), re.MULTILINE).search(self._data, starts[number], end)
-        place = found.start() if field and found else starts[number]
-        newlines = self._data.count(b"\n", 0, place)
-        return f"line {newlines + 1}"
-
-    def _json_starts(self) -> list[int]:
-        starts, place = [], 0
-        try:
-            entries = msgspec.json.decode(self._data, type=dict[str, list[msgspec.Raw]])["keys"]
-        except msgspec.MsgspecError:  # JSON that only the other parser reads, such as NaN
-            return []
-        for raw in map(bytes, entries):
-            place = self._data.find(raw, place)
-            starts.append(place)
-            place += len(raw)
-        return starts
+def _json_starts(data: bytes) -> list[int]:
+    starts, place = [], 0
+    try:
+        entries = msgspec.json.decode(data, type=dict[str, list[msgspec.Raw]])["keys"]
+    except msgspec.MsgspecError:  # JSON that only the other parser reads, such as NaN
+        return []
+    for raw in map(bytes, entries):
+        place = data.find(raw, place)
+        starts.append(place)
+        place += len(raw)
+    return starts
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fd_core.server.api.openapi import endpoint
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.jobs import Job, build_job, named_as_sent, other_names
 from fd_core.server.preprocess.prompts import completion_prompts
+from fd_core.server.preprocess.structured_fields import form_asked
 from fd_core.server.schemas.requests import CompletionRequest
 from fd_core.server.schemas.responses import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
 from fd_core.server.schemas.unsupported import COMPLETIONS
@@ -27,6 +28,7 @@ from fd_core.server.stream.response_format import (
     slices,
 )
 from fd_core.server.stream.streaming import GenerationResponse, unless_gone
+from fd_core.structured.workers.messages import FormOutcome
 from fd_core.text.prompt_reader import PromptText
 from fd_core.text.tokenizer import Tokenizer
 
@@ -41,7 +43,8 @@ async def create_completion(request: Request) -> Response:
     served = state.served(body.model)
     state.admit(1)
     try:
-        outcome = await unless_gone(request, state.grammars.grammar(body))
+        form = form_asked(body)
+        outcome = FormOutcome() if form is None else await unless_gone(request, state.grammars.checked(form))
         prompts = await unless_gone(request, completion_prompts(state, body))
         ids = [each.ids for each in prompts]
         job = build_job(state, request, body, served, ids, logprobs=body.logprobs, outcome=outcome)

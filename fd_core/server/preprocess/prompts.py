@@ -74,8 +74,10 @@ async def chat_prompt(
                 )
             ids = await reader.run(len(text), lambda: reader.text(text, special, "messages"))
         return _shortened(state, body, PromptText(ids, None)).ids
+    if body.messages is None:
+        raise invalid("messages is required", "messages", "missing_required_parameter")
     turns: list[dict[str, Any]] = []
-    for index, message in enumerate(required(body.messages, "messages")):
+    for index, message in enumerate(body.messages):
         if message.role != "user" or message.content is None or message.tool_calls or message.function_call:
             _check(f"messages[{index}]", message)
         turn = msgspec.to_builtins(message)

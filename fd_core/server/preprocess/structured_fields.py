@@ -19,13 +19,6 @@ MAX_PROMPT_LOGPROBS: Final = 2**20
 """Log-probabilities of prompts that one answer may hold."""
 
 
-class EvaluationFields(msgspec.Struct, kw_only=True):
-    """Of completions and chat; null means the default."""
-
-    prompt_logprobs: NumLogprobs | None = None
-    """Most likely tokens told beside each token of the prompt; 0 tells the prompt's own only."""
-
-
 def check_prompt_logprobs(top: int | None, tokens: int, field: str) -> None:
     """Refuse more than one answer holds: `top` likely tokens, and its own, for each of the prompts' `tokens`."""
     if top is not None and tokens * (1 + top) > MAX_PROMPT_LOGPROBS:
@@ -99,12 +92,11 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     """There is one backend and none to fall back to."""
 
 
-class StructuredFields(EvaluationFields, kw_only=True):
-    """Fields that completions and chat share; at most one form may be asked for.
+class StructuredFields(msgspec.Struct, kw_only=True):
+    """Fields that completions and chat share; at most one form may be asked for."""
 
-    One struct inherits the next, because structs with fields cannot have several bases.
-    """
-
+    prompt_logprobs: NumLogprobs | None = None
+    """Most likely tokens told beside each token of the prompt; 0 tells the prompt's own only. Not of the form."""
     response_format: ResponseFormatField | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
@@ -121,9 +113,7 @@ class StructuredFields(EvaluationFields, kw_only=True):
 
 
 _ASKING: Final = tuple(
-    name
-    for name in StructuredFields.__struct_fields__
-    if name not in (*EvaluationFields.__struct_fields__, "guided_whitespace_pattern")
+    name for name in StructuredFields.__struct_fields__ if name not in ("prompt_logprobs", "guided_whitespace_pattern")
 )
 """Fields that ask for a form."""
 _asked: Final = attrgetter(*_ASKING)

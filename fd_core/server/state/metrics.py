@@ -20,11 +20,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 import fd_core
-from fd_core.engine.clients.client import EngineClient, SingleEngineClient
+from fd_core.engine.clients.client import DeltaStream, EngineClient, SingleEngineClient
 from fd_core.http.bodies import BodyStats
 from fd_core.http.connections.connections import ConnectionStats
 from fd_core.http.metrics import Histogram, metric_families, refusal_family
 from fd_core.http.supervision import TaskStats
+from fd_core.types import RequestSpec
 from fd_core.types.metrics import counter, gauge
 
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -165,18 +166,16 @@ class ServerMetrics(Collector):
         outcome: str,
         *,
         adapter: str | None,
-        prompt: int,
-        most: int,
+        spec: RequestSpec,
         tokens: int,
-        submitted: float,
-        admitted: float | None,
+        deltas: DeltaStream,
         times: TokenTimes,
     ) -> None:
-        """Count a generation that ended.
+        """Count a generation that ended with `tokens` written, under the name of its LoRA adapter if it had one.
 
-        `adapter` is its LoRA adapter's name. It read `prompt` tokens and wrote `tokens` of at `most` so many. The
-        engine was given it when it was `submitted`, and gave it a slot when it was `admitted`, if it did.
+        `deltas` know when the engine was given it, and when it got a slot, if it did.
         """
+        submitted, admitted = deltas.submitted, deltas.admitted
         self.outcomes[outcome] += 1
         if adapter is not None:
             self.adapter_generations[adapter] += 1
@@ -184,8 +183,8 @@ class ServerMetrics(Collector):
         decoding = times.last - times.first
         values: list[tuple[Histogram, float]] = [
             (self.end_to_end, time.perf_counter() - times.arrived),
-            (self.prompt_length, prompt),
-            (self.max_tokens, most),
+            (self.prompt_length, len(spec.prompt)),
+            (self.max_tokens, spec.params.max_tokens),
         ]
         if admitted is not None:
             values.append((self.queue, admitted - submitted))

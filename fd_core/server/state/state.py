@@ -27,7 +27,6 @@ from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
 from fd_core.server.batches.service import BatchService
 from fd_core.server.preprocess.body import UnknownFieldLog
-from fd_core.server.preprocess.structured_fields import StructuredFields, form_asked
 from fd_core.server.responses.store import ResponseStore
 from fd_core.server.state.metrics import ServerMetrics
 from fd_core.structured.grammar import FormAsked
@@ -56,11 +55,6 @@ class GrammarChecker:
         """Start a process soon, so that the first request with a form need not wait for it."""
         if self._served:
             self._pool.warm_up(_WARM_UP_SECONDS)
-
-    async def grammar(self, fields: StructuredFields) -> FormOutcome:
-        """Return the grammar that a request asks for, see `checked`; an empty one for any text."""
-        form = form_asked(fields)
-        return FormOutcome() if form is None else await self.checked(form)
 
     async def checked(self, form: FormAsked) -> FormOutcome:
         """Return the grammar of a form, compiled once to see that it can be, and what it leaves open.

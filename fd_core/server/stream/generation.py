@@ -225,11 +225,9 @@ class ChoiceStream:
         self._metrics.ended(
             outcome,
             adapter=self._job.served.name if self._job.served.adapter else None,
-            prompt=len(self.spec.prompt),
-            most=self.spec.params.max_tokens,
+            spec=self.spec,
             tokens=self.tokens,
-            submitted=self.deltas.submitted,
-            admitted=self.deltas.admitted,
+            deltas=self.deltas,
             times=self.times,
         )
 
