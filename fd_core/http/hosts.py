@@ -93,11 +93,8 @@ class HostRules:
         if visit.origin is None or (given is not None and _same(visit.origin, given)):
             return {}
         if _ANY not in self._origins and visit.origin.lower() not in self._origins:
-            raise ApiError(
-                403,
-                "pages of this origin may not use the server; --allowed-origins names those that may",
-                code="foreign_origin",
-            )
+            message = "pages of this origin may not use the server; --allowed-origins names those that may"
+            raise ApiError(403, message, code="foreign_origin")
         headers = {
             "Access-Control-Allow-Origin": visit.origin,
             "Access-Control-Expose-Headers": _EXPOSED,

@@ -51,11 +51,8 @@ def open_spans(endpoint: str, service: str) -> RequestSpans:
 
         return RequestSpans(OTLPSpanExporter(endpoint=endpoint), service)
     except ImportError as error:
-        raise ConfigError(
-            f"traces need OpenTelemetry, which is not installed: {error}",
-            field=_FLAG,
-            hint="pip install 'fd-core[otel]'",
-        ) from error
+        message = f"traces need OpenTelemetry, which is not installed: {error}"
+        raise ConfigError(message, field=_FLAG, hint="pip install 'fd-core[otel]'") from error
 
 
 class RequestSpans:

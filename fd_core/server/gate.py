@@ -141,12 +141,8 @@ class Gate:
         if path.startswith(("/v1/files", "/v1/batches")):
             tenant = None  # no router forwards these: a key that split itself into tenants would multiply its quota
         if tenant is None:
-            raise ApiError(
-                403,
-                f"{TENANT_HEADER} is not signed with the API key that was sent: only routers send this header",
-                kind="permission_error",
-                code="bad_tenant",
-            )
+            message = f"{TENANT_HEADER} is not signed with the API key that was sent: only routers send this header"
+            raise ApiError(403, message, kind="permission_error", code="bad_tenant")
         return tenant
 
 

@@ -100,12 +100,8 @@ class AccessControl:
         if key is None and right not in self._open:
             scheme = 'Basic realm="API key as password"' if page else "Bearer"
             sent = "no API key was sent" if authorization is api_key is None else "the API key sent is not accepted"
-            raise ApiError(
-                401,
-                f"{sent}: a valid one is required, in the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": scheme},
-            )
+            message = f"{sent}: a valid one is required, in the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": scheme})
         return key
 
     def of_owner(self, owner: str) -> ApiKey | None:

@@ -41,11 +41,8 @@ async def kv_events(request: Request) -> Response:
             404, "this server reports no cached prefixes; --kv-events and --router-secret-file turn the reports on"
         )
     if KeyRing([state.config.router_secret]).find(request.headers.get("authorization", "").encode()) is None:
-        raise ApiError(
-            403,
-            "the router's secret is required: send the header 'Authorization: Bearer SECRET'",
-            code="invalid_secret",
-        )
+        message = "the router's secret is required: send the header 'Authorization: Bearer SECRET'"
+        raise ApiError(403, message, code="invalid_secret")
     after = _after(request)
     if request.query_params.get("instance") != state.incarnation:
         after = None  # the number is another process's

@@ -69,10 +69,8 @@ def pairs_of(body: ScoreRequest | RerankRequest) -> tuple[list[tuple[str, str]],
     if len(ones) == 1:
         ones = ones * len(others)
     if len(ones) != len(others):
-        raise invalid(
-            f"{names[0]} holds {len(ones)} texts and {names[1]} {len(others)}; give one for all, or one for each",
-            names[1],
-        )
+        message = f"{names[0]} holds {len(ones)} texts and {names[1]} {len(others)}; give one for all, or one for each"
+        raise invalid(message, names[1])
     return list(zip(ones, others, strict=True)), names[1]
 
 
@@ -153,11 +151,8 @@ class PooledTexts:
         state = self._state
         longest, most = max(map(len, prompts), default=0), state.client.info.max_model_len - 1
         if longest > most:
-            raise invalid(
-                f"{field}: a text has {longest} tokens, but at most {most} can be read; shorten it",
-                field,
-                "context_length_exceeded",
-            )
+            message = f"{field}: a text has {longest} tokens, but at most {most} can be read; shorten it"
+            raise invalid(message, field, "context_length_exceeded")
         tokens = sum(map(len, prompts))
         self.usage = PooledUsage(tokens, tokens)
         at_once = min(len(prompts), state.client.info.max_num_seqs)

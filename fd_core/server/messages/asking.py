@@ -115,10 +115,8 @@ def _tools(body: CountRequest) -> list[Tool] | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
-            raise unsupported(
-                f"tools[{index}].type is {tool.type[:40]!r}; served are tools of the client, of type 'custom'",
-                f"tools[{index}].type",
-            )
+            message = f"tools[{index}].type is {tool.type[:40]!r}; served are tools of the client, of type 'custom'"
+            raise unsupported(message, f"tools[{index}].type")
         function = ToolFunction(
             name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
         )

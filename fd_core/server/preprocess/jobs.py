@@ -16,10 +16,9 @@ from fd_core.http.access.keys import scoped
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, invalid, to_api_error
 from fd_core.http.spans import TRACE_HEADERS
-from fd_core.server.preprocess.prompts import chat_prompt
+from fd_core.server.preprocess.prompts import answer_reading, chat_prompt, constrained, demanded_form, offered_tools
 from fd_core.server.preprocess.sampling import sampling_params, stop_strings, text_cost
 from fd_core.server.preprocess.structured_fields import check_logprobs, check_prompt_logprobs, form_asked
-from fd_core.server.preprocess.tools import answer_reading, constrained, demanded_form, offered_tools
 from fd_core.server.schemas.requests import CHAT, MAX_TOOL_NAME, ChatRequest, GenerationRequest
 from fd_core.server.state.state import ServedName, ServerState
 from fd_core.structured.grammar import FormAsked
@@ -229,11 +228,8 @@ def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:
     this worker's secret, or that this worker has no use for.
     """
     if state.client.info.role != "decode" or state.ticket_key is None:
-        raise ApiError(
-            400,
-            f"{TICKET_HEADER} names a prefill worker, but this worker was not started with --role decode",
-            code="not_a_decode_worker",
-        )
+        message = f"{TICKET_HEADER} names a prefill worker, but this worker was not started with --role decode"
+        raise ApiError(400, message, code="not_a_decode_worker")
     peer = read_ticket(state.ticket_key, request.state.request_id, ticket)
     if peer is None:
         raise ApiError(

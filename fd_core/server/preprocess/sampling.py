@@ -155,10 +155,8 @@ def sampling_params(
     allowed_ids = tuple(sorted({*request.allowed_token_ids})) if request.allowed_token_ids else None
     ending = {*stop_ids, *info.eos_token_ids}
     if allowed_ids is not None and _min_tokens(request) and ending.issuperset(allowed_ids):
-        raise invalid(
-            "allowed_token_ids has only tokens that end the text, but others are asked for before its end",
-            "allowed_token_ids",
-        )
+        message = "allowed_token_ids has only tokens that end the text, but others are asked for before its end"
+        raise invalid(message, "allowed_token_ids")
     temperature = 1.0 if request.temperature is None else request.temperature
     copied = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
     seed = secrets.randbits(63) if request.seed is None else request.seed

@@ -8,7 +8,6 @@ from typing import Any, Final
 from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.preprocess.prompts import require_role
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
-from fd_core.server.responses.store import ResponseStore
 from fd_core.server.schemas.requests import (
     ChatRequest,
     ChosenFunction,
@@ -18,6 +17,7 @@ from fd_core.server.schemas.requests import (
     ToolChoice,
     ToolFunction,
 )
+from fd_core.server.state.state import ResponseStore
 from fd_core.structured.grammar import FormAsked, SchemaForm
 
 _HARMLESS_INCLUDES: Final = frozenset({"reasoning.encrypted_content"})
@@ -38,12 +38,8 @@ def earlier_messages(body: ResponsesRequest, store: ResponseStore, owner: str) -
         return ()
     found = store.get(owner, body.previous_response_id)
     if found is None:
-        raise ApiError(
-            404,
-            f"previous_response_id names {body.previous_response_id[:80]!r}, which is not kept (any more)",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
+        message = f"previous_response_id names {body.previous_response_id[:80]!r}, which is not kept (any more)"
+        raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
     return found.messages
 
 
@@ -146,10 +142,8 @@ def _tools(body: ResponsesRequest) -> list[Tool] | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type != "function":
-            raise unsupported(
-                f"tools[{index}].type is {tool.type[:40]!r}; served are functions, which the client calls",
-                f"tools[{index}].type",
-            )
+            message = f"tools[{index}].type is {tool.type[:40]!r}; served are functions, which the client calls"
+            raise unsupported(message, f"tools[{index}].type")
         name = required(tool.name, f"tools[{index}].name")
         function = ToolFunction(name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
         tools.append(Tool(function=function))

@@ -18,10 +18,9 @@ from fd_core.server.preprocess.jobs import RESPONSES_NAMES, Job, conversation_jo
 from fd_core.server.preprocess.prompts import require_effort
 from fd_core.server.responses.asking import as_chat, demanded_form, earlier_messages
 from fd_core.server.responses.schemas import REFUSED, DeletedResponse, ResponseAnswer, ResponsesRequest
-from fd_core.server.responses.store import StoredResponse
 from fd_core.server.schemas.requests import Message
 from fd_core.server.schemas.responses import Usage
-from fd_core.server.state.state import state_of
+from fd_core.server.state.state import StoredResponse, state_of
 from fd_core.server.stream.blocks import AnswerBlock, BlockStep, BlockWriter, blocks_of, new_call_id
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.server.stream.response_format import AnswerFormat, CollectedText, json_text

@@ -137,15 +137,9 @@ def registration_of(
             f"{config.router!r} is not an address", field="--router", hint="give http://HOST:PORT of its admin port"
         )
     if not config.router_secret:
-        raise ConfigError(
-            "a router registers only servers that know its secret",
-            field="--router-secret-file",
-            hint="give the file that the router was started with",
-        )
+        message = "a router registers only servers that know its secret"
+        raise ConfigError(message, field="--router-secret-file", hint="give the file that the router was started with")
     if config.advertise_url is None and config.host in ANY_ADDRESS:
-        raise ConfigError(
-            "the server listens on every address, so the router needs the one at which it reaches the server",
-            field="--advertise-url",
-            hint="for example http://10.0.0.5:8000",
-        )
+        message = "the server listens on every address, so the router needs the one at which it reaches the server"
+        raise ConfigError(message, field="--advertise-url", hint="for example http://10.0.0.5:8000")
     return Registration(config, url, instance, role)

@@ -7,11 +7,13 @@ import hashlib
 import itertools
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
+import msgspec
 from fastapi import Request
 
 import fd_core
@@ -27,7 +29,8 @@ from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
 from fd_core.server.batches.service import BatchService
 from fd_core.server.preprocess.body import UnknownFieldLog
-from fd_core.server.responses.store import ResponseStore
+from fd_core.server.responses.schemas import ResponseAnswer
+from fd_core.server.schemas.requests import Message
 from fd_core.server.state.metrics import ServerMetrics
 from fd_core.structured.grammar import FormAsked
 from fd_core.structured.vocabulary import vocabulary_table
@@ -36,6 +39,82 @@ from fd_core.structured.workers.pool import CompilePool
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
+
+MAX_BYTES: Final = 64 * 2**20
+"""Of all that is kept, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """An answer, and the conversation up to its end, without the instructions."""
+
+    answer: ResponseAnswer
+    messages: tuple[Message, ...]
+
+
+@dataclass(slots=True)
+class _OwnerAnswers:
+    """Answers of one owner, the oldest first, with their bytes."""
+
+    kept: OrderedDict[str, tuple[StoredResponse, int]] = field(default_factory=OrderedDict)
+    bytes: int = 0
+
+
+class ResponseStore:
+    """At most `capacity` answers and `max_bytes` of them, each seen by its owner only.
+
+    Without room, the oldest answer of the owner who keeps most is forgotten, so that no key displaces those of others
+    beyond an equal share.
+    """
+
+    def __init__(self, capacity: int, max_bytes: int = MAX_BYTES) -> None:
+        self.capacity = capacity
+        self._max_bytes = max_bytes
+        self._owners: dict[str, _OwnerAnswers] = {}
+        self._count = 0
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, owner: str, stored: StoredResponse) -> None:
+        """Keep an answer of an owner; one that is larger than the store is not kept."""
+        size = len(msgspec.json.encode((stored.answer, stored.messages)))
+        if size > self._max_bytes or not self.capacity:
+            return
+        self.delete(owner, stored.answer.id)  # clients choose request ids, and may use one again
+        owned = self._owners.setdefault(owner, _OwnerAnswers())
+        owned.kept[stored.answer.id] = stored, size
+        owned.bytes += size
+        self._bytes += size
+        self._count += 1
+        while self._count > self.capacity:
+            self._forget_oldest(max(self._owners, key=lambda each: len(self._owners[each].kept)))
+        while self._bytes > self._max_bytes:
+            self._forget_oldest(max(self._owners, key=lambda each: self._owners[each].bytes))
+
+    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """Return an answer of an owner, None if it is not kept (any more)."""
+        owned = self._owners.get(owner)
+        found = None if owned is None else owned.kept.get(response_id)
+        return None if found is None else found[0]
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        """Forget an answer of an owner; return True if it was kept."""
+        owned = self._owners.get(owner)
+        found = None if owned is None else owned.kept.pop(response_id, None)
+        if owned is None or found is None:
+            return False
+        owned.bytes -= found[1]
+        self._bytes -= found[1]
+        self._count -= 1
+        if not owned.kept:
+            del self._owners[owner]
+        return True
+
+    def _forget_oldest(self, owner: str) -> None:
+        self.delete(owner, next(iter(self._owners[owner].kept)))
+
 
 _WAIT_SECONDS: Final = 30.0
 """For a slot, a process and the work together."""
@@ -214,12 +293,8 @@ class ServerState:
             return next(iter(names.values()))
         found = names.get(asked)
         if found is None:
-            raise ApiError(
-                404,
-                f"the model {asked[:128]!r} does not exist; served here: {', '.join(names)}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"the model {asked[:128]!r} does not exist; served here: {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return found
 
     @property
@@ -236,11 +311,8 @@ class ServerState:
     def admit(self, count: int) -> None:
         """Raise `ApiError` (503) if `count` more generations cannot be taken, 400 if none ever is."""
         if self.client.info.role == "prefill":
-            raise ApiError(
-                400,
-                "this prefill worker only computes prompts; send requests to a decode worker or to the router",
-                code="prefill_worker",
-            )
+            message = "this prefill worker only computes prompts; send requests to a decode worker or to the router"
+            raise ApiError(400, message, code="prefill_worker")
         if not self.client.alive:
             raise unavailable(self.client.missing, "engine_dead", retry_after=5)
         queue = self.config.max_queued_requests

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -330,10 +330,6 @@ class Generation:
         except BaseException:
             deltas.leave()
             raise
-
-
-if TYPE_CHECKING:
-    from fd_core.server.stream.generation import ChoiceStream
 
 
 def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> RequestSpan:
