@@ -10,7 +10,8 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,6 @@ log = logging.getLogger(__name__)
 
 ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # told apart, not bound
 """Hosts that mean every address of the machine."""
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = "--host") -> socket.socket:
@@ -93,19 +93,14 @@ def port_errors(host: str, sock: socket.socket, flag: str = "--port") -> Iterato
 
 
 @contextlib.contextmanager
-def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
-    """Set `stop` on the first SIGINT or SIGTERM and `hurry` on the next."""
-
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
-
+def _handled(handlers: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     installed = []
     try:
-        for number in _SIGNALS:
+        for number, handler in handlers.items():
             # only the main thread's loop can take signals; elsewhere the caller stops the server by `stop`
             with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
-                loop.add_signal_handler(number, on_signal)
+                loop.add_signal_handler(number, handler)
                 installed.append(number)
         yield
     finally:
@@ -114,26 +109,29 @@ def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
+    """Set `stop` on the first SIGINT or SIGTERM and `hurry` on the next."""
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    with _handled({signal.SIGINT: on_signal, signal.SIGTERM: on_signal}):
+        yield
+
+
+@contextlib.contextmanager
 def hangup_reloads(reload: Callable[[], Awaitable[None]] | None, supervisor: Supervisor) -> Iterator[None]:
     """Call `reload` on each SIGHUP, one call after the other; without it the signal ends the process, as is usual."""
-    if reload is None:
-        yield
-        return
-    loop, one_at_a_time = asyncio.get_running_loop(), asyncio.Lock()
+    one_at_a_time = asyncio.Lock()
 
     async def run() -> None:
         async with one_at_a_time:
-            await reload()
+            if reload is not None:
+                await reload()
 
-    try:
-        loop.add_signal_handler(signal.SIGHUP, lambda: supervisor.start("reload", run, repeat=False))
-    except (ValueError, RuntimeError, NotImplementedError):  # not the main thread's loop
+    start = partial(supervisor.start, "reload", run, repeat=False)
+    with _handled({} if reload is None else {signal.SIGHUP: start}):
         yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGHUP)
 
 
 def url_of(host: str, sock: socket.socket, *, secure: bool = False) -> str:

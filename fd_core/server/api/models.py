@@ -15,15 +15,8 @@ from fd_core.http.errors import ApiError, invalid
 from fd_core.server.api.openapi import endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.prompts import chat_prompt
+from fd_core.server.schemas import responses
 from fd_core.server.schemas.requests import DetokenizeRequest, TokenizeRequest
-from fd_core.server.schemas.responses import (
-    AddedTokenInfo,
-    DetokenizeAnswer,
-    ModelCard,
-    ModelList,
-    TokenizeAnswer,
-    TokenizerInfoAnswer,
-)
 from fd_core.server.state.state import ServedName, ServerState, state_of
 from fd_core.server.stream.streaming import unless_gone
 from fd_core.types.checks import check_ids
@@ -34,24 +27,24 @@ _DETOKENIZE: Final = BodyFormat(DetokenizeRequest)
 _SLICE: Final = 16_384
 
 
-@router.get("/v1/models", **endpoint("List the names of the model", None, ModelList))
+@router.get("/v1/models", **endpoint("List the names of the model", None, responses.ModelList))
 async def list_models(request: Request) -> Response:
     """List every name under which the model answers, and its adapters."""
     state = state_of(request)
     cards = [_card(state, name) for name in state.names.values()]
-    return json_response(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
+    return json_response(responses.ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
-@router.get("/v1/models/{model:path}", **endpoint("Describe the model", None, ModelCard, errors=(401, 404)))
+@router.get("/v1/models/{model:path}", **endpoint("Describe the model", None, responses.ModelCard, errors=(401, 404)))
 async def get_model(request: Request, model: str) -> Response:
     """Describe the model under one of its names."""
     state = state_of(request)
     return json_response(_card(state, state.served(model)))
 
 
-def _card(state: ServerState, served: ServedName) -> ModelCard:
+def _card(state: ServerState, served: ServedName) -> responses.ModelCard:
     info = state.client.info
-    return ModelCard(
+    return responses.ModelCard(
         id=served.name,
         created=state.created,
         root=info.model,
@@ -62,7 +55,7 @@ def _card(state: ServerState, served: ServedName) -> ModelCard:
     )
 
 
-@router.post("/tokenize", **endpoint("Text to token ids", TokenizeRequest, TokenizeAnswer))
+@router.post("/tokenize", **endpoint("Text to token ids", TokenizeRequest, responses.TokenizeAnswer))
 async def tokenize(request: Request) -> Response:
     """Return the ids of a text, or of a conversation as the chat endpoint would read it."""
     state, body, headers = await _TOKENIZE.read(request)
@@ -87,7 +80,7 @@ async def tokenize(request: Request) -> Response:
     return json_response(answer, headers)
 
 
-@router.post("/detokenize", **endpoint("Token ids to text", DetokenizeRequest, DetokenizeAnswer))
+@router.post("/detokenize", **endpoint("Token ids to text", DetokenizeRequest, responses.DetokenizeAnswer))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state, body, headers = await _DETOKENIZE.read(request)
@@ -95,10 +88,12 @@ async def detokenize(request: Request) -> Response:
     check_ids(body.tokens, state.client.info.vocab_size, "tokens", state.tokenizer.token_text)
     ids, skipping = body.tokens, bool(body.skip_special_tokens)
     text = await state.prompt_reader.run(len(ids), lambda: state.tokenizer.decode(ids, skip_special=skipping))
-    return json_response(DetokenizeAnswer(text), headers)
+    return json_response(responses.DetokenizeAnswer(text), headers)
 
 
-@router.get("/tokenizer_info", **endpoint("What the tokenizer is", None, TokenizerInfoAnswer, errors=(401, 404)))
+@router.get(
+    "/tokenizer_info", **endpoint("What the tokenizer is", None, responses.TokenizerInfoAnswer, errors=(401, 404))
+)
 async def tokenizer_info(request: Request) -> Response:
     """Tell control tokens and the chat template, as vLLM does, if the operator allows it."""
     state = state_of(request)
@@ -111,13 +106,13 @@ async def tokenizer_info(request: Request) -> Response:
         )
     tokenizer = state.tokenizer
     added = tokenizer.backend.get_added_tokens_decoder()
-    answer = TokenizerInfoAnswer(
+    answer = responses.TokenizerInfoAnswer(
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
         vocab_size=tokenizer.vocab_size,
         model_max_length=state.client.info.max_model_len,
         added_tokens_decoder={
-            token_id: AddedTokenInfo(
+            token_id: responses.AddedTokenInfo(
                 token.content, token.lstrip, token.normalized, token.rstrip, token.single_word, token.special
             )
             for token_id, token in sorted(added.items())

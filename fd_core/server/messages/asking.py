@@ -8,15 +8,7 @@ from typing import Final
 from fd_core.http.errors import required, unsupported
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
 from fd_core.server.preprocess.prompts import PromptState, require_effort
-from fd_core.server.schemas.requests import (
-    ChatRequest,
-    ChosenFunction,
-    Message,
-    NamedChoice,
-    Tool,
-    ToolChoice,
-    ToolFunction,
-)
+from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoice, function_tool, named_choice
 from fd_core.structured.grammar import FormAsked, SchemaForm
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
@@ -117,10 +109,7 @@ def _tools(body: CountRequest) -> list[Tool] | None:
         if tool.type not in (None, "custom"):
             message = f"tools[{index}].type is {tool.type[:40]!r}; served are tools of the client, of type 'custom'"
             raise unsupported(message, f"tools[{index}].type")
-        function = ToolFunction(
-            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-        )
-        tools.append(Tool(function=function))
+        tools.append(function_tool(tool.name, tool.description, tool.input_schema, tool.strict))
     return tools or None
 
 
@@ -129,7 +118,7 @@ def _choice(body: CountRequest) -> ToolChoice | None:
     if choice is None:
         return None
     if choice.type == "tool":
-        return NamedChoice(function=ChosenFunction(name=required(choice.name, "tool_choice.name")))
+        return named_choice(required(choice.name, "tool_choice.name"))
     return _CHOICES[choice.type]
 
 

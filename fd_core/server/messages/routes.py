@@ -12,16 +12,8 @@ from fastapi.responses import Response
 from fd_core.errors import BadRequest
 from fd_core.http.errors import ApiError
 from fd_core.server.api.openapi import endpoint, json_response
+from fd_core.server.messages import schemas
 from fd_core.server.messages.asking import as_chat, demanded_form
-from fd_core.server.messages.schemas import (
-    REFUSED,
-    REFUSED_IN_MESSAGES,
-    CountRequest,
-    MessagesAnswer,
-    MessagesRequest,
-    MessagesUsage,
-    TokenCountAnswer,
-)
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.jobs import MESSAGES_NAMES, Job, conversation_job, named_as_sent
 from fd_core.server.preprocess.prompts import chat_prompt
@@ -33,11 +25,13 @@ from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.types import FinishReason
 
 router = APIRouter()
-BODY: Final = BodyFormat(MessagesRequest, REFUSED_IN_MESSAGES)
-_COUNT: Final = BodyFormat(CountRequest, REFUSED)
+BODY: Final = BodyFormat(schemas.MessagesRequest, schemas.REFUSED_IN_MESSAGES)
+_COUNT: Final = BodyFormat(schemas.CountRequest, schemas.REFUSED)
 
 
-@router.post("/v1/messages", **endpoint("Answer with blocks", MessagesRequest, MessagesAnswer, stream=True))
+@router.post(
+    "/v1/messages", **endpoint("Answer with blocks", schemas.MessagesRequest, schemas.MessagesAnswer, stream=True)
+)
 async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's shape."""
     state, body, headers = await BODY.read(request)
@@ -46,7 +40,9 @@ async def create_message(request: Request) -> Response:
     return GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers)
 
 
-@router.post("/v1/messages/count_tokens", **endpoint("Tokens of a prompt", CountRequest, TokenCountAnswer))
+@router.post(
+    "/v1/messages/count_tokens", **endpoint("Tokens of a prompt", schemas.CountRequest, schemas.TokenCountAnswer)
+)
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens a request's prompt has."""
     state, body, headers = await _COUNT.read(request)
@@ -55,7 +51,7 @@ async def count_tokens(request: Request) -> Response:
         ids = await unless_gone(request, chat_prompt(state, as_chat(state, body)))
     except (ApiError, BadRequest) as error:
         raise named_as_sent(error, MESSAGES_NAMES) from None
-    return json_response(TokenCountAnswer(len(ids)), headers)
+    return json_response(schemas.TokenCountAnswer(len(ids)), headers)
 
 
 _TYPES: Final = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
@@ -74,7 +70,7 @@ class _MessagesFormat(AnswerFormat):
         self._writer = BlockWriter()
         self._ended = b""
 
-    def whole(self, collected: list[CollectedText], usage: Usage) -> MessagesAnswer:
+    def whole(self, collected: list[CollectedText], usage: Usage) -> schemas.MessagesAnswer:
         [one] = collected
         reason, sequence = _stop(one.choice, one.finish_reason, one.stop_reason)
         content = [_shown(block, whole=True) for block in blocks_of(one.events)]
@@ -82,7 +78,7 @@ class _MessagesFormat(AnswerFormat):
 
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
         prompt, cached = len(self.job.prompts[0]), choice.cached_tokens
-        begun = MessagesUsage(input_tokens=prompt - cached, output_tokens=1, cache_read_input_tokens=cached)
+        begun = schemas.MessagesUsage(input_tokens=prompt - cached, output_tokens=1, cache_read_input_tokens=cached)
         return _event("message_start", {"message": self._answer([], begun)})
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
@@ -103,11 +99,11 @@ class _MessagesFormat(AnswerFormat):
     def _answer(
         self,
         content: list[dict[str, Any]],
-        usage: MessagesUsage,
+        usage: schemas.MessagesUsage,
         reason: str | None = None,
         sequence: str | None = None,
-    ) -> MessagesAnswer:
-        return MessagesAnswer(
+    ) -> schemas.MessagesAnswer:
+        return schemas.MessagesAnswer(
             id=f"msg_{self.job.record.request_id}",
             model=self.job.served.name,
             content=content,
@@ -164,9 +160,9 @@ def _stop(choice: ChoiceStream, finish_reason: str, stop_reason: str | int | Non
     return ("tool_use" if choice.called else "end_turn"), None
 
 
-def _usage(usage: Usage) -> MessagesUsage:
+def _usage(usage: Usage) -> schemas.MessagesUsage:
     cached = usage.prompt_tokens_details.cached_tokens
-    return MessagesUsage(
+    return schemas.MessagesUsage(
         input_tokens=usage.prompt_tokens - cached, output_tokens=usage.completion_tokens, cache_read_input_tokens=cached
     )
 

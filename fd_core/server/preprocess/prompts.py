@@ -268,8 +268,8 @@ async def chat_prompt(
         turns.append(turn)
     goes_on = bool(body.continue_final_message)
     if goes_on and body.add_generation_prompt:
-        message = "continue_final_message goes on with the last message, add_generation_prompt begins another; give one"
-        raise invalid(message, "continue_final_message")
+        reason = "continue_final_message goes on with the last message, add_generation_prompt begins another; give one"
+        raise invalid(reason, "continue_final_message")
     template = body.chat_template or None
     own = template is not None and state.prompt_reader.own_template(template) is not None
     if template is not None and not own and not state.trusts_templates:

@@ -8,15 +8,7 @@ from typing import Any, Final
 from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.preprocess.prompts import require_role
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
-from fd_core.server.schemas.requests import (
-    ChatRequest,
-    ChosenFunction,
-    Message,
-    NamedChoice,
-    Tool,
-    ToolChoice,
-    ToolFunction,
-)
+from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoice, function_tool, named_choice
 from fd_core.server.state.state import ResponseStore
 from fd_core.structured.grammar import FormAsked, SchemaForm
 
@@ -145,8 +137,7 @@ def _tools(body: ResponsesRequest) -> list[Tool] | None:
             message = f"tools[{index}].type is {tool.type[:40]!r}; served are functions, which the client calls"
             raise unsupported(message, f"tools[{index}].type")
         name = required(tool.name, f"tools[{index}].name")
-        function = ToolFunction(name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-        tools.append(Tool(function=function))
+        tools.append(function_tool(name, tool.description, tool.parameters, tool.strict))
     return tools or None
 
 
@@ -156,7 +147,7 @@ def _choice(body: ResponsesRequest) -> ToolChoice | None:
         return choice
     if choice.type != "function":
         raise _unsupported("tool_choice.type", "served are none, auto, required and a function")
-    return NamedChoice(function=ChosenFunction(name=required(choice.name, "tool_choice.name")))
+    return named_choice(required(choice.name, "tool_choice.name"))
 
 
 def _unsupported(field: str, reason: str) -> ApiError:

@@ -66,6 +66,16 @@ class NamedChoice(msgspec.Struct, kw_only=True):
     function: ChosenFunction
 
 
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> Tool:
+    """Return the tool that a function is."""
+    return Tool(function=ToolFunction(name=name, description=description, parameters=parameters, strict=strict))
+
+
+def named_choice(name: str) -> NamedChoice:
+    """Return the choice of the tool of this name."""
+    return NamedChoice(function=ChosenFunction(name=name))
+
+
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 ToolChoice = str | NamedChoice
 """`none`, `auto`, `required`, or a tool."""
