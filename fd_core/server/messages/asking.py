@@ -70,7 +70,10 @@ def _messages(turn: Turn, place: str) -> list[Message]:
         if block.type == "text":
             texts.append(required(block.text, f"{where}.text"))
         elif block.type == "tool_use" and turn.role == "assistant":
-            calls.append(_call(block, where))
+            given = {} if block.input is None else block.input
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            function = {"name": required(block.name, f"{where}.name"), "arguments": arguments}
+            calls.append({"id": required(block.id, f"{where}.id"), "type": "function", "function": function})
         elif block.type == "tool_result" and turn.role == "user":
             content = _text(block.content or "", f"{where}.content")
             answered = required(block.tool_use_id, f"{where}.tool_use_id")
@@ -84,14 +87,6 @@ def _messages(turn: Turn, place: str) -> list[Message]:
         text = "\n".join(texts)
         return [Message(role="assistant", content=text, tool_calls=calls or None, reasoning_content=thought)]
     return [*answers, *([Message(role=turn.role, content="\n".join(texts))] if texts or not answers else [])]
-
-
-def _call(block: InputBlock, where: str) -> dict[str, object]:
-    name = required(block.name, f"{where}.name")
-    given = {} if block.input is None else block.input
-    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    function = {"name": name, "arguments": arguments}
-    return {"id": required(block.id, f"{where}.id"), "type": "function", "function": function}
 
 
 def _text(content: str | list[TextBlock] | None, place: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.preprocess.prompts import require_role
@@ -99,7 +99,10 @@ def _messages(given: str | list[InputItem]) -> list[Message]:
             if not messages or messages[-1].role != "assistant":
                 messages.append(Message(role="assistant", content="", reasoning_content=thought))
                 thought = None
-            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), _call(item, place)]
+            name, arguments = required(item.name, f"{place}.name"), required(item.arguments, f"{place}.arguments")
+            function = {"name": name, "arguments": arguments}
+            call = {"id": required(item.call_id, f"{place}.call_id"), "type": "function", "function": function}
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
         elif item.type == "function_call_output":
             answered = required(item.call_id, f"{place}.call_id")
             messages.append(Message(role="tool", tool_call_id=answered, content=_text(item.output, f"{place}.output")))
@@ -110,12 +113,6 @@ def _messages(given: str | list[InputItem]) -> list[Message]:
                 f"{place}.type",
             )
     return messages
-
-
-def _call(item: InputItem, place: str) -> dict[str, Any]:
-    name, arguments = required(item.name, f"{place}.name"), required(item.arguments, f"{place}.arguments")
-    called = required(item.call_id, f"{place}.call_id")
-    return {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _text(content: str | list[InputPart] | None, place: str) -> str:

@@ -279,7 +279,11 @@ class ServerState:
         info = self.client.info
         if info is not self._named_for:
             own = self.config.served_model_names or (info.model,)
-            mark = _fingerprint(info)
+            forms = sorted({use.computed for use in info.weights})
+            computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype)
+            digests = [adapter.digest for adapter in info.adapters]
+            text = repr(((*computing, forms), digests))
+            mark = f"fp_{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
             self._names = {name: ServedName(name, "", mark) for name in own}
             for adapter in info.adapters:
                 self._names.setdefault(adapter.name, ServedName(adapter.name, adapter.digest, mark))
@@ -320,13 +324,6 @@ class ServerState:
             raise unavailable(
                 f"the queue holds {queue} requests and has no room for {count} more", "queue_full", retry_after=1
             )
-
-
-def _fingerprint(info: EngineInfo) -> str:
-    forms = sorted({use.computed for use in info.weights})
-    adapters = [adapter.digest for adapter in info.adapters]
-    computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype, forms)
-    return f"fp_{hashlib.blake2b(repr((computing, adapters)).encode(), digest_size=6).hexdigest()}"
 
 
 def state_of(request: Request) -> ServerState:
