@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -38,7 +39,7 @@ class BodyBudget:
 
 
 @dataclass(slots=True)
-class BodyShare:
+class BodyShare(AbstractContextManager["BodyShare"]):
     """What one body takes of the budget; a context manager that gives it back."""
 
     _budget: BodyBudget
@@ -46,9 +47,6 @@ class BodyShare:
     _received: int = 0
     _reserved: int = 0
     _held: int = 0
-
-    def __enter__(self) -> BodyShare:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, Self
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal
 
 import fd_core
 from fd_core.errors import ConfigError
@@ -100,7 +101,7 @@ class RequestSpans:
         closing.join(_CLOSE_SECONDS)
 
 
-class RequestSpan:
+class RequestSpan(AbstractContextManager["RequestSpan"]):
     """One span, which ends once; whatever comes after that is dropped."""
 
     def __init__(self, spans: RequestSpans, span: Any, context: Any) -> None:
@@ -130,9 +131,6 @@ class RequestSpan:
             self._span.set_attribute("error.type", error)
             self._span.set_status(self._spans.api.StatusCode.ERROR)
         self._span.end()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.end(error=None if kind is None else kind.__name__)

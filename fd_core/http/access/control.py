@@ -15,7 +15,7 @@ from typing import Final, Literal
 from fd_core.config import ListenConfig
 from fd_core.errors import ConfigError
 from fd_core.http.access.key_file import FLAG, read_key_file, warn_if_others_read
-from fd_core.http.access.keys import ApiKey, KeyAccount, KeyLimits, KeyRing, LimitReached, SlidingWindow, scoped
+from fd_core.http.access.keys import ApiKey, KeyAccount, KeyLimits, KeyRing, LimitReached, scoped
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, no_such_path
 
@@ -200,11 +200,11 @@ def limit_headers(account: KeyAccount | None, now: float) -> dict[str, str]:
     headers: dict[str, str] = {}
     if account is None:
         return headers
-    windows: tuple[tuple[str, int | None, SlidingWindow], ...] = (
-        ("requests", account.limits.requests_per_minute, account.requests),
-        ("tokens", account.limits.tokens_per_minute, account.tokens),
-    )
-    for what, limit, window in windows:
+    limits = account.limits
+    for what, limit, window in (
+        ("requests", limits.requests_per_minute, account.requests),
+        ("tokens", limits.tokens_per_minute, account.tokens),
+    ):
         if limit is not None:
             reset = window.reset(now)
             headers[f"x-ratelimit-limit-{what}"] = str(limit)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
@@ -152,7 +152,7 @@ async def version() -> Response:
 @router.get("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
     """Return every metric in Prometheus' text format."""
-    return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(state_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/", include_in_schema=False)

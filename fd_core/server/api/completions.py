@@ -83,13 +83,7 @@ class _CompletionFormat(ResponseFormat):
         """Return log-probabilities; offsets go on from the chunk before."""
         builder = self._builders.get(choice.index)
         if builder is None:
-            builder = self._builders[choice.index] = CompletionLogprobsBuilder(
-                self.tokenizer,
-                self.job.logprobs or 0,
-                len(self._echo(choice)),
-                self.job.skip_special,
-                self.job.tokens_as_ids,
-            )
+            builder = self._builders[choice.index] = self._builder(len(self._echo(choice)))
         return builder.build(chunk.token_ids, chunk.logprobs)
 
     def choice(self, collected: CollectedText) -> CompletionChoice:
@@ -103,7 +97,7 @@ class _CompletionFormat(ResponseFormat):
         rows = None if choice.scores is None else choice.scores.rows
         if self._echoes is None or job.logprobs is None or rows is None or prompt in self._echoed:
             return
-        builder = CompletionLogprobsBuilder(self.tokenizer, job.logprobs, 0, job.skip_special, job.tokens_as_ids)
+        builder = self._builder(0)
         told, ids, lists = [None, *rows], job.prompts[prompt], EncodedLists()
         for part in slices(len(ids)):
             lists.add(builder.build(ids[part], told[part]))
@@ -112,6 +106,10 @@ class _CompletionFormat(ResponseFormat):
 
     def begun_scores(self, choice: ChoiceStream) -> EncodedLists:
         return EncodedLists(self._echoed.get(choice.prompt_index))
+
+    def _builder(self, offset: int) -> CompletionLogprobsBuilder:
+        job = self.job
+        return CompletionLogprobsBuilder(self.tokenizer, job.logprobs or 0, offset, job.skip_special, job.tokens_as_ids)
 
     def _echo(self, choice: ChoiceStream) -> str:
         return "" if self._echoes is None else self._echoes[choice.prompt_index]

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Final
 
@@ -19,7 +20,7 @@ _BLOCK_BYTES: Final = 1 << 16
 _decoder = msgspec.json.Decoder(BatchAnswer)
 
 
-class AnswerFile:
+class AnswerFile(AbstractContextManager["AnswerFile"]):
     """Answers are appended to `PATH.partial`, which becomes `PATH` when the run is over.
 
     A run that is begun again finds the answers of the one before in `known`; a line that was being written when that
@@ -58,9 +59,6 @@ class AnswerFile:
             raise ConfigError(
                 f"{self._partial} is not the output of an interrupted run", field="--output", hint="delete it"
             ) from error
-
-    def __enter__(self) -> AnswerFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

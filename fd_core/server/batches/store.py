@@ -19,6 +19,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, Literal, TypeVar
@@ -428,7 +429,7 @@ class BatchStore:
         return StoredContent(self, file, content)
 
 
-class StoredContent:
+class StoredContent(AbstractContextManager["StoredContent"]):
     """Open content of a file; a context manager. The bytes count until it is closed, also if the file is deleted."""
 
     def __init__(self, store: BatchStore, file: StoredFile, content: IO[bytes]) -> None:
@@ -436,15 +437,12 @@ class StoredContent:
         self.content = content
         self._store = store
 
-    def __enter__(self) -> StoredContent:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.content.close()
         self._store.release(self.file.id)
 
 
-class Upload:
+class Upload(AbstractContextManager["Upload"]):
     """A file that is being received, under a temporary name; a context manager that removes what was not kept."""
 
     def __init__(self, store: BatchStore, owner: str) -> None:
@@ -454,9 +452,6 @@ class Upload:
         self._owner = owner
         self._file: IO[bytes] | None = None
         self._kept = False
-
-    def __enter__(self) -> Upload:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:

@@ -98,7 +98,6 @@ Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2*
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
-BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 BadIds = Annotated[list[TokenId], Meta(min_length=1, max_length=_MAX_WORD)]
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 Stop = Annotated[
@@ -160,7 +159,7 @@ class GenerationRequest(StructuredFields, kw_only=True):
     logit_bias: dict[int, LogitBias] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_ALLOWED)] | None = None
     """Only these may be generated; an empty list allows all."""
-    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_LISTED)] | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_LISTED)] | None = None
     """Never generated, at the beginning of a word or within one, as the tokenizer spells them."""
     bad_words_token_ids: Annotated[list[TokenId | BadIds], Meta(max_length=MAX_LISTED)] | None = None
     """Never generated: single tokens, and sequences of them."""

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Final
 
 import msgspec
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -197,10 +197,6 @@ class ServerMetrics(Collector):
         for histogram, value in values:
             histogram.counts[bisect_left(histogram.bounds, value)] += 1
             histogram.total += value
-
-    def text(self) -> bytes:
-        """Return everything in Prometheus' text format."""
-        return generate_latest(self.registry)
 
     def durations(self) -> dict[str, dict[str, Sequence[float]]]:
         """Return the histograms by what they measure: upper bounds in seconds, and counts with one more at the end."""
