@@ -15,6 +15,18 @@ from fd_core.errors import BadRequest, EngineDead, FdError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_SHOWN_OF_A_PATH: Final = 128
+MESSAGES_PATH: Final = "/v1/messages"
+"""Below it, errors have Anthropic's shape."""
+_MESSAGES_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    499: "api_error",
+    503: "overloaded_error",
+}
 
 
 class ErrorDetail(msgspec.Struct):
@@ -47,20 +59,6 @@ class VersionAnswer(msgspec.Struct):
 
 
 _STATUS_TEXT = {405: "this path does not take this method"}
-_SHOWN_OF_A_PATH: Final = 128
-
-
-MESSAGES_PATH: Final = "/v1/messages"
-"""Below it, errors have Anthropic's shape."""
-_MESSAGES_KINDS: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    499: "api_error",
-    503: "overloaded_error",
-}
 
 
 class ApiError(Exception):

@@ -42,6 +42,12 @@ log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 5
 """How long aborted answers may take to reach their clients once the drain is over."""
+_UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
+"""Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
+_SLICE: Final = 4096
+"""Bytes that are parsed at a time while a head is not complete."""
+_EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
+"""Warnings of the library that any client can cause, as often as it likes."""
 
 
 async def serve_http(
@@ -204,14 +210,6 @@ async def _drain(
         log.warning("aborting %d requests that still run", len(state.active))
         with contextlib.suppress(EngineDead):
             state.client.abort_all()
-
-
-_UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
-"""Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
-_SLICE: Final = 4096
-"""Bytes that are parsed at a time while a head is not complete."""
-_EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
-"""Warnings of the library that any client can cause, as often as it likes."""
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # told apart, not bound
 """Hosts that mean every address of the machine."""
+_LISTENS: Final = "0A"
+"""How /proc/net/tcp writes the state of a socket that listens."""
 
 
 def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = "--host") -> socket.socket:
@@ -156,10 +158,6 @@ def warn_if_open(host: str, *, keys: bool) -> None:
             "set --api-key-file or keep to --host 127.0.0.1",
             host or "every address",
         )
-
-
-_LISTENS: Final = "0A"
-"""How /proc/net/tcp writes the state of a socket that listens."""
 
 
 def port_holder(port: int) -> str | None:

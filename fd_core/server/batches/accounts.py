@@ -9,6 +9,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from fd_core.http.errors import ApiError
 
+T = TypeVar("T")
 _MOST_SHARES: Final = 4
 """A key may keep an equal share of the store, and never less than one part in so many."""
 
@@ -75,9 +76,6 @@ class Account:
         self._by_owner[owner] += change
         if not self._by_owner[owner]:
             del self._by_owner[owner]
-
-
-T = TypeVar("T")
 
 
 class _IndexEntry(NamedTuple, Generic[T]):

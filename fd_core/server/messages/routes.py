@@ -27,6 +27,12 @@ from fd_core.types import FinishReason
 router = APIRouter()
 BODY: Final = BodyFormat(schemas.MessagesRequest, schemas.REFUSED_IN_MESSAGES)
 _COUNT: Final = BodyFormat(schemas.CountRequest, schemas.REFUSED)
+_TYPES: Final = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
+_DELTAS: Final = {
+    "content": (b"text_delta", b"text"),
+    "reasoning": (b"thinking_delta", b"thinking"),
+    "call": (b"input_json_delta", b"partial_json"),
+}
 
 
 @router.post(
@@ -54,14 +60,6 @@ async def count_tokens(request: Request) -> Response:
     return json_response(schemas.TokenCountAnswer(len(ids)), headers)
 
 
-_TYPES: Final = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
-_DELTAS: Final = {
-    "content": (b"text_delta", b"text"),
-    "reasoning": (b"thinking_delta", b"thinking"),
-    "call": (b"input_json_delta", b"partial_json"),
-}
-
-
 class _MessagesFormat(AnswerFormat):
     """Spells one answer of the Messages API."""
 
@@ -72,9 +70,9 @@ class _MessagesFormat(AnswerFormat):
 
     def whole(self, collected: list[CollectedText], usage: Usage) -> schemas.MessagesAnswer:
         [one] = collected
-        reason, sequence = _stop(one.choice, one.finish_reason, one.stop_reason)
+        stopped = _stop(one.choice, one.finish_reason, one.stop_reason)
         content = [_shown(block, whole=True) for block in blocks_of(one.events)]
-        return self._answer(content, _usage(usage), reason, sequence)
+        return self._answer(content, _usage(usage), *stopped)
 
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
         prompt, cached = len(self.job.prompts[0]), choice.cached_tokens

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fd_core.server.state.state import ServerState
 
 
+log = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>.*)`$")
@@ -174,9 +175,6 @@ def _explain(error: msgspec.ValidationError) -> ApiError:
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-log = logging.getLogger(__name__)
 
 
 class UnknownFieldLog:

@@ -28,6 +28,16 @@ from fd_core.types import SamplingParams
 from fd_core.types.checks import check_structure
 
 _ANY_TEXT = FormOutcome()
+_ALIASES: Final = {
+    "min_new_tokens": "min_tokens",
+    "thinking_token_budget": "reasoning_max_tokens",
+    "prompt_token_ids": "(prompt|messages)",
+}
+_OF_TOOLS: Final = {r"(tools\[\d*\]|tool_choice)\.function": r"\1"}
+RESPONSES_NAMES: Final = {"max_completion_tokens": "max_output_tokens", "messages": "input", **_OF_TOOLS}
+"""What the Responses API calls fields of a chat, by patterns that match their beginnings."""
+MESSAGES_NAMES: Final = {r"(tools\[\d*\])\.function\.parameters": r"\1.input_schema", **_OF_TOOLS}
+"""The same for the Messages API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,19 +249,6 @@ def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:
             code="bad_ticket",
         )
     return peer
-
-
-_ALIASES: Final = {
-    "min_new_tokens": "min_tokens",
-    "thinking_token_budget": "reasoning_max_tokens",
-    "prompt_token_ids": "(prompt|messages)",
-}
-_OF_TOOLS: Final = {r"(tools\[\d*\]|tool_choice)\.function": r"\1"}
-
-RESPONSES_NAMES: Final = {"max_completion_tokens": "max_output_tokens", "messages": "input", **_OF_TOOLS}
-"""What the Responses API calls fields of a chat, by patterns that match their beginnings."""
-MESSAGES_NAMES: Final = {r"(tools\[\d*\])\.function\.parameters": r"\1.input_schema", **_OF_TOOLS}
-"""The same for the Messages API."""
 
 
 def other_names(body: GenerationRequest) -> Mapping[str, str]:

@@ -34,6 +34,8 @@ from fd_core.types import Reasoning, SamplingParams
 from fd_core.types.checks import check_ids
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+_TAIL_TOKENS: Final = 64
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
 class OfferedTools(NamedTuple):
@@ -98,9 +100,6 @@ def _forced(choice: ToolChoice | None, schemas: Mapping[str, Any]) -> Sequence[s
     return [name]
 
 
-_TAIL_TOKENS: Final = 64
-
-
 def demanded_form(
     state: ServerState, tools: OfferedTools | None, reading: AnswerReading | None, form: FormAsked | None
 ) -> FormAsked | None:
@@ -161,9 +160,7 @@ def constrained(
     held = []
     for prompt, given in zip(prompts, params, strict=True):
         tail = state.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
-        wanted = given.grammar is not None or budget is not None
-        reasoning = _reasoning(state, parser, tail, budget) if wanted else None
-        held.append(msgspec.structs.replace(given, reasoning=reasoning or given.reasoning))
+        held.append(msgspec.structs.replace(given, reasoning=_reasoning(state, parser, tail, budget)))
     return held
 
 
@@ -196,9 +193,6 @@ def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int,
     keeps = name in tools.strict or name in tools.forced
     schema = dict(tools.schemas[name]) if keeps else {"type": "object"}
     return CallAsked(form, schema, f"tools[{index}].function.parameters", name, name in tools.strict)
-
-
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
 class PromptState(Protocol):

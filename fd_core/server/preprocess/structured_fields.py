@@ -17,6 +17,7 @@ from fd_core.types import NumLogprobs
 
 MAX_PROMPT_LOGPROBS: Final = 2**20
 """Log-probabilities of prompts that one answer may hold."""
+_ANY_OBJECT: Final = SchemaForm(schema={"type": "object"})
 
 
 def check_prompt_logprobs(top: int | None, tokens: int, field: str) -> None:
@@ -47,7 +48,6 @@ def check_logprobs(top: int | None, max_tokens: Sequence[int], n: int, context: 
         )
 
 
-_ANY_OBJECT: Final = SchemaForm(schema={"type": "object"})
 Choices = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
 
 

@@ -30,6 +30,12 @@ from fd_core.types import FinishReason
 router = APIRouter()
 BODY: Final = BodyFormat(ResponsesRequest, REFUSED)
 _PATH: Final = "/v1/responses/{response_id}"
+_PREFIX = {"content": "msg", "reasoning": "rs", "call": "fc"}
+_DELTAS = {
+    "content": (b"response.output_text.delta", b',"content_index":0,"logprobs":[]'),
+    "reasoning": (b"response.reasoning_text.delta", b',"content_index":0'),
+    "call": (b"response.function_call_arguments.delta", b""),
+}
 
 
 @router.post("/v1/responses", **endpoint("Answer with items", ResponsesRequest, ResponseAnswer, stream=True))
@@ -82,15 +88,6 @@ def _said(answer: ResponseAnswer) -> Message:
 
 def _not_kept(response_id: str) -> ApiError:
     return ApiError(404, f"the response {response_id[:80]!r} is not kept here (any more)", code="not_found")
-
-
-_PREFIX = {"content": "msg", "reasoning": "rs", "call": "fc"}
-
-_DELTAS = {
-    "content": (b"response.output_text.delta", b',"content_index":0,"logprobs":[]'),
-    "reasoning": (b"response.reasoning_text.delta", b',"content_index":0'),
-    "call": (b"response.function_call_arguments.delta", b""),
-}
 
 
 class _ResponsesFormat(AnswerFormat):

@@ -10,6 +10,20 @@ from msgspec import Meta
 from fd_core.server.preprocess.structured_fields import StructuredFields
 from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
 
+MAX_STOP: Final = 16
+"""Stop strings of every API. OpenAI states 4 for chats and completions; Anthropic and vLLM state no limit."""
+MAX_TOOLS: Final = 1024
+MAX_CHOICES: Final = 128
+"""Texts that one HTTP request may ask for: prompts times n."""
+MAX_STOP_CHARS: Final = 256
+MAX_LOGIT_BIAS: Final = 1024
+MAX_LISTED: Final = 1024
+"""Words, or sequences of tokens, that one request may ban."""
+_MAX_IDS: Final = 256
+_MAX_WORD: Final = 64
+_MAX_ALLOWED: Final = 2**20
+_MAX_TEMPLATE_CHARS: Final = 65_536
+
 
 class ApiLimits(NamedTuple):
     """What requests of one API may hold."""
@@ -28,11 +42,6 @@ MESSAGES: Final = ApiLimits(tool_name=128, messages=100_000)
 """Anthropic, "Create a Message": `Tool.name` has 1 to 128 characters, `messages` at most 100,000 entries."""
 
 MAX_TOOL_NAME: Final = max(CHAT.tool_name, RESPONSES.tool_name, MESSAGES.tool_name)
-MAX_STOP: Final = 16
-"""Stop strings of every API. OpenAI states 4 for chats and completions; Anthropic and vLLM state no limit."""
-
-
-MAX_TOOLS: Final = 1024
 
 
 class ToolFunction(msgspec.Struct, kw_only=True):
@@ -80,17 +89,6 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 ToolChoice = str | NamedChoice
 """`none`, `auto`, `required`, or a tool."""
 
-
-MAX_CHOICES: Final = 128
-"""Texts that one HTTP request may ask for: prompts times n."""
-MAX_STOP_CHARS: Final = 256
-MAX_LOGIT_BIAS: Final = 1024
-MAX_LISTED: Final = 1024
-"""Words, or sequences of tokens, that one request may ban."""
-_MAX_IDS: Final = 256
-_MAX_WORD: Final = 64
-_MAX_ALLOWED: Final = 2**20
-_MAX_TEMPLATE_CHARS: Final = 65_536
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]

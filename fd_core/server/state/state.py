@@ -42,6 +42,11 @@ from fd_core.text.tokenizer import Tokenizer
 
 MAX_BYTES: Final = 64 * 2**20
 """Of all that is kept, as JSON."""
+_WAIT_SECONDS: Final = 30.0
+"""For a slot, a process and the work together."""
+_WARM_UP_SECONDS: Final = 2.0
+"""Pause after the start of a server, whose first requests need the processors themselves."""
+_PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +121,6 @@ class ResponseStore:
         self.delete(owner, next(iter(self._owners[owner].kept)))
 
 
-_WAIT_SECONDS: Final = 30.0
-"""For a slot, a process and the work together."""
-_WARM_UP_SECONDS: Final = 2.0
-"""Pause after the start of a server, whose first requests need the processors themselves."""
-
-
 class GrammarChecker:
     """Makes grammars of what requests ask for; one for each server."""
 
@@ -157,9 +156,6 @@ class GrammarChecker:
     def close(self) -> None:
         """Kill the processes."""
         self._pool.close()
-
-
-_PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
 class ActiveRequests:

@@ -34,6 +34,8 @@ _SLICE: Final = 128
 """Tokens whose log-probabilities are spelled while everybody else waits."""
 _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 """Legal inside JSON, but some clients split the lines of a stream at them."""
+_FLOOR: Final = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
 
 
 class CollectedText:
@@ -242,10 +244,6 @@ def json_text(text: str) -> bytes:
     if not text.isascii() and _LINE_BREAKS.search(text):
         return json.dumps(text).encode()
     return _encode(text)
-
-
-_FLOOR: Final = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
 
 
 def chat_logprobs(
