@@ -1,4 +1,8 @@
-"""API keys, and recognising the one that a client sent."""
+"""API keys, recognising the one that a client sent, and what each may take. There is no clock: moments are passed in.
+
+The minute of a limit slides: of any 60 seconds, what was admitted within them never exceeds the limit. A request takes
+its tokens when it begins, as many as it may read and write, and gives back at its end what it did not use.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sockets and signals that every server of the project shares."""
+"""Sockets and signals that every server of the project shares, and who holds a port that is taken."""
 
 from __future__ import annotations
 

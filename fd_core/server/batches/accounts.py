@@ -1,4 +1,4 @@
-"""Accounts of the store: what each key and all keys together keep, against their limits. No I/O."""
+"""What each key and all keys together keep: accounts against their limits, and an index in memory. No I/O."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class _IndexEntry(NamedTuple, Generic[T]):
 
 
 class OwnedIndex(Generic[T]):
-    """Values by id. Each has an owner, who alone sees it, and a kind, by which lists may be narrowed."""
+    """Values by id, each with an owner, who alone sees it, and a kind; the cost of a page does not grow with them."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _IndexEntry[T]] = {}

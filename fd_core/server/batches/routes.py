@@ -273,7 +273,7 @@ def boundary_of(content_type: str) -> bytes | None:
 
 
 def read_form(body: bytes | mmap.mmap, boundary: bytes) -> dict[str, FormField]:
-    """Return the fields of a form by name. Raises `ApiError` (400) if it is malformed."""
+    """Return where the fields of a form lie, by name; nothing is copied. Raises `ApiError` (400) if it is malformed."""
     line = b"--" + boundary
     fields: dict[str, FormField] = {}
     at = _find(body, line, 0)

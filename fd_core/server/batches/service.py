@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from fd_core.http.errors import ApiError
 from fd_core.http.supervision import Supervisor, cancelled, failure_reason
 from fd_core.server.batches.asgi import AsgiAnswer, ask
-from fd_core.server.batches.lines import BatchAnswer, BatchLine, read_requests
+from fd_core.server.batches.lines import BatchAnswer, read_requests
 from fd_core.server.batches.output import AnswerFile
 from fd_core.server.batches.running import in_thread, run_requests
 from fd_core.server.batches.store import ANSWERS, BatchCounts, BatchError, BatchErrors, BatchStore, StoredBatch
@@ -24,7 +24,6 @@ from fd_core.server.batches.store import ANSWERS, BatchCounts, BatchError, Batch
 log = logging.getLogger(__name__)
 
 MOST_REQUESTS: Final = 50_000
-"""Requests that one batch may have."""
 _MOST_ERRORS: Final = 100
 
 
@@ -54,7 +53,6 @@ class BatchService:
         self._opening = asyncio.Lock()
         self._store: BatchStore | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Work on batches, by owner."""
         self._resuming: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Timeout] = {}
         """What ends the work on a batch, by its id."""
@@ -190,7 +188,6 @@ def _validate(source: Path, longest: int, endpoint: str, stop: threading.Event) 
     errors: list[BatchError] = []
     total = 0
     with source.open("rb") as file:
-        request: BatchLine
         for request in read_requests(file, longest, endpoint):
             total += 1
             if request.error is not None:

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens."""
+"""POST /v1/messages and /v1/messages/count_tokens, and answers as a message of Anthropic's, whole or as events."""
 
 from __future__ import annotations
 

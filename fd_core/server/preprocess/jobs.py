@@ -77,7 +77,6 @@ class Job:
     prompt_logprobs: int | None
     """Most likely tokens shown beside each token of the prompt; None shows none."""
     token_ids: bool
-    """Whether ids are shown."""
     tokens_as_ids: bool
     """Whether log-probabilities name tokens by their ids."""
     usage_in_stream: bool

@@ -26,7 +26,10 @@ _MAX_TEMPLATE_CHARS: Final = 65_536
 
 
 class ApiLimits(NamedTuple):
-    """What requests of one API may hold."""
+    """What requests of one API may hold, each with its reference; `docs/serve/apis.md` has the same table.
+
+    Where a reference states none, or vLLM is more lenient, so is this server.
+    """
 
     tool_name: int
     """Characters of a tool's name."""

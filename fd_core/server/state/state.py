@@ -122,7 +122,7 @@ class ResponseStore:
 
 
 class GrammarChecker:
-    """Makes grammars of what requests ask for; one for each server."""
+    """Makes grammars in other processes, so that a bad one is a 400 and delays no one else; one for each server."""
 
     def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
         """`info` is that of the engine whose requests are checked."""

@@ -72,7 +72,6 @@ class AnswerReader:
         self._reading = reading
         self._parser = reading.parser(tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False))
         self.called = False
-        """Whether the model has called a tool, with all arguments."""
         self.reasoning_tokens = 0
 
     def read(self, chunk: TextChunk) -> TextChunk:
