@@ -48,10 +48,7 @@ async def read_texts(state: PromptState, given: Any, field: str, add_special: bo
 
 
 def pairs_of(body: ScoreRequest | RerankRequest) -> tuple[list[tuple[str, str]], str]:
-    """Return each text of one side with its partner: the only one of the other side, or that of the same place.
-
-    The second value is the field in which the client sent the second side.
-    """
+    """Return each text with its partner, the only one or that of its place, and the field of the second side."""
     if isinstance(body, RerankRequest):
         return [(body.query, each if isinstance(each, str) else each.text) for each in body.documents], "documents"
     sides: list[list[str]] = []

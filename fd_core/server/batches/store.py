@@ -219,10 +219,7 @@ class BatchStore:
         return _known(self.batches, batch_id, owner, "batch")
 
     def begin(self, batch: StoredBatch, owner: str) -> None:
-        """Keep a new batch, and forget the owner's oldest that ended if there are too many.
-
-        Room for its two files is taken until it ends. Raises `ApiError` (429) without room, `OSError`.
-        """
+        """Keep a new batch and room for its two files; an old one that ended may go. `ApiError` (429), `OSError`."""
         try:
             self._batch_count.require(owner, 1)
         except ApiError:
