@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Annotated, Final
 
 import msgspec
@@ -31,10 +31,7 @@ class BodyBudget:
         self.stats = BodyStats()
 
     def share(self, announced: str | None, largest: int) -> BodyShare:
-        """Return the share of a body, to be held while its bytes are kept; `announced` is its content-length, if told.
-
-        Raises `ApiError`: 413 for more than `largest` bytes, 503 where the budget is used up.
-        """
+        """Return a share for a body of the length `announced`; `ApiError`: 413 beyond `largest`, 503 without room."""
         share = BodyShare(self, largest)
         if announced is not None and (length := length_of(announced)) is not None:
             share.reserve(length)
@@ -42,7 +39,7 @@ class BodyBudget:
 
 
 @dataclass(slots=True)
-class BodyShare:
+class BodyShare(AbstractContextManager["BodyShare"]):
     """What one body takes of the budget; a context manager that gives it back."""
 
     _budget: BodyBudget
@@ -51,12 +48,7 @@ class BodyShare:
     _reserved: int = 0
     _held: int = 0
 
-    def __enter__(self) -> BodyShare:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def received(self, count: int) -> None:

@@ -27,9 +27,7 @@ class Drain:
 
     def __init__(self) -> None:
         self.leaving = False
-        """Whether the server was told to stop."""
         self.refusing = False
-        """Whether new requests are refused."""
         self.running = 0
         """Requests whose answers are being made, which the drain waits for; the gates count them."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -13,6 +13,20 @@ from starlette.exceptions import HTTPException
 from fd_core.errors import BadRequest, EngineDead, FdError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_SHOWN_OF_A_PATH: Final = 128
+MESSAGES_PATH: Final = "/v1/messages"
+"""Below it, errors have Anthropic's shape."""
+_MESSAGES_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    499: "api_error",
+    503: "overloaded_error",
+}
 
 
 class ErrorDetail(msgspec.Struct):
@@ -45,20 +59,6 @@ class VersionAnswer(msgspec.Struct):
 
 
 _STATUS_TEXT = {405: "this path does not take this method"}
-_SHOWN_OF_A_PATH: Final = 128
-
-
-MESSAGES_PATH: Final = "/v1/messages"
-"""Below it, errors have Anthropic's shape."""
-_MESSAGES_KINDS: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    499: "api_error",
-    503: "overloaded_error",
-}
 
 
 class ApiError(Exception):
@@ -100,6 +100,18 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
     """Return a 400 that names the field at fault."""
     return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(message: str, param: str) -> ApiError:
+    """Return a 400 for a field that asks for what is not served."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def required(value: T | None, field: str) -> T:
+    """Return the value of a field that has to be given. Raises `ApiError` (400) if it is not."""
+    if value is None:
+        raise invalid(f"{field} is required", field, "missing_required_parameter")
+    return value
 
 
 def unavailable(message: str, code: str, retry_after: int) -> ApiError:

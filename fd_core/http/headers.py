@@ -42,9 +42,5 @@ def refuse_encoding(values: list[str]) -> None:
     coding = ", ".join(values).strip()
     if coding.lower() not in ("", "identity"):
         shown = coding if _SHOWN.fullmatch(coding) else "what was sent"
-        raise ApiError(
-            415,
-            f"the content-encoding {shown} is not supported; send the body uncompressed",
-            code="unsupported_content_encoding",
-            headers={"Accept-Encoding": "identity"},
-        )
+        message = f"the content-encoding {shown} is not supported; send the body uncompressed"
+        raise ApiError(415, message, code="unsupported_content_encoding", headers={"Accept-Encoding": "identity"})

@@ -80,10 +80,7 @@ class HostRules:
         self._origins = frozenset(origin.lower() for origin in origins)
 
     def check(self, visit: Visit) -> Mapping[str, str]:
-        """Return the headers that the answer needs for a page of another origin, none for anybody else.
-
-        Raises `ApiError`: 421 for a host that is not this server's, 403 for an origin that is not allowed.
-        """
+        """Return headers for a page of another origin; `ApiError`: 421 for a foreign host, 403 for a foreign origin."""
         if len(visit.hosts) > 1:
             raise ApiError(400, "the header Host is given more than once", code="invalid_host")
         given = visit.hosts[0] if visit.hosts else None
@@ -96,11 +93,8 @@ class HostRules:
         if visit.origin is None or (given is not None and _same(visit.origin, given)):
             return {}
         if _ANY not in self._origins and visit.origin.lower() not in self._origins:
-            raise ApiError(
-                403,
-                "pages of this origin may not use the server; --allowed-origins names those that may",
-                code="foreign_origin",
-            )
+            message = "pages of this origin may not use the server; --allowed-origins names those that may"
+            raise ApiError(403, message, code="foreign_origin")
         headers = {
             "Access-Control-Allow-Origin": visit.origin,
             "Access-Control-Expose-Headers": _EXPOSED,

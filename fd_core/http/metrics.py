@@ -25,7 +25,6 @@ class Histogram:
         self.name = name
         self.help = text
         self.vllm = vllm
-        """Names that vLLM has for it."""
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0

@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, Self
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal
 
 import fd_core
 from fd_core.errors import ConfigError
@@ -51,11 +52,8 @@ def open_spans(endpoint: str, service: str) -> RequestSpans:
 
         return RequestSpans(OTLPSpanExporter(endpoint=endpoint), service)
     except ImportError as error:
-        raise ConfigError(
-            f"traces need OpenTelemetry, which is not installed: {error}",
-            field=_FLAG,
-            hint="pip install 'fd-core[otel]'",
-        ) from error
+        message = f"traces need OpenTelemetry, which is not installed: {error}"
+        raise ConfigError(message, field=_FLAG, hint="pip install 'fd-core[otel]'") from error
 
 
 class RequestSpans:
@@ -73,12 +71,12 @@ class RequestSpans:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         named = Resource.create().attributes.get(SERVICE_NAME, "unknown_service")
         name = service if str(named).startswith("unknown_service") else named
-        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_Guarded(exporter)))
-        self._tracer = self._provider.get_tracer("fd_core", fd_core.__version__)
-        self._context = TraceContextTextMapPropagator()
+        self.provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
+        self.provider.add_span_processor(BatchSpanProcessor(_Guarded(exporter)))
+        self._tracer = self.provider.get_tracer("fd_core", fd_core.__version__)
+        self.propagator = TraceContextTextMapPropagator()
         self._kinds = {kind.name.lower(): kind for kind in trace.SpanKind}
-        self._api = trace
+        self.api = trace
 
     def begin(
         self,
@@ -91,36 +89,20 @@ class RequestSpans:
         parent: RequestSpan | None = None,
     ) -> RequestSpan:
         """Begin a span below `parent`, or below the one that the headers `carried` name."""
-        context = self._context.extract(carried) if parent is None else parent.context
+        context = self.propagator.extract(carried) if parent is None else parent.context
         started = time.time_ns() - round(seconds_ago * 1e9)
         span = self._tracer.start_span(name, context, self._kinds[kind], dict(attributes), start_time=started)
-        return RequestSpan(self, span, self._api.set_span_in_context(span))
-
-    def carrier(self, span: RequestSpan) -> dict[str, str]:
-        """Return the headers by which another process finds the span."""
-        headers: dict[str, str] = {}
-        self._context.inject(headers, span.context)
-        return headers
-
-    def failed(self, span: Any) -> None:
-        """Mark a span as one of something that failed."""
-        span.set_status(self._api.StatusCode.ERROR)
-
-    def flush(self) -> None:
-        """Wait until all spans that have ended were exported; for tests."""
-        self._provider.force_flush()
+        return RequestSpan(self, span, self.api.set_span_in_context(span))
 
     def close(self) -> None:
         """Export what there is, for a few seconds at most."""
-        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing = threading.Thread(target=self.provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
 
 
-class RequestSpan:
+class RequestSpan(AbstractContextManager["RequestSpan"]):
     """One span, which ends once; whatever comes after that is dropped."""
-
-    __slots__ = ("_ended", "_span", "_spans", "context")
 
     def __init__(self, spans: RequestSpans, span: Any, context: Any) -> None:
         self._spans = spans
@@ -131,7 +113,9 @@ class RequestSpan:
     @property
     def headers(self) -> dict[str, str]:
         """Headers by which another process finds the span."""
-        return self._spans.carrier(self)
+        headers: dict[str, str] = {}
+        self._spans.propagator.inject(headers, self.context)
+        return headers
 
     def child(self, name: str, kind: Kind, attributes: Mapping[str, Any]) -> RequestSpan:
         """Begin a span below this one."""
@@ -145,11 +129,8 @@ class RequestSpan:
         self._span.set_attributes(dict(attributes or {}))
         if error is not None:
             self._span.set_attribute("error.type", error)
-            self._spans.failed(self._span)
+            self._span.set_status(self._spans.api.StatusCode.ERROR)
         self._span.end()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.end(error=None if kind is None else kind.__name__)
@@ -163,7 +144,6 @@ class _Guarded:
         self._fails = False
 
     def export(self, spans: Sequence[Any]) -> Any:
-        """Export, on the thread for that."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         try:
@@ -179,7 +159,6 @@ class _Guarded:
         return result
 
     def shutdown(self) -> None:
-        """End what the exporter waits for."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:

@@ -44,7 +44,7 @@ class Supervisor:
         return "; ".join(sorted({f"background task {name}: {why}" for (name, _), why in self._failing.items()}))
 
     def start(
-        self, name: str, work: Callable[[], Awaitable[None]], *, part: str = "", repeat: bool = True
+        self, name: str, work: Callable[[], Awaitable[object]], *, part: str = "", repeat: bool = True
     ) -> asyncio.Task[None]:
         """Run `work` until it returns or the task is cancelled.
 
@@ -67,7 +67,7 @@ class Supervisor:
         """Cancel every task and wait for its end."""
         await cancelled(*self._tasks)
 
-    async def _supervise(self, name: str, work: Callable[[], Awaitable[None]], part: str, repeat: bool) -> None:
+    async def _supervise(self, name: str, work: Callable[[], Awaitable[object]], part: str, repeat: bool) -> None:
         loop, pause, place = asyncio.get_running_loop(), _FIRST_SECONDS, (name, part)
         try:
             while True:
@@ -83,7 +83,9 @@ class Supervisor:
                     self.stats.failures[name] += 1
                     self._failing[place] = reason = failure_reason(error)
                     # Without the text of unexpected errors: it may quote a prompt.
-                    places = "" if isinstance(error, FdError | ApiError | OSError) else _places(error)
+                    places = ""
+                    if not isinstance(error, FdError | ApiError | OSError):
+                        places = "; places, innermost last:\n" + "".join(traceback.format_tb(error.__traceback__))
                     after = f"; it starts again in {pause:g} s" if repeat else ""
                     log.error("background task %s failed: %s%s%s", name, reason, after, places)
                 finally:
@@ -113,7 +115,3 @@ def failure_reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return (error.strerror or str(error) or type(error).__name__).lower()
     return str(error) if isinstance(error, FdError) else type(error).__name__
-
-
-def _places(error: Exception) -> str:
-    return "; places, innermost last:\n" + "".join(traceback.format_tb(error.__traceback__))

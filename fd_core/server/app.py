@@ -6,41 +6,29 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 
 import fd_core
 from fd_core.config import ServerConfig
 from fd_core.config.paths import find_cache_dir
 from fd_core.engine.clients.client import EngineClient
-from fd_core.errors import ConfigError
+from fd_core.errors import ConfigError, FdError
 from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget
 from fd_core.http.connections.connections import ConnectionStats
+from fd_core.http.errors import ApiError
 from fd_core.http.hosts import HostRules
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
-from fd_core.server.api import (
-    admin,
-    chat,
-    completions,
-    embeddings,
-    health,
-    kv_events,
-    lora_loading,
-    models,
-    openapi,
-    tokenize,
-)
-from fd_core.server.api.errors import install_handlers
+from fd_core.server.api import admin, chat, completions, embeddings, kv_events, models, openapi
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
-from fd_core.server.gate import Gate
+from fd_core.server.gate import Gate, handle_error
 from fd_core.server.messages import routes as messages
 from fd_core.server.responses import routes as responses
-from fd_core.server.responses.store import ResponseStore
-from fd_core.server.state.grammars import GrammarChecker
 from fd_core.server.state.metrics import ServerMetrics
-from fd_core.server.state.state import ServerState
+from fd_core.server.state.state import GrammarChecker, ResponseStore, ServerState
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
@@ -67,11 +55,8 @@ def create_app(
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = config.served_model_names or (client.info.model,)
     if taken := [adapter.name for adapter in client.info.adapters if adapter.name in names]:
-        raise ConfigError(
-            f"the adapter {taken[0]!r} has the model's own name",
-            field="--lora-modules",
-            hint="give it another one, or the model with --served-model-name",
-        )
+        hint = "give it another one, or the model with --served-model-name"
+        raise ConfigError(f"the adapter {taken[0]!r} has the model's own name", field="--lora-modules", hint=hint)
     access = AccessControl.of(config)
     bodies, supervisor = BodyBudget(config.max_body_memory), Supervisor()
     metrics = ServerMetrics(
@@ -115,14 +100,13 @@ def create_app(
     )
     app.state.fd = state
     generating = (chat, messages, responses, completions, embeddings)
-    for family in (*generating, models, tokenize, admin, lora_loading, health, kv_events):
+    for family in (*generating, models, admin, kv_events):
         app.include_router(family.router)
     if config.batch_api:
         app.include_router(routes.router)
-    install_handlers(app)
+    for kind in (ApiError, FdError, HTTPException):
+        app.add_exception_handler(kind, handle_error)
     hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)
-    app.add_middleware(
-        Gate, access=access, hosts=hosts, metrics=metrics, drain=state.drain, access_log=config.access_log
-    )
+    app.add_middleware(Gate, state=state, hosts=hosts)
     openapi.install(app, keys_required=access.has_keys)
     return app

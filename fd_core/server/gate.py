@@ -6,21 +6,23 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from starlette.responses import Response
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fd_core.http.access.access_log import CLIENT_LEFT, log_access
-from fd_core.http.access.control import AccessControl, allow_header, limit_headers
+from fd_core.http.access.control import allow_header, limit_headers
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.access.tenants import TENANT_HEADER, Tenant, read_tenant
 from fd_core.http.connections.connections import source_of
-from fd_core.http.draining import DRAINING_HEADER, Drain
-from fd_core.http.errors import ApiError, to_api_error, unavailable
+from fd_core.http.draining import DRAINING_HEADER
+from fd_core.http.errors import ApiError, no_such_path, to_api_error, unavailable
 from fd_core.http.headers import request_id_of
 from fd_core.http.hosts import HostRules, Visit
-from fd_core.server.api.errors import error_response
 from fd_core.server.batches.asgi import OWNER
-from fd_core.server.state.metrics import ServerMetrics
+from fd_core.server.state.state import ServerState
 from fd_core.text.fair_thread import CLIENT
 
 _ALWAYS: Final = frozenset({"/v1/abort_requests", "/ping"})
@@ -37,21 +39,13 @@ class Gate:
     head was read, in seconds of `time.perf_counter`. Nothing of a request but its access log is ever logged here.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        access: AccessControl,
-        hosts: HostRules,
-        metrics: ServerMetrics,
-        drain: Drain,
-        access_log: bool,
-    ) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, hosts: HostRules) -> None:
         self._app = app
         self._hosts = hosts
-        self._drain = drain
-        self._access = access
-        self._metrics = metrics
-        self._access_log = access_log
+        self._drain = state.drain
+        self._access = state.access
+        self._answers = state.metrics.answers
+        self._access_log = state.config.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer for it."""
@@ -74,14 +68,14 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *added]
-                if record.admission is not None:
-                    left = limit_headers(record.admission.account, time.monotonic())
+                if record.account is not None:
+                    left = limit_headers(record.account, time.monotonic())
                     message["headers"] += [(name.encode(), value.encode()) for name, value in left.items()]
                 if self._drain.leaving:
                     message["headers"] += _LEAVING
                 path = getattr(scope.get("route"), "path", None)
                 # Clients cannot make up metric labels: this is the route's own path.
-                self._metrics.answers[path if isinstance(path, str) else "other", status] += 1
+                self._answers[path if isinstance(path, str) else "other", status] += 1
             await send(message)
             ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
@@ -90,7 +84,7 @@ class Gate:
                 hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
                 visit = Visit(hosts, scope["server"][0] if scope["server"] else None)
                 if b"origin" in headers:
-                    visit = _visit_of_page(scope, headers, visit)
+                    visit = Visit.of(scope["method"], hosts, visit.address, Headers(raw=[*headers.items()]).get)
                 for name, value in self._hosts.check(visit).items():
                     added.append((name.lower().encode(), value.encode("latin-1")))
             if scope["method"] == "OPTIONS":
@@ -113,8 +107,8 @@ class Gate:
                 raise ConnectionAbortedError("an answer broke off after it had begun") from None
             await error_response(answer, scope["path"])(scope, receive, numbered)
         finally:
-            if record.admission is not None:
-                record.admission.release()
+            if record.account is not None:
+                record.close()
             if self._access_log:
                 client = "batch" if OWNER in scope else scope["client"][0] if scope["client"] else "-"
                 method = "HEAD" if head else scope["method"]
@@ -147,20 +141,18 @@ class Gate:
         if path.startswith(("/v1/files", "/v1/batches")):
             tenant = None  # no router forwards these: a key that split itself into tenants would multiply its quota
         if tenant is None:
-            raise ApiError(
-                403,
-                f"{TENANT_HEADER} is not signed with the API key that was sent: only routers send this header",
-                kind="permission_error",
-                code="bad_tenant",
-            )
+            message = f"{TENANT_HEADER} is not signed with the API key that was sent: only routers send this header"
+            raise ApiError(403, message, kind="permission_error", code="bad_tenant")
         return tenant
 
 
-def _visit_of_page(scope: Scope, headers: Mapping[bytes, bytes], visit: Visit) -> Visit:
-    """Return what a request says that a browser sends for a page."""
+def error_response(error: ApiError, path: str) -> Response:
+    """Return the HTTP answer for an error, in the shape of the API that is served at `path`."""
+    return Response(error.body_at(path), error.status, error.headers, media_type="application/json")
 
-    def header(name: str) -> str | None:
-        value = headers.get(name.lower().encode())
-        return None if value is None else value.decode("latin-1")
 
-    return Visit.of(scope["method"], visit.hosts, visit.address, header)
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Answer an error that is meant for the client in the shape of the API that it asked."""
+    if isinstance(error, HTTPException) and error.status_code == 404:  # from routing: no handler of a path raises it
+        error = no_such_path(request.url.path)
+    return error_response(to_api_error(error), request.url.path)

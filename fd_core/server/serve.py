@@ -1,4 +1,4 @@
-"""Socket, signals and drain: runs the application on uvicorn."""
+"""Socket, signals and drain: runs the application on uvicorn, over HTTP/1.1 with a limit on the head of a request."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+import httptools
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fd_core.config import ServerConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.errors import EngineDead
 from fd_core.http.connections import listening
-from fd_core.http.connections.connections import Connections, Listener, connection_limit
+from fd_core.http.connections.connections import (
+    MAX_HEAD_BYTES,
+    Connections,
+    Listener,
+    WatchedProtocol,
+    connection_limit,
+)
 from fd_core.http.connections.liveness import attended
 from fd_core.http.connections.tls import ServingTls
 from fd_core.http.spans import RequestSpans
 from fd_core.server.app import create_app
-from fd_core.server.bounded_http import BoundedHttp
 from fd_core.server.state.registration import Registration, registration_of
 from fd_core.server.state.state import ServerState
-from fd_core.server.stream.generation_spans import prefill_span
+from fd_core.server.stream.generation import prefill_span
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.tokenizer import Tokenizer
@@ -34,6 +42,12 @@ log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 5
 """How long aborted answers may take to reach their clients once the drain is over."""
+_UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
+"""Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
+_SLICE: Final = 4096
+"""Bytes that are parsed at a time while a head is not complete."""
+_EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
+"""Warnings of the library that any client can cause, as often as it likes."""
 
 
 async def serve_http(
@@ -135,21 +149,11 @@ async def serve_http(
         state.grammars.close()
 
 
-def _prefills_for_others(state: ServerState) -> bool:
-    """Whether decode workers still take KV from this one."""
-    leases = state.client.stats.leases
-    return state.client.info.role == "prefill" and state.client.alive and leases is not None and leases.open > 0
-
-
 class _Server(uvicorn.Server):
     """uvicorn, with signals left to `serve_http`, connections to `Listener`, and a call once it listens."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        connections: Connections,
-        tls: ServingTls | None,
-        on_started: Callable[[], None],
+        self, config: uvicorn.Config, connections: Connections, tls: ServingTls | None, on_started: Callable[[], None]
     ) -> None:
         super().__init__(config)
         self._connections = connections
@@ -163,9 +167,8 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen and tell."""
         protocol = partial(
-            BoundedHttp,
+            _BoundedHttp,
             self._connections,
             config=self.config,
             server_state=self.server_state,
@@ -189,6 +192,11 @@ async def _drain(
     state: ServerState, server: _Server, registration: Registration | None, stop: asyncio.Event, hurry: asyncio.Event
 ) -> None:
     """Wait for `stop`, leave, refuse, and wait until nothing runs or the time for it is over; abort what is left."""
+
+    def prefills_for_others() -> bool:
+        leases = state.client.stats.leases
+        return state.client.info.role == "prefill" and state.client.alive and leases is not None and leases.open > 0
+
     await stop.wait()
     state.drain.leaving = True
     server.close_connections_behind_answers()
@@ -197,8 +205,79 @@ async def _drain(
     if registration is not None:
         await registration.leave()
     await state.drain.refuse_after(state.config.drain_delay, hurry)
-    await state.drain.wait(state.config.drain_seconds, hurry, lambda: _prefills_for_others(state))
+    await state.drain.wait(state.config.drain_seconds, hurry, prefills_for_others)
     if len(state.active):
         log.warning("aborting %d requests that still run", len(state.active))
         with contextlib.suppress(EngineDead):
             state.client.abort_all()
+
+
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    """Tell what the library logs of itself from what clients cause, and from requests that a shutdown cancels."""
+    cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not cancelled and not str(record.msg).startswith(_EACH_TIME)
+
+
+logging.getLogger("uvicorn.error").addFilter(_worth_a_line)
+
+
+class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
+    """uvicorn's protocol, which answers 431 and closes when a head does not end."""
+
+    def __init__(self, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.watch = connections
+        self._in_head = True
+        self._head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and count what arrived while the head is not complete, in slices so that one read is no exception."""
+        if b"pgrade:" in data and self._waits_for != "body":
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"x-upgrade:", head) + end + rest
+        begin = 0
+        while begin < len(data) and not self.transport.is_closing():
+            part = data[begin : begin + _SLICE] if self._in_head else data[begin:]
+            begin += len(part)
+            super().data_received(part)
+            if not self._in_head:
+                continue
+            self._head_bytes += len(part)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.end(self.head_too_large())
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP in the shape of every other error."""
+        self.end(self.not_http())
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Stop counting: the body has a limit of its own."""
+        self._in_head = False
+        if not self.url.startswith(b"/"):
+            self._take_host_of_target()
+        self.head_complete()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.body_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.answer_complete()
+
+    def _take_host_of_target(self) -> None:
+        """A request for a whole URL means the host in it, whatever the header says (RFC 9112, section 3.2.2)."""
+        try:
+            host = httptools.parse_url(self.url).host
+        except httptools.HttpParserInvalidURLError:
+            return
+        if host is not None:
+            host = b"[%b]" % host if b":" in host else host
+            self.headers[:] = [(name, value) for name, value in self.headers if name != b"host"]
+            self.headers.append((b"host", host))

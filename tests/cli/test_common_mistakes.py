@@ -20,7 +20,7 @@ from fd_core.cli.serving import startup
 from fd_core.config import EngineConfig, resolve_limits
 from fd_core.engine.process.engine_process import EngineProcess, Start
 from fd_core.errors import ConfigError, FdError, ModelError
-from fd_core.http.connections import port_holder
+from fd_core.http.connections import listening
 from fd_core.http.connections.listening import bind_socket
 from fd_core.models.catalog import resolve_model
 from tests.server.fakes import FakeClient, byte_tokenizer, live
@@ -113,10 +113,10 @@ def test_an_fdcore_server_on_the_port_is_named_without_its_flags() -> None:
 
 
 def test_a_port_of_another_user_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_holder, "_holds", lambda pid, links: False)
+    monkeypatch.setattr(listening, "_holds", lambda pid, links: False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert port_holder.port_holder(taken.getsockname()[1]) == "a process of another user"
-    assert port_holder.port_holder(0) is None
+        assert listening.port_holder(taken.getsockname()[1]) == "a process of another user"
+    assert listening.port_holder(0) is None
 
 
 @pytest.mark.parametrize("compiler, what", [("/nowhere/c++", "set CXX"), (None, "apt-get install g++")])

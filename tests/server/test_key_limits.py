@@ -179,7 +179,7 @@ def test_a_batch_of_a_key_that_is_gone_is_not_run(tmp_path: Path) -> None:
         batch_id = begin(server, "alice", asked).json["id"]
         waiting(server, 1)
     with guarded(tmp_path, {"name": "bob"}, **settings) as server:
-        eventually(lambda: state_of(server).batches.store.batches[batch_id].ended, 10)  # type: ignore[union-attr]
+        eventually(lambda: state_of(server).batches._store.batches[batch_id].ended, 10)  # type: ignore[union-attr]
         assert server.client.specs == []
     with guarded(tmp_path, {"name": "alice", "key": "another"}, **settings) as server:
         batch = server.get(f"/v1/batches/{batch_id}", x_api_key="another").json

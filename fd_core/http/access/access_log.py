@@ -16,11 +16,7 @@ log = logging.getLogger(ACCESS_LOGGER)
 
 
 def log_access(client: str, method: str, path: str, status: int, seconds: float, record: RequestRecord) -> None:
-    """Write the line of a request whose answer is over.
-
-    `client` is the address at the other end of the connection. `path` is as it was asked for, without its query, which
-    may hold secrets.
-    """
+    """Write the line of an answer that is over; `path` is without its query, which may hold secrets."""
     key = record.key.name or "unnamed" if record.key is not None else "-"
     fields = {
         "client": client,

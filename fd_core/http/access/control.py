@@ -15,8 +15,7 @@ from typing import Final, Literal
 from fd_core.config import ListenConfig
 from fd_core.errors import ConfigError
 from fd_core.http.access.key_file import FLAG, read_key_file, warn_if_others_read
-from fd_core.http.access.keys import ApiKey, KeyRing, scoped
-from fd_core.http.access.limits import KeyAccount, KeyLimits, LimitReached, SlidingWindow
+from fd_core.http.access.keys import ApiKey, KeyAccount, KeyLimits, KeyRing, LimitReached, scoped
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, no_such_path
 
@@ -24,11 +23,7 @@ log = logging.getLogger(__name__)
 
 _MOST_NAMES: Final = 256
 """Names of keys in the metrics; the refusals of all further keys are one sample."""
-_WORDS: Final = {
-    "requests": "requests a minute",
-    "tokens": "tokens a minute",
-    "parallel": "requests at the same time",
-}
+_WORDS: Final = {"requests": "requests a minute", "tokens": "tokens a minute", "parallel": "requests at the same time"}
 _NO_LIMITS: Final = KeyLimits()
 _FIELDS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "parallel": "parallel_requests"}
 
@@ -51,11 +46,11 @@ class AccessControl:
         """
         self._plain = tuple(keys)
         self._file = None if file is None else Path(file)
+        self.reloadable = file is not None
         self._open: tuple[Right, ...] = ("probe", "secret") if protect_pages else ("probe", "secret", "page")
         self._share_prefixes = share_prefixes
         self.ring = KeyRing(self._read())
         self.has_keys = len(self.ring) > 0
-        """Whether requests need a key."""
         self._accounts: dict[str, KeyAccount] = {}
         self.refusals: Counter[tuple[str, str]] = Counter()
         """Requests refused, by name of the key and limit."""
@@ -71,11 +66,6 @@ class AccessControl:
     def _read(self) -> tuple[ApiKey, ...]:
         named = () if self._file is None else read_key_file(self._file)
         return (*map(ApiKey.of, self._plain), *named)
-
-    @property
-    def reloadable(self) -> bool:
-        """Whether there is a file to read again."""
-        return self._file is not None
 
     async def reload(self) -> None:
         """Read the file again. One that is wrong changes nothing but the log."""
@@ -110,19 +100,12 @@ class AccessControl:
         if key is None and right not in self._open:
             scheme = 'Basic realm="API key as password"' if page else "Bearer"
             sent = "no API key was sent" if authorization is api_key is None else "the API key sent is not accepted"
-            raise ApiError(
-                401,
-                f"{sent}: a valid one is required, in the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": scheme},
-            )
+            message = f"{sent}: a valid one is required, in the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": scheme})
         return key
 
     def of_owner(self, owner: str) -> ApiKey | None:
-        """Return the key for which a batch runs.
-
-        Raises `ApiError` (401) if it is no longer accepted. A batch that was begun without a key goes on.
-        """
+        """Return the key of a batch, None if it was begun without one; `ApiError` (401) if it is no longer accepted."""
         if not self.has_keys or not owner:
             return None
         key = self.ring.of_owner(owner.partition(".")[0])
@@ -134,10 +117,7 @@ class AccessControl:
 
     @staticmethod
     def authorize(record: RequestRecord, method: str, path: str) -> str:
-        """Return the template of the route that a request of a known key asks for.
-
-        Raises `ApiError`: 404 for a path that `ROUTES` does not name, 405 for another method, 403 without the right.
-        """
+        """Return the template of the route that a known key asks for; `ApiError`: 404, 405, 403 without the right."""
         found = find_route(path)
         if found is None:
             raise no_such_path(path)
@@ -163,23 +143,39 @@ class AccessControl:
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
         """Let a request begin; its record has to be closed. Raises `ApiError` (429) if its key has no room for it."""
         key = record.key
-        if key is None or key.limits == _NO_LIMITS or not _makes_work(method, path):
+        # To look, and to end work, must always be possible.
+        ends = path in ("/v1/abort_requests", "/ping") or path.endswith("/cancel")
+        if key is None or key.limits == _NO_LIMITS or method != "POST" or ends:
             return
         account = self._accounts.get(key.name)
         if account is None:
             account = self._accounts[key.name] = KeyAccount(key.limits)
         try:
-            record.admission = account.enter(now)
+            account.enter(now)
+            record.account = account
         except LimitReached as error:
             refusal = self.refused(key, error)
             refusal.headers |= limit_headers(account, now)
             raise refusal from None
 
     def refused(self, key: ApiKey, error: LimitReached) -> ApiError:
-        """Count a refusal, and return its answer."""
+        """Count a refusal, and return its answer, as OpenAI's clients understand it."""
         known = len({name for name, _ in self.refusals}) < _MOST_NAMES or (key.name, error.limited) in self.refusals
         self.refusals[key.name if known else "other", error.limited] += 1
-        return limit_error(key, error)
+        message = (
+            f"the API key {key.name} may have {error.limit:,} {_WORDS[error.limited]} ({_FIELDS[error.limited]}): "
+            f"{error.used:,} are in use and this request needs {error.asked:,}"
+        )
+        headers = {}
+        if error.wait is None:
+            message += "; it never fits: ask for less, such as with a lower max_tokens"
+            headers["x-should-retry"] = "false"
+        else:
+            seconds = max(1, math.ceil(error.wait))
+            message += f"; try again in {seconds} s"
+            headers["Retry-After"] = str(seconds)
+        kind = "tokens" if error.limited == "tokens" else "requests"
+        return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
 
     def reserve(self, record: RequestRecord, tokens: int) -> None:
         """Take the tokens that a request may need. Raises `ApiError` (429)."""
@@ -191,12 +187,6 @@ class AccessControl:
             raise self.refused(record.key, error) from None
 
 
-def _makes_work(method: str, path: str) -> bool:
-    """Whether limits count a request: to look, and to end work, must always be possible."""
-    ends = path in ("/v1/abort_requests", "/ping") or path.endswith("/cancel")
-    return method == "POST" and not ends
-
-
 def allow_header(path: str) -> dict[str, str]:
     """Return the header of the answer to OPTIONS, which needs no key. Raises `ApiError` (404) for an unknown path."""
     found = find_route(path)
@@ -205,34 +195,16 @@ def allow_header(path: str) -> dict[str, str]:
     return {"Allow": ", ".join(found[1].allowed)}
 
 
-def limit_error(key: ApiKey, error: LimitReached) -> ApiError:
-    """Return the answer to a request beyond a limit, as OpenAI's clients understand it."""
-    message = (
-        f"the API key {key.name} may have {error.limit:,} {_WORDS[error.limited]} ({_FIELDS[error.limited]}): "
-        f"{error.used:,} are in use and this request needs {error.asked:,}"
-    )
-    headers = {}
-    if error.wait is None:
-        message += "; it never fits: ask for less, such as with a lower max_tokens"
-        headers["x-should-retry"] = "false"
-    else:
-        seconds = max(1, math.ceil(error.wait))
-        message += f"; try again in {seconds} s"
-        headers["Retry-After"] = str(seconds)
-    kind = "tokens" if error.limited == "tokens" else "requests"
-    return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
-
-
 def limit_headers(account: KeyAccount | None, now: float) -> dict[str, str]:
     """Return the headers that tell OpenAI's clients what is left of the minute; none without an account."""
     headers: dict[str, str] = {}
     if account is None:
         return headers
-    windows: tuple[tuple[str, int | None, SlidingWindow], ...] = (
-        ("requests", account.limits.requests_per_minute, account.requests),
-        ("tokens", account.limits.tokens_per_minute, account.tokens),
-    )
-    for what, limit, window in windows:
+    limits = account.limits
+    for what, limit, window in (
+        ("requests", limits.requests_per_minute, account.requests),
+        ("tokens", limits.tokens_per_minute, account.tokens),
+    ):
         if limit is not None:
             reset = window.reset(now)
             headers[f"x-ratelimit-limit-{what}"] = str(limit)
@@ -262,7 +234,6 @@ class Route:
     """Whether a router passes the request on to one worker."""
 
     allowed: tuple[str, ...] = field(init=False)
-    """Methods of the `Allow` header."""
 
     def __post_init__(self) -> None:
         allowed = {*self.methods, "OPTIONS", *(("HEAD",) if "GET" in self.methods else ())}

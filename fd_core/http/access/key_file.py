@@ -17,14 +17,14 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from fd_core.errors import ConfigError
-from fd_core.http.access.keys import ApiKey
-from fd_core.http.access.limits import KeyLimits
+from fd_core.http.access.keys import ApiKey, KeyLimits
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +64,13 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     except UnicodeDecodeError:
         raise _error(f"{path} is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
-        raise _error(f"{path} is not valid {kind[1:].upper()}: {_without_text(error)}") from None
+        # A parser names places and single characters, never a whole key.
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise _error(f"{path} is not valid {kind[1:].upper()}: {reason}") from None
     entries = table.get("keys") if isinstance(table, dict) else None
     if not isinstance(entries, list) or not entries or len(table) > 1:
         raise _error(f"{path} must hold a list `keys` with at least one key, and nothing else")
-    lines = _Lines(data, kind == ".json")
-    return _unique(path, entries, _entry, lines.of)
+    return _unique(path, entries, _entry, partial(_place_of, data, kind == ".json"))
 
 
 def warn_if_others_read(path: Path) -> None:
@@ -110,10 +111,7 @@ def _checked_lines(path: Path, data: bytes) -> tuple[ApiKey, ...]:
 
 
 def _unique(
-    path: Path,
-    entries: Sequence[Any],
-    read: Callable[[Any], ApiKey],
-    place_of: Callable[[int, str], str],
+    path: Path, entries: Sequence[Any], read: Callable[[Any], ApiKey], place_of: Callable[[int, str], str]
 ) -> tuple[ApiKey, ...]:
     """Read every entry; none may repeat the name or the key of another."""
     if len(entries) > _MAX_KEYS:
@@ -156,16 +154,13 @@ def _entry(entry: Any) -> ApiKey:
         if type(value) is not int or not 1 <= value <= _MOST:
             raise _Wrong(field, f"give a whole number from 1 to {_MOST:,}, or leave it out for no limit")
     limits = KeyLimits(**{field: entry[field] for field in _LIMITS if field in entry})
-    return ApiKey(digest=_digest_of(entry), name=name, admin=admin, limits=limits)
-
-
-def _digest_of(entry: dict[str, Any]) -> bytes:
     if "key" in entry:
-        return ApiKey.of(_key_text(entry["key"])).digest
-    given = entry["sha256"]
-    if not isinstance(given, str) or not _SHA256.fullmatch(given):
+        digest = ApiKey.of(_key_text(entry["key"])).digest
+    elif not isinstance(given := entry["sha256"], str) or not _SHA256.fullmatch(given):
         raise _Wrong("sha256", "give the 64 hexadecimal digits that `printf %s KEY | sha256sum` prints")
-    return bytes.fromhex(given)
+    else:
+        digest = bytes.fromhex(given)
+    return ApiKey(digest=digest, name=name, admin=admin, limits=limits)
 
 
 def _key_text(value: Any) -> str:
@@ -177,36 +172,30 @@ def _key_text(value: Any) -> str:
     return value
 
 
-class _Lines:
-    """Where the entries of a file stand. Only looked for once something is wrong."""
+def _place_of(data: bytes, is_json: bool, number: int, field: str) -> str:
+    """Return the line of a field of an entry, or of the entry if the field is not found there."""
+    starts = _json_starts(data) if is_json else [found.start() for found in _TABLE.finditer(data)]
+    if number >= len(starts):  # written in another way, such as an array of inline tables
+        return f"entry {number + 1}"
+    end = starts[number + 1] if number + 1 < len(starts) else len(data)
+    pattern = rb'"%b"[ \t\r\n]*:' if is_json else rb'^[ \t]*"?%b"?[ \t]*='
+    found = re.compile(pattern % re.escape(field.encode()), re.MULTILINE).search(data, starts[number], end)
+    place = found.start() if field and found else starts[number]
+    newlines = data.count(b"\n", 0, place)
+    return f"line {newlines + 1}"
 
-    def __init__(self, data: bytes, is_json: bool) -> None:
-        self._data = data
-        self._is_json = is_json
 
-    def of(self, number: int, field: str) -> str:
-        """Return the line of a field of an entry, or of the entry if the field is not found there."""
-        starts = self._json_starts() if self._is_json else [found.start() for found in _TABLE.finditer(self._data)]
-        if number >= len(starts):  # written in another way, such as an array of inline tables
-            return f"entry {number + 1}"
-        end = starts[number + 1] if number + 1 < len(starts) else len(self._data)
-        pattern = rb'"%b"[ \t\r\n]*:' if self._is_json else rb'^[ \t]*"?%b"?[ \t]*='
-        found = re.compile(pattern % re.escape(field.encode()), re.MULTILINE).search(self._data, starts[number], end)
-        place = found.start() if field and found else starts[number]
-        newlines = self._data.count(b"\n", 0, place)
-        return f"line {newlines + 1}"
-
-    def _json_starts(self) -> list[int]:
-        starts, place = [], 0
-        try:
-            entries = msgspec.json.decode(self._data, type=dict[str, list[msgspec.Raw]])["keys"]
-        except msgspec.MsgspecError:  # JSON that only the other parser reads, such as NaN
-            return []
-        for raw in map(bytes, entries):
-            place = self._data.find(raw, place)
-            starts.append(place)
-            place += len(raw)
-        return starts
+def _json_starts(data: bytes) -> list[int]:
+    starts, place = [], 0
+    try:
+        entries = msgspec.json.decode(data, type=dict[str, list[msgspec.Raw]])["keys"]
+    except msgspec.MsgspecError:  # JSON that only the other parser reads, such as NaN
+        return []
+    for raw in map(bytes, entries):
+        place = data.find(raw, place)
+        starts.append(place)
+        place += len(raw)
+    return starts
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -217,11 +206,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{name if _FIELD.fullmatch(name) else 'a field'} is given twice in one object")
         table[name] = value
     return table
-
-
-def _without_text(error: Exception) -> str:
-    """Return what a parser says. It names places and single characters, never a whole key."""
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _error(message: str, hint: str | None = None) -> ConfigError:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from fd_core.http.access.keys import ApiKey
-from fd_core.http.access.limits import KeyAccount, KeyAdmission, Reservation
+from fd_core.http.access.keys import ApiKey, KeyAccount, Reservation
 from fd_core.http.access.tenants import Tenant
 
 
@@ -15,17 +14,14 @@ class RequestRecord:
     """Filled in from the gate to the last token; read for headers, the access log and the limits of the key."""
 
     request_id: str = ""
-    """The id of answers and logs."""
     key: ApiKey | None = None
     """None where there are no keys, or the path needs none."""
     tenant: Tenant | None = None
     """The key of a router behind this one; None if the client came directly."""
-    admission: KeyAdmission | None = None
-    """None for a key without limits."""
+    account: KeyAccount | None = None
+    """What the key has taken, while this request counts in it; None for a key without limits."""
     tokens_in: int = 0
-    """Tokens read."""
     tokens_out: int = 0
-    """Tokens written."""
     reservation: Reservation | None = None
 
     @property
@@ -40,30 +36,22 @@ class RequestRecord:
         return (self.key is None or self.key.admin) and (self.tenant is None or self.tenant.admin)
 
     def may_abort(self, owner: str) -> bool:
-        """Return True if this request may end the work of an owner.
-
-        An admin key of a router's reaches all that came through a router with the same key.
-        """
+        """Return True if this request may end an owner's work; a router's admin reaches all of that router's."""
         if self.is_admin or owner == self.owner:
             return True
         return self.tenant is not None and self.tenant.admin and owner.startswith(self.owner.partition(".")[0] + ".")
-
-    @property
-    def account(self) -> KeyAccount | None:
-        """What the key has taken; None for a key without limits."""
-        return None if self.admission is None else self.admission.account
 
     @property
     def tokens_per_minute(self) -> int | None:
         """The limit of tokens, None if there is none; of a tenant it is the one that its router counts."""
         if self.tenant is not None and self.tenant.tokens_per_minute is not None:
             return self.tenant.tokens_per_minute
-        return None if self.admission is None else self.admission.account.limits.tokens_per_minute
+        return None if self.account is None else self.account.limits.tokens_per_minute
 
     def reserve(self, tokens: int) -> None:
         """Take tokens in advance. Raises `LimitReached`."""
-        if self.admission is not None:
-            self.reservation = self.admission.account.reserve(time.monotonic(), tokens)
+        if self.account is not None:
+            self.reservation = self.account.reserve(time.monotonic(), tokens)
 
     def count(self, tokens_in: int, tokens_out: int) -> None:
         """Count tokens that were read and written."""
@@ -76,6 +64,7 @@ class RequestRecord:
             self.reservation.settle(time.monotonic(), self.tokens_in + self.tokens_out)
 
     def close(self) -> None:
-        """Make room for the next request of the key."""
-        if self.admission is not None:
-            self.admission.release()
+        """Make room for the next request of the key; again without effect."""
+        if self.account is not None:
+            self.account.running -= 1
+            self.account = None

@@ -65,10 +65,7 @@ class UsageMeter:
         return events
 
     def tokens(self, prompt: int) -> tuple[int, int] | None:
-        """Return the tokens read and written; None if the answer did not tell.
-
-        Where a stream of a prompt of `prompt` tokens does not tell, its events are counted.
-        """
+        """Return the tokens read and written, None if not told; of a stream that does not tell, events count."""
         if self._told is None and self._events:
             return prompt, self._events
         return self._told

@@ -15,9 +15,10 @@ import logging
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -72,8 +73,7 @@ class ConnectionStats(msgspec.Struct):
     ] = msgspec.field(default_factory=Counter)
     refused: Annotated[int, counter("connections_refused", "Connections refused because too many were open.")] = 0
     refused_of_address: Annotated[
-        int,
-        counter("connections_refused_of_address", "Connections refused because their address had too many open."),
+        int, counter("connections_refused_of_address", "Connections refused because their address had too many open.")
     ] = 0
     accept_errors: Annotated[
         int, counter("accept_errors", "Failures to accept a connection, such as for want of descriptors.")
@@ -82,16 +82,20 @@ class ConnectionStats(msgspec.Struct):
 
 
 def connection_limit(config: ListenConfig, *, descriptors: int = 1) -> int:
-    """Return the most connections at a time: what the settings say, or what the limit of descriptors leaves.
-
-    `descriptors` is how many one connection may take, the one to a worker included.
-    """
+    """Return the most connections: a setting, or what the limit leaves at so many `descriptors` for each."""
     if config.limit_concurrency is not None:
         return config.limit_concurrency
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
     return max(1, min(_MOST_CONNECTIONS, (allowed - min(_RESERVED_DESCRIPTORS, allowed // 4)) // descriptors))
+
+
+def last_answer(status: int, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """Return an answer in JSON with which a connection ends, and which no application made."""
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head += "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 @lru_cache(maxsize=4096)
@@ -125,7 +129,6 @@ class Connections:
         """Connections that were accepted and not made yet: their TLS handshake goes on."""
         self._open: set[WatchedProtocol] = set()
         self._sources: Counter[str] = Counter()
-        """Connections by `source_of` their address."""
         self.waiting: dict[WatchedProtocol, float] = {}
         """Those without a request, since when; the one that waits longest is the first."""
         self._loop = asyncio.get_running_loop()
@@ -159,10 +162,7 @@ class Connections:
             del self._sources[connection.source]
 
     def admit(self, address: str, make: Callable[[], WatchedProtocol]) -> WatchedProtocol | None:
-        """Return the protocol of one more connection, or None if there is no room for it.
-
-        Where there are too many, the one that waited longest leaves.
-        """
+        """Return the protocol of one more connection, for which one that waits may leave; None without room."""
         source, most = source_of(address), self.limit_of_address
         if self._sources[source] >= most and not is_loopback(source):
             self.stats.refused_of_address += 1
@@ -304,10 +304,7 @@ class WatchedProtocol(asyncio.Protocol):
 
     def end(self, error: ApiError) -> None:
         """Answer with an error, without the application, and close."""
-        body = error.body()
-        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
-        head += f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-        self._transport.write(head.encode() + body)
+        self._transport.write(last_answer(error.status, error.body()))
         self._transport.close()
 
     def expire(self, reason: Reason) -> None:
@@ -321,11 +318,7 @@ class Listener:
     """Serves a bound socket. Where too many connections are open, a new one is answered with 503."""
 
     def __init__(
-        self,
-        sock: socket.socket,
-        make: Callable[[], WatchedProtocol],
-        connections: Connections,
-        tls: ServingTls | None,
+        self, sock: socket.socket, make: Callable[[], WatchedProtocol], connections: Connections, tls: ServingTls | None
     ) -> None:
         """`make` returns the protocol of a new connection. Call this on the event loop; it begins at once."""
         self._sock = sock
@@ -395,7 +388,6 @@ class Listener:
             task.add_done_callback(self._openings.discard)
 
     async def _open(self, accepted: socket.socket, protocol: WatchedProtocol | _Refusal) -> None:
-        """Serve one connection, behind its TLS handshake if there is one."""
         secured: dict[str, Any] = {}
         if self._tls is not None:
             secured = {"ssl": self._tls.context, "ssl_handshake_timeout": self._connections.patience["head"]}
@@ -418,10 +410,7 @@ class _Refusal(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         error = unavailable("too many connections are open; try again", "too_many_connections", retry_after=1)
-        body = error.body()
-        head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        head += "".join(f"{name.lower()}: {value}\r\n" for name, value in error.headers.items())
-        transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        transport.write(last_answer(error.status, error.body(), error.headers))
         if transport.can_write_eof():
             transport.write_eof()
         # Closed at once, unread bytes of the request would make the kernel throw the answer away.

@@ -1,4 +1,4 @@
-"""Sockets and signals that every server of the project shares."""
+"""Sockets and signals that every server of the project shares, and who holds a port that is taken."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 from fd_core.errors import ConfigError
-from fd_core.http.connections.port_holder import port_holder
 from fd_core.http.hosts import is_loopback
 from fd_core.http.supervision import Supervisor
 
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # told apart, not bound
 """Hosts that mean every address of the machine."""
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_LISTENS: Final = "0A"
+"""How /proc/net/tcp writes the state of a socket that listens."""
 
 
 def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = "--host") -> socket.socket:
@@ -93,19 +95,14 @@ def port_errors(host: str, sock: socket.socket, flag: str = "--port") -> Iterato
 
 
 @contextlib.contextmanager
-def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
-    """Set `stop` on the first SIGINT or SIGTERM and `hurry` on the next."""
-
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
-
+def _handled(handlers: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     installed = []
     try:
-        for number in _SIGNALS:
+        for number, handler in handlers.items():
             # only the main thread's loop can take signals; elsewhere the caller stops the server by `stop`
             with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
-                loop.add_signal_handler(number, on_signal)
+                loop.add_signal_handler(number, handler)
                 installed.append(number)
         yield
     finally:
@@ -114,26 +111,29 @@ def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
+    """Set `stop` on the first SIGINT or SIGTERM and `hurry` on the next."""
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    with _handled({signal.SIGINT: on_signal, signal.SIGTERM: on_signal}):
+        yield
+
+
+@contextlib.contextmanager
 def hangup_reloads(reload: Callable[[], Awaitable[None]] | None, supervisor: Supervisor) -> Iterator[None]:
     """Call `reload` on each SIGHUP, one call after the other; without it the signal ends the process, as is usual."""
-    if reload is None:
-        yield
-        return
-    loop, one_at_a_time = asyncio.get_running_loop(), asyncio.Lock()
+    one_at_a_time = asyncio.Lock()
 
     async def run() -> None:
         async with one_at_a_time:
-            await reload()
+            if reload is not None:
+                await reload()
 
-    try:
-        loop.add_signal_handler(signal.SIGHUP, lambda: supervisor.start("reload", run, repeat=False))
-    except (ValueError, RuntimeError, NotImplementedError):  # not the main thread's loop
+    start = partial(supervisor.start, "reload", run, repeat=False)
+    with _handled({} if reload is None else {signal.SIGHUP: start}):
         yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGHUP)
 
 
 def url_of(host: str, sock: socket.socket, *, secure: bool = False) -> str:
@@ -158,3 +158,44 @@ def warn_if_open(host: str, *, keys: bool) -> None:
             "set --api-key-file or keep to --host 127.0.0.1",
             host or "every address",
         )
+
+
+def port_holder(port: int) -> str | None:
+    """Return the process that listens on `port`, None if unknown; of fdcore's command no flags: they may be secret."""
+    try:
+        inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(Path("/proc/net", table), port)}
+    except (OSError, ValueError):
+        return None
+    if not inodes:
+        return None
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    pids = sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    pid = next((pid for pid in pids if _holds(pid, wanted)), None)
+    return "a process of another user" if pid is None else _shown(pid)
+
+
+def _listening(table: Path, port: int) -> list[str]:
+    """Return the inodes of the sockets in a table of the system that listen on a port."""
+    if not table.exists():
+        return []
+    rows = [line.split() for line in table.read_text().splitlines()[1:]]
+    return [row[9] for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port]
+
+
+def _holds(pid: int, links: set[str]) -> bool:
+    try:
+        return any(str(entry.readlink()) in links for entry in Path("/proc", str(pid), "fd").iterdir())
+    except OSError:  # it has ended, or belongs to another user
+        return False
+
+
+def _shown(pid: int) -> str:
+    try:
+        words = Path("/proc", str(pid), "cmdline").read_text(errors="replace").split("\0")
+        name = Path("/proc", str(pid), "comm").read_text().strip()
+    except OSError:
+        return f"process {pid}"
+    for place, word in enumerate(words[:-1]):
+        if word == "fd_core.cli" or word.rpartition("/")[2] == "fdcore":
+            return f"`fdcore {words[place + 1]}`, process {pid}"
+    return f"{name}, process {pid}"

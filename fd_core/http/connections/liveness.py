@@ -9,13 +9,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http import HTTPStatus
 from typing import Final
 
 import msgspec
 
 from fd_core.config import ListenConfig
 from fd_core.http.access.control import AccessControl
+from fd_core.http.connections.connections import last_answer
 from fd_core.http.connections.listening import bind_socket, hangup_reloads, signals_stop
 from fd_core.http.errors import HealthAnswer
 from fd_core.http.supervision import Supervisor
@@ -116,13 +116,11 @@ class _Liveness:
     def _response(self, line: bytes) -> bytes:
         method, _, path = line.partition(b" ")
         if path.partition(b" ")[0].partition(b"?")[0] not in (b"/health", b"/ping") or method not in (b"GET", b"HEAD"):
-            return _response(404, HealthAnswer("not found", "this port serves GET /health only"), method)
-        silent = time.monotonic() - self._last
-        reason = self._dead() if silent < _STUCK_SECONDS else f"the event loop has been stuck for {silent:.0f} s"
-        return _response(503 if reason else 200, HealthAnswer("dead" if reason else "ok", reason or None), method)
-
-
-def _response(status: int, answer: HealthAnswer, method: bytes) -> bytes:
-    body = msgspec.json.encode(answer)
-    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + (b"" if method == b"HEAD" else body)
+            status, answer = 404, HealthAnswer("not found", "this port serves GET /health only")
+        else:
+            silent = time.monotonic() - self._last
+            reason = self._dead() if silent < _STUCK_SECONDS else f"the event loop has been stuck for {silent:.0f} s"
+            status, answer = 503 if reason else 200, HealthAnswer("dead" if reason else "ok", reason or None)
+        body = msgspec.json.encode(answer)
+        whole = last_answer(status, body)
+        return whole.removesuffix(body) if method == b"HEAD" else whole

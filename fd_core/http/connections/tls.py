@@ -92,7 +92,10 @@ def _server_context(config: ListenConfig) -> ssl.SSLContext:
 
 def _load_certificate(context: ssl.SSLContext, config: ListenConfig) -> None:
     certificate = str(config.ssl_certfile)
-    until = _expiry(certificate)
+    try:
+        until = x509.load_pem_x509_certificate(_read(certificate, "--ssl-certfile")).not_valid_after_utc
+    except ValueError as error:
+        raise ConfigError(f"{certificate} holds no certificate in PEM format", field="--ssl-certfile") from error
     key = config.ssl_keyfile
     if key is not None:
         _read(key, "--ssl-keyfile")
@@ -119,13 +122,6 @@ def _load_authorities(context: ssl.SSLContext, path: str, field: str) -> None:
         context.load_verify_locations(path)
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(f"{path} holds no certificates in PEM format", field=field) from error
-
-
-def _expiry(path: str) -> datetime.datetime:
-    try:
-        return x509.load_pem_x509_certificate(_read(path, "--ssl-certfile")).not_valid_after_utc
-    except ValueError as error:
-        raise ConfigError(f"{path} holds no certificate in PEM format", field="--ssl-certfile") from error
 
 
 def _read(path: str, field: str) -> bytes:

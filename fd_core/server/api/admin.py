@@ -1,23 +1,32 @@
-"""POST /v1/abort_requests."""
+"""For who runs the server: abort requests, load and unload adapters, see what it does in health, metrics and a page."""
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
 
-import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+import fd_core
+from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.http.access.record import RequestRecord
-from fd_core.http.errors import invalid
-from fd_core.server.api.openapi import endpoint
+from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, invalid
+from fd_core.http.pages.assembling import assemble, page_headers
+from fd_core.server.api import kv_events
+from fd_core.server.api.openapi import endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.schemas.requests import AbortRequest
-from fd_core.server.schemas.responses import AbortAnswer
-from fd_core.server.state.state import ServerState, state_of
+from fd_core.server.schemas.requests import AbortRequest, LoadAdapterRequest, UnloadAdapterRequest
+from fd_core.server.schemas.responses import AbortAnswer, AdapterAnswer, LoadAnswer, ModelInfoAnswer
+from fd_core.server.state.state import state_of
 
 router = APIRouter()
-_BODY: Final = BodyFormat(AbortRequest)
+_ABORT: Final = BodyFormat(AbortRequest)
+_LOAD: Final = BodyFormat(LoadAdapterRequest)
+_UNLOAD: Final = BodyFormat(UnloadAdapterRequest)
 
 
 @router.post("/v1/abort_requests", **endpoint("Abort requests", AbortRequest, AbortAnswer))
@@ -28,23 +37,152 @@ async def abort_requests(request: Request) -> Response:
     aborts its own requests, and only an admin key those of others, which `abort_all` means as well. Without any, every
     client that reaches the server may abort all.
     """
-    state = state_of(request)
-    body, headers = await _BODY.read(request, state)
+    state, body, headers = await _ABORT.read(request)
     record: RequestRecord = request.state.record
     if body.abort_all is True and body.req_ids is None:
         found = state.client.abort(state.active.all_ids(record.may_abort))
         answer = AbortAnswer(list(dict.fromkeys(map(state.active.request_id, found))), [])
     elif body.req_ids is not None and not body.abort_all:
-        answer = _abort(state, body.req_ids, record)
+        answer = AbortAnswer([], [])
+        for name in dict.fromkeys(body.req_ids):
+            engine_ids = state.active.engine_ids(name, record.may_abort)
+            found = state.client.abort(engine_ids) if engine_ids else []
+            (answer.aborted if found else answer.not_found).append(name)
     else:
         raise invalid('give either {"req_ids": ["..."]} or {"abort_all": true}', "req_ids")
-    return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+    return json_response(answer, headers)
 
 
-def _abort(state: ServerState, given: list[str], record: RequestRecord) -> AbortAnswer:
-    answer = AbortAnswer([], [])
-    for name in dict.fromkeys(given):
-        engine_ids = state.active.engine_ids(name, record.may_abort)
-        found = state.client.abort(engine_ids) if engine_ids else []
-        (answer.aborted if found else answer.not_found).append(name)
+@router.post("/v1/load_lora_adapter", **endpoint("Load a LoRA adapter", LoadAdapterRequest, AdapterAnswer))
+async def load_adapter(request: Request) -> Response:
+    """Serve the adapter in a folder below --lora-folder under a name of its own, as vLLM does."""
+    folder = _adapter_folder(request)
+    state, body, headers = await _LOAD.read(request)
+    if body.lora_name in state.names:
+        raise invalid(f"the name {body.lora_name!r} is taken", "lora_name")
+    place = await asyncio.to_thread(_inside, folder, body.lora_path)
+    await state.client.change_adapters(body.lora_name, str(place))
+    return json_response(AdapterAnswer(f"the adapter {body.lora_name!r} is loaded"), headers)
+
+
+@router.post("/v1/unload_lora_adapter", **endpoint("Unload a LoRA adapter", UnloadAdapterRequest, AdapterAnswer))
+async def unload_adapter(request: Request) -> Response:
+    """Take no more requests for an adapter; those that use it go on to their ends."""
+    _adapter_folder(request)
+    state, body, headers = await _UNLOAD.read(request)
+    found = state.names.get(body.lora_name)
+    if found is None or not found.adapter:
+        raise ApiError(404, f"there is no adapter named {body.lora_name!r}", param="lora_name", code="model_not_found")
+    await state.client.change_adapters(body.lora_name, None)
+    return json_response(AdapterAnswer(f"the adapter {body.lora_name!r} is unloaded"), headers)
+
+
+def _adapter_folder(request: Request) -> Path:
+    """Return the folder of adapters; `ApiError` (403) where adapters do not change."""
+    folder = state_of(request).client.info.lora_folder
+    if folder is None:
+        raise ApiError(403, "adapters are not loaded while this server runs: it was started without --lora-folder")
+    return Path(folder).expanduser().resolve()
+
+
+def _inside(folder: Path, asked: str) -> Path:
+    """Return the folder that is meant, links followed; `ApiError` (400) if it does not lie in `folder`."""
+    try:
+        place = (folder / asked).resolve()
+        inside = place != folder and place.is_relative_to(folder) and place.is_dir()
+    except (OSError, ValueError, RuntimeError):
+        inside = False
+    if not inside:
+        raise invalid("lora_path is no folder below the one that --lora-folder names", "lora_path")
+    return place
+
+
+@router.get("/health", **endpoint("Whether the server lives", None, HealthAnswer, errors=(), unhealthy=True))
+async def health(request: Request) -> Response:
+    """Answer 200 unless the engine is dead, also while the server shuts down.
+
+    Of several engines one may be on its way back; it is named.
+    """
+    state = state_of(request)
+    answer = _health(state.degraded, "ok" if state.client.healthy else "dead")
+    answer.headers["X-Instance"] = state.incarnation
+    if kv_events.offers(state):
+        answer.headers[kv_events.OFFER_HEADER] = "1"
+    answer.headers[ROLE_HEADER] = state.client.info.role
+    if state.client.info.kv_port is not None:
+        answer.headers[KV_PORT_HEADER] = str(state.client.info.kv_port)
     return answer
+
+
+@router.get("/ready", **endpoint("Whether requests are served", None, HealthAnswer, errors=(), unhealthy=True))
+async def ready(request: Request) -> Response:
+    """Answer 200 while requests are served, by whichever engine, 503 with the reason otherwise."""
+    state = state_of(request)
+    reason = state.not_ready()
+    return _health(state.degraded, "ok") if reason is None else _health(reason, "not ready")
+
+
+@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+async def ping(request: Request) -> Response:
+    """Answer as /health, where SageMaker and others look for it."""
+    return await health(request)
+
+
+@router.get("/load", **endpoint("How busy the server is", None, LoadAnswer, errors=()))
+async def load(request: Request) -> Response:
+    """Return how many requests run and wait."""
+    client = state_of(request).client
+    slots = client.stats.scheduler.slots
+    return json_response(LoadAnswer(client.active_requests, slots.running + slots.loading, slots.waiting))
+
+
+@router.get("/get_model_info", **endpoint("The model", None, ModelInfoAnswer))
+async def get_model_info(request: Request) -> Response:
+    """Describe the model as SGLang does."""
+    info = state_of(request).client.info
+    return json_response(ModelInfoAnswer(info.model, info.model, True, info.max_model_len, info.architecture))
+
+
+@router.get("/version", **endpoint("The version", None, VersionAnswer, errors=()))
+async def version() -> Response:
+    """Return the version of fd_core."""
+    return json_response(VersionAnswer(fd_core.__version__))
+
+
+@router.get("/metrics", include_in_schema=False)
+async def metrics(request: Request) -> Response:
+    """Return every metric in Prometheus' text format."""
+    return Response(generate_latest(state_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    """Return a page that shows what the server does now, and a playground."""
+    return Response(_page(), headers=page_headers(_page()), media_type="text/html")
+
+
+@router.get("/status.json", include_in_schema=False)
+async def status(request: Request) -> Response:
+    """Return everything that the page shows, as JSON; no prompt, text or key is in it."""
+    state = state_of(request)
+    shown: dict[str, Any] = {
+        "version": fd_core.__version__,
+        "models": tuple(state.names),
+        "not_ready": state.not_ready(),
+        "missing": state.degraded,
+        "engine": state.client.info,
+        "stats": state.client.stats,
+        "seconds": state.metrics.durations(),
+        "outcomes": state.metrics.outcomes,
+    }
+    return json_response(shown, {"Cache-Control": "no-store"})
+
+
+def _health(reason: str, status: str) -> Response:
+    return json_response(HealthAnswer(status, reason or None), status=200 if status == "ok" else 503)
+
+
+@cache
+def _page() -> str:
+    shared = ("theme.css", "curves.js")
+    return assemble("fd_core.server.live_page", shared=shared, own=("page.css", "live.js", "playground.js"))

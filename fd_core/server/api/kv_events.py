@@ -41,14 +41,13 @@ async def kv_events(request: Request) -> Response:
             404, "this server reports no cached prefixes; --kv-events and --router-secret-file turn the reports on"
         )
     if KeyRing([state.config.router_secret]).find(request.headers.get("authorization", "").encode()) is None:
-        raise ApiError(
-            403,
-            "the router's secret is required: send the header 'Authorization: Bearer SECRET'",
-            code="invalid_secret",
-        )
-    after = _after(request)
-    if request.query_params.get("instance") != state.incarnation:
-        after = None  # the number is another process's
+        message = "the router's secret is required: send the header 'Authorization: Bearer SECRET'"
+        raise ApiError(403, message, code="invalid_secret")
+    given = request.query_params.get("after")
+    if given is not None and not (given.isascii() and given.isdecimal() and len(given) <= 18):
+        raise invalid("after is not the number of an event", "after")
+    # The number may be another process's.
+    after = int(given) if given is not None and request.query_params.get("instance") == state.incarnation else None
     await told.wait(after, WAIT_SECONDS)
     if told.closed:
         raise unavailable("the server is shutting down", "draining", retry_after=5)
@@ -62,12 +61,3 @@ async def kv_events(request: Request) -> Response:
         engines=told.engines,
     )
     return Response(msgspec.msgpack.encode(page), media_type="application/msgpack")
-
-
-def _after(request: Request) -> int | None:
-    given = request.query_params.get("after")
-    if given is None:
-        return None
-    if not (given.isascii() and given.isdecimal() and len(given) <= 18):
-        raise invalid("after is not the number of an event", "after")
-    return int(given)

@@ -1,7 +1,8 @@
-"""The OpenAPI document, made from the same types that decode requests and encode answers."""
+"""The OpenAPI document, made from the same types that decode requests and encode answers, and answers as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -74,6 +75,11 @@ def endpoint(
         content = {_KIND: {"schema": _reference(body)}}
         described["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
     return described
+
+
+def json_response(answer: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
+    """Return a value as an answer in JSON."""
+    return Response(msgspec.json.encode(answer), status, headers, media_type=_KIND)
 
 
 def install(app: FastAPI, keys_required: bool) -> None:

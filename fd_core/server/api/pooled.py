@@ -16,7 +16,7 @@ from fd_core.http.access.keys import scoped
 from fd_core.http.errors import ApiError, invalid, unavailable
 from fd_core.http.spans import span_name
 from fd_core.server.preprocess.prompts import PromptState
-from fd_core.server.schemas.pooling import PooledRequest, RerankRequest, ScoreRequest
+from fd_core.server.schemas.pooling import PooledRequest, PooledUsage, RerankRequest, ScoreRequest
 from fd_core.server.state.state import ServerState
 from fd_core.server.stream.streaming import UntilDisconnect, unless_gone
 from fd_core.text.prompt_reader import PromptText
@@ -38,10 +38,7 @@ _BEHIND: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 async def read_texts(state: PromptState, given: Any, field: str, add_special: bool = True) -> list[PromptText]:
-    """Return texts, or lists of ids, as prompts.
-
-    Raises `ApiError` (400) for too many, `BadRequest` for those that cannot be read.
-    """
+    """Return texts, or lists of ids, as prompts; `ApiError` (400) for too many, `BadRequest` for unreadable ones."""
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
     if len(texts) > MAX_TEXTS:
         raise invalid(f"{field} holds {len(texts)} texts; one request may hold {MAX_TEXTS}", field)
@@ -51,10 +48,7 @@ async def read_texts(state: PromptState, given: Any, field: str, add_special: bo
 
 
 def pairs_of(body: ScoreRequest | RerankRequest) -> tuple[list[tuple[str, str]], str]:
-    """Return each text of one side with its partner: the only one of the other side, or that of the same place.
-
-    The second value is the field in which the client sent the second side.
-    """
+    """Return each text with its partner, the only one or that of its place, and the field of the second side."""
     if isinstance(body, RerankRequest):
         return [(body.query, each if isinstance(each, str) else each.text) for each in body.documents], "documents"
     sides: list[list[str]] = []
@@ -72,10 +66,8 @@ def pairs_of(body: ScoreRequest | RerankRequest) -> tuple[list[tuple[str, str]],
     if len(ones) == 1:
         ones = ones * len(others)
     if len(ones) != len(others):
-        raise invalid(
-            f"{names[0]} holds {len(ones)} texts and {names[1]} {len(others)}; give one for all, or one for each",
-            names[1],
-        )
+        message = f"{names[0]} holds {len(ones)} texts and {names[1]} {len(others)}; give one for all, or one for each"
+        raise invalid(message, names[1])
     return list(zip(ones, others, strict=True)), names[1]
 
 
@@ -88,11 +80,14 @@ class PooledTexts:
     """What one HTTP request wants of its texts; nothing of it runs once its methods have returned."""
 
     def __init__(self, state: ServerState, request: Request, body: PooledRequest) -> None:
+        """Raises `ApiError`: 404 for a model that is not served, 503 without room for a text."""
         self._state = state
         self._request = request
         self._body = body
-        self.tokens = 0
-        """Tokens read."""
+        self._served = state.served(body.model)
+        self.model = self._served.name
+        self.usage = PooledUsage(0, 0)
+        state.admit(1)
 
     async def vectors(self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None) -> list[Floats]:
         """Return a vector of each prompt, as the model's settings and the request want it."""
@@ -102,10 +97,7 @@ class PooledTexts:
         return [vector_of(each, info.vectors, dimensions) for each in pooled]
 
     async def scores(self, pairs: Sequence[tuple[str, str]], field: str, instruction: str | None) -> list[float]:
-        """Return how well the second text of each pair fits the first.
-
-        For a model that judges the probability of its yes, for any other the cosine of two vectors.
-        """
+        """Return how well pairs fit: the probability of a judge's yes, else the cosine of two vectors."""
         judge = self._state.client.info.vectors.judge
         if judge is not None:
             return await self._judged(pairs, judge, field, instruction or _ASKED)
@@ -143,11 +135,10 @@ class PooledTexts:
         return [float(1.0 / (1.0 + np.exp(no - yes))) for no, yes in answers]
 
     async def _pool(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, field: str) -> list[bytes]:
-        """Run the requests, under a span where spans are made."""
         spans = self._state.spans
         if spans is None:
             return await self._pooled(prompts, pooling, field)
-        name, attributes = span_name("/v1/embeddings", self._state.served(self._body.model).name)
+        name, attributes = span_name("/v1/embeddings", self.model)
         used = {"gen_ai.usage.input_tokens": sum(map(len, prompts))}
         with spans.begin(name, "server", self._request.headers, attributes | used):
             return await self._pooled(prompts, pooling, field)
@@ -157,18 +148,16 @@ class PooledTexts:
         state = self._state
         longest, most = max(map(len, prompts), default=0), state.client.info.max_model_len - 1
         if longest > most:
-            raise invalid(
-                f"{field}: a text has {longest} tokens, but at most {most} can be read; shorten it",
-                field,
-                "context_length_exceeded",
-            )
-        self.tokens += sum(map(len, prompts))
+            message = f"{field}: a text has {longest} tokens, but at most {most} can be read; shorten it"
+            raise invalid(message, field, "context_length_exceeded")
+        tokens = sum(map(len, prompts))
+        self.usage = PooledUsage(tokens, tokens)
         at_once = min(len(prompts), state.client.info.max_num_seqs)
         state.admit(at_once)
         name = self._request.state.request_id
         record = self._request.state.record
-        state.access.reserve(record, sum(map(len, prompts)))
-        record.count(sum(map(len, prompts)), 0)
+        state.access.reserve(record, tokens)
+        record.count(tokens, 0)
         ids = state.active.enter(name, len(prompts), self._request.state.owner)
         turn = asyncio.Semaphore(at_once)
         found: list[bytes] = [b""] * len(prompts)
@@ -200,7 +189,7 @@ class PooledTexts:
             priority=body.priority or 0,
             tenant=scoped(self._request.state.owner, body.user),
             salt=self._state.access.salt(self._request.state.owner, body.cache_salt),
-            adapter=self._state.served(body.model).adapter,
+            adapter=self._served.adapter,
         )
         vector: bytes | None = None
         async with aclosing(cast(AsyncGenerator[Delta, None], self._state.client.submit(spec))) as deltas:

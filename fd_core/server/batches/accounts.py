@@ -1,13 +1,15 @@
-"""Accounts of the store: what each key and all keys together keep, against their limits. No I/O."""
+"""What each key and all keys together keep: accounts against their limits, and an index in memory. No I/O."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from fd_core.http.errors import ApiError
 
+T = TypeVar("T")
 _MOST_SHARES: Final = 4
 """A key may keep an equal share of the store, and never less than one part in so many."""
 
@@ -24,10 +26,7 @@ class Account:
         key_limit: int | None = None,
         param: str | None = "file",
     ) -> None:
-        """`limit` bounds all keys together and `key_limit` each of them; by default it is a share among `keys()`.
-
-        Refusals name the field `param`.
-        """
+        """`limit` bounds all keys, `key_limit` each, by default a share among `keys()`. Refusals name `param`."""
         self._unit = unit
         self._limit = limit
         self._keys = keys
@@ -77,3 +76,76 @@ class Account:
         self._by_owner[owner] += change
         if not self._by_owner[owner]:
             del self._by_owner[owner]
+
+
+class _IndexEntry(NamedTuple, Generic[T]):
+    number: int
+    owner: str
+    kind: str
+    value: T
+
+
+class OwnedIndex(Generic[T]):
+    """Values by id, each with an owner, who alone sees it, and a kind; the cost of a page does not grow with them."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _IndexEntry[T]] = {}
+        self._lists: dict[tuple[str, str | None], list[tuple[int, str]]] = {}
+        """Numbers and ids in the order in which they were added, by owner and kind; None stands for every kind."""
+        self._added = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> T:
+        return self._entries[name].value
+
+    def owner(self, name: str) -> str:
+        """Return the owner of an entry."""
+        return self._entries[name].owner
+
+    def get(self, name: str, owner: str) -> T | None:
+        """Return a value, None if this owner has none of that id."""
+        found = self._entries.get(name)
+        return None if found is None or found.owner != owner else found.value
+
+    def put(self, name: str, owner: str, value: T, kind: str = "") -> None:
+        """Add a value, or replace the one that has the id."""
+        if (old := self._entries.get(name)) is not None:
+            self._entries[name] = old._replace(value=value)
+            return
+        self._added += 1
+        self._entries[name] = _IndexEntry(self._added, owner, kind, value)
+        for listed in ((owner, None), (owner, kind)):
+            self._lists.setdefault(listed, []).append((self._added, name))
+
+    def remove(self, name: str) -> None:
+        """Remove an entry."""
+        entry = self._entries.pop(name)
+        for listed in ((entry.owner, None), (entry.owner, entry.kind)):
+            names = self._lists[listed]
+            del names[bisect_left(names, (entry.number,))]
+            if not names:
+                del self._lists[listed]
+
+    def oldest(self, owner: str) -> Iterator[T]:
+        """Yield the values of an owner, the oldest first."""
+        return (self._entries[name].value for _, name in self._lists.get((owner, None), ()))
+
+    def page(self, owner: str, limit: int, after: str | None, kind: str | None = None) -> tuple[list[T], bool] | None:
+        """Return up to `limit` values before `after`, newest first, and if there are more; None without `after`."""
+        names = self._lists.get((owner, kind), [])
+        end = len(names)
+        if after is not None:
+            entry = self._entries.get(after)
+            if entry is None or entry.owner != owner:
+                return None
+            end = bisect_left(names, (entry.number,))
+        begin = max(0, end - limit)
+        return [self._entries[name].value for _, name in reversed(names[begin:end])], begin > 0

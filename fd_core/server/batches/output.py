@@ -6,8 +6,8 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Final
 
 import msgspec
@@ -20,7 +20,7 @@ _BLOCK_BYTES: Final = 1 << 16
 _decoder = msgspec.json.Decoder(BatchAnswer)
 
 
-class AnswerFile:
+class AnswerFile(AbstractContextManager["AnswerFile"]):
     """Answers are appended to `PATH.partial`, which becomes `PATH` when the run is over.
 
     A run that is begun again finds the answers of the one before in `known`; a line that was being written when that
@@ -47,11 +47,12 @@ class AnswerFile:
                 if not line.endswith(b"\n"):
                     break
                 found = _decoder.decode(line)
-                self.known[found.id] = _without_body(found)
+                if found.response is not None:
+                    found.response.body = msgspec.Raw(b"null")
+                self.known[found.id] = found
                 end += len(line)
             self._file.truncate(end)
             self.size = end
-            """Bytes of the answers that are there."""
         except OSError as error:
             raise ConfigError(f"cannot write {self._partial}: {error.strerror}", field="--output") from error
         except msgspec.DecodeError as error:
@@ -59,12 +60,7 @@ class AnswerFile:
                 f"{self._partial} is not the output of an interrupted run", field="--output", hint="delete it"
             ) from error
 
-    def __enter__(self) -> AnswerFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def write(self, answer: BatchAnswer) -> None:
@@ -105,9 +101,3 @@ def cut_torn_line(file: IO[bytes]) -> int:
     if begin < end:
         file.truncate(begin)
     return begin
-
-
-def _without_body(answer: BatchAnswer) -> BatchAnswer:
-    if answer.response is not None:
-        answer.response.body = msgspec.Raw(b"null")
-    return answer

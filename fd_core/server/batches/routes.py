@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import re
 import secrets
 import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -17,9 +19,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from fd_core.http.errors import ApiError, invalid
-from fd_core.http.headers import length_of, refuse_encoding
-from fd_core.server.api.openapi import endpoint
-from fd_core.server.batches.form import boundary_of, read_form
+from fd_core.http.headers import length_of, parameters, refuse_encoding
+from fd_core.server.api.openapi import endpoint, json_response
 from fd_core.server.batches.lines import ENDPOINTS
 from fd_core.server.batches.running import in_thread
 from fd_core.server.batches.service import BatchService
@@ -36,6 +37,11 @@ _FILES_PER_PAGE: Final = 1000
 _BATCHES_PER_PAGE: Final = 100
 """A page may be smaller than its `limit`: encoding it must not hold up the streams of others."""
 _PART_BYTES: Final = 1 << 18
+_MOST_FIELDS: Final = 32
+_LONGEST_HEAD: Final = 8192
+_BOUNDARY: Final = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
+"""Of a form; RFC 2046, section 5.1.1."""
+_SLICE: Final = 1 << 20
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -92,14 +98,14 @@ async def upload(request: Request) -> Response:
             async for part in request.stream():
                 upload.reserve(len(part))
                 await in_thread(partial(upload.write, part))
-            form = await in_thread(partial(_read_form, upload.path, boundary, upload.size))
-            await in_thread(partial(upload.cut, form.begin, form.size))
-            found = upload.keep(form.size, form.filename, form.purpose)
+            begin, size, filename = await in_thread(partial(_read_form, upload.path, boundary, upload.size))
+            await in_thread(partial(upload.cut, begin, size))
+            found = upload.keep(size, filename, "batch")
     except ClientDisconnect:
         raise invalid("the body broke off", None, "invalid_body") from None
     except OSError as error:
         raise cannot_keep(error) from error
-    return _json(found)
+    return json_response(found)
 
 
 @router.get("/v1/files", **endpoint("List files", None, FileList, errors=(400, 401)))
@@ -109,13 +115,13 @@ async def list_files(
     """List files, the newest first."""
     store = await _store(request)
     page = store.files.page(request.state.owner, _limit(limit, _FILES_PER_PAGE), after, purpose)
-    return _json(FileList(**_page(page, after)))
+    return json_response(FileList(**_page(page, after)))
 
 
 @router.get("/v1/files/{file_id}", **endpoint("Describe a file", None, StoredFile, errors=(401, 404)))
 async def get_file(request: Request, file_id: str) -> Response:
     """Describe a file."""
-    return _json((await _store(request)).file(file_id, request.state.owner))
+    return json_response((await _store(request)).file(file_id, request.state.owner))
 
 
 @router.get("/v1/files/{file_id}/content", include_in_schema=False)
@@ -128,21 +134,21 @@ async def get_content(request: Request, file_id: str) -> Response:
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file that no batch needs."""
     (await _store(request)).delete(file_id, request.state.owner)
-    return _json(DeletedFile(file_id))
+    return json_response(DeletedFile(file_id))
 
 
 @router.post("/v1/batches", **endpoint("Run the requests of a file", BatchRequest, StoredBatch))
 async def create_batch(request: Request) -> Response:
     """Begin to answer the requests of a file."""
     store, owner = await _store(request), request.state.owner
-    body, headers = await _BODY.read(request, state_of(request))
+    _, body, headers = await _BODY.read(request)
     if body.endpoint not in ENDPOINTS:
         raise invalid(f"endpoint is {body.endpoint[:80]!r}; give {', '.join(ENDPOINTS)}", "endpoint", "invalid_value")
     if len(msgspec.json.encode(body.metadata)) > _METADATA_BYTES:
         raise invalid(f"metadata has more than {_METADATA_BYTES:,} bytes", "metadata")
     if store.files.get(body.input_file_id, owner) is None:
-        message = f"there is no file {body.input_file_id[:64]!r}; upload it to /v1/files"
-        raise invalid(message, "input_file_id", "file_not_found")
+        missing = body.input_file_id[:64]
+        raise invalid(f"there is no file {missing!r}; upload it to /v1/files", "input_file_id", "file_not_found")
     now = int(time.time())
     batch = StoredBatch(
         id=f"batch_{secrets.token_hex(12)}",
@@ -157,7 +163,7 @@ async def create_batch(request: Request) -> Response:
         await _service(request).begin(batch, owner)
     except OSError as error:
         raise cannot_keep(error) from error
-    return Response(msgspec.json.encode(batch), headers=headers, media_type="application/json")
+    return json_response(batch, headers)
 
 
 @router.get("/v1/batches", **endpoint("List batches", None, BatchList, errors=(400, 401)))
@@ -165,31 +171,22 @@ async def list_batches(request: Request, limit: str | None = None, after: str | 
     """List batches, the newest first."""
     store = await _store(request)
     page = store.batches.page(request.state.owner, _limit(limit, _BATCHES_PER_PAGE), after)
-    return _json(BatchList(**_page(page, after)))
+    return json_response(BatchList(**_page(page, after)))
 
 
 @router.get("/v1/batches/{batch_id}", **endpoint("Describe a batch", None, StoredBatch, errors=(401, 404)))
 async def get_batch(request: Request, batch_id: str) -> Response:
     """Describe a batch."""
-    return _json((await _store(request)).batch(batch_id, request.state.owner))
+    return json_response((await _store(request)).batch(batch_id, request.state.owner))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", **endpoint("Cancel a batch", None, StoredBatch, errors=(401, 404)))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """End a batch; what was answered becomes its files."""
     try:
-        return _json(await _service(request).cancel(batch_id, request.state.owner))
+        return json_response(await _service(request).cancel(batch_id, request.state.owner))
     except OSError as error:
         raise cannot_keep(error) from error
-
-
-class _Form(NamedTuple):
-    """The file within a form: where its content lies in the body, and what it is called."""
-
-    begin: int
-    size: int
-    filename: str
-    purpose: str
 
 
 class _ContentResponse(Response):
@@ -224,24 +221,20 @@ async def _store(request: Request) -> BatchStore:
     return await _service(request).open()
 
 
-def _read_form(path: Path, boundary: bytes, size: int) -> _Form:
-    """Find the file in a form that lies on disk, `size` bytes. Raises `ApiError` (400) if it is not as it should be."""
+def _read_form(path: Path, boundary: bytes, size: int) -> tuple[int, int, str]:
+    """Return begin, size and name of the file in a form on disk; `ApiError` (400) for a form that is wrong."""
     if not size:
         raise invalid("the form is empty", "file", "invalid_form")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as body:
         fields = read_form(body, boundary)
-        purpose = fields.get("purpose")
-        said = (
-            ""
-            if purpose is None
-            else body[purpose.begin : min(purpose.end, purpose.begin + 64)].decode("utf-8", "replace")
-        )
+        purpose = fields.get("purpose") or FormField(0, 0, None)
+        said = body[purpose.begin : min(purpose.end, purpose.begin + 64)].decode("utf-8", "replace")
         if said != "batch":
             raise invalid(f"purpose is {said!r}; files are kept for 'batch' only", "purpose", "invalid_value")
         content = fields.get("file")
         if content is None or content.filename is None:
             raise invalid("file is required, with a name", "file", "missing_required_parameter")
-        return _Form(content.begin, content.end - content.begin, content.filename, said)
+        return content.begin, content.end - content.begin, content.filename
 
 
 def _limit(limit: str | None, most: int) -> int:
@@ -261,5 +254,63 @@ def _page(found: tuple[list[Any], bool] | None, after: str | None) -> dict[str, 
     return {"data": data, "has_more": more, "first_id": first, "last_id": last}
 
 
-def _json(value: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+class FormField(NamedTuple):
+    """One field: its content is `body[begin:end]`."""
+
+    begin: int
+    end: int
+    filename: str | None
+
+
+def boundary_of(content_type: str) -> bytes | None:
+    """Return what separates the fields of a form, None of other bodies; `ApiError` (400) if none may be so."""
+    kind, given = parameters(content_type)
+    if kind != "multipart/form-data" or "boundary" not in given:
+        return None
+    if not _BOUNDARY.fullmatch(given["boundary"]):
+        raise invalid("the boundary of a form has 1 to 70 letters of ASCII (RFC 2046)", None, "invalid_form")
+    return given["boundary"].encode()
+
+
+def read_form(body: bytes | mmap.mmap, boundary: bytes) -> dict[str, FormField]:
+    """Return where the fields of a form lie, by name; nothing is copied. Raises `ApiError` (400) if it is malformed."""
+    line = b"--" + boundary
+    fields: dict[str, FormField] = {}
+    at = _find(body, line, 0)
+    while at >= 0:
+        at += len(line)
+        if body[at : at + 2] == b"--":
+            return fields
+        head_end = body.find(b"\r\n\r\n", at, at + _LONGEST_HEAD)
+        if body[at : at + 2] != b"\r\n" or head_end < 0 or len(fields) == _MOST_FIELDS:
+            break
+        end = _find(body, b"\r\n" + line, head_end)
+        if end < 0:
+            break
+        name, filename = _names(body[at + 2 : head_end])
+        if name is not None:
+            fields[name] = FormField(min(head_end + 4, end), end, filename)
+        at = end + 2
+    raise invalid("the form is malformed or cut off", None, "invalid_form")
+
+
+def _find(body: bytes | mmap.mmap, wanted: bytes, begin: int) -> int:
+    """Find bytes in slices: each holds the interpreter for a moment, and in linear time, as `mmap.find` does not."""
+    for at in range(begin, len(body), _SLICE):
+        found = body[at : at + _SLICE + len(wanted) - 1].find(wanted)
+        if found >= 0:
+            return at + found
+    return -1
+
+
+def _names(head: bytes) -> tuple[str | None, str | None]:
+    """Return the names of a field and of its file, None for each that is not given."""
+    for line in head.decode("utf-8", "replace").split("\r\n"):
+        title, _, value = line.partition(":")
+        if title.strip().lower() == "content-disposition":
+            given = parameters(value)[1]
+            charset, _, coded = given.get("filename*", "").partition("'")
+            if charset.lower() == "utf-8":  # RFC 8187; the other charsets are no longer sent
+                given["filename"] = unquote(coded.partition("'")[2], errors="replace")
+            return given.get("name"), given.get("filename")
+    return None, None

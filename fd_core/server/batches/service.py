@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from fd_core.http.errors import ApiError
 from fd_core.http.supervision import Supervisor, cancelled, failure_reason
 from fd_core.server.batches.asgi import AsgiAnswer, ask
-from fd_core.server.batches.lines import BatchAnswer, BatchLine, read_requests
+from fd_core.server.batches.lines import BatchAnswer, read_requests
 from fd_core.server.batches.output import AnswerFile
 from fd_core.server.batches.running import in_thread, run_requests
 from fd_core.server.batches.store import ANSWERS, BatchCounts, BatchError, BatchErrors, BatchStore, StoredBatch
@@ -24,7 +24,6 @@ from fd_core.server.batches.store import ANSWERS, BatchCounts, BatchError, Batch
 log = logging.getLogger(__name__)
 
 MOST_REQUESTS: Final = 50_000
-"""Requests that one batch may have."""
 _MOST_ERRORS: Final = 100
 
 
@@ -44,10 +43,7 @@ class BatchService:
         longest: int,
         at_once: int,
     ) -> None:
-        """`longest` bounds the bytes of a line; `at_once` requests are on their way.
-
-        The store is opened, and its folder taken from other servers, when it is first used.
-        """
+        """`longest` bounds a line's bytes, `at_once` the requests on their way. The store is opened at first use."""
         self._app = app
         self._open_store = open_store
         self._folder = folder
@@ -57,17 +53,9 @@ class BatchService:
         self._opening = asyncio.Lock()
         self._store: BatchStore | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Work on batches, by owner."""
         self._resuming: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Timeout] = {}
         """What ends the work on a batch, by its id."""
-
-    @property
-    def store(self) -> BatchStore:
-        """The store, which has to be open."""
-        if self._store is None:
-            raise RuntimeError("the store is not open")
-        return self._store
 
     async def open(self) -> BatchStore:
         """Return the store. Raises `ApiError` (503) if another server has it, or the disk fails."""
@@ -82,7 +70,7 @@ class BatchService:
             self._opened(self._open_store())
         except ApiError as error:
             log.warning("no files and batches here, everything else is served: %s (%s)", error.message, self._folder)
-            self._resuming = self._supervisor.start("batch_store", self._resume)
+            self._resuming = self._supervisor.start("batch_store", self.open)
 
     async def begin(self, batch: StoredBatch, owner: str) -> None:
         """Take a new batch of an owner. Raises `ApiError` (429, 503)."""
@@ -108,9 +96,6 @@ class BatchService:
         await cancelled(*self._tasks.values(), *([] if self._resuming is None else [self._resuming]))
         if self._store is not None:
             self._store.close()
-
-    async def _resume(self) -> None:
-        await self.open()
 
     def _opened(self, store: BatchStore) -> BatchStore:
         self._store = store
@@ -169,7 +154,6 @@ class BatchService:
         return None
 
     async def _answer(self, store: BatchStore, batch: StoredBatch, source: Path) -> None:
-        """Send the requests of a batch that have no answer yet."""
         owner = store.batches.owner(batch.id)
 
         async def sent(path: str, body: bytes, request_id: str) -> AsgiAnswer:
@@ -204,7 +188,6 @@ def _validate(source: Path, longest: int, endpoint: str, stop: threading.Event) 
     errors: list[BatchError] = []
     total = 0
     with source.open("rb") as file:
-        request: BatchLine
         for request in read_requests(file, longest, endpoint):
             total += 1
             if request.error is not None:

@@ -19,16 +19,15 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Final, Literal, TypeVar
 
 import msgspec
 
 from fd_core.http.errors import ApiError, invalid, unavailable
-from fd_core.server.batches.accounts import Account
-from fd_core.server.batches.index import OwnedIndex
+from fd_core.server.batches.accounts import Account, OwnedIndex
 from fd_core.server.batches.output import cut_torn_line
 
 log = logging.getLogger(__name__)
@@ -157,33 +156,25 @@ class BatchStore:
         """Open contents, by file."""
         self._deleted: dict[str, tuple[str, int]] = {}
         """Owner and bytes of deleted files that are still being read."""
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("ab")
-        except OSError as error:
-            raise cannot_keep(error) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._load()
-        except BlockingIOError:
-            self._lock.close()
-            raise unavailable(
-                "another server on this machine has the folder of files and batches; give each its --batch-store",
-                "batch_store_in_use",
-                retry_after=60,
-            ) from None
-        except OSError as error:
-            self._lock.close()
-            raise cannot_keep(error) from error
+        with contextlib.ExitStack() as undo:
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = undo.enter_context((folder / "lock").open("ab"))
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._load()
+            except BlockingIOError:
+                raise unavailable(
+                    "another server on this machine has the folder of files and batches; give each its --batch-store",
+                    "batch_store_in_use",
+                    retry_after=60,
+                ) from None
+            except OSError as error:
+                raise cannot_keep(error) from error
+            undo.pop_all()
 
     def close(self) -> None:
         """Let another server have the folder."""
         self._lock.close()
-
-    @property
-    def used(self) -> int:
-        """Bytes that count against the limit."""
-        return self.bytes.used
 
     # Files ------------------------------------------------------------------------------------------------
 
@@ -203,10 +194,7 @@ class BatchStore:
         return Upload(self, owner)
 
     def delete(self, file_id: str, owner: str) -> None:
-        """Delete an owner's file; who reads it at the moment reads it to its end.
-
-        Raises `ApiError`: 404 if there is none, 400 if a batch needs it, 503 if the disk fails.
-        """
+        """Delete an owner's file, which its readers read to the end; `ApiError`: 404, 400 if a batch needs it, 503."""
         file = self.file(file_id, owner)
         if self._inputs[file_id]:
             for batch_id in self._pending[owner]:
@@ -231,17 +219,16 @@ class BatchStore:
         return _known(self.batches, batch_id, owner, "batch")
 
     def begin(self, batch: StoredBatch, owner: str) -> None:
-        """Keep a new batch, and forget the owner's oldest that ended if there are too many.
-
-        Room for its two files is taken until it ends. Raises `ApiError` (429) without room, `OSError`.
-        """
+        """Keep a new batch and room for its two files; an old one that ended may go. `ApiError` (429), `OSError`."""
         try:
             self._batch_count.require(owner, 1)
         except ApiError:
             old = next((each.id for each in self.batches.oldest(owner) if each.ended), None)
             if old is None:
                 raise
-            self._forget(old)
+            self._remove_description(old, owner)
+            self.batches.remove(old)
+            self._batch_count.add(owner, -1)
         with contextlib.ExitStack() as undo:
             for account, count in ((self._batch_count, 1), (self._file_count, len(ANSWERS))):
                 account.take(owner, count)
@@ -313,7 +300,9 @@ class BatchStore:
 
     def _adopt(self, batch: StoredBatch, kind: Answers, owner: str) -> str | None:
         """Make answers of a batch a file, unless that has been done; return its id, None if there are none."""
-        file_id, unfinished = _answers_id(batch.id, kind), _partial(self.answers(batch, kind))
+        # Always the same id, so that the file is made once however often that is tried.
+        file_id = f"file-{hashlib.blake2b(f'{batch.id} {kind}'.encode(), digest_size=12).hexdigest()}"
+        unfinished = _partial(self.answers(batch, kind))
         if file_id in self.files or not unfinished.exists():
             return file_id if file_id in self.files else None
         with unfinished.open("r+b", buffering=0) as answers:
@@ -336,13 +325,6 @@ class BatchStore:
         self._file_count.add(owner, 1)
         self.files.put(file_id, owner, file, file.purpose)
         return file_id
-
-    def _forget(self, batch_id: str) -> None:
-        """Forget a batch that has ended."""
-        owner = self.batches.owner(batch_id)
-        self._remove_description(batch_id, owner)
-        self.batches.remove(batch_id)
-        self._batch_count.add(owner, -1)
 
     def _add_batch(self, batch: StoredBatch, owner: str) -> None:
         self.batches.put(batch.id, owner, batch)
@@ -444,7 +426,7 @@ class BatchStore:
         return StoredContent(self, file, content)
 
 
-class StoredContent:
+class StoredContent(AbstractContextManager["StoredContent"]):
     """Open content of a file; a context manager. The bytes count until it is closed, also if the file is deleted."""
 
     def __init__(self, store: BatchStore, file: StoredFile, content: IO[bytes]) -> None:
@@ -452,34 +434,23 @@ class StoredContent:
         self.content = content
         self._store = store
 
-    def __enter__(self) -> StoredContent:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.content.close()
         self._store.release(self.file.id)
 
 
-class Upload:
+class Upload(AbstractContextManager["Upload"]):
     """A file that is being received, under a temporary name; a context manager that removes what was not kept."""
 
     def __init__(self, store: BatchStore, owner: str) -> None:
         self.path = store.folder / f"{secrets.token_hex(12)}.upload"
         self.size = 0
-        """Bytes counted for it."""
         self._store = store
         self._owner = owner
         self._file: IO[bytes] | None = None
         self._kept = False
 
-    def __enter__(self) -> Upload:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
         if self._kept:
@@ -520,7 +491,8 @@ class Upload:
             id=f"file-{secrets.token_hex(12)}",
             bytes=size,
             created_at=int(time.time()),
-            filename=_printable(filename),
+            # Shown only; it is never the name of a file on disk.
+            filename="".join(letter if letter.isprintable() else "?" for letter in filename[:255]),
             purpose=purpose,
         )
         store._describe(file, owner, new=True)
@@ -564,11 +536,6 @@ def _known(found: OwnedIndex[T], name: str, owner: str, kind: str) -> T:
     return value
 
 
-def _answers_id(batch_id: str, kind: Answers) -> str:
-    """Return the id of a file of a batch: always the same, so that it is made once however often that is tried."""
-    return f"file-{hashlib.blake2b(f'{batch_id} {kind}'.encode(), digest_size=12).hexdigest()}"
-
-
 def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
@@ -584,7 +551,6 @@ def _removed(path: Path) -> bool:
 
 
 def _lines_of(path: Path) -> int:
-    """Return the number of whole lines of a file."""
     with path.open("rb") as file:
         return sum(part.count(b"\n") for part in iter(partial(file.read, _PART_BYTES), b""))
 
@@ -596,8 +562,3 @@ def _write(file: IO[bytes], data: bytes) -> None:
         if not (written := file.write(view)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         view = view[written:]
-
-
-def _printable(filename: str) -> str:
-    """Return a client's name for a file as it is shown; it is never the name of a file on disk."""
-    return "".join(letter if letter.isprintable() else "?" for letter in filename[:255])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from fd_core.http.errors import invalid
+from fd_core.http.errors import required, unsupported
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
 from fd_core.server.preprocess.prompts import PromptState, require_effort
-from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
-from fd_core.server.schemas.requests import ChatRequest, Message
+from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoice, function_tool, named_choice
 from fd_core.structured.grammar import FormAsked, SchemaForm
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
@@ -69,12 +68,15 @@ def _messages(turn: Turn, place: str) -> list[Message]:
     for index, block in enumerate(turn.content):
         where = f"{place}.content[{index}]"
         if block.type == "text":
-            texts.append(_required(block.text, f"{where}.text"))
+            texts.append(required(block.text, f"{where}.text"))
         elif block.type == "tool_use" and turn.role == "assistant":
-            calls.append(_call(block, where))
+            given = {} if block.input is None else block.input
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            function = {"name": required(block.name, f"{where}.name"), "arguments": arguments}
+            calls.append({"id": required(block.id, f"{where}.id"), "type": "function", "function": function})
         elif block.type == "tool_result" and turn.role == "user":
             content = _text(block.content or "", f"{where}.content")
-            answered = _required(block.tool_use_id, f"{where}.tool_use_id")
+            answered = required(block.tool_use_id, f"{where}.tool_use_id")
             answers.append(Message(role="tool", tool_call_id=answered, content=content))
         elif block.type == "thinking" and turn.role == "assistant":
             thoughts.append(block.thinking or "")
@@ -85,14 +87,6 @@ def _messages(turn: Turn, place: str) -> list[Message]:
         text = "\n".join(texts)
         return [Message(role="assistant", content=text, tool_calls=calls or None, reasoning_content=thought)]
     return [*answers, *([Message(role=turn.role, content="\n".join(texts))] if texts or not answers else [])]
-
-
-def _call(block: InputBlock, where: str) -> dict[str, object]:
-    name = _required(block.name, f"{where}.name")
-    given = {} if block.input is None else block.input
-    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    function = {"name": name, "arguments": arguments}
-    return {"id": _required(block.id, f"{where}.id"), "type": "function", "function": function}
 
 
 def _text(content: str | list[TextBlock] | None, place: str) -> str:
@@ -108,15 +102,9 @@ def _tools(body: CountRequest) -> list[Tool] | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
-            raise invalid(
-                f"tools[{index}].type is {tool.type[:40]!r}; served are tools of the client, of type 'custom'",
-                f"tools[{index}].type",
-                "unsupported_parameter",
-            )
-        function = ToolFunction(
-            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-        )
-        tools.append(Tool(function=function))
+            message = f"tools[{index}].type is {tool.type[:40]!r}; served are tools of the client, of type 'custom'"
+            raise unsupported(message, f"tools[{index}].type")
+        tools.append(function_tool(tool.name, tool.description, tool.input_schema, tool.strict))
     return tools or None
 
 
@@ -125,20 +113,13 @@ def _choice(body: CountRequest) -> ToolChoice | None:
     if choice is None:
         return None
     if choice.type == "tool":
-        return NamedChoice(function=ChosenFunction(name=_required(choice.name, "tool_choice.name")))
+        return named_choice(required(choice.name, "tool_choice.name"))
     return _CHOICES[choice.type]
 
 
-def _required(value: str | None, field: str) -> str:
-    if value is None:
-        raise invalid(f"{field} is required", field, "missing_required_parameter")
-    return value
-
-
 def _unread(block: InputBlock | TextBlock, where: str, role: str) -> Exception:
-    return invalid(
+    return unsupported(
         f"{where}.type is {block.type[:40]!r}, which is not read here ({role}); served are text, thinking, tool_use "
         "and tool_result",
         f"{where}.type",
-        "unsupported_parameter",
     )

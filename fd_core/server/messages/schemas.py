@@ -7,9 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.preprocess.api_limits import MAX_STOP, MESSAGES
-from fd_core.server.preprocess.tool_fields import MAX_TOOLS
-from fd_core.server.schemas.requests import CacheSalt, Effort, Priority, StopString
+from fd_core.server.schemas.requests import MAX_STOP, MAX_TOOLS, MESSAGES, CacheSalt, Effort, Priority, StopString
 from fd_core.server.schemas.unsupported import Refusal, beside_chats
 from fd_core.structured.workers.messages import Unenforced
 from fd_core.types import TokenCount, TopP

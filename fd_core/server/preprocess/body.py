@@ -8,13 +8,13 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from fd_core.http.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, invalid, unsupported
 from fd_core.http.headers import refuse_encoding
 from fd_core.server.preprocess.json_shape import SMALL_BYTES, decodable
 from fd_core.server.schemas.unsupported import HARMLESS, Refusal
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fd_core.server.state.state import ServerState
 
 
+log = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>.*)`$")
@@ -52,13 +53,14 @@ class BodyFormat(Generic[T]):
         self._decoder = msgspec.json.Decoder(schema)
         self._known = KnownFields(schema)
 
-    async def read(self, request: Request, state: ServerState) -> tuple[T, dict[str, str]]:
-        """Return the decoded body and headers that the answer should carry.
+    async def read(self, request: Request) -> tuple[ServerState, T, dict[str, str]]:
+        """Return the server's state, the decoded body, and headers that the answer should carry.
 
         Raises `ApiError`: 415 for another content type, 413 for more bytes than the server takes, 503 where other
         bodies hold all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for
         more values than are decoded at once.
         """
+        state: ServerState = request.app.state.fd
         headers = request.headers
         kind = headers.get("content-type", "")
         if kind != "application/json":
@@ -82,9 +84,9 @@ class BodyFormat(Generic[T]):
         finally:
             share.release()
         if not ignored:
-            return decoded, {}
+            return state, decoded, {}
         state.unknown_fields.tell(ignored, time.monotonic())
-        return decoded, {"X-Ignored-Fields": ", ".join(ignored)}
+        return state, decoded, {"X-Ignored-Fields": ", ".join(ignored)}
 
     async def decode_bounded(self, body: bytes, context: int) -> tuple[T, list[str]]:
         """Decode a body of any size without holding up the event loop; see `read`."""
@@ -96,10 +98,7 @@ class BodyFormat(Generic[T]):
         return await asyncio.to_thread(self.decode, body)
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """Decode a whole body and return with it the names of fields that are ignored; see `read`.
-
-        A whole number may be written as 5.0 where an integer is wanted.
-        """
+        """Decode a body and return with it the ignored names, see `read`; 5.0 is an integer where one is wanted."""
         try:
             unknown = self._known.unknown(body)
             first = next(unknown, None)
@@ -113,11 +112,13 @@ class BodyFormat(Generic[T]):
         except msgspec.ValidationError as error:
             raise _explain(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise invalid(f"the body is not valid JSON in UTF-8: {_reason(error)}", None, "invalid_json") from None
+            # a UnicodeDecodeError's text is harmless: it names one byte and its position
+            reason = str(error).removeprefix("JSON is malformed: ")
+            raise invalid(f"the body is not valid JSON in UTF-8: {reason}", None, "invalid_json") from None
         except RecursionError:
             raise invalid("the body is nested too deeply", None, "invalid_json") from None
 
-    def _refuse(self, unknown: Iterable[UnknownField]) -> list[str]:
+    def _refuse(self, unknown: Iterable[tuple[str, msgspec.Raw]]) -> list[str]:
         """Refuse fields that would change the text; return the names of those that are ignored."""
         given: dict[str, msgspec.Raw] = {}
         for path, value in unknown:
@@ -127,7 +128,7 @@ class BodyFormat(Generic[T]):
             if refusal is None:
                 given.setdefault(path, value)
             elif msgspec.json.decode(value) not in refusal.neutral:
-                raise invalid(f"{path} is not supported: {refusal.reason}", path, "unsupported_parameter")
+                raise unsupported(f"{path} is not supported: {refusal.reason}", path)
             if len(given) > _MAX_UNKNOWN:
                 raise invalid(
                     f"the body has more than {_MAX_UNKNOWN:,} fields that are not known", None, "invalid_body"
@@ -150,17 +151,9 @@ def require_json(content_type: str) -> None:
     """Raise `ApiError` (415) for a body that is not sent as JSON."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        message = f"the body must be sent as content-type application/json, not {_named(kind)}"
+        named = kind if _PRINTABLE.fullmatch(kind.replace("/", "-")) else "what was sent"
+        message = f"the body must be sent as content-type application/json, not {named}"
         raise ApiError(415, message, code="unsupported_media_type")
-
-
-def _named(kind: str) -> str:
-    return kind if _PRINTABLE.fullmatch(kind.replace("/", "-")) else "what was sent"
-
-
-def _reason(error: Exception) -> str:
-    # a UnicodeDecodeError's text is harmless: it names one byte and its position
-    return str(error).removeprefix("JSON is malformed: ")
 
 
 def _explain(error: msgspec.ValidationError) -> ApiError:
@@ -182,17 +175,6 @@ def _explain(error: msgspec.ValidationError) -> ApiError:
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-log = logging.getLogger(__name__)
-
-
-class UnknownField(NamedTuple):
-    """A field that nobody reads."""
-
-    path: str
-    """Such as `stream_options.x` or `messages[].x`, whichever message has it."""
-    value: msgspec.Raw
 
 
 class UnknownFieldLog:
@@ -223,10 +205,10 @@ class KnownFields:
             if (found := _struct_in(hint)) is not None
         }
 
-    def unknown(self, body: bytes | msgspec.Raw, path: str = "") -> Iterator[UnknownField]:
-        """Yield what an object, or each object of an array, has beside the fields that are read.
+    def unknown(self, body: bytes | msgspec.Raw, path: str = "") -> Iterator[tuple[str, msgspec.Raw]]:
+        """Yield fields that are not read, such as `messages[].x`, and their values; raises what msgspec raises.
 
-        `path` stands before the names. Raises what msgspec's decoders raise.
+        The names begin with `path`, that of the object, or of the array whose objects `body` holds.
         """
         if not path or memoryview(body)[0] == _BRACE:
             objects = [_object.decode(body)]
@@ -238,7 +220,7 @@ class KnownFields:
                 objects = [_object.decode(each) for each in _array.decode(body) if memoryview(each)[0] == _BRACE]
         for fields in objects:
             for name in fields.keys() - self.names:
-                yield UnknownField(path + name, fields[name])
+                yield path + name, fields[name]
             for name, inner in self.inner.items():
                 value = fields.get(name)
                 # Another value is left to the schema's own decoder.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 from fastapi import Request
@@ -12,17 +14,12 @@ from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
 from fd_core.errors import BadRequest
 from fd_core.http.access.keys import scoped
 from fd_core.http.access.record import RequestRecord
-from fd_core.http.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, invalid, to_api_error
 from fd_core.http.spans import TRACE_HEADERS
-from fd_core.server.preprocess.api_limits import CHAT, MAX_TOOL_NAME
-from fd_core.server.preprocess.evaluation_fields import check_logprobs, check_prompt_logprobs
-from fd_core.server.preprocess.field_names import as_sent, named_as_sent, other_names
-from fd_core.server.preprocess.prompts import chat_prompt
+from fd_core.server.preprocess.prompts import answer_reading, chat_prompt, constrained, demanded_form, offered_tools
 from fd_core.server.preprocess.sampling import sampling_params, stop_strings, text_cost
-from fd_core.server.preprocess.structured_fields import form_asked
-from fd_core.server.preprocess.tool_grammars import constrained, demanded_form
-from fd_core.server.preprocess.tools import answer_reading, offered_tools
-from fd_core.server.schemas.requests import ChatRequest, GenerationRequest
+from fd_core.server.preprocess.structured_fields import check_logprobs, check_prompt_logprobs, form_asked
+from fd_core.server.schemas.requests import CHAT, MAX_TOOL_NAME, ChatRequest, GenerationRequest
 from fd_core.server.state.state import ServedName, ServerState
 from fd_core.structured.grammar import FormAsked
 from fd_core.structured.workers.messages import FormOutcome, Unenforced
@@ -31,74 +28,32 @@ from fd_core.types import SamplingParams
 from fd_core.types.checks import check_structure
 
 _ANY_TEXT = FormOutcome()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSource:
-    """Whose request it is, and how it came."""
-
-    request_id: str
-    arrived: float
-    """When the server received the request, in seconds of `time.perf_counter`."""
-    path: str = ""
-    """Path of the API that was called."""
-    owner: str = ""
-    """Whose request it is, see `ApiKey.owner`."""
-    record: RequestRecord = field(default_factory=RequestRecord)
-    """Told what was read and written."""
-    trace: Mapping[str, str] = field(default_factory=dict)
-    """Headers of the request that name its span, if spans are made."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRules:
-    """How the tokens of an answer become its text."""
-
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special: bool = True
-    reading: AnswerReading | None = None
-    """How answers are read; None for plain text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """What the answer shows besides its texts."""
-
-    model: str
-    """The name under which the model answers."""
-    fingerprint: str
-    """Names what computes, see `ServedName.fingerprint`."""
-    logprobs: int | None = None
-    """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
-    prompt_logprobs: int | None = None
-    """Most likely tokens shown beside each token of the prompt; None shows none."""
-    token_ids: bool = False
-    """Whether ids are shown."""
-    tokens_as_ids: bool = False
-    """Whether log-probabilities name tokens by their ids."""
-    usage_in_stream: bool = False
-    """Whether a last event of a stream tells the usage."""
-    usage_in_events: bool = False
-    """Whether every event of a stream tells the usage so far."""
-    prompt_only: bool = False
-    """Whether the answer shows nothing of the text: one token is computed and dropped."""
-    warnings: tuple[Unenforced, ...] = ()
-    """Parts of schemas that the answer may not keep."""
-
-    @property
-    def warned(self) -> list[Unenforced] | msgspec.UnsetType:
-        """The warnings as answers show them."""
-        return list(self.warnings) or msgspec.UNSET
+_ALIASES: Final = {
+    "min_new_tokens": "min_tokens",
+    "thinking_token_budget": "reasoning_max_tokens",
+    "prompt_token_ids": "(prompt|messages)",
+}
+_OF_TOOLS: Final = {r"(tools\[\d*\]|tool_choice)\.function": r"\1"}
+RESPONSES_NAMES: Final = {"max_completion_tokens": "max_output_tokens", "messages": "input", **_OF_TOOLS}
+"""What the Responses API calls fields of a chat, by patterns that match their beginnings."""
+MESSAGES_NAMES: Final = {r"(tools\[\d*\])\.function\.parameters": r"\1.input_schema", **_OF_TOOLS}
+"""The same for the Messages API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A checked request: everything that one HTTP request wants generated, and what its answer shows."""
 
-    source: RequestSource
-    rules: TextRules
-    shown: Shown
+    record: RequestRecord
+    """Told what was read and written."""
+    owner: str
+    """Whose request it is, see `ApiKey.owner`."""
+    arrived: float
+    """When the server received the request, in seconds of `time.perf_counter`."""
+    path: str
+    """Path of the API that was called, if spans are made."""
+    trace: Mapping[str, str]
+    """Headers of the request that name its span, if spans are made."""
     prompts: Sequence[tuple[int, ...]]
     params: Sequence[SamplingParams]
     """For each prompt; the seed is that of its first choice."""
@@ -109,10 +64,39 @@ class Job:
     priority: int
     tenant: str
     cache_salt: str
-    adapter: str
-    """Digest of the LoRA adapter that the model's name stands for; empty for the model itself."""
+    served: ServedName
     prefill_at: str
     """`host:port` of the prefill worker that computes the prompts; empty computes them here."""
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special: bool
+    reading: AnswerReading | None
+    """How answers are read; None for plain text."""
+    logprobs: int | None
+    """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
+    prompt_logprobs: int | None
+    """Most likely tokens shown beside each token of the prompt; None shows none."""
+    token_ids: bool
+    tokens_as_ids: bool
+    """Whether log-probabilities name tokens by their ids."""
+    usage_in_stream: bool
+    """Whether a last event of a stream tells the usage."""
+    usage_in_events: bool
+    """Whether every event of a stream tells the usage so far."""
+    prompt_only: bool
+    """Whether the answer shows nothing of the text: one token is computed and dropped."""
+    warnings: tuple[Unenforced, ...]
+    """Parts of schemas that the answer may not keep."""
+
+    @property
+    def warned(self) -> list[Unenforced] | msgspec.UnsetType:
+        """The warnings as answers show them."""
+        return list(self.warnings) or msgspec.UNSET
+
+    @property
+    def bare_ids(self) -> bool:
+        """Whether the model's template demands bare ids of calls."""
+        return self.reading is not None and self.reading.tools is not None and self.reading.tools.bare_ids
 
 
 async def conversation_job(
@@ -139,12 +123,7 @@ async def conversation_job(
             tools = offered_tools(body, CHAT.tool_name if names is None else MAX_TOOL_NAME)
         reading = AnswerReading(None, None, {}) if names is not None else None
         if tools is not None or state.parsers.reasoning is not None:
-            reading = answer_reading(
-                state,
-                tools,
-                parallel=body.parallel_tool_calls is not False,
-                show_reasoning=body.include_reasoning is not False,
-            )
+            reading = answer_reading(state, body, tools)
         calls = None if tools is None else demanded_form(state, tools, reading, form)
         if calls is not None:
             outcome = await state.grammars.checked(calls)
@@ -200,13 +179,12 @@ def build_job(
         context=info.max_model_len,
         limit=record.tokens_per_minute if owner else None,
     )
-    n = cost.n
     params = sampling_params(body, info, cost.outputs, logprobs, state.tokenizer)
     if params[0].prompt_logprobs is not None:
         name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-        check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * n, name)
+        check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * cost.n, name)
     if logprobs is not None:
-        check_logprobs(logprobs, [each.max_tokens for each in params], n, info.max_model_len)
+        check_logprobs(logprobs, [each.max_tokens for each in params], cost.n, info.max_model_len)
     stop = stop_strings(body) if body.stop else ()
     peer = _prefill_peer(state, request, ticket) if (ticket := headers.get(TICKET_HEADER)) is not None else ""
     warnings: tuple[Unenforced, ...] = ()
@@ -223,41 +201,32 @@ def build_job(
         params = constrained(state, prompts, params, reading=reading, budget=budget, called=called)
         check_structure(params[0])
     return Job(
-        source=RequestSource(
-            request_id=record.request_id,
-            arrived=request.state.arrived,
-            path=request.url.path if state.spans is not None else "",
-            owner=owner,
-            record=record,
-            trace={} if state.spans is None else {n: v for n in TRACE_HEADERS if (v := headers.get(n))},
-        ),
-        rules=TextRules(
-            stop=stop,
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special=body.skip_special_tokens is not False,
-            reading=reading,
-        ),
-        shown=Shown(
-            model=served.name,
-            fingerprint=served.fingerprint,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            token_ids=bool(body.return_token_ids),
-            tokens_as_ids=bool(body.return_tokens_as_token_ids),
-            usage_in_stream=bool(options and options.include_usage),
-            usage_in_events=bool(options and options.continuous_usage_stats),
-            prompt_only=body.max_tokens == 0,
-            warnings=warnings,
-        ),
+        record=record,
+        owner=owner,
+        arrived=request.state.arrived,
+        path=request.url.path if state.spans is not None else "",
+        trace={} if state.spans is None else {n: v for n in TRACE_HEADERS if (v := headers.get(n))},
         prompts=prompts,
         params=params,
-        n=n,
+        n=cost.n,
         most_tokens=cost.tokens,
         priority=body.priority or 0,
         tenant=scoped(owner, body.user) if owner else body.user or "",
         cache_salt=state.access.salt(owner, body.cache_salt),
-        adapter=served.adapter,
+        served=served,
         prefill_at=peer,
+        stop=stop,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        reading=reading,
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        usage_in_stream=bool(options and options.include_usage),
+        usage_in_events=bool(options and options.continuous_usage_stats),
+        prompt_only=body.max_tokens == 0,
+        warnings=warnings,
     )
 
 
@@ -268,11 +237,8 @@ def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:
     this worker's secret, or that this worker has no use for.
     """
     if state.client.info.role != "decode" or state.ticket_key is None:
-        raise ApiError(
-            400,
-            f"{TICKET_HEADER} names a prefill worker, but this worker was not started with --role decode",
-            code="not_a_decode_worker",
-        )
+        message = f"{TICKET_HEADER} names a prefill worker, but this worker was not started with --role decode"
+        raise ApiError(400, message, code="not_a_decode_worker")
     peer = read_ticket(state.ticket_key, request.state.request_id, ticket)
     if peer is None:
         raise ApiError(
@@ -282,3 +248,26 @@ def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:
             code="bad_ticket",
         )
     return peer
+
+
+def other_names(body: GenerationRequest) -> Mapping[str, str]:
+    """Return the names that a request uses instead of the usual ones, by patterns of those."""
+    return {usual: name for name, usual in _ALIASES.items() if getattr(body, name, None) is not None}
+
+
+def named_as_sent(error: ApiError | BadRequest, names: Mapping[str, str]) -> ApiError:
+    """Return an error that names its field as the client did."""
+    told = to_api_error(error)
+    if told.param:
+        told.param, told.message = as_sent(told.param, told.message, names)
+    return told
+
+
+def as_sent(param: str, message: str, names: Mapping[str, str]) -> tuple[str, str]:
+    """Return a field as the client named it, and a message with that name; messages may name what stands around it."""
+    for usual, name in names.items():
+        if found := re.match(rf"{usual}\b", param):
+            begin = found.expand(name)
+            sent = begin + param[found.end() :]
+            return sent, message.replace(param, sent) if param in message else message.replace(found[0], begin)
+    return param, message

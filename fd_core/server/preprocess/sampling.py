@@ -8,10 +8,10 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from fd_core.engine.process.messages import EngineInfo
-from fd_core.http.errors import invalid
-from fd_core.server.preprocess.api_limits import MAX_STOP
+from fd_core.http.errors import invalid, unsupported
 from fd_core.server.schemas.requests import (
     MAX_LOGIT_BIAS,
+    MAX_STOP,
     MAX_STOP_CHARS,
     ChatRequest,
     CompletionRequest,
@@ -72,11 +72,7 @@ def text_cost(
     """
     n = request.n or 1
     if isinstance(request, CompletionRequest) and request.best_of is not None and request.best_of != n:
-        raise invalid(
-            f"best_of is {request.best_of} and n is {n}; only equal values are supported",
-            "best_of",
-            "unsupported_parameter",
-        )
+        raise unsupported(f"best_of is {request.best_of} and n is {n}; only equal values are supported", "best_of")
     if isinstance(request, CompletionRequest) and request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens is 0, which needs echo to be true: the answer would be empty", "max_tokens")
     texts = n * len(prompts)
@@ -150,8 +146,17 @@ def sampling_params(
     ):
         if ids:
             check_ids(ids, info.vocab_size, name, (lambda _: "") if tokenizer is None else tokenizer.token_text)
-    bias = _logit_bias(request.logit_bias) if request.logit_bias else None
-    allowed_ids = _allowed_ids(request.allowed_token_ids, request, info) if request.allowed_token_ids else None
+    bias: dict[int, float] | None = None
+    if request.logit_bias:
+        if len(request.logit_bias) > MAX_LOGIT_BIAS:
+            entries = len(request.logit_bias)
+            raise invalid(f"logit_bias has {entries} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
+        bias = {token_id: value for token_id, value in request.logit_bias.items() if value} or None
+    allowed_ids = tuple(sorted({*request.allowed_token_ids})) if request.allowed_token_ids else None
+    ending = {*stop_ids, *info.eos_token_ids}
+    if allowed_ids is not None and _min_tokens(request) and ending.issuperset(allowed_ids):
+        message = "allowed_token_ids has only tokens that end the text, but others are asked for before its end"
+        raise invalid(message, "allowed_token_ids")
     temperature = 1.0 if request.temperature is None else request.temperature
     copied = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
     seed = secrets.randbits(63) if request.seed is None else request.seed
@@ -209,12 +214,6 @@ def _min_tokens(request: GenerationRequest) -> int:
     return one or other or 0
 
 
-def _logit_bias(bias: dict[int, float]) -> dict[int, float] | None:
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise invalid(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
-    return {token_id: value for token_id, value in bias.items() if value} or None
-
-
 def _bad_word_ids(request: GenerationRequest, info: EngineInfo, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences that the request bans, its words spelled with and without a space before them."""
     size = sum(map(len, request.bad_words or ()))
@@ -229,13 +228,3 @@ def _bad_word_ids(request: GenerationRequest, info: EngineInfo, tokenizer: Token
     given = [(each,) if isinstance(each, int) else tuple(each) for each in request.bad_words_token_ids or ()]
     check_ids({*chain.from_iterable(given)}, info.vocab_size, "bad_words_token_ids", tokenizer.token_text)
     return tuple(dict.fromkeys(ids for ids in (*spelled, *given) if ids))
-
-
-def _allowed_ids(given: Sequence[int], request: GenerationRequest, info: EngineInfo) -> tuple[int, ...]:
-    allowed = set(given)
-    if _min_tokens(request) and allowed <= {*(request.stop_token_ids or ()), *info.eos_token_ids}:
-        raise invalid(
-            "allowed_token_ids has only tokens that end the text, but others are asked for before its end",
-            "allowed_token_ids",
-        )
-    return tuple(sorted(allowed))

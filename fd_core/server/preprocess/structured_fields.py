@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-from fd_core.http.errors import invalid
-from fd_core.server.preprocess.evaluation_fields import EvaluationFields
+from fd_core.http.errors import invalid, required
 from fd_core.structured.bounds import MAX_CHOICES
 from fd_core.structured.grammar import ChoiceForm, FormAsked, Schema, SchemaForm, TagForm, TextForm
+from fd_core.types import NumLogprobs
 
+MAX_PROMPT_LOGPROBS: Final = 2**20
+"""Log-probabilities of prompts that one answer may hold."""
 _ANY_OBJECT: Final = SchemaForm(schema={"type": "object"})
+
+
+def check_prompt_logprobs(top: int | None, tokens: int, field: str) -> None:
+    """Refuse more than one answer holds: `top` likely tokens, and its own, for each of the prompts' `tokens`."""
+    if top is not None and tokens * (1 + top) > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            f"{field}: the prompts have {tokens} tokens, choices included, and {1 + top} log-probabilities of each "
+            f"would be {tokens * (1 + top)}; one answer holds {MAX_PROMPT_LOGPROBS}: ask for fewer, or "
+            "send several requests",
+            field,
+        )
+
+
+def check_logprobs(top: int | None, max_tokens: Sequence[int], n: int, context: int) -> None:
+    """Refuse what one answer cannot hold: `top` likely tokens, and its own, for each token of `n` texts a prompt.
+
+    `max_tokens` are the longest texts of each prompt. One text as long as the `context` is always served.
+    """
+    if top is None:
+        return
+    told = sum(max_tokens) * n * (1 + top)
+    most = max(MAX_PROMPT_LOGPROBS, (1 + top) * context)
+    if told > most:
+        raise invalid(
+            f"logprobs: {len(max_tokens) * n} texts of up to {max(max_tokens)} tokens, and {1 + top} log-probabilities "
+            f"of each token, would be {told}; one answer holds {most}: ask for fewer, or set max_tokens",
+            "logprobs",
+        )
+
+
 Choices = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
 
 
@@ -59,12 +92,11 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     """There is one backend and none to fall back to."""
 
 
-class StructuredFields(EvaluationFields, kw_only=True):
-    """Fields that completions and chat share; at most one form may be asked for.
+class StructuredFields(msgspec.Struct, kw_only=True):
+    """Fields that completions and chat share; at most one form may be asked for."""
 
-    One struct inherits the next, because structs with fields cannot have several bases.
-    """
-
+    prompt_logprobs: NumLogprobs | None = None
+    """Most likely tokens told beside each token of the prompt; 0 tells the prompt's own only. Not of the form."""
     response_format: ResponseFormatField | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
@@ -81,9 +113,7 @@ class StructuredFields(EvaluationFields, kw_only=True):
 
 
 _ASKING: Final = tuple(
-    name
-    for name in StructuredFields.__struct_fields__
-    if name not in (*EvaluationFields.__struct_fields__, "guided_whitespace_pattern")
+    name for name in StructuredFields.__struct_fields__ if name not in ("prompt_logprobs", "guided_whitespace_pattern")
 )
 """Fields that ask for a form."""
 _asked: Final = attrgetter(*_ASKING)
@@ -97,8 +127,7 @@ def form_asked(fields: StructuredFields) -> FormAsked | None:
     found = [form for form in _forms(fields) if form is not None]
     if len(found) > 1:
         raise invalid(
-            f"{found[0].field} and {found[1].field} both say what the text looks like; give one of them",
-            found[1].field,
+            f"{found[0].field} and {found[1].field} both say what the text looks like; give one of them", found[1].field
         )
     return found[0] if found else None
 
@@ -137,12 +166,10 @@ def _response_format(wanted: ResponseFormatField | None) -> FormAsked | None:
             return _json(wanted.schema, f"{place}.schema", None)
         return FormAsked(place, _ANY_OBJECT)
     if wanted.type == "json_schema":
-        if wanted.json_schema is None:
-            raise invalid(f"{place}.json_schema is required", f"{place}.json_schema", "missing_required_parameter")
-        schema = wanted.json_schema.schema
-        if schema is None:
+        given = required(wanted.json_schema, f"{place}.json_schema")
+        if given.schema is None:
             return FormAsked(place, _ANY_OBJECT)
-        return _json(schema, f"{place}.json_schema.schema", None, is_strict=wanted.json_schema.strict is not False)
+        return _json(given.schema, f"{place}.json_schema.schema", None, is_strict=given.strict is not False)
     if wanted.type == "structural_tag":
         parts = {"structures": wanted.structures, "triggers": wanted.triggers, "format": wanted.format}
         return _tag({name: value for name, value in parts.items() if value is not None}, place)

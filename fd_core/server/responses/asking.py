@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-from fd_core.http.errors import ApiError, invalid
+from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.preprocess.prompts import require_role
-from fd_core.server.preprocess.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
-from fd_core.server.responses.store import ResponseStore
-from fd_core.server.schemas.requests import ChatRequest, Message
+from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoice, function_tool, named_choice
+from fd_core.server.state.state import ResponseStore
 from fd_core.structured.grammar import FormAsked, SchemaForm
 
 _HARMLESS_INCLUDES: Final = frozenset({"reasoning.encrypted_content"})
@@ -22,22 +21,17 @@ def earlier_messages(body: ResponsesRequest, store: ResponseStore, owner: str) -
     if not store.capacity:
         for field, given in (("store", body.store), ("previous_response_id", body.previous_response_id)):
             if given:
-                raise invalid(
+                raise unsupported(
                     f"{field} is not supported: this server keeps no answers; send the whole conversation as input, or "
                     "start the server with --response-store",
                     field,
-                    "unsupported_parameter",
                 )
     if not body.previous_response_id:
         return ()
     found = store.get(owner, body.previous_response_id)
     if found is None:
-        raise ApiError(
-            404,
-            f"previous_response_id names {body.previous_response_id[:80]!r}, which is not kept (any more)",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
+        message = f"previous_response_id names {body.previous_response_id[:80]!r}, which is not kept (any more)"
+        raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
     return found.messages
 
 
@@ -71,9 +65,8 @@ def demanded_form(body: ResponsesRequest) -> FormAsked | None:
         return None
     if form.type == "json_object":
         return FormAsked("text.format", SchemaForm(schema={"type": "object"}))
-    if form.schema is None:
-        raise invalid("text.format.schema is required", "text.format.schema", "missing_required_parameter")
-    return FormAsked("text.format.schema", SchemaForm(schema=form.schema, is_strict=form.strict is not False))
+    schema = required(form.schema, "text.format.schema")
+    return FormAsked("text.format.schema", SchemaForm(schema=schema, is_strict=form.strict is not False))
 
 
 def _check(body: ResponsesRequest) -> None:
@@ -95,7 +88,7 @@ def _messages(given: str | list[InputItem]) -> list[Message]:
     for index, item in enumerate(given):
         place = f"input[{index}]"
         if item.type in (None, "message"):
-            role = _required(item.role, f"{place}.role")
+            role = required(item.role, f"{place}.role")
             require_role(role, f"{place}.role")
             messages.append(Message(role=role, content=_text(item.content, f"{place}.content")))
             if role == "assistant" and thought is not None:
@@ -106,24 +99,20 @@ def _messages(given: str | list[InputItem]) -> list[Message]:
             if not messages or messages[-1].role != "assistant":
                 messages.append(Message(role="assistant", content="", reasoning_content=thought))
                 thought = None
-            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), _call(item, place)]
+            name, arguments = required(item.name, f"{place}.name"), required(item.arguments, f"{place}.arguments")
+            function = {"name": name, "arguments": arguments}
+            call = {"id": required(item.call_id, f"{place}.call_id"), "type": "function", "function": function}
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
         elif item.type == "function_call_output":
-            answered = _required(item.call_id, f"{place}.call_id")
+            answered = required(item.call_id, f"{place}.call_id")
             messages.append(Message(role="tool", tool_call_id=answered, content=_text(item.output, f"{place}.output")))
         else:
-            raise invalid(
+            raise unsupported(
                 f"{place}.type is {item.type[:40]!r}; served are message, reasoning, function_call and "
                 "function_call_output",
                 f"{place}.type",
-                "unsupported_parameter",
             )
     return messages
-
-
-def _call(item: InputItem, place: str) -> dict[str, Any]:
-    name, arguments = _required(item.name, f"{place}.name"), _required(item.arguments, f"{place}.arguments")
-    called = _required(item.call_id, f"{place}.call_id")
-    return {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _text(content: str | list[InputPart] | None, place: str) -> str:
@@ -132,10 +121,8 @@ def _text(content: str | list[InputPart] | None, place: str) -> str:
     texts = [part.refusal if part.type == "refusal" else part.text for part in content or ()]
     for index, part in enumerate(content or ()):
         if part.type not in _TEXTS or texts[index] is None:
-            raise invalid(
-                f"{place}[{index}].type is {part.type[:40]!r}; only text is read here",
-                f"{place}[{index}].type",
-                "unsupported_parameter",
+            raise unsupported(
+                f"{place}[{index}].type is {part.type[:40]!r}; only text is read here", f"{place}[{index}].type"
             )
     return "\n".join(text or "" for text in texts)
 
@@ -144,14 +131,10 @@ def _tools(body: ResponsesRequest) -> list[Tool] | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type != "function":
-            raise invalid(
-                f"tools[{index}].type is {tool.type[:40]!r}; served are functions, which the client calls",
-                f"tools[{index}].type",
-                "unsupported_parameter",
-            )
-        name = _required(tool.name, f"tools[{index}].name")
-        function = ToolFunction(name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-        tools.append(Tool(function=function))
+            message = f"tools[{index}].type is {tool.type[:40]!r}; served are functions, which the client calls"
+            raise unsupported(message, f"tools[{index}].type")
+        name = required(tool.name, f"tools[{index}].name")
+        tools.append(function_tool(name, tool.description, tool.parameters, tool.strict))
     return tools or None
 
 
@@ -161,14 +144,8 @@ def _choice(body: ResponsesRequest) -> ToolChoice | None:
         return choice
     if choice.type != "function":
         raise _unsupported("tool_choice.type", "served are none, auto, required and a function")
-    return NamedChoice(function=ChosenFunction(name=_required(choice.name, "tool_choice.name")))
-
-
-def _required(value: str | None, field: str) -> str:
-    if value is None:
-        raise invalid(f"{field} is required", field, "missing_required_parameter")
-    return value
+    return named_choice(required(choice.name, "tool_choice.name"))
 
 
 def _unsupported(field: str, reason: str) -> ApiError:
-    return invalid(f"{field} is not supported: {reason}", field, "unsupported_parameter")
+    return unsupported(f"{field} is not supported: {reason}", field)

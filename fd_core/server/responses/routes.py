@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Final
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.http.errors import ApiError
-from fd_core.server.api.openapi import endpoint
+from fd_core.server.api.openapi import endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.field_names import RESPONSES_NAMES
-from fd_core.server.preprocess.jobs import conversation_job
+from fd_core.server.preprocess.jobs import RESPONSES_NAMES, Job, conversation_job
 from fd_core.server.preprocess.prompts import require_effort
-from fd_core.server.responses.answering import ResponsesFormat
 from fd_core.server.responses.asking import as_chat, demanded_form, earlier_messages
 from fd_core.server.responses.schemas import REFUSED, DeletedResponse, ResponseAnswer, ResponsesRequest
-from fd_core.server.responses.store import StoredResponse
 from fd_core.server.schemas.requests import Message
-from fd_core.server.state.state import state_of
+from fd_core.server.schemas.responses import Usage
+from fd_core.server.state.state import StoredResponse, state_of
+from fd_core.server.stream.blocks import AnswerBlock, BlockStep, BlockWriter, blocks_of, new_call_id
+from fd_core.server.stream.generation import ChoiceStream, TextChunk
+from fd_core.server.stream.response_format import AnswerFormat, CollectedText, json_text
 from fd_core.server.stream.streaming import GenerationResponse, unless_gone
+from fd_core.types import FinishReason
 
 router = APIRouter()
 BODY: Final = BodyFormat(ResponsesRequest, REFUSED)
 _PATH: Final = "/v1/responses/{response_id}"
+_PREFIX = {"content": "msg", "reasoning": "rs", "call": "fc"}
+_DELTAS = {
+    "content": (b"response.output_text.delta", b',"content_index":0,"logprobs":[]'),
+    "reasoning": (b"response.reasoning_text.delta", b',"content_index":0'),
+    "call": (b"response.function_call_arguments.delta", b""),
+}
 
 
 @router.post("/v1/responses", **endpoint("Answer with items", ResponsesRequest, ResponseAnswer, stream=True))
 async def create_response(request: Request) -> Response:
     """Generate an answer to a conversation, in the shape of the Responses API."""
-    state = state_of(request)
-    body, headers = await BODY.read(request, state)
+    state, body, headers = await BODY.read(request)
     chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
     job = await unless_gone(request, conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES))
@@ -41,7 +51,7 @@ async def create_response(request: Request) -> Response:
         state.responses.put(request.state.owner, StoredResponse(answer, (*asked, _said(answer))))
 
     keeps = bool(state.responses.capacity) and body.store is not False
-    return GenerationResponse(state, ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers)
+    return GenerationResponse(state, _ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers)
 
 
 @router.get(_PATH, **endpoint("An answer that is kept", None, ResponseAnswer, errors=(401, 404)))
@@ -50,7 +60,7 @@ async def get_response(request: Request, response_id: str) -> Response:
     found = state_of(request).responses.get(request.state.owner, response_id)
     if found is None:
         raise _not_kept(response_id)
-    return Response(msgspec.json.encode(found.answer), media_type="application/json")
+    return json_response(found.answer)
 
 
 @router.delete(_PATH, **endpoint("Forget an answer", None, DeletedResponse, errors=(401, 404)))
@@ -58,7 +68,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     """Forget an answer that was kept."""
     if not state_of(request).responses.delete(request.state.owner, response_id):
         raise _not_kept(response_id)
-    return Response(msgspec.json.encode(DeletedResponse(id=response_id)), media_type="application/json")
+    return json_response(DeletedResponse(id=response_id))
 
 
 def _said(answer: ResponseAnswer) -> Message:
@@ -78,3 +88,172 @@ def _said(answer: ResponseAnswer) -> Message:
 
 def _not_kept(response_id: str) -> ApiError:
     return ApiError(404, f"the response {response_id[:80]!r} is not kept here (any more)", code="not_found")
+
+
+class _ResponsesFormat(AnswerFormat):
+    """Spells one answer of the Responses API; `keep`, if there is one, gets the answer when it is complete."""
+
+    def __init__(self, job: Job, body: ResponsesRequest, keep: Callable[[ResponseAnswer], None] | None) -> None:
+        self.job = job
+        self._body = body
+        self._keep = keep
+        self._id = f"resp_{job.record.request_id}"
+        self._created = int(time.time())
+        self._writer = BlockWriter()
+        self._items: dict[int, tuple[str, str]] = {}
+        self._number = 0
+        self._reasoning_tokens = 0
+        self._status = "completed"
+
+    def whole(self, collected: list[CollectedText], usage: Usage) -> ResponseAnswer:
+        [one] = collected
+        self._reasoning_tokens = one.choice.reasoning_tokens
+        self._writer.blocks = blocks_of(one.events)
+        self._status = _status(one.finish_reason, one.stop_reason)
+        return self._complete(usage)
+
+    def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
+        answer = self._answer("in_progress", [])
+        return self._event("response.created", response=answer) + self._event("response.in_progress", response=answer)
+
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
+        said = b"".join(self._spelled(step) for step in self._writer.write(chunk.events))
+        if chunk.finish_reason is None:
+            return said
+        self._status = _status(chunk.finish_reason, chunk.stop_reason)
+        self._reasoning_tokens = choice.reasoning_tokens
+        return said + b"".join(self._spelled(step) for step in self._writer.close())
+
+    def last(self, usage: Usage) -> bytes:
+        answer = self._complete(usage)
+        # There is no event of its own for a response that was cancelled.
+        kind = "completed" if answer.status == "completed" else "incomplete"
+        return self._event(f"response.{kind}", response=answer)
+
+    def broken(self, error: ApiError) -> bytes:
+        self._status = "failed"
+        failed = self._answer(self._status, self._output())
+        failed.error = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=failed)
+
+    def _complete(self, usage: Usage) -> ResponseAnswer:
+        answer = self._answer(self._status, self._output())
+        if self._status == "incomplete":
+            answer.incomplete_details = {"reason": "max_output_tokens"}
+        cached = usage.prompt_tokens_details.cached_tokens
+        answer.usage = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+        }
+        if self._keep is not None:
+            self._keep(answer)
+        return answer
+
+    def _output(self) -> list[dict[str, Any]]:
+        """Return all items, the last of them incomplete if the response is."""
+        items = [self._item(block) for block in self._writer.blocks]
+        if self._status != "completed" and items:
+            items[-1]["status"] = "incomplete"
+        return items
+
+    def _answer(self, status: str, output: list[dict[str, Any]]) -> ResponseAnswer:
+        body = self._body
+        plain = msgspec.to_builtins
+        return ResponseAnswer(
+            id=self._id,
+            created_at=self._created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=self.job.served.name,
+            output=output,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=plain(body.reasoning) if body.reasoning else {"effort": None, "summary": None},
+            store=self._keep is not None,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            text=_given(body.text) if body.text and body.text.format else {"format": {"type": "text"}},
+            tool_choice=plain(body.tool_choice) or "auto",
+            tools=[_given(tool) | {"strict": tool.strict, "parameters": tool.parameters} for tool in body.tools or ()],
+            top_p=1.0 if body.top_p is None else body.top_p,
+            user=body.user,
+            metadata=body.metadata or {},
+            warnings=self.job.warned,
+        )
+
+    def _item(self, block: AnswerBlock, status: str = "completed", begun: bool = False) -> dict[str, Any]:
+        """Return a block as an item: with all that it holds, or as it begins."""
+        if block.index not in self._items:
+            item_id = f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}"
+            self._items[block.index] = item_id, new_call_id(self.job.bare_ids)
+        item_id, call_id = self._items[block.index]
+        text = "" if begun else block.text
+        if block.kind == "call":
+            called = {"call_id": call_id, "name": block.name, "arguments": text}
+            return {"type": "function_call", "id": item_id, "status": status, **called}
+        if block.kind == "reasoning":
+            thought = [] if begun else [{"type": "reasoning_text", "text": text}]
+            return {"type": "reasoning", "id": item_id, "summary": [], "content": thought, "status": status}
+        content = [] if begun else [_part(text)]
+        return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": content}
+
+    def _spelled(self, step: BlockStep) -> bytes:
+        block = step.block
+        if step.kind == "opened":
+            item = self._item(block, "in_progress", begun=True)
+            added = self._event("response.output_item.added", output_index=block.index, item=item)
+            if block.kind != "content":
+                return added
+            return added + self._in_item("response.content_part.added", block, content_index=0, part=_part(""))
+        if step.kind == "added":
+            return self._delta(block, step.text)
+        if block.kind == "call":
+            told = self._in_item("response.function_call_arguments.done", block, name=block.name, arguments=block.text)
+        elif block.kind == "reasoning":
+            told = self._in_item("response.reasoning_text.done", block, content_index=0, text=block.text)
+        else:
+            done = {"content_index": 0, "text": block.text, "logprobs": []}
+            told = self._in_item("response.output_text.done", block, **done)
+            told += self._in_item("response.content_part.done", block, content_index=0, part=_part(block.text))
+        status = "completed" if self._status == "completed" else "incomplete"
+        item = self._item(block, status)
+        return told + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _delta(self, block: AnswerBlock, text: str) -> bytes:
+        kind, fields = _DELTAS[block.kind]
+        number, self._number = self._number, self._number + 1
+        event = b'event: %b\ndata: {"type":"%b","sequence_number":%d,"item_id":"%b","output_index":%d%b,"delta":%b}\n\n'
+        item_id = self._items[block.index][0].encode()
+        return event % (kind, kind, number, item_id, block.index, fields, json_text(text))
+
+    def _in_item(self, kind: str, block: AnswerBlock, **fields: Any) -> bytes:
+        """Return an event about a part of an item."""
+        return self._event(kind, item_id=self._items[block.index][0], output_index=block.index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _status(finish_reason: str, stop_reason: str | int | None) -> str:
+    if stop_reason is FinishReason.ABORT:
+        return "cancelled"
+    return "incomplete" if finish_reason == "length" else "completed"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _given(value: msgspec.Struct) -> dict[str, Any]:
+    """Return what was given of a struct and of the structs within it."""
+    fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
+    return {
+        name: _given(field) if isinstance(field, msgspec.Struct) else field
+        for name, field in fields
+        if field is not None
+    }

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.preprocess.api_limits import CHAT, MAX_STOP
 from fd_core.server.preprocess.structured_fields import StructuredFields
-from fd_core.server.preprocess.tool_fields import ToolChoice, Tools
 from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
 
+MAX_STOP: Final = 16
+"""Stop strings of every API. OpenAI states 4 for chats and completions; Anthropic and vLLM state no limit."""
+MAX_TOOLS: Final = 1024
 MAX_CHOICES: Final = 128
 """Texts that one HTTP request may ask for: prompts times n."""
 MAX_STOP_CHARS: Final = 256
@@ -23,13 +24,81 @@ _MAX_WORD: Final = 64
 _MAX_ALLOWED: Final = 2**20
 _MAX_TEMPLATE_CHARS: Final = 65_536
 
+
+class ApiLimits(NamedTuple):
+    """What requests of one API may hold, each with its reference; `docs/serve/apis.md` has the same table.
+
+    Where a reference states none, or vLLM is more lenient, so is this server.
+    """
+
+    tool_name: int
+    """Characters of a tool's name."""
+    messages: int
+    """Messages or items of a conversation."""
+
+
+CHAT: Final = ApiLimits(tool_name=64, messages=4096)
+"""OpenAI, "Create chat completion": `function.name` has at most 64 characters. No limit of messages is stated."""
+RESPONSES: Final = ApiLimits(tool_name=128, messages=4096)
+"""OpenAI, "Create a model response": `FunctionToolParam.name` has 1 to 128 characters. No limit of items is stated."""
+MESSAGES: Final = ApiLimits(tool_name=128, messages=100_000)
+"""Anthropic, "Create a Message": `Tool.name` has 1 to 128 characters, `messages` at most 100,000 entries."""
+
+MAX_TOOL_NAME: Final = max(CHAT.tool_name, RESPONSES.tool_name, MESSAGES.tool_name)
+
+
+class ToolFunction(msgspec.Struct, kw_only=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments; any object if left out."""
+    strict: bool | None = None
+    """Whether a call keeps the schema in any case."""
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool; functions are the only kind."""
+
+    type: str = "function"
+    function: ToolFunction
+
+
+class ChosenFunction(msgspec.Struct, kw_only=True):
+    """The name of a tool."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct, kw_only=True):
+    """The tool that has to be called."""
+
+    type: str = "function"
+    function: ChosenFunction
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> Tool:
+    """Return the tool that a function is."""
+    return Tool(function=ToolFunction(name=name, description=description, parameters=parameters, strict=strict))
+
+
+def named_choice(name: str) -> NamedChoice:
+    """Return the choice of the tool of this name."""
+    return NamedChoice(function=ChosenFunction(name=name))
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+ToolChoice = str | NamedChoice
+"""`none`, `auto`, `required`, or a tool."""
+
+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
-BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 BadIds = Annotated[list[TokenId], Meta(min_length=1, max_length=_MAX_WORD)]
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 Stop = Annotated[
@@ -91,7 +160,7 @@ class GenerationRequest(StructuredFields, kw_only=True):
     logit_bias: dict[int, LogitBias] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_ALLOWED)] | None = None
     """Only these may be generated; an empty list allows all."""
-    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_LISTED)] | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_LISTED)] | None = None
     """Never generated, at the beginning of a word or within one, as the tokenizer spells them."""
     bad_words_token_ids: Annotated[list[TokenId | BadIds], Meta(max_length=MAX_LISTED)] | None = None
     """Never generated: single tokens, and sequences of them."""

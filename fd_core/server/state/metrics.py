@@ -14,17 +14,18 @@ from types import MappingProxyType
 from typing import Annotated, Final
 
 import msgspec
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 import fd_core
-from fd_core.engine.clients.client import EngineClient, SingleEngineClient
+from fd_core.engine.clients.client import DeltaStream, EngineClient, SingleEngineClient
 from fd_core.http.bodies import BodyStats
 from fd_core.http.connections.connections import ConnectionStats
 from fd_core.http.metrics import Histogram, metric_families, refusal_family
 from fd_core.http.supervision import TaskStats
+from fd_core.types import RequestSpec
 from fd_core.types.metrics import counter, gauge
 
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -40,7 +41,6 @@ class TokenTimes:
     """When the tokens of one generation came, in seconds of `time.perf_counter`."""
 
     arrived: float
-    """When the server received the request."""
     first: float = 0.0
     last: float = 0.0
 
@@ -70,10 +70,7 @@ class ServerMetrics(Collector):
         refusals: Mapping[tuple[str, str], int] = MappingProxyType({}),
         counters: Iterable[object] | None = None,
     ) -> None:
-        """`vllm_model` is the label `model_name` of vLLM's names; None leaves these names out.
-
-        `refusals` are those of `AccessControl`. `counters` are statistics of what listens.
-        """
+        """`vllm_model` labels vLLM's names, None leaves them out; `counters` are statistics of what listens."""
         self._client = client
         self._vllm_model = vllm_model
         self.ttft = Histogram(
@@ -145,7 +142,6 @@ class ServerMetrics(Collector):
         self.adapter_generations: Counter[str] = Counter()
         """Generations ended, by the adapter's name."""
         self.adapter_tokens: Counter[str] = Counter()
-        """Tokens that these generated."""
         self.answers: Counter[tuple[str, int]] = Counter()
         self._refusals = refusals
         self._counters = (ConnectionStats(), BodyStats(), TaskStats()) if counters is None else tuple(counters)
@@ -170,18 +166,16 @@ class ServerMetrics(Collector):
         outcome: str,
         *,
         adapter: str | None,
-        prompt: int,
-        most: int,
+        spec: RequestSpec,
         tokens: int,
-        submitted: float,
-        admitted: float | None,
+        deltas: DeltaStream,
         times: TokenTimes,
     ) -> None:
-        """Count a generation that ended.
+        """Count a generation that ended with `tokens` written, under the name of its LoRA adapter if it had one.
 
-        `adapter` is its LoRA adapter's name. It read `prompt` tokens and wrote `tokens` of at `most` so many. The
-        engine was given it when it was `submitted`, and gave it a slot when it was `admitted`, if it did.
+        `deltas` know when the engine was given it, and when it got a slot, if it did.
         """
+        submitted, admitted = deltas.submitted, deltas.admitted
         self.outcomes[outcome] += 1
         if adapter is not None:
             self.adapter_generations[adapter] += 1
@@ -189,8 +183,8 @@ class ServerMetrics(Collector):
         decoding = times.last - times.first
         values: list[tuple[Histogram, float]] = [
             (self.end_to_end, time.perf_counter() - times.arrived),
-            (self.prompt_length, prompt),
-            (self.max_tokens, most),
+            (self.prompt_length, len(spec.prompt)),
+            (self.max_tokens, spec.params.max_tokens),
         ]
         if admitted is not None:
             values.append((self.queue, admitted - submitted))
@@ -203,10 +197,6 @@ class ServerMetrics(Collector):
         for histogram, value in values:
             histogram.counts[bisect_left(histogram.bounds, value)] += 1
             histogram.total += value
-
-    def text(self) -> bytes:
-        """Return everything in Prometheus' text format."""
-        return generate_latest(self.registry)
 
     def durations(self) -> dict[str, dict[str, Sequence[float]]]:
         """Return the histograms by what they measure: upper bounds in seconds, and counts with one more at the end."""
@@ -276,7 +266,8 @@ class ServerMetrics(Collector):
         engines = [({} if alone else {"engine": str(index)}, each) for index, each in enumerate(client.engines)]
         yield from metric_families("fdcore_", [(labels, each.stats) for labels, each in engines])
         yield from metric_families("fdcore_", [(labels, _starts(each)) for labels, each in engines])
-        yield _gauge("active_requests", "Generations of this server that have not ended.", client.active_requests)
+        text = "Generations of this server that have not ended."
+        yield GaugeMetricFamily("fdcore_active_requests", text, client.active_requests)
         info = InfoMetricFamily("fdcore", "Model, backend and version of this server.")
         facts = {key: str(getattr(client.info, key)) for key in ("model", "architecture", "backend", "device", "dtype")}
         info.add_metric([], {"version": fd_core.__version__, **facts})
@@ -293,7 +284,3 @@ def _starts(engine: SingleEngineClient) -> EngineStarts:
     return EngineStarts(
         int(engine.alive), engine.info.epoch, engine.requests_requeued, engine.start_failures, engine.rank_failures
     )
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"fdcore_{name}", text, value)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Final
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -38,23 +37,12 @@ class Registration:
     looked up each time, since routers come and go.
     """
 
-    def __init__(
-        self,
-        router: str,
-        secret: str,
-        url: str,
-        instance: Callable[[], str],
-        role: str,
-        trusted: ssl.SSLContext | Literal[True] = True,
-    ) -> None:
-        """`router` is the routers' admin address, `url` where they find the server, `instance` names what serves.
-
-        `trusted` says which certificates a router may have.
-        """
-        self._trusted = trusted
-        self._router = router.rstrip("/")
-        self._secret = secret
-        self._url = url
+    def __init__(self, config: ServerConfig, url: str, instance: Callable[[], str], role: str) -> None:
+        """See `registration_of`. Raises `ConfigError` for certificates that cannot be read."""
+        self._trusted = client_context(config.router_ca_certs, "--router-ca-certs", config)
+        self._router = (config.router or "").rstrip("/")
+        self._secret = config.router_secret
+        self._url = config.advertise_url or url
         self._role = role
         self._instance = instance
         self._task: asyncio.Task[None] | None = None
@@ -129,7 +117,6 @@ class _Known(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return the address that is known."""
         return [self._place]
 
     async def close(self) -> None:
@@ -150,16 +137,9 @@ def registration_of(
             f"{config.router!r} is not an address", field="--router", hint="give http://HOST:PORT of its admin port"
         )
     if not config.router_secret:
-        raise ConfigError(
-            "a router registers only servers that know its secret",
-            field="--router-secret-file",
-            hint="give the file that the router was started with",
-        )
+        message = "a router registers only servers that know its secret"
+        raise ConfigError(message, field="--router-secret-file", hint="give the file that the router was started with")
     if config.advertise_url is None and config.host in ANY_ADDRESS:
-        raise ConfigError(
-            "the server listens on every address, so the router needs the one at which it reaches the server",
-            field="--advertise-url",
-            hint="for example http://10.0.0.5:8000",
-        )
-    trusted = client_context(config.router_ca_certs, "--router-ca-certs", config)
-    return Registration(config.router, config.router_secret, config.advertise_url or url, instance, role, trusted)
+        message = "the server listens on every address, so the router needs the one at which it reaches the server"
+        raise ConfigError(message, field="--advertise-url", hint="for example http://10.0.0.5:8000")
+    return Registration(config, url, instance, role)

@@ -1,37 +1,161 @@
-"""What the handlers of one server share, and who may still enter."""
+"""What the handlers of one server share, who may still enter, and the grammars that requests ask for."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple
 
+import msgspec
 from fastapi import Request
 
 import fd_core
 from fd_core.config import ServerConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.process.messages import EngineInfo
+from fd_core.errors import BadRequest
 from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget
 from fd_core.http.draining import Drain
-from fd_core.http.errors import ApiError, unavailable
+from fd_core.http.errors import ApiError, unavailable, unsupported
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
 from fd_core.server.batches.service import BatchService
 from fd_core.server.preprocess.body import UnknownFieldLog
-from fd_core.server.responses.store import ResponseStore
-from fd_core.server.state.grammars import GrammarChecker
+from fd_core.server.responses.schemas import ResponseAnswer
+from fd_core.server.schemas.requests import Message
 from fd_core.server.state.metrics import ServerMetrics
+from fd_core.structured.grammar import FormAsked
+from fd_core.structured.vocabulary import vocabulary_table
+from fd_core.structured.workers.messages import FormOutcome
+from fd_core.structured.workers.pool import CompilePool
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
 
+MAX_BYTES: Final = 64 * 2**20
+"""Of all that is kept, as JSON."""
+_WAIT_SECONDS: Final = 30.0
+"""For a slot, a process and the work together."""
+_WARM_UP_SECONDS: Final = 2.0
+"""Pause after the start of a server, whose first requests need the processors themselves."""
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """An answer, and the conversation up to its end, without the instructions."""
+
+    answer: ResponseAnswer
+    messages: tuple[Message, ...]
+
+
+@dataclass(slots=True)
+class _OwnerAnswers:
+    """Answers of one owner, the oldest first, with their bytes."""
+
+    kept: OrderedDict[str, tuple[StoredResponse, int]] = field(default_factory=OrderedDict)
+    bytes: int = 0
+
+
+class ResponseStore:
+    """At most `capacity` answers and `max_bytes` of them, each seen by its owner only.
+
+    Without room, the oldest answer of the owner who keeps most is forgotten, so that no key displaces those of others
+    beyond an equal share.
+    """
+
+    def __init__(self, capacity: int, max_bytes: int = MAX_BYTES) -> None:
+        self.capacity = capacity
+        self._max_bytes = max_bytes
+        self._owners: dict[str, _OwnerAnswers] = {}
+        self._count = 0
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, owner: str, stored: StoredResponse) -> None:
+        """Keep an answer of an owner; one that is larger than the store is not kept."""
+        size = len(msgspec.json.encode((stored.answer, stored.messages)))
+        if size > self._max_bytes or not self.capacity:
+            return
+        self.delete(owner, stored.answer.id)  # clients choose request ids, and may use one again
+        owned = self._owners.setdefault(owner, _OwnerAnswers())
+        owned.kept[stored.answer.id] = stored, size
+        owned.bytes += size
+        self._bytes += size
+        self._count += 1
+        while self._count > self.capacity:
+            self._forget_oldest(max(self._owners, key=lambda each: len(self._owners[each].kept)))
+        while self._bytes > self._max_bytes:
+            self._forget_oldest(max(self._owners, key=lambda each: self._owners[each].bytes))
+
+    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """Return an answer of an owner, None if it is not kept (any more)."""
+        owned = self._owners.get(owner)
+        found = None if owned is None else owned.kept.get(response_id)
+        return None if found is None else found[0]
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        """Forget an answer of an owner; return True if it was kept."""
+        owned = self._owners.get(owner)
+        found = None if owned is None else owned.kept.pop(response_id, None)
+        if owned is None or found is None:
+            return False
+        owned.bytes -= found[1]
+        self._bytes -= found[1]
+        self._count -= 1
+        if not owned.kept:
+            del self._owners[owner]
+        return True
+
+    def _forget_oldest(self, owner: str) -> None:
+        self.delete(owner, next(iter(self._owners[owner].kept)))
+
+
+class GrammarChecker:
+    """Makes grammars in other processes, so that a bad one is a 400 and delays no one else; one for each server."""
+
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+        """`info` is that of the engine whose requests are checked."""
+        self._served = info.structured_output
+        self._pool = CompilePool(partial(vocabulary_table, tokenizer, info.vocab_size, info.eos_token_ids))
+
+    def warm_up(self) -> None:
+        """Start a process soon, so that the first request with a form need not wait for it."""
+        if self._served:
+            self._pool.warm_up(_WARM_UP_SECONDS)
+
+    async def checked(self, form: FormAsked) -> FormOutcome:
+        """Return the grammar of a form, compiled once to see that it can be, and what it leaves open.
+
+        Raises `ApiError` (400) that names the place of a form that cannot be used or takes too long, and 503 where too
+        many others are before it.
+        """
+        if not self._served:
+            raise unsupported(f"{form.field}: structured output is switched off here", form.field)
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS):
+                outcome = await self._pool.run(form)
+        except (OSError, EOFError):  # a timeout is an `OSError`
+            raise unavailable(
+                f"{form.field}: no process was free for its grammar; try again", "grammars_busy", retry_after=5
+            ) from None
+        if outcome.message:
+            raise BadRequest(outcome.message, field=outcome.field, code=outcome.code)
+        return outcome
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self._pool.close()
 
 
 class ActiveRequests:
@@ -104,11 +228,8 @@ class ServerState:
     metrics: ServerMetrics
     grammars: GrammarChecker
     bodies: BodyBudget
-    """Memory for bodies that are being received."""
     parsers: Parsers = field(default_factory=Parsers)
-    """How answers of this model are read."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
-    """Answers of the Responses API that are kept."""
     active: ActiveRequests = field(default_factory=ActiveRequests)
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -119,12 +240,9 @@ class ServerState:
     batches: BatchService | None = None
     """Keeps files and runs batches; None if that is turned off."""
     supervisor: Supervisor = field(default_factory=Supervisor)
-    """Runs the background tasks."""
     drain: Drain = field(default_factory=Drain)
     access: AccessControl = field(default_factory=AccessControl)
-    """The API keys and what they may take."""
     spans: RequestSpans | None = None
-    """Makes the spans of requests; None makes none."""
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
     _names: dict[str, ServedName] = field(init=False, default_factory=dict)
     """What answers under each name, the main one first."""
@@ -157,7 +275,11 @@ class ServerState:
         info = self.client.info
         if info is not self._named_for:
             own = self.config.served_model_names or (info.model,)
-            mark = _fingerprint(info)
+            forms = sorted({use.computed for use in info.weights})
+            computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype)
+            digests = [adapter.digest for adapter in info.adapters]
+            text = repr(((*computing, forms), digests))
+            mark = f"fp_{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
             self._names = {name: ServedName(name, "", mark) for name in own}
             for adapter in info.adapters:
                 self._names.setdefault(adapter.name, ServedName(adapter.name, adapter.digest, mark))
@@ -171,12 +293,8 @@ class ServerState:
             return next(iter(names.values()))
         found = names.get(asked)
         if found is None:
-            raise ApiError(
-                404,
-                f"the model {asked[:128]!r} does not exist; served here: {', '.join(names)}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"the model {asked[:128]!r} does not exist; served here: {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return found
 
     @property
@@ -193,11 +311,8 @@ class ServerState:
     def admit(self, count: int) -> None:
         """Raise `ApiError` (503) if `count` more generations cannot be taken, 400 if none ever is."""
         if self.client.info.role == "prefill":
-            raise ApiError(
-                400,
-                "this prefill worker only computes prompts; send requests to a decode worker or to the router",
-                code="prefill_worker",
-            )
+            message = "this prefill worker only computes prompts; send requests to a decode worker or to the router"
+            raise ApiError(400, message, code="prefill_worker")
         if not self.client.alive:
             raise unavailable(self.client.missing, "engine_dead", retry_after=5)
         queue = self.config.max_queued_requests
@@ -205,13 +320,6 @@ class ServerState:
             raise unavailable(
                 f"the queue holds {queue} requests and has no room for {count} more", "queue_full", retry_after=1
             )
-
-
-def _fingerprint(info: EngineInfo) -> str:
-    forms = sorted({use.computed for use in info.weights})
-    adapters = [adapter.digest for adapter in info.adapters]
-    computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype, forms)
-    return f"fp_{hashlib.blake2b(repr((computing, adapters)).encode(), digest_size=6).hexdigest()}"
 
 
 def state_of(request: Request) -> ServerState:

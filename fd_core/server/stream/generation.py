@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -17,13 +16,12 @@ import msgspec
 from fd_core.engine.clients.client import DeltaStream
 from fd_core.errors import EngineDead
 from fd_core.http.errors import ApiError
-from fd_core.http.spans import RequestSpan
+from fd_core.http.spans import RequestSpan, RequestSpans, span_name
 from fd_core.server.preprocess.jobs import Job
 from fd_core.server.preprocess.sampling import choice_seed
 from fd_core.server.schemas.responses import PromptTokensDetails, Usage
 from fd_core.server.state.metrics import TokenTimes
 from fd_core.server.state.state import ServerState
-from fd_core.server.stream.generation_spans import begin_generation, end_generation
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, Thought
@@ -32,9 +30,11 @@ from fd_core.types import (
     GRAMMAR_FAULT,
     NO_CHOICE,
     NOT_FINITE,
+    PHASE_NAMES,
     Delta,
     FinishReason,
     PrefillOutcome,
+    PrefillTrace,
     RequestSpec,
     TokenLogprobs,
 )
@@ -53,13 +53,10 @@ class TextChunk(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     events: Sequence[Event] = ()
-    """What the text means, where answers are read."""
 
 
 class ScoredPrompt:
     """Log-probabilities of a prompt, computed with its first choice and shown with each."""
-
-    __slots__ = ("complete", "rows")
 
     def __init__(self) -> None:
         self.rows: tuple[TokenLogprobs, ...] | None = None
@@ -71,13 +68,10 @@ class ScoredPrompt:
 class AnswerReader:
     """What the text of one choice means: content, reasoning and calls."""
 
-    __slots__ = ("_parser", "_reading", "called", "reasoning_tokens")
-
     def __init__(self, reading: AnswerReading, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._reading = reading
         self._parser = reading.parser(tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False))
         self.called = False
-        """Whether the model has called a tool, with all arguments."""
         self.reasoning_tokens = 0
 
     def read(self, chunk: TextChunk) -> TextChunk:
@@ -102,25 +96,6 @@ class AnswerReader:
 class ChoiceStream:
     """One text that is being generated."""
 
-    __slots__ = (
-        "_detokenizer",
-        "_job",
-        "_metrics",
-        "_silent_ends",
-        "answer",
-        "cached_tokens",
-        "deltas",
-        "finished",
-        "index",
-        "phases",
-        "prefill",
-        "prompt_index",
-        "scores",
-        "spec",
-        "times",
-        "tokens",
-    )
-
     def __init__(
         self,
         state: ServerState,
@@ -143,9 +118,8 @@ class ChoiceStream:
         self.prefill: PrefillOutcome | None = None
         """What became of a prompt that another worker was to compute; known with the first token."""
         self.finished: str | None = None
-        self.times = TokenTimes(job.source.arrived)
-        rules = job.rules
-        reading = rules.reading
+        self.times = TokenTimes(job.arrived)
+        reading = job.reading
         self.answer = None if reading is None else AnswerReader(reading, state.tokenizer, spec.prompt)
         """Reads the text; None for plain text."""
         self.deltas = deltas
@@ -153,13 +127,13 @@ class ChoiceStream:
         self._metrics = state.metrics
         params = spec.params
         ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *spec.eos_token_ids)
-        self._silent_ends = () if rules.include_stop else ends
+        self._silent_ends = () if job.include_stop else ends
         """Tokens that end the text and are not seen in it."""
         self._detokenizer = IncrementalDetokenizer(
             state.tokenizer,
-            skip_special=rules.skip_special,
-            stop=rules.stop,
-            include_stop=rules.include_stop,
+            skip_special=job.skip_special,
+            stop=job.stop,
+            include_stop=job.include_stop,
             keep=() if reading is None else reading.markers,
         )
 
@@ -174,14 +148,11 @@ class ChoiceStream:
         return 0 if self.answer is None else self.answer.reasoning_tokens
 
     async def next(self) -> TextChunk | None:
-        """Return the next chunk, None after the one with a finish reason.
-
-        Raises `EngineDead` if the engine went away, `ApiError` if it could not go on with this request.
-        """
+        """Return the next chunk, None after the last; raises `EngineDead`, and `ApiError` if it could not go on."""
         scores = self.scores
         if scores is not None and self.index != self.prompt_index * self._job.n:
             await scores.complete.wait()
-        shown, answer = self._job.shown, self.answer
+        job, answer = self._job, self.answer
         while self.finished is None:
             try:
                 delta = await self.deltas.__anext__()
@@ -194,13 +165,12 @@ class ChoiceStream:
                 self.end(FinishReason.ABORT if delta.finish_reason is FinishReason.ABORT else chunk.finish_reason)
                 return chunk
             # Tokens that add no text get a chunk if their log-probabilities or ids are shown.
-            tokens_shown = chunk.token_ids and (shown.logprobs is not None or shown.token_ids)
+            tokens_shown = chunk.token_ids and (job.logprobs is not None or job.token_ids)
             if (chunk.text if answer is None else chunk.events) or tokens_shown:
                 return chunk
         return None
 
     def _read(self, delta: Delta) -> TextChunk:
-        """Take a delta, and return what it adds to the text."""
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         if delta.phases is not None:
@@ -215,7 +185,7 @@ class ChoiceStream:
             self._metrics.tokens_came(self.times, len(ids), first=not self.tokens)
         if reason is FinishReason.ERROR:
             raise self._failure(delta.error or "the engine gave no reason")
-        if self._job.shown.prompt_only and reason is not FinishReason.ABORT:
+        if self._job.prompt_only and reason is not FinishReason.ABORT:
             return TextChunk("", (), (), None if reason is None else FinishReason.LENGTH.value)
         silent = reason is FinishReason.STOP and ids and ids[-1] in self._silent_ends
         read = ids[:-1] if silent else ids
@@ -253,21 +223,16 @@ class ChoiceStream:
             self.scores.complete.set()
         self._metrics.ended(
             outcome,
-            adapter=self._job.shown.model if self._job.adapter else None,
-            prompt=len(self.spec.prompt),
-            most=self.spec.params.max_tokens,
+            adapter=self._job.served.name if self._job.served.adapter else None,
+            spec=self.spec,
             tokens=self.tokens,
-            submitted=self.deltas.submitted,
-            admitted=self.deltas.admitted,
+            deltas=self.deltas,
             times=self.times,
         )
 
 
 class Generation:
-    """The engine requests of one HTTP request, submitted on entry and closed on exit.
-
-    Entry raises `ApiError`: 503 if the server takes no more, 429 if the key has no room for the tokens.
-    """
+    """The engine requests of an HTTP request from entry to exit; entry raises `ApiError` (503, 429)."""
 
     def __init__(self, state: ServerState, job: Job) -> None:
         self._state = state
@@ -282,26 +247,24 @@ class Generation:
         job, state = self._job, self._state
         count = len(job.prompts) * job.n
         state.admit(count)
-        if job.source.record.admission is not None:
-            state.access.reserve(job.source.record, job.most_tokens)
+        if job.record.account is not None:
+            state.access.reserve(job.record, job.most_tokens)
         if state.spans is not None:
-            self._span = begin_generation(state.spans, job, time.perf_counter() - job.source.arrived)
-        self._engine_ids = state.active.enter(job.source.request_id, count, job.source.owner)
+            self._span = begin_generation(state.spans, job, time.perf_counter() - job.arrived)
+        self._engine_ids = state.active.enter(job.record.request_id, count, job.owner)
         try:
             for index, engine_id in enumerate(self._engine_ids):
                 self._submit(index, engine_id)
         except BaseException as error:
-            await self.__aexit__(type(error), error, None)
+            await self.__aexit__(type(error))
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close every engine request; those that still ran are aborted."""
         left = kind is not None and issubclass(kind, asyncio.CancelledError)
         outcome = "disconnect" if left else "error"
-        job, record = self._job, self._job.source.record
+        job, record = self._job, self._job.record
         try:
             for choice in self.choices:
                 if choice.finished is None:
@@ -355,7 +318,7 @@ class Generation:
             priority=job.priority,
             tenant=job.tenant,
             cache_salt=job.cache_salt,
-            adapter=job.adapter,
+            adapter=job.served.adapter,
             # A prompt that is scored is computed here in any case.
             traceparent="" if self._span is None or not job.prefill_at else self._span.headers["traceparent"],
             prefill_at=job.prefill_at if job.params[which].prompt_logprobs is None else "",
@@ -366,3 +329,50 @@ class Generation:
         except BaseException:
             deltas.leave()
             raise
+
+
+def begin_generation(spans: RequestSpans, job: Job, seconds_ago: float) -> RequestSpan:
+    """Begin the span of a generation that arrived `seconds_ago`."""
+    name, attributes = span_name(job.path, job.served.name)
+    params = job.params[0]
+    asked: dict[str, Any] = {
+        **attributes,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.choice.count": len(job.prompts) * job.n,
+        "gen_ai.request.id": job.record.request_id,
+    }
+    return spans.begin(name, "server", job.trace, asked, seconds_ago=seconds_ago)
+
+
+def end_generation(span: RequestSpan, job: Job, choices: Sequence[ChoiceStream], outcome: str) -> None:
+    """End the span of a generation whose choices have ended, or that ended with `outcome` without any."""
+    ended = [choice.finished or outcome for choice in choices] or [outcome]
+    told: dict[str, Any] = {
+        "gen_ai.response.model": job.served.name,
+        "gen_ai.response.finish_reasons": ended,
+        "gen_ai.usage.input_tokens": sum(map(len, job.prompts)),
+        "gen_ai.usage.output_tokens": sum(choice.tokens for choice in choices),
+    }
+    for choice in choices[:1]:  # seconds of the first one stand for all
+        if choice.deltas.admitted is not None:
+            told["gen_ai.latency.time_in_queue"] = choice.deltas.admitted - choice.deltas.submitted
+        if choice.tokens:
+            told["gen_ai.latency.time_to_first_token"] = choice.times.first - choice.times.arrived
+        phases = zip(PHASE_NAMES, choice.phases, strict=False)
+        told |= {f"fdcore.phase.{name}": seconds for name, seconds in phases if seconds}
+    span.end(told, error=next((each for each in ended if each in ("error", "disconnect")), None))
+
+
+def prefill_span(spans: RequestSpans, model: str, trace: PrefillTrace) -> None:
+    """Make the span of a prompt that this worker computed for a decode worker, below that worker's span."""
+    attributes = {
+        "gen_ai.operation.name": "prefill",
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": trace.num_tokens,
+        "fdcore.lease.end": trace.end,
+    }
+    carried = {"traceparent": trace.traceparent}
+    span = spans.begin(f"prefill {model}", "server", carried, attributes, seconds_ago=trace.seconds)
+    span.end(error=None if trace.end == "confirmed" else trace.end)

@@ -14,9 +14,16 @@ import msgspec
 
 from fd_core.http.errors import ApiError
 from fd_core.server.preprocess.jobs import Job
-from fd_core.server.schemas.responses import Usage
+from fd_core.server.schemas.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
-from fd_core.server.stream.logprobs import EncodedLists, prompt_logprobs
+from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.parsing.events import Event
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
@@ -27,12 +34,12 @@ _SLICE: Final = 128
 """Tokens whose log-probabilities are spelled while everybody else waits."""
 _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 """Legal inside JSON, but some clients split the lines of a stream at them."""
+_FLOOR: Final = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
 
 
 class CollectedText:
     """All chunks of one choice."""
-
-    __slots__ = ("choice", "events", "finish_reason", "logprobs", "scores", "stop_reason", "texts", "token_ids")
 
     def __init__(self, choice: ChoiceStream) -> None:
         self.choice = choice
@@ -73,10 +80,7 @@ class AnswerFormat(abc.ABC):
 
     @abc.abstractmethod
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
-        """Return the events that go before a choice's first chunk, if there are any.
-
-        `usage` is the one so far, if every event of the stream tells it.
-        """
+        """Return the events before a choice's first chunk; `usage` is the one so far, if every event tells it."""
 
     @abc.abstractmethod
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
@@ -102,7 +106,6 @@ class ResponseFormat(AnswerFormat):
     """
 
     answer: ClassVar[type[msgspec.Struct]]
-    """The whole answer."""
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
     opening: ClassVar[bytes]
@@ -114,16 +117,16 @@ class ResponseFormat(AnswerFormat):
         self.job = job
         self.tokenizer = tokenizer
         self._facts: dict[str, str | int] = {
-            "id": self.id_prefix + job.source.request_id,
+            "id": self.id_prefix + job.record.request_id,
             "created": int(time.time()),
-            "model": job.shown.model,
+            "model": job.served.name,
         }
-        self._facts["system_fingerprint"] = job.shown.fingerprint
+        self._facts["system_fingerprint"] = job.served.fingerprint
         self.head = b"data: " + _encode({"object": self.chunk_object, **self._facts})[:-1] + b',"choices":['
-        self.end = b'],"usage":null}\n\n' if job.shown.usage_in_stream else b"]}\n\n"
+        self.end = b'],"usage":null}\n\n' if job.usage_in_stream else b"]}\n\n"
         self.plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self.end
         self._heads: dict[int, bytes] = {}
-        self.scored = job.shown.logprobs is not None or job.shown.token_ids
+        self.scored = job.logprobs is not None or job.token_ids
         self.prompt_scores: dict[int, Any] = {}
         """What is told of each prompt in vLLM's shape, if it was asked for."""
 
@@ -138,10 +141,7 @@ class ResponseFormat(AnswerFormat):
     def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
         """Return the answer to a request that did not ask for a stream."""
         return self.answer(
-            **self._facts,
-            choices=[self.choice(each) for each in collected],
-            usage=usage,
-            warnings=self.job.shown.warned,
+            **self._facts, choices=[self.choice(each) for each in collected], usage=usage, warnings=self.job.warned
         )
 
     def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
@@ -160,35 +160,35 @@ class ResponseFormat(AnswerFormat):
 
     def full_event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None, begun: bytes) -> bytes:
         """Return the event that ends what a chunk adds; `begun` is its JSON up to the end of the text."""
-        shown = self.job.shown
-        scores = b"null" if shown.logprobs is None else _encode(self.logprobs(choice, chunk))
+        job = self.job
+        scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
         parts = [begun, b',"logprobs":', scores, b',"finish_reason":']
         parts.append(_encode(chunk.finish_reason))
         if chunk.finish_reason is not None:
             parts += b',"stop_reason":', _encode(chunk.stop_reason)
-        if shown.token_ids:
+        if job.token_ids:
             parts += b',"token_ids":', _encode(chunk.token_ids)
         return b"".join([*parts, b"}", self.end if usage is None else end_with(usage)])
 
     def lead(self, choice: ChoiceStream, usage: Usage | None, content: bytes, scores: bytes = b"null") -> bytes:
         """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
-        shown = self.job.shown
-        ids = b',"prompt_token_ids":' + _encode(self.job.prompts[choice.prompt_index]) if shown.token_ids else b""
+        job = self.job
+        ids = b',"prompt_token_ids":' + _encode(job.prompts[choice.prompt_index]) if job.token_ids else b""
         end = b',"logprobs":' + scores + b',"finish_reason":null'
         event = self.head + b'{"index":%d' % choice.index + content + end + ids + b"}"
         end_of_event = self.end if usage is None else end_with(usage)
-        if not shown.warnings:
+        if not job.warnings:
             return event + end_of_event
-        return event + b'],"warnings":' + _encode(shown.warnings) + end_of_event.removeprefix(b"]")
+        return event + b'],"warnings":' + _encode(job.warnings) + end_of_event.removeprefix(b"]")
 
     def last(self, usage: Usage) -> bytes:
         """Return the usage, if it is asked for, and the end."""
-        told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.shown.usage_in_stream else b""
+        told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
         return told + _DONE
 
     async def prepare(self, choice: ChoiceStream) -> None:
         """Spell the log-probabilities of a choice's prompt."""
-        top, prompt = self.job.shown.prompt_logprobs, choice.prompt_index
+        top, prompt = self.job.prompt_logprobs, choice.prompt_index
         rows = None if choice.scores is None else choice.scores.rows
         if top is None or rows is None or prompt in self.prompt_scores:
             return
@@ -201,7 +201,7 @@ class ResponseFormat(AnswerFormat):
 
     async def score(self, collected: CollectedText) -> None:
         """Spell the log-probabilities of a choice's tokens."""
-        if self.job.shown.logprobs is None:
+        if self.job.logprobs is None:
             return
         lists = self.begun_scores(collected.choice)
         ids, rows = tuple(collected.token_ids), tuple(collected.logprobs)
@@ -223,7 +223,7 @@ class ResponseFormat(AnswerFormat):
             "stop_reason": collected.stop_reason,
             "logprobs": collected.scores,
         }
-        if self.job.shown.token_ids:
+        if self.job.token_ids:
             fields["token_ids"] = collected.token_ids
             fields["prompt_token_ids"] = list(self.job.prompts[choice.prompt_index])
         return fields
@@ -244,3 +244,110 @@ def json_text(text: str) -> bytes:
     if not text.isascii() and _LINE_BREAKS.search(text):
         return json.dumps(text).encode()
     return _encode(text)
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int, as_ids: bool = False
+) -> ChatLogprobs:
+    """Return the chat shape for tokens with the `top` most likely of each; `as_ids` names tokens by their ids."""
+    content = []
+    for token_id, row in zip(ids, rows, strict=True):
+        likely = [_top(tokenizer, *pair, as_ids) for pair in zip(row.top_ids[:top], row.top[:top], strict=True)]
+        own = _top(tokenizer, token_id, row.logprob, as_ids)
+        content.append(TokenLogprob(own.token, own.logprob, own.bytes, likely))
+    return ChatLogprobs(content)
+
+
+class EncodedLists:
+    """An object of lists as JSON, made of parts with the same fields, so that none of them is large."""
+
+    def __init__(self, begun: EncodedLists | None = None) -> None:
+        """Begin with the lists of another."""
+        self._pieces: dict[str, list[bytes]] = {}
+        self._others: dict[str, bytes] = {}
+        """Fields that are no lists."""
+        if begun is not None:
+            self._pieces = {name: list(pieces) for name, pieces in begun._pieces.items()}
+            self._others = dict(begun._others)
+
+    def add(self, part: msgspec.Struct) -> None:
+        """Put the lists of `part` behind those before."""
+        for name in part.__struct_fields__:
+            value = getattr(part, name)
+            if not isinstance(value, list):
+                self._others[name] = msgspec.json.encode(value)
+                continue
+            pieces = self._pieces.setdefault(name, [])
+            if value:
+                pieces.append(msgspec.json.encode(value)[1:-1])
+
+    def encoded(self) -> msgspec.Raw:
+        """Return the object."""
+        fields = {name: b"[%b]" % b",".join(pieces) for name, pieces in self._pieces.items()} | self._others
+        return msgspec.Raw(b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in fields.items()))
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int
+) -> list[dict[int, PromptLogprob]]:
+    """Return what is told of tokens of a prompt: for each of them itself and the `top` most likely there."""
+    answer: list[dict[int, PromptLogprob]] = []
+    for token_id, row in zip(ids, rows, strict=True):
+        ranks = dict(zip(row.top_ids[:top], range(1, top + 1), strict=False)) | {token_id: row.rank}
+        likely = dict(zip(row.top_ids[:top], row.top[:top], strict=True)) | {token_id: row.logprob}
+        answer.append(
+            {
+                each: PromptLogprob(_finite(value), ranks[each], tokenizer.token_text(each))
+                for each, value in likely.items()
+            }
+        )
+    return answer
+
+
+class CompletionLogprobsBuilder:
+    """Makes the completions shape for one choice, chunk by chunk; it knows where in the text each token begins."""
+
+    def __init__(self, tokenizer: Tokenizer, top: int, offset: int, skip_special: bool, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+        self._top = top
+        self._offset = offset
+        self._text = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
+
+    def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
+        """Return the shape for the next tokens; a token without log-probabilities, as a text's first, has null."""
+        answer = CompletionLogprobs([], [], [], [])
+        for token_id, row in zip(ids, rows, strict=True):
+            name = self._name(token_id)
+            answer.text_offset.append(self._offset)
+            answer.tokens.append(name)
+            answer.token_logprobs.append(None if row is None else _finite(row.logprob))
+            likely: dict[str, float] | None = None
+            if row is not None:
+                pairs = zip(row.top_ids[: self._top], row.top[: self._top], strict=True)
+                likely = {self._name(each): _finite(value) for each, value in pairs} | {name: _finite(row.logprob)}
+            answer.top_logprobs.append(likely)
+            self._offset += len(self._text.push((token_id,)).text)
+        return answer
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else _name(self._tokenizer, token_id)
+
+
+def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> TopLogprob:
+    spoken = tokenizer.token_bytes(token_id)
+    name = f"token_id:{token_id}" if as_ids else spoken.decode("utf-8", "replace")
+    return TopLogprob(name, _finite(logprob), list(spoken))
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return a token's text; one that is no whole character is spelt in bytes, so that names stay distinct."""
+    spoken = tokenizer.token_bytes(token_id)
+    try:
+        return spoken.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spoken)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _FLOOR else _FLOOR

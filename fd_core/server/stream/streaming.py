@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -53,7 +51,7 @@ class GenerationResponse(Response):
         if not self._stream:
             await self._send_whole(scope, receive, send)
             return
-        response_format, shown = self._format, self._format.job.shown
+        response_format, job = self._format, self._format.job
         headers = {**_STREAM_HEADERS, **self._extra}
         started, sending, preparing = False, asyncio.Lock(), asyncio.Lock()
 
@@ -71,7 +69,7 @@ class GenerationResponse(Response):
             usage: Usage | None = None
             begun = False
             while (chunk := await choice.next()) is not None:
-                if shown.usage_in_events:
+                if job.usage_in_events:
                     usage = generation.usage()
                 lead = b""
                 if not begun:
@@ -85,7 +83,7 @@ class GenerationResponse(Response):
                 await emit(lead + response_format.event(choice, chunk, usage))
 
         try:
-            async with UntilDisconnect(receive) as client, Generation(self._state, response_format.job) as generation:
+            async with UntilDisconnect(receive) as client, Generation(self._state, job) as generation:
                 await generation.each(follow)
         except Exception as error:  # the stream's outer edge: whatever happened, the client is told
             if not started:
@@ -129,10 +127,7 @@ T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return what comes of `work`, which is cancelled if the client leaves; its body must have been read before.
-
-    Raises `ApiError` (499), which nobody sees, if the client left.
-    """
+    """Return what comes of `work`, begun after the body; cancelled, with `ApiError` (499), if the client leaves."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) <= len(str(_LONG_BYTES)) and int(length) <= _LONG_BYTES:
         return await work
@@ -141,7 +136,6 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     raise ApiError(499, "the client went away", code="client_gone")
 
 
-@dataclass(slots=True)
 class UntilDisconnect:
     """Runs a block until it ends or the client disconnects; then `gone` is true and the block was cancelled.
 
@@ -150,12 +144,9 @@ class UntilDisconnect:
     before the last part of the answer is sent: servers report the end of an answer as a disconnect too.
     """
 
-    receive: Receive
-    gone: bool = False
-    _fired: bool = False
-    _task: asyncio.Task[Any] = field(init=False)
-    _cancelling: int = field(init=False)
-    _watch: asyncio.Task[None] = field(init=False)
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._fired = self.gone = False
 
     async def __aenter__(self) -> UntilDisconnect:
         task = asyncio.current_task()
@@ -166,9 +157,7 @@ class UntilDisconnect:
         self._watch = asyncio.create_task(self._wait())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         self._watch.cancel()
         if not self._fired:
             return False
@@ -178,7 +167,7 @@ class UntilDisconnect:
         return kind is not None and issubclass(kind, asyncio.CancelledError)
 
     async def _wait(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
+        while (await self._receive())["type"] != "http.disconnect":
             pass
         self._fired = True
         self._task.cancel()

@@ -11,8 +11,7 @@ import pytest
 
 from fd_core.errors import ConfigError
 from fd_core.http.access.key_file import read_key_file, warn_if_others_read
-from fd_core.http.access.keys import ApiKey
-from fd_core.http.access.limits import KeyLimits
+from fd_core.http.access.keys import ApiKey, KeyLimits
 
 DIGEST = hashlib.sha256(b"sk-bob").hexdigest()
 TOML = f"""

@@ -7,13 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fd_core.http.access.limits import KeyAccount, KeyAdmission, KeyLimits, LimitReached, Reservation, SlidingWindow
+from fd_core.http.access.keys import KeyAccount, KeyLimits, LimitReached, Reservation, SlidingWindow
+from fd_core.http.access.record import RequestRecord
 
 MINUTE = 60.0
 
 
 def account(**limits: int) -> KeyAccount:
     return KeyAccount(KeyLimits(**limits))
+
+
+def entered(key: KeyAccount, now: float) -> RequestRecord:
+    key.enter(now)
+    return RequestRecord(account=key)
 
 
 def refusal(call: object, *args: object) -> LimitReached:
@@ -36,10 +42,10 @@ def test_requests_are_refused_until_one_is_a_minute_old() -> None:
 
 def test_a_request_may_begin_where_another_one_ended() -> None:
     key = account(parallel_requests=1)
-    running = key.enter(0.0)
+    running = entered(key, 0.0)
     assert refusal(key.enter, 1.0).limited == "parallel"
-    running.release()
-    running.release()
+    running.close()
+    running.close()
     key.enter(1.0)
     assert key.running == 1
 
@@ -111,7 +117,7 @@ class Limits(RuleBasedStateMachine):
         super().__init__()
         self.key = account(requests_per_minute=4, tokens_per_minute=100, parallel_requests=3)
         self.now = 1000.0
-        self.running: list[tuple[KeyAdmission, Reservation | None, float]] = []
+        self.running: list[tuple[RequestRecord, Reservation | None, float]] = []
         self.entered: list[float] = []
         self.taken: list[tuple[float, int]] = []
         """Moment and tokens of every reservation that was settled."""
@@ -130,7 +136,7 @@ class Limits(RuleBasedStateMachine):
     @rule(tokens=st.integers(0, 120))
     def begin(self, tokens: int) -> None:
         try:
-            admission = self.key.enter(self.now)
+            record = entered(self.key, self.now)
         except LimitReached as error:
             full = len(self.running) >= self.PARALLEL
             assert full if error.limited == "parallel" else self._recent(self.entered) >= self.REQUESTS
@@ -144,19 +150,19 @@ class Limits(RuleBasedStateMachine):
                 later = self.key.tokens
                 assert error.wait <= MINUTE + 0.25
                 assert later.used + tokens > self.TOKENS
-            admission.release()
+            record.close()
             return
-        self.running.append((admission, reservation, self.now))
+        self.running.append((record, reservation, self.now))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        admission, reservation, began = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        record, reservation, began = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         assert reservation is not None
         used = data.draw(st.integers(0, reservation.tokens))
         for _ in range(data.draw(st.integers(1, 2))):  # twice is as good as once
             reservation.settle(self.now, used)
-            admission.release()
+            record.close()
         self.taken.append((began, used))
 
     @invariant()
@@ -177,8 +183,8 @@ class Limits(RuleBasedStateMachine):
         return sum(moment > self.now - MINUTE - 0.25 for moment in moments)
 
     def teardown(self) -> None:
-        for admission, reservation, _ in self.running:
-            admission.release()
+        for record, reservation, _ in self.running:
+            record.close()
             if reservation is not None:
                 reservation.settle(self.now, 0)
         self.key.tokens.advance(self.now + 61)

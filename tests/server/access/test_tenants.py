@@ -6,8 +6,7 @@ import hashlib
 
 import pytest
 
-from fd_core.http.access.keys import ApiKey
-from fd_core.http.access.limits import KeyLimits
+from fd_core.http.access.keys import ApiKey, KeyLimits
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.access.tenants import TENANT_HEADER, Tenant, read_tenant, sign_tenant
 from tests.server.fakes import live

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.http.errors import ApiError
-from fd_core.server.batches.form import boundary_of, read_form
+from fd_core.server.batches.routes import boundary_of, read_form
 
 
 def body_of(fields: dict[str, bytes], boundary: bytes = b"b") -> bytes:

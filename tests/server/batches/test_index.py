@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fd_core.server.batches.index import OwnedIndex
+from fd_core.server.batches.accounts import OwnedIndex
 
 CHANGE = st.tuples(st.sampled_from(["put", "put", "remove"]), st.sampled_from("ab"), st.sampled_from("xy"))
 

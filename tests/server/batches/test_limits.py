@@ -50,7 +50,7 @@ def on_disk(folder: Path) -> int:
 def used(server: LiveServer) -> int:
     """Return the bytes that the server counts; a test has one server, whose store is the only open one."""
     [found] = [each for each in gc.get_objects() if type(each) is store.BatchStore and not each._lock.closed]
-    return server.call(lambda: found.used)
+    return server.call(lambda: found.bytes.used)
 
 
 def at_once(work: Callable[[int], None], count: int) -> None:

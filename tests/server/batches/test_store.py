@@ -51,8 +51,8 @@ def test_a_start_counts_what_is_on_disk_and_removes_what_is_half_done(tmp_path: 
     for name in ("note.txt", f"{batch(3).id}.json"):
         (tmp_path / name).write_bytes(b"strange")
     again = BatchStore(tmp_path, LIMIT)
-    assert again.used == on_disk(tmp_path)
-    assert again.bytes.used_by("alice") == again.used - 2 * len(b"strange")
+    assert again.bytes.used == on_disk(tmp_path)
+    assert again.bytes.used_by("alice") == again.bytes.used - 2 * len(b"strange")
     assert {each.name for each in tmp_path.iterdir()} == {
         *("lock", "note.txt", f"{batch(3).id}.json", f"{batch(1).id}.json", answers.name),
         *(f"{file.id}.json", f"{file.id}.data"),
@@ -61,7 +61,7 @@ def test_a_start_counts_what_is_on_disk_and_removes_what_is_half_done(tmp_path: 
     ended = again.conclude(batch(1).id)
     assert ended.status == "expired" and ended.output_file_id is not None
     assert again.content(ended.output_file_id).read_bytes() == b"{}\n{}\n"
-    assert again.used == on_disk(tmp_path)
+    assert again.bytes.used == on_disk(tmp_path)
 
 
 def test_a_batch_that_was_being_finished_is_finished_once(tmp_path: Path) -> None:
@@ -90,9 +90,9 @@ def test_an_upload_that_breaks_off_gives_everything_back(tmp_path: Path) -> None
     with pytest.raises(RuntimeError), store.upload("alice") as upload:
         upload.reserve(500)
         upload.write(b"x" * 500)
-        assert store.used == on_disk(tmp_path) == 500
+        assert store.bytes.used == on_disk(tmp_path) == 500
         raise RuntimeError
-    assert store.used == on_disk(tmp_path) == store.bytes.used_by("alice") == 0
+    assert store.bytes.used == on_disk(tmp_path) == store.bytes.used_by("alice") == 0
 
 
 @pytest.mark.parametrize(("keys", "share"), [(0, 1000), (1, 1000), (2, 500), (3, 333), (4, 250), (20_000, 250)])
@@ -129,7 +129,7 @@ def test_a_kill_while_a_batch_ends_loses_and_doubles_nothing(tmp_path: Path) -> 
         assert not len(again.files) or left.status == "finalizing" or left.ended, "its requests would be sent again"
         ended = again.conclude(batch(1).id)
         assert {ended.output_file_id, ended.error_file_id} == {*again.files} and len(again.files) == 2
-        assert again.used == on_disk(folder)
+        assert again.bytes.used == on_disk(folder)
         again.close()
         if finished:
             break
