@@ -147,11 +147,9 @@ class FarSide:
         return answer.value
 
     def make(self, recipe: Recipe) -> Connector:
-        """Make a connector in the other process."""
         return _FarConnector(self, self.ask("make", 0, *recipe), recipe)
 
     def census(self) -> Census:
-        """Return what the other process holds."""
         return Census(*self.ask("census", 0))
 
     def kill(self) -> None:

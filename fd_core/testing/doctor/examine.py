@@ -72,7 +72,6 @@ def examine(
 
 
 def _compare(ops: Ops, check: OpCheck, found: list[npt.NDArray[Any]], right: list[npt.NDArray[Any]]) -> None:
-    """Compare as the kit does. Raises `AssertionError`."""
     assert len(found) == len(right), f"{len(found)} arrays instead of {len(right)}"
     for ours, theirs in zip(found, right, strict=True):
         assert ours.shape == theirs.shape, f"shape {ours.shape} instead of {theirs.shape}"

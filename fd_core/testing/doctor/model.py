@@ -38,12 +38,10 @@ class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
 
     @property
     def slow(self) -> bool:
-        """Whether it is worth a look."""
         return (self.ratio or 0.0) >= _SLOW_RATIO and (self.seconds or 0.0) >= _SLOW_SECONDS
 
     @property
     def bad(self) -> bool:
-        """Whether the operation is missing or wrong."""
         return self.outcome not in ("ok", "limit")
 
 

@@ -113,7 +113,6 @@ class Target:
 
     @cached_property
     def backend(self) -> Backend:
-        """One instance."""
         return self.cls(self.config())
 
     @cached_property
@@ -132,7 +131,6 @@ class Target:
 
     @property
     def limits(self) -> Mapping[str, str]:
-        """What the backend says it lacks, with reasons."""
         return self.backend.limits
 
     @property
@@ -153,7 +151,6 @@ class Target:
 
     @property
     def kv_dtype(self) -> str:
-        """The dtype of its `KVShape`."""
         return self.config().kv_cache_dtype
 
     @property

@@ -26,7 +26,6 @@ class Row:
 
     @property
     def generated(self) -> list[int]:
-        """Tokens behind the prompt."""
         return self.tokens[self.prompt_len :]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from fd_core.errors import PluginError
 from fd_core.plugins import TOOL_PARSER, Kind, installed_plugins
-from fd_core.testing.schedulers.breaches import broken, require
+from fd_core.testing.kit.law import broken, require
 from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
@@ -92,7 +92,6 @@ class ParserTarget:
         return self.cls.form(name) if self.kind is TOOL_PARSER else None
 
     def new(self, tools: tuple[str, ...] = ()) -> OutputParser:
-        """Return a parser for one answer."""
         if self.kind is not TOOL_PARSER:
             return self.cls("")
         city = {"type": "object", "properties": {"city": {"type": "string"}}}

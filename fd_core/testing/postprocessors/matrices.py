@@ -10,8 +10,8 @@ import numpy as np
 from fd_core.config import Limits
 from fd_core.ops.contract import Array
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from fd_core.testing.kit.law import broken, require
 from fd_core.testing.postprocessors.target import PostprocessTarget
-from fd_core.testing.schedulers.breaches import broken, require
 from fd_core.types import IntArray
 
 
@@ -30,7 +30,6 @@ class SampledRows:
 
     @property
     def parts(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """The arrays in the order of the contract."""
         return self.sampled, self.accepted, self.slots, self.revoked
 
 
@@ -77,11 +76,9 @@ class Matrices:
         return self._postprocess.token_matrix(sampled, accepted, slots, revoked)
 
     def begin(self, rows: SampledRows) -> Array:
-        """Upload a step and return its matrix, on the device."""
         return self.compute(self.upload(rows))
 
     def check(self, *steps: SampledRows) -> None:
-        """Compute the matrix of each step and compare it."""
         for rows in steps:
             self.compare(self.begin(rows), rows)
 

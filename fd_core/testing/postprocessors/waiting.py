@@ -10,7 +10,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from fd_core.ops.contract import Array, Ops
-from fd_core.testing.schedulers.breaches import broken
+from fd_core.testing.kit.law import broken
 
 _READS: Final = (
     *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "__dlpack__", "__getitem__"),

@@ -59,7 +59,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def blamed(self) -> tuple[str, ...]:
-        """Rules that a failed test found broken."""
         found = _BLAMED.match(self.reason) if self.outcome == "fail" else None
         return tuple(found[1].split(", ")) if found else ()
 
@@ -124,7 +123,6 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> list[Result]:
-        """Tests that failed."""
         return [result for result in self.results if result.outcome == "fail"]
 
     def of(self, section: str, function: str | None = None) -> list[Result]:

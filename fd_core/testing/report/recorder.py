@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fd_core.testing.kit.target import Target
     from fd_core.testing.parsers.target import ParserTarget
     from fd_core.testing.postprocessors.target import PostprocessTarget
-    from fd_core.testing.schedulers.target import SchedulerTarget
+    from fd_core.testing.schedulers.driver import SchedulerTarget
 
 
 class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
@@ -127,7 +127,7 @@ class _ResultRecorder:
         from fd_core.plugins import BACKEND, POSTPROCESS, SCHEDULER, installed_plugins
         from fd_core.testing.parsers.target import ParserTarget
         from fd_core.testing.postprocessors.target import PostprocessTarget
-        from fd_core.testing.schedulers.target import SchedulerTarget
+        from fd_core.testing.schedulers.driver import SchedulerTarget
 
         if isinstance(target, ParserTarget):
             origin = str(installed_plugins().offered(target.kind)[target.name].origin)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import msgspec
 import fd_core
 from fd_core.errors import FdError
 from fd_core.plugins import POSTPROCESS, REASONING_PARSER, SCHEDULER, TOOL_PARSER, Kind, installed_plugins
-from fd_core.testing.kit.processes import SilentError, follow
+from fd_core.testing.kit.processes import ProcessEnd, follow
 from fd_core.testing.kit.target import environment_of, find_target
 from fd_core.testing.report.model import (
     OF_OTHERS_THAN_SCHEDULERS,
@@ -120,44 +119,31 @@ def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: 
     run = _Run()
     with tempfile.TemporaryDirectory(prefix="fdcore-conformance-") as name:
         folder = Path(name)
-        with (folder / "output").open("wb") as output:
-            process = subprocess.Popen(
-                _command(kit, target, expression, quick, folder),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=os.environ | environment_of(target) | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")},
-            )
-            hung = False
-            try:
-                progress(target, 0, 0)
-                for event in follow(process, folder / "results", RecordedEvent, _QUIET_SECONDS):
-                    if run.add(event):
-                        progress(target, len(run.results), run.failed)
-            except SilentError:
-                hung = True
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        environment = os.environ | environment_of(target)
+        progress(target, 0, 0)
+        for event in follow(
+            _command(kit, target, expression, quick, folder),
+            folder / "results",
+            RecordedEvent,
+            _QUIET_SECONDS,
+            output=folder / "output",
+            stdin=subprocess.DEVNULL,
+            env=environment | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")},
+        ):
+            if run.add(event):
+                progress(target, len(run.results), run.failed)
         said = (folder / "output").read_text(errors="replace")
-    return run.card(kit, target, process.returncode, said, hung, time.monotonic() - started)
+    return run.card(kit, target, said, time.monotonic() - started)
 
 
 def _command(kit: Kit, target: str, expression: str | None, quick: bool, folder: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-p", "fd_core.testing.report.recorder", "-p", "no:cacheprovider"]
     # Nothing of the folder that the user happens to be in may change what is tested.
-    command += ["-c", str(_empty_settings(folder)), "--rootdir", str(folder), "--basetemp", str(folder / "files")]
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    command += ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--basetemp", str(folder / "files")]
     command += ["--pyargs", kit.suite, f"{kit.option}={target}", f"--fd-results={folder / 'results'}"]
     command += ["-q", "--tb=short", *(("-k", expression) if expression else ())]
     return [*command, *kit.quick] if quick else command
-
-
-def _empty_settings(folder: Path) -> Path:
-    path = folder / "pytest.ini"
-    path.write_text("[pytest]\n")
-    return path
 
 
 @dataclass
@@ -168,19 +154,22 @@ class _Run:
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
     running: CaseStarted | None = None
+    code: int = 0
+    silent: bool = False
 
     @property
     def failed(self) -> int:
-        """Tests that failed so far."""
         return sum(result.outcome == "fail" for result in self.results.values())
 
-    def add(self, event: RecordedEvent) -> bool:
+    def add(self, event: RecordedEvent | ProcessEnd) -> bool:
         """Take an event in; return whether a test ended."""
         match event:
             case BackendDescribed():
                 self.about = event
             case CaseStarted():
                 self.running = event
+            case ProcessEnd():
+                self.code, self.silent = event
             case CasesLeftOut():
                 self.left_out[event.section] += event.count
             case CaseEnded():
@@ -190,11 +179,11 @@ class _Run:
                 return True
         return False
 
-    def card(self, kit: Kit, target: str, code: int, said: str, hung: bool, seconds: float) -> Card:
-        """Return the card of the run, whose process ended with `code` and wrote `said`."""
-        error, running = None, self.running
-        if hung or code < 0:
-            how = "took too long" if hung else f"ended the process with signal {-code}"
+    def card(self, kit: Kit, target: str, said: str, seconds: float) -> Card:
+        """Return the card of the run, whose process wrote `said`."""
+        error, running, code, silent = None, self.running, self.code, self.silent
+        if silent or code < 0:
+            how = "took too long" if silent else f"ended the process with signal {-code}"
             if running is not None:
                 self.results[running.section, running.test] = Result(
                     section=running.section, test=running.test, outcome="fail", reason=f"it {how}"

@@ -30,7 +30,8 @@ from fd_core.effects.operations import (
 )
 from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.signals import Outcome
-from fd_core.testing.schedulers.breaches import broken, require
+from fd_core.testing.kit.law import broken, require
+from fd_core.testing.schedulers.tiers import Operation
 from fd_core.types import (
     Admission,
     BlockGrant,
@@ -124,7 +125,6 @@ class Followed:
 
     @property
     def name(self) -> str:
-        """The id."""
         return self.spec.request_id
 
     @property
@@ -138,7 +138,6 @@ class Followed:
 
     @property
     def waits(self) -> bool:
-        """Whether it has no slot and has not ended."""
         return self.where == "waits"
 
     def mark(self, position: int) -> int:
@@ -190,7 +189,7 @@ class Auditor:
         self._left_behind: dict[int, str] = {}
         """Blocks that hold no KV because a load or a transfer has not brought it, and the rule that whoever uses them
         breaks."""
-        self._operations: dict[int, Lookup | Load | Save | Fetch | Send] = {}
+        self._operations: dict[int, Operation] = {}
         self._jobs: dict[str, Followed] = {}
         """Requests that compute prompts for other workers, by lease."""
         self._to_cancel: set[int] = set()
@@ -202,17 +201,14 @@ class Auditor:
 
     @property
     def live(self) -> list[Stay]:
-        """Stays that were not revoked."""
         return [stay for stay in self.stays.values() if not stay.revoked]
 
     @property
     def unfinished(self) -> set[str]:
-        """Ids of the requests that have not ended."""
         return {name for name, request in self.requests.items() if request.end is None}
 
     @property
     def tables(self) -> set[int]:
-        """Blocks that running requests own."""
         return {block for stay in self.live for block in stay.table}
 
     def touched(self) -> set[int]:
@@ -227,7 +223,6 @@ class Auditor:
     # Requests come and go -----------------------------------------------------------------------------------
 
     def added(self, spec: RequestSpec, effects: Effects) -> None:
-        """The scheduler took a request in."""
         limit = min(len(spec.prompt) + spec.params.max_tokens, self.limits.max_model_len)
         request = self.requests[spec.request_id] = Followed(spec, limit, [*spec.prompt, *spec.delivered])
         if (job := spec.prefill_job) is not None:
@@ -466,24 +461,20 @@ class Auditor:
     def _began(self, effects: Effects) -> None:
         for effect in effects.operations:
             match effect:
-                case Lookup():
-                    self._operations[effect.operation] = effect
                 case Save():
                     self._save(effect)
-                    self._operations[effect.operation] = effect
                 case Load():
-                    self._load(effect)
-                    self._operations[effect.operation] = effect
+                    self._await_kv(effect, "5.2", "5.4")
                 case Fetch():
                     self._fetch(effect)
-                    self._operations[effect.operation] = effect
                 case Send():
                     self._send(effect)
-                    self._operations[effect.operation] = effect
                 case GiveUp(lease):
                     self._job(lease, "is given up").is_over = True
                 case Cancel(operation):
                     self._to_cancel.discard(operation)
+            if isinstance(effect, Operation):
+                self._operations[effect.operation] = effect
 
     def _save(self, save: Save) -> None:
         for key, block in zip(save.keys, save.blocks.tolist(), strict=True):
@@ -492,9 +483,6 @@ class Auditor:
                 broken("3.5", f"operation {save.operation} saves block {block}, which is not settled")
             known = self._named.setdefault(key, content)
             require(known == content, "5.3", f"operation {save.operation} saves two contents under one key")
-
-    def _load(self, load: Load) -> None:
-        self._await_kv(load, "5.2", "5.4")
 
     def _fetch(self, fetch: Fetch) -> None:
         request, size, job = self._await_kv(fetch, "6.1", "6.2"), self.limits.block_size, fetch.job
@@ -601,19 +589,16 @@ class Auditor:
     # An answer ----------------------------------------------------------------------------------------------
 
     def executed(self, plan: StepPlan, output: StepOutput) -> None:
-        """The runner computed a step; its answer is in flight."""
         counts = signals.read(output.tokens).counts
         for row in self._in_flight[plan.step].rows:
             row.stay.length += int(counts[row.stay.slot]) if row.samples else 0
 
     def dropped(self, deltas: Sequence[Delta], effects: Effects, what: str) -> None:
-        """The scheduler was given an answer that it has to drop."""
         self.stale += 1
         self._began(effects)
         require(not deltas, "1.5", f"{what} was applied: {list(deltas)}")
 
     def answered(self, plan: StepPlan, output: StepOutput, deltas: Sequence[Delta], effects: Effects) -> None:
-        """The scheduler applied an answer."""
         step = self._in_flight.pop(plan.step)
         outcomes = signals.read(output.tokens, output.errors)
         expected: dict[str, tuple[Followed, tuple[int, ...], FinishReason | None, bool]] = {}

@@ -46,12 +46,10 @@ class Stepper:
         return self.runner.execute(plan)
 
     def submit(self, *specs: RequestSpec) -> None:
-        """Queue requests."""
         for spec in specs:
             self.perform(self.scheduler.add(spec))
 
     def abort(self, request_id: str) -> None:
-        """Abort a request."""
         self.texts.take(self.engine.abort([request_id]))
         self.audit()
 
@@ -77,7 +75,6 @@ class Stepper:
         return plan
 
     def answer(self) -> StepPlan:
-        """Commit the oldest answer."""
         plan, output = self.receive()
         deltas, effects = self.scheduler.commit(plan, output)
         self.texts.take(deltas)
@@ -124,12 +121,10 @@ class Stepper:
         return False
 
     def state_of(self, request_id: str) -> State | None:
-        """Return the state of a request, None once it has ended."""
         request = self.probe.requests.get(request_id)
         return None if request is None else request.state
 
     def request_in(self, slot: int) -> str:
-        """Return the id of the request in a slot."""
         request = self.probe.slots.requests[slot]
         assert request is not None
         return request.spec.request_id

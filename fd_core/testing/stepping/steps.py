@@ -27,7 +27,6 @@ class SentStepper(Stepper):
         self._watchdog = engine.probe().watchdog_seconds
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Send a step and wait for its output."""
         self._device.submit(plan)
         return self._device.collect(self._watchdog)
 
@@ -93,5 +92,4 @@ class ByHand:
         return output, outcomes
 
     def close(self) -> None:
-        """End the thread."""
         self._device.close()

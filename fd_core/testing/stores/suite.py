@@ -243,7 +243,6 @@ class StoreSuite:
 
     @pytest.fixture
     def store(self, make_store: MakeStore) -> KVStore:
-        """A store that was opened."""
         store = make_store()
         store.open(TIMEOUT)
         return store

@@ -176,7 +176,6 @@ def test_log_probabilities_are_those_of_a_run_alone(target: Target, golden: Gold
 
 
 def scored(name: str, prompt: Sequence[int], top_n: int = 3, **params: Any) -> RequestSpec:
-    """A request for the log-probabilities of a prompt."""
     return greedy(name, prompt, params.pop("max_tokens", 4), prompt_logprobs=top_n, **params)
 
 

@@ -66,7 +66,6 @@ def oracle_logits(
 
 
 def written(case: str, checkpoints: Path) -> Path:
-    """Return the folder of a checkpoint, written at the first call."""
     folder = checkpoints / case
     if not (folder / "model.safetensors").exists():
         write_checkpoint(case, folder)

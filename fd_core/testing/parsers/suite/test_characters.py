@@ -6,9 +6,9 @@ from itertools import zip_longest
 
 import pytest
 
+from fd_core.testing.kit.law import require
 from fd_core.testing.parsers.suite.test_cuts import WORDS
 from fd_core.testing.parsers.target import ParserTarget, Words, meaning_of
-from fd_core.testing.schedulers.breaches import require
 from fd_core.text.parsing.events import Event, joined
 
 PLAIN = {

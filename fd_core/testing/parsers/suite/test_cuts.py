@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fd_core.testing.kit.law import require
 from fd_core.testing.parsers.target import SHOWN, ParserTarget, Words
-from fd_core.testing.schedulers.breaches import require
 
 WORDS = {
     "plain": SHOWN,

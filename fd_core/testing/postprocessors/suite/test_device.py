@@ -8,11 +8,11 @@ import weakref
 import numpy as np
 import pytest
 
+from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.postprocessors.matrices import Matrices, place_of, random_rows
 from fd_core.testing.postprocessors.target import PostprocessTarget
 from fd_core.testing.postprocessors.waiting import no_waiting
-from fd_core.testing.schedulers.breaches import require
 
 STEPS = [(3, 2), (6, 0), (0, 6), (0, 0), (1, 5)]
 """Rows and revoked slots of six."""

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from fd_core.testing.kit.law import require
 from fd_core.testing.postprocessors.matrices import Matrices, SampledRows, random_rows
 from fd_core.testing.postprocessors.suite.test_matrix import combinations
 from fd_core.testing.postprocessors.target import PostprocessTarget
-from fd_core.testing.schedulers.breaches import require
 
 KS = [0, 1, 3, 8]
 

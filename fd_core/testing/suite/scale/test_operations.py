@@ -58,7 +58,6 @@ class Layers:
         self.layer = LayerOn(ops, geometry, rows, shared)
 
     def exported(self) -> Floats:
-        """Return the whole cache as float32."""
         held = self.layer.cache.export_blocks(np.arange(self.layer.cache.num_blocks, dtype=np.int32))
         return held if held.dtype == np.float32 else (held.astype(np.uint32) << 16).view(np.float32)
 
