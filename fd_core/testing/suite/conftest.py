@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from fd_core.ops.contract import Ops
+from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
 from fd_core.testing.kit.plugin import chosen, run_for_each
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target, parse_target
-from fd_core.testing.models.golden import Golden
 
 # The same examples for every backend, and no search for smaller ones, which takes long on a slow device.
 settings.register_profile(

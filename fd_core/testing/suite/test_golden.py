@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.golden import Golden
 from fd_core.testing.stepping.stepper import parts_of
 from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams, TokenLogprobs

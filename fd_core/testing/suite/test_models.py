@@ -17,11 +17,11 @@ from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.contract import Ops
 from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.kit.judging import MARGIN
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import merge_adapter, write_adapter
 from fd_core.testing.models.checkpoints import CASES, abilities_of, write_checkpoint
-from fd_core.testing.models.golden import MARGIN
 from fd_core.testing.models.paged import PagedDriver, Row
 
 REQUIRES = ("checkpoints",)
