@@ -138,6 +138,16 @@ class Target:
         """Whether another device plays the one that the backend is for."""
         return bool(getattr(self.backend, "emulated", False))
 
+    def about(self) -> dict[str, Any]:
+        """Return what its card says of it."""
+        return {
+            "distribution": str(installed_plugins().offered(BACKEND)[self.name].origin),
+            "device": self.backend.describe(),
+            "dtype": self.ops.dtype,
+            "emulated": self.emulated,
+            "limits": dict(self.limits),
+        }
+
     @property
     def oracle_name(self) -> str:
         """The backend whose texts are right: numpy, or the scripted one for those that read no checkpoint."""

@@ -77,6 +77,10 @@ class ParserTarget:
     """Derived from `ToolParser` or `ReasoningParser`."""
     kind: Kind[Any]
 
+    def about(self) -> dict[str, Any]:
+        """Return what its card says of it."""
+        return {"distribution": str(installed_plugins().offered(self.kind)[self.name].origin)}
+
     @property
     def markers(self) -> tuple[str, ...]:
         """What the format writes between parts."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,22 +16,16 @@ import pytest
 from fd_core.testing.kit import plugin
 from fd_core.testing.report.model import CaseOutcome, Result
 
-if TYPE_CHECKING:
-    from fd_core.testing.kit.target import Target
-    from fd_core.testing.parsers.target import ParserTarget
-    from fd_core.testing.postprocessors.target import PostprocessTarget
-    from fd_core.testing.schedulers.driver import SchedulerTarget
-
 
 class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
     """Device, dtype and limits of a backend, known once the backend was made; a scheduler has the limits only."""
 
     target: str
-    device: str
-    dtype: str
     distribution: str
-    emulated: bool
-    limits: dict[str, str]
+    device: str = ""
+    dtype: str = ""
+    emulated: bool = False
+    limits: dict[str, str] = {}
 
 
 class CaseStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -119,31 +113,10 @@ class _ResultRecorder:
         return report
 
     def _introduce(self, item: pytest.Item, name: str) -> None:
-        target: Target | SchedulerTarget | PostprocessTarget | ParserTarget | None
         target = getattr(item, "funcargs", {}).get("target")
-        if target is None or name in self._known:
-            return
-        self._known.add(name)
-        from fd_core.plugins import BACKEND, POSTPROCESS, SCHEDULER, installed_plugins
-        from fd_core.testing.parsers.target import ParserTarget
-        from fd_core.testing.postprocessors.target import PostprocessTarget
-        from fd_core.testing.schedulers.driver import SchedulerTarget
-
-        if isinstance(target, ParserTarget):
-            origin = str(installed_plugins().offered(target.kind)[target.name].origin)
-            self._write(BackendDescribed(name, "", "", origin, emulated=False, limits={}))
-            return
-        if isinstance(target, SchedulerTarget):
-            origin = str(installed_plugins().find(SCHEDULER, target.name).origin)
-            self._write(BackendDescribed(name, "", "", origin, emulated=False, limits=dict(target.lacks)))
-            return
-        if isinstance(target, PostprocessTarget):
-            origin = str(installed_plugins().offered(POSTPROCESS)[target.name].origin)
-            self._write(BackendDescribed(name, target.device, "", origin, target.emulated, limits={}))
-            return
-        dtype, device = target.ops.dtype, target.backend.describe()
-        origin = str(installed_plugins().offered(BACKEND)[target.name].origin)
-        self._write(BackendDescribed(name, device, dtype, origin, target.emulated, dict(target.limits)))
+        if target is not None and name not in self._known:
+            self._known.add(name)
+            self._write(BackendDescribed(name, **target.about()))
 
     def _write(self, event: RecordedEvent) -> None:
         with self._path.open("ab") as file:

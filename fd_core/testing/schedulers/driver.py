@@ -50,6 +50,11 @@ class SchedulerTarget:
     lacks: Mapping[str, str] = field(default_factory=dict)
     """What it does not do, with reasons."""
 
+    def about(self) -> dict[str, Any]:
+        """Return what its card says of it."""
+        origin = str(installed_plugins().find(SCHEDULER, self.name).origin)
+        return {"distribution": origin, "limits": dict(self.lacks)}
+
     def require(self, ability: str) -> None:
         """Skip the running test, with the reason, if the scheduler lacks an ability."""
         if ability in self.lacks:

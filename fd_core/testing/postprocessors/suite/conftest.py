@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fd_core.testing.kit.plugin import chosen, run_for_each
-from fd_core.testing.postprocessors.target import PostprocessTarget, find_postprocessor
+from fd_core.testing.postprocessors.matrices import PostprocessTarget, find_postprocessor
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

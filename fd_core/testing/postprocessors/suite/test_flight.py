@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from fd_core.testing.kit.law import require
-from fd_core.testing.postprocessors.matrices import Matrices, SampledRows, random_rows
+from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
 from fd_core.testing.postprocessors.suite.test_matrix import combinations
-from fd_core.testing.postprocessors.target import PostprocessTarget
 
 KS = [0, 1, 3, 8]
 

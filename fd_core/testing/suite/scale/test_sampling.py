@@ -12,8 +12,7 @@ from fd_core.ops.contract import Ops, SampleInput
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import on_device, penalty_input, sample_input
-from fd_core.testing.postprocessors.matrices import Matrices, random_rows
-from fd_core.testing.postprocessors.target import PostprocessTarget
+from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, random_rows
 from fd_core.types import IntArray
 
 Floats = npt.NDArray[np.float32]
