@@ -137,21 +137,15 @@ def _linear(ops: Ops, size: Size, method: str = "linear", biased: bool = False) 
     return Prepared(lambda: ops.linear(x, weight), moved)
 
 
-def _gated_linear(ops: Ops, size: Size, activation: Activation) -> Prepared:
-    make, hidden, inner = Values(), size.geometry.hidden, size.geometry.inner
-    x = activations(ops, make(size.tokens, hidden))
-    parts = [raw(make(inner, hidden, scale=hidden**-0.5)) for _ in range(2)]
-    weight = ops.prepare_linear(parts, gated=True)
-    moved = (2 * hidden * inner + size.tokens * (hidden + inner)) * _width(ops)
-    return Prepared(lambda: ops.gated_linear(x, weight, activation), moved)
-
-
-def _gate_up(ops: Ops, size: Size) -> Prepared:
+def _gated(ops: Ops, size: Size, activation: Activation, apart: bool = False) -> Prepared:
+    """A gated linear, or what it yields before it is activated, and the activation."""
     make, hidden, inner = Values(), size.geometry.hidden, size.geometry.inner
     x = activations(ops, make(size.tokens, hidden))
     weight = ops.prepare_linear([raw(make(inner, hidden, scale=hidden**-0.5)) for _ in range(2)], gated=True)
-    moved = (2 * hidden * inner + size.tokens * (hidden + 5 * inner)) * _width(ops)
-    return Prepared(lambda: ops.gate(ops.gate_up(x, weight), "silu"), moved)
+    moved = (2 * hidden * inner + size.tokens * (hidden + (5 if apart else 1) * inner)) * _width(ops)
+    if apart:
+        return Prepared(lambda: ops.gate(ops.gate_up(x, weight), activation), moved)
+    return Prepared(lambda: ops.gated_linear(x, weight, activation), moved)
 
 
 def _lora(ops: Ops, size: Size) -> Prepared:
@@ -403,8 +397,8 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("linear", partial(_linear, biased=True), "bias", asks=("biases",))
     yield OpCheck("tied_head", partial(_linear, method="tied"))
     for activation in ("silu", "gelu_tanh", "gelu"):
-        yield OpCheck("gated_linear", partial(_gated_linear, activation=activation), activation)
-    yield OpCheck("gate_up, gate", _gate_up)
+        yield OpCheck("gated_linear", partial(_gated, activation=activation), activation)
+    yield OpCheck("gate_up, gate", partial(_gated, activation="silu", apart=True))
     yield OpCheck("lora", _lora)
     yield OpCheck("logits_of", partial(_linear, method="logits_of"))
     yield OpCheck("add", _add)
@@ -447,4 +441,3 @@ def _checks() -> Iterator[OpCheck]:
 
 
 CHECKS: Final = tuple(_checks())
-"""In the order of the table."""

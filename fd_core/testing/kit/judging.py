@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model
@@ -17,12 +16,11 @@ from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.philox import uniform
 from fd_core.runner.sampling.sampler import Sampler
 from fd_core.testing.kit.target import Target
+from fd_core.testing.models.arrays import Floats
 from fd_core.testing.models.checkpoints import ENGINE_CASE
 from fd_core.testing.models.paged import PagedDriver
 from fd_core.testing.stepping.texts import run
 from fd_core.types import Admission, IntArray, RequestSpec, TokenLogprobs
-
-Floats = npt.NDArray[np.float32]
 
 MARGIN: Final[Mapping[str, float]] = {"float32": 0.0, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
 """A text may part from the oracle's only where its best logit leads by at most this much, by `Target.precision`.
@@ -43,6 +41,7 @@ _ALONE: Final[Mapping[str, Any]] = {
     "structured_output": True,
 }
 _KNOWN: dict[tuple[tuple[str, ...], bytes], list[int]] = {}
+_JUDGES: dict[tuple[str, tuple[str, ...], str], Judge] = {}
 SCORE_MARGIN: Final[Mapping[str, float]] = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
 """Largest error of a log-probability by `Target.precision`."""
 _FLOAT32_MARGIN: Final = 1e-3
@@ -158,9 +157,14 @@ class Judge:
         self.texts: dict[str, list[int]] = texts.tokens
         self.scores: dict[str, list[TokenLogprobs]] = texts.scores
 
-    def use(self, target: Target) -> None:
-        """Judge what another target with the same oracle and dtype delivers."""
-        self._target = target
+    @staticmethod
+    def of(target: Target, name: str, case: str, specs: Sequence[RequestSpec], **settings: Any) -> Judge:
+        """Return the judge of a test; the oracle's texts are computed once in a process."""
+        key = name, target.right, target.ops.dtype
+        if key not in _JUDGES:
+            _JUDGES[key] = Judge(target, case, specs, **settings)
+        _JUDGES[key]._target = target
+        return _JUDGES[key]
 
     def whole(self) -> list[list[int]]:
         """Return prompts with their right texts, for a drafter that knows them."""

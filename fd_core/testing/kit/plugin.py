@@ -35,13 +35,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "law(rule, ...): holds these rules of the law, docs/understand/law.md")
 
 
+def rules_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return the rules of the law that a test holds."""
+    return tuple(rule for mark in item.iter_markers("law") for rule in mark.args)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add to the report of a failed test the rules that it holds, word for word."""
     report = yield
-    rules = [rule for mark in item.iter_markers("law") for rule in mark.args]
+    rules = rules_of(item)
     if rules and call.when == "call" and report.failed:
         from fd_core.testing.kit.law import RULES
 

@@ -48,15 +48,12 @@ class LauncherSuite:
         return found
 
     def seen(self, process: LaunchedProcess) -> dict[str, Any]:
-        """Return what the process announces that it sees."""
-        seen: dict[str, Any] = json.loads(self.announced_by(process))
-        return seen
-
-    def announced_by(self, process: LaunchedProcess) -> str:
+        """Wait for what the process announces that it sees."""
         self.until(lambda: process.announced() is not None or process.exit_code() is not None)
         announced = process.announced()
         assert announced is not None, process.reason()
-        return announced
+        seen: dict[str, Any] = json.loads(announced)
+        return seen
 
     def test_a_process_announces_itself_and_runs(self, launching: Launcher) -> None:
         (process,) = launching.start([self.spec("one", "stay", "a b", "{c}")])

@@ -87,6 +87,12 @@ class ParserTarget:
         return tuple(self.cls.markers)
 
     @property
+    def half_markers(self) -> list[str]:
+        """Beginnings of markers that hold no whole one."""
+        halves = [marker[:size] for marker in self.markers for size in range(1, len(marker))]
+        return [half for half in halves if not any(marker in half for marker in self.markers)]
+
+    @property
     def patience(self) -> int:
         """How many characters may be held back where a marker may have begun."""
         return max((len(marker) for marker in self.markers), default=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -62,22 +62,13 @@ def find_postprocessor(text: str) -> PostprocessTarget:
     return PostprocessTarget(name, target.postprocess, target.ops, target.backend.describe(), target.emulated)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """What one step sampled, on the host."""
+class SampledRows(NamedTuple):
+    """What one step sampled, on the host: int32[N, 1 + k], int32[N], int32[N] and int32[M]."""
 
     sampled: IntArray
-    """int32[N, 1 + k]"""
     accepted: IntArray
-    """int32[N]"""
     slots: IntArray
-    """int32[N]"""
     revoked: IntArray
-    """int32[M]"""
-
-    @property
-    def parts(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        return self.sampled, self.accepted, self.slots, self.revoked
 
 
 def random_rows(rng: np.random.Generator, slots: int, k: int, rows: int, revoked: int) -> SampledRows:
@@ -115,12 +106,11 @@ class Matrices:
         Memory that was given back meanwhile, and is not written, tells of tokens 7.
         """
         self._ops.from_host(np.full((self._slots, 1 + self._k), 7, np.int32))
-        return tuple(self._ops.from_host(each.copy()) for each in rows.parts)
+        return tuple(self._ops.from_host(each.copy()) for each in rows)
 
     def compute(self, given: tuple[Array, ...]) -> Array:
         """Return the matrix of a step, on the device."""
-        sampled, accepted, slots, revoked = given
-        return self._postprocess.token_matrix(sampled, accepted, slots, revoked)
+        return self._postprocess.token_matrix(*given)
 
     def begin(self, rows: SampledRows) -> Array:
         return self.compute(self.upload(rows))

@@ -28,15 +28,11 @@ SECTIONS: Final = (
     "scale",
 )
 """Sections in order; each is a file or a folder of `fd_core.testing.suite`."""
-SCHEDULER_SECTIONS: Final = ("signals", "budget", "blocks", "golden", "storage", "pairs")
-"""Sections of the kit for schedulers; each is a file of `fd_core.testing.schedulers.suite`."""
 OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
     "1": "the postprocessor writes the matrix: fdcore conformance --postprocess",
     "6": "connectors seal and pace what travels between workers: fd_core.testing.connectors",
 }
 """Rules that no scheduler can break, with what keeps them."""
-POSTPROCESS_SECTIONS: Final = ("matrix", "flight", "device")
-"""Sections of the kit for postprocessors; each is a file of `fd_core.testing.postprocessors.suite`."""
 PARSER_SECTIONS: Final = ("cuts", "waiting", "characters", "ends")
 """Sections of the kit for parsers, beside one for each kind; each is a file of `fd_core.testing.parsers.suite`."""
 _BLAMED: Final = re.compile(r"law ([\d., ]+): ")

@@ -24,8 +24,6 @@ from fd_core.testing.kit.target import environment_of, find_target
 from fd_core.testing.report.model import (
     OF_OTHERS_THAN_SCHEDULERS,
     PARSER_SECTIONS,
-    POSTPROCESS_SECTIONS,
-    SCHEDULER_SECTIONS,
     SECTIONS,
     Card,
     ConformanceReport,
@@ -39,12 +37,11 @@ class Kit:
     """A suite of cases for one kind of plugin."""
 
     suite: str
-    """The package."""
     option: str
-    """Names what is tested."""
     quick: tuple[str, ...]
     """Arguments that leave out what takes long."""
     sections: tuple[str, ...]
+    """Each is a file, or a folder, of the suite."""
     find: Callable[[str], object]
     """Finds what is tested, without importing it. Raises `FdError`."""
     others: Mapping[str, str] = field(default_factory=dict)
@@ -55,27 +52,25 @@ def _found(kind: Kind[Any]) -> Callable[[str], object]:
     return lambda name: installed_plugins().find(kind, name)
 
 
-def _postprocessor(text: str) -> object:
-    return installed_plugins().find(POSTPROCESS, text.partition(":")[0])
-
-
 BACKENDS: Final = Kit("fd_core.testing.suite", "--fd-backend", ("-m", "not fd_scale"), SECTIONS, find_target)
-SCHEDULERS: Final = Kit(
-    "fd_core.testing.schedulers.suite",
-    "--fd-scheduler",
-    ("--fd-quick",),
-    SCHEDULER_SECTIONS,
-    _found(SCHEDULER),
-    OF_OTHERS_THAN_SCHEDULERS,
-)
-POSTPROCESSORS: Final = Kit(
-    "fd_core.testing.postprocessors.suite", "--fd-postprocess", (), POSTPROCESS_SECTIONS, _postprocessor
-)
 _PARSERS: Final = "fd_core.testing.parsers.suite"
 KITS: Final = (
     BACKENDS,
-    SCHEDULERS,
-    POSTPROCESSORS,
+    Kit(
+        "fd_core.testing.schedulers.suite",
+        "--fd-scheduler",
+        ("--fd-quick",),
+        ("signals", "budget", "blocks", "golden", "storage", "pairs"),
+        _found(SCHEDULER),
+        OF_OTHERS_THAN_SCHEDULERS,
+    ),
+    Kit(
+        "fd_core.testing.postprocessors.suite",
+        "--fd-postprocess",
+        (),
+        ("matrix", "flight", "device"),
+        lambda text: installed_plugins().find(POSTPROCESS, text.partition(":")[0]),
+    ),
     Kit(_PARSERS, "--fd-tool-parser", (), (*PARSER_SECTIONS, "calls"), _found(TOOL_PARSER)),
     Kit(_PARSERS, "--fd-reasoning-parser", (), (*PARSER_SECTIONS, "reasoning"), _found(REASONING_PARSER)),
 )
@@ -83,7 +78,6 @@ KITS: Final = (
 
 _QUIET_SECONDS: Final = 600.0
 """Seconds without a new result after which the suite counts as hanging."""
-_USAGE_CODES: Final = {1, 0}
 RunProgress = Callable[[str, int, int], None]
 """Called with (target, tests done, tests that failed)."""
 
@@ -189,12 +183,11 @@ class _Run:
                     section=running.section, test=running.test, outcome="fail", reason=f"it {how}"
                 )
             error = f"{'a test' if running is None else running.test} {how}; what follows it was not run"
-        elif code not in _USAGE_CODES:
+        elif code not in (0, 1):
             lines = [line for line in said.splitlines() if line.strip()]
             told = [line.strip("! ").removeprefix("_pytest.outcomes.Exit: ") for line in lines if line.startswith("!")]
             error = (told or lines or ["pytest could not be run"])[-1]
-        about: dict[str, Any] = {} if self.about is None else msgspec.structs.asdict(self.about)
-        about.pop("target", None)
+        about = {} if self.about is None else msgspec.structs.asdict(self.about)
         return _card_of(
             kit,
             target,

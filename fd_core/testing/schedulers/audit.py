@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from fd_core import signals
 from fd_core.config import Limits
@@ -46,7 +46,6 @@ from fd_core.types import (
 )
 
 WHERES: Final = ("waits", "loads", "runs", "drains", "ended")
-"""Where a request can be."""
 _PATIENCE: Final = 4
 """Plans for each slot that a decode may be left out of."""
 
@@ -68,7 +67,6 @@ class Stay:
     revoked: bool = False
     ended: bool = False
     in_flight: int = 0
-    """Rows in flight."""
     drafts_ready: int | None = 0
     """Drafts that the runner holds; None while a step of this stay is in flight."""
     left_out: int = 0
@@ -163,9 +161,17 @@ class _Row:
 
 @dataclass(slots=True)
 class _InFlight:
-    plan: StepPlan
-    touched: set[int]
-    rows: list[_Row]
+    touched: set[int] = field(default_factory=set)
+    rows: list[_Row] = field(default_factory=list)
+
+
+class _Expected(NamedTuple):
+    """What a request has to be told of a step."""
+
+    request: Followed
+    tokens: tuple[int, ...] = ()
+    end: FinishReason | None = None
+    draining: bool = False
 
 
 class Auditor:
@@ -293,7 +299,7 @@ class Auditor:
         for grant in plan.grants:
             if grant.slot not in admitted or grant.offset:
                 self._grant(grant, touched)
-        step = self._in_flight[plan.step] = _InFlight(plan, set(), [])
+        step = self._in_flight[plan.step] = _InFlight()
         for row in range(len(plan.slots)):
             self._check_row(plan, row, step)
         self._check_left_out(plan, before)
@@ -601,7 +607,7 @@ class Auditor:
     def answered(self, plan: StepPlan, output: StepOutput, deltas: Sequence[Delta], effects: Effects) -> None:
         step = self._in_flight.pop(plan.step)
         outcomes = signals.read(output.tokens, output.errors)
-        expected: dict[str, tuple[Followed, tuple[int, ...], FinishReason | None, bool]] = {}
+        expected: dict[str, _Expected] = {}
         for row in step.rows:
             row.stay.in_flight -= 1
             kind, count = outcomes.kinds[row.stay.slot], int(outcomes.counts[row.stay.slot])
@@ -609,7 +615,7 @@ class Auditor:
                 continue
             request, draining = row.stay.request, row.stay.revoked
             if kind == Outcome.ERROR:
-                expected[request.name] = request, (), FinishReason.ERROR, draining
+                expected[request.name] = _Expected(request, (), FinishReason.ERROR, draining)
                 continue
             if row.start <= request.seen:
                 request.seen = max(request.seen, row.start + row.own)
@@ -617,7 +623,7 @@ class Auditor:
             told: tuple[int, ...] = ()
             if row.samples:
                 told, reason = _cut(request, outcomes.tokens[row.stay.slot, :count].tolist())
-                expected[request.name] = request, told, reason, draining
+                expected[request.name] = _Expected(request, told, reason, draining)
                 rejected = row.drafts - max(count - 1, 0)
                 row.stay.num_planned -= rejected
                 row.stay.num_computed -= rejected
@@ -631,7 +637,7 @@ class Auditor:
             request = self.stays.pop(revoked.slot).request
             request.stay = None
             if request.end is None and request.abort_wanted:
-                expected[request.name] = request, (), FinishReason.ABORT, True
+                expected[request.name] = _Expected(request, (), FinishReason.ABORT, True)
         self._check_deltas(plan, expected, deltas)
         slots = {row.stay.request.name: row.stay.slot for row in step.rows}
         for delta in deltas:
@@ -664,12 +670,7 @@ class Auditor:
         for position in range(row.start, min(row.start + count, len(request.tokens))):
             self._content[row.stay.table[position // size]][position % size] = request.mark(position)
 
-    def _check_deltas(
-        self,
-        plan: StepPlan,
-        expected: dict[str, tuple[Followed, tuple[int, ...], FinishReason | None, bool]],
-        deltas: Sequence[Delta],
-    ) -> None:
+    def _check_deltas(self, plan: StepPlan, expected: dict[str, _Expected], deltas: Sequence[Delta]) -> None:
         told: dict[str, Delta] = {}
         for delta in deltas:
             require(delta.request_id not in told, "8", f"step {plan.step} tells {delta.request_id} two deltas")
@@ -683,28 +684,19 @@ class Auditor:
                 what = f"step {plan.step} tells {delta.request_id}{', which ended,' if ended else ''} {delta.token_ids}"
                 rule = "1.7" if ended and request is not None and request.abort_wanted else "1.1"
                 require(not delta.token_ids and delta.finish_reason is None, rule, f"{what} {delta.finish_reason}")
-        failed = any(reason is FinishReason.ERROR for _, _, reason, _ in expected.values())
-        for name, (request, tokens, reason, draining) in expected.items():
-            self._check_delta(plan, request, tokens, reason, told.get(name), draining=draining, beside_error=failed)
-            request.end = reason
-            stay = request.stay
-            if reason is not None and stay is not None:
+        failed = any(each.end is FinishReason.ERROR for each in expected.values())
+        for name, each in expected.items():
+            self._check_delta(plan, each, told.get(name), beside_error=failed)
+            request, stay = each.request, each.request.stay
+            request.end = each.end
+            if each.end is not None and stay is not None:
                 stay.ended = True
                 if not stay.revoked:
                     del self.stays[stay.slot]
                     request.stay = None
 
-    def _check_delta(
-        self,
-        plan: StepPlan,
-        request: Followed,
-        tokens: tuple[int, ...],
-        reason: FinishReason | None,
-        delta: Delta | None,
-        *,
-        draining: bool,
-        beside_error: bool,
-    ) -> None:
+    def _check_delta(self, plan: StepPlan, right: _Expected, delta: Delta | None, *, beside_error: bool) -> None:
+        request, tokens, reason, draining = right
         given = () if delta is None else delta.token_ids
         what = f"step {plan.step} gave {request.name} {tokens}, and it was told {given}"
         lost = "1.9" if tokens and not all(tokens) and 0 not in given else "1.3" if beside_error else "1.1"
@@ -723,10 +715,10 @@ class Auditor:
         scores = delta.prompt_logprobs
         if tokens and not request.told_first:
             request.told_first = True
-            right = [request.read.get(place) for place in range(1, len(request.spec.prompt))]
+            read = [request.read.get(place) for place in range(1, len(request.spec.prompt))]
             found = None if scores is None else [(score.logprob, score.top_ids) for score in scores]
-            what = f"of the prompt of {request.name} there is told {found} instead of {right}"
-            require(found == (right if request.scores_prompt else None), "4", what)
+            what = f"of the prompt of {request.name} there is told {found} instead of {read}"
+            require(found == (read if request.scores_prompt else None), "4", what)
             cached = f"{request.name} began with {request.cached} tokens, and was told {delta.cached_tokens}"
             counted = request.fetches and delta.cached_tokens is not None
             require(counted or delta.cached_tokens == request.cached, "2.1", cached)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.audit import Auditor, Stay
 from fd_core.testing.schedulers.scripts import make_runner, whole_text
 from fd_core.testing.schedulers.tiers import OperationEnd, ScriptedPeers
+from fd_core.testing.stepping import SMALL
 from fd_core.testing.stepping.drafting import KnowingDrafter
-from fd_core.testing.stepping.sizes import SMALL
 from fd_core.testing.stepping.texts import Texts
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
@@ -35,8 +35,7 @@ _CHEAP_TOKENS = 1000
 _EPOCH = 3
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     plan: StepPlan
     output: StepOutput
 
@@ -87,8 +86,6 @@ class Driver:
         self.first_plan: dict[str, int] = {}
         """Plans that had been made when a request was admitted for the first time."""
 
-    # Requests -----------------------------------------------------------------------------------------------
-
     def submit(self, *specs: RequestSpec) -> None:
         for spec in specs:
             effects = self.scheduler.add(spec)
@@ -103,8 +100,6 @@ class Driver:
             self.auditor.aborted(name, delta)
             self.texts.take([] if delta is None else [delta])
             self.audit()
-
-    # Steps --------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """Plan a step and compute it; its answer is left in flight."""
@@ -225,8 +220,6 @@ class Driver:
 
     def stay_of(self, name: str) -> Stay | None:
         return self.auditor.requests[name].stay
-
-    # Audits -------------------------------------------------------------------------------------------------
 
     def audit(self) -> None:
         self.auditor.held(self.scheduler.held(), self.scheduler.request_ids())

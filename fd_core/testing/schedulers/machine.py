@@ -11,7 +11,7 @@ from fd_core.testing.schedulers.audit import WHERES
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import PROMPTS, many_specs
 from fd_core.testing.schedulers.tiers import OperationEnd, elsewhere, job_for
-from fd_core.testing.stepping.sizes import SMALL
+from fd_core.testing.stepping import SMALL
 from fd_core.types import RequestSpec
 
 _KEPT = [None, KeepKV(), KeepKV(True, True, True), KeepKV(False, True, True)]

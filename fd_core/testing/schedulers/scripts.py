@@ -34,8 +34,7 @@ def make_runner(limits: Limits, drafter: Drafter | None = None) -> Runner:
 
 def whole_text(spec: RequestSpec) -> list[int]:
     """Return everything that a request generates, what earlier epochs delivered included."""
-    plain = msgspec.structs.replace(spec, request_id="alone", delivered=(), cache_salt="", priority=0, tenant="")
-    plain = msgspec.structs.replace(plain, prefill_at="", prefill_job=None)
+    plain = RequestSpec(request_id="alone", prompt=spec.prompt, params=spec.params, eos_token_ids=spec.eos_token_ids)
     return list(_text(msgspec.json.encode(plain)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 import msgspec
 import numpy as np
@@ -94,18 +95,15 @@ class ScriptedTiers:
             self.write([block], garbage)
 
     def _find(self, lookup: Lookup, how: OperationEnd) -> Found:
-        held = 0
-        while held < len(lookup.keys) and lookup.keys[held] in self.values:
-            held += 1
-        total = how.share(held)
+        total = how.share(sum(1 for _ in takewhile(self.values.__contains__, lookup.keys)))
         return Found(lookup.operation, total // 2, total)
 
     def _load(self, load: Load, how: OperationEnd) -> Loaded:
         assert len(set(load.blocks.tolist())) == len(load.keys)
-        upto, count = how.share(len(load.keys)), 0
-        while count < upto and load.keys[count] in self.values:
-            self.write(load.blocks[count : count + 1].tolist(), self.values[load.keys[count]])
-            count += 1
+        held = list(takewhile(self.values.__contains__, load.keys[: how.share(len(load.keys))]))
+        count = len(held)
+        for key, block in zip(held, load.blocks[:count].tolist(), strict=True):
+            self.write([block], self.values[key])
         self.spoil(load.blocks[count:].tolist())
         return Loaded(load.operation, count, from_host=count // 2)
 

@@ -101,8 +101,6 @@ class RandomPlans:
         texts = [*self._waiting, *(stay.text for stay in self._stays.values())]
         self._judge.check({text.spec.request_id: text.delivered for text in texts})
 
-    # Planning ---------------------------------------------------------------------------------------------
-
     def _submit(self) -> None:
         mode = str(self._rng.choice(_MODES, p=_SHARES))
         revoked = self._revoke()
@@ -244,8 +242,6 @@ class RandomPlans:
             if mode == "one row":
                 break
         return rows
-
-    # Answers ----------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
         plan, stays = self._flying.popleft()

@@ -141,8 +141,6 @@ class Stepper:
         assert not self.probe.prefixes.num_computing
         assert not (self.probe.operations.open or self.probe.operations.effects)
 
-    # Audits -----------------------------------------------------------------------------------------------
-
     def audit(self) -> None:
         """Check slots and blocks against each other and against what is in flight."""
         self.engine.check_integrity()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,13 +57,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def target(request: pytest.FixtureRequest, checkpoints: Path) -> Target:
     if request.param not in _TARGETS:
-        _TARGETS[request.param] = chosen(request.param, lambda name: _imported(parse_target(name, checkpoints)))
+        found = chosen(request.param, lambda name: parse_target(name, checkpoints))
+        chosen(request.param, lambda _: found.cls)  # which imports it
+        _TARGETS[request.param] = found
     return _TARGETS[request.param]
-
-
-def _imported(target: Target) -> Target:
-    _ = target.cls
-    return target
 
 
 @pytest.fixture(scope="session")
@@ -90,9 +87,8 @@ def require(target: Target) -> Callable[..., None]:
 
 
 @pytest.fixture(autouse=True)
-def whole_layers_are_needed(request: pytest.FixtureRequest) -> Iterator[None]:
+def whole_layers_are_needed(request: pytest.FixtureRequest) -> None:
     """Leave out a file that says `REQUIRES = (...)` for a backend that lacks one of these."""
     needs: tuple[str, ...] = getattr(request.module, "REQUIRES", ())
     if needs:
         request.getfixturevalue("require")(*needs)
-    yield

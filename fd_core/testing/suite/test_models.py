@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from fd_core.backends.contract import AdaptableModel, Model
@@ -21,6 +20,7 @@ from fd_core.testing.kit.judging import MARGIN
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import merge_adapter, write_adapter
+from fd_core.testing.models.arrays import Floats
 from fd_core.testing.models.checkpoints import CASES, abilities_of, write_checkpoint
 from fd_core.testing.models.paged import PagedDriver, Row
 
@@ -34,7 +34,6 @@ Rounding may send a token on the verge to another expert.
 MEAN_ERROR = {"float32": 2e-5, "float16": 0.01, "bfloat16": 0.05, "packed": 0.15}
 """Mean error as a share of that deviation."""
 
-Logits = npt.NDArray[np.float32]
 WAYS = {
     "whole": (None, (1, 23, 8, 11)),
     "chunked": (5, (1, 23, 8, 11)),
@@ -54,7 +53,7 @@ def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
 @cache
 def oracle_logits(
     folder: Path, tokens: tuple[int, ...], quantization: str = "auto", adapter: Path | None = None
-) -> Logits:
+) -> Floats:
     """Return the oracle's logits of every position of one sequence by itself."""
     with open_checkpoint(folder) as checkpoint:
         model: Model = load_model(checkpoint, NumpyOps(), 64, quantization=quantization)
@@ -86,7 +85,7 @@ def loaded(target: Target, ops: Ops, folder: Path) -> Model:
 
 
 def assert_close(
-    target: Target, row: Row, expected: Logits, largest: Mapping[str, float] = LOGITS_ERROR, share: float = 1.0
+    target: Target, row: Row, expected: Floats, largest: Mapping[str, float] = LOGITS_ERROR, share: float = 1.0
 ) -> None:
     """Compare the logits of a row; `share` times as large a mean error as usual is allowed."""
     error = np.abs(np.stack(row.logits) - expected)

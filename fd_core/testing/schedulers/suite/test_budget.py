@@ -241,9 +241,6 @@ def test_three_hundred_requests_pass_through_a_pool_that_holds_five(target: Sche
     driver.run(2)
 
 
-# What waits costs nothing -------------------------------------------------------------------------------------
-
-
 def _planning_seconds(driver: Driver, plans: int) -> float:
     """Return the median thread time of plans, the answers between them not counted."""
     taken = []

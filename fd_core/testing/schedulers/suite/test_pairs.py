@@ -126,9 +126,6 @@ def test_a_lease_leaves_room_for_what_runs(target: SchedulerTarget) -> None:
     driver.run()
 
 
-# For other workers --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.law("6.2", "3.2", "3.5")
 @pytest.mark.parametrize("held", [0, 2])
 @pytest.mark.parametrize(("length", "budget"), [(3, 24), (8, 24), (37, 24), (37, 4), (37, 7)])

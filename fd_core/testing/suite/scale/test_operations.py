@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import KVShape, Norm, Ops
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.testing.models.arrays import Values, activations, assert_near, float32_of, raw, step_input
+from fd_core.testing.models.arrays import Floats, Values, activations, assert_near, float32_of, raw, step_input
 from fd_core.testing.models.layers import Geometry, LayerOn
 
 REQUIRES = ("primitives", "kv_transfer")
 
-Floats = npt.NDArray[np.float32]
 Rows = list[tuple[int, int]]
 
 SMOLLM2 = Geometry(heads=9, kv_heads=3, d=64, hidden=96, block_size=32)
