@@ -15,7 +15,7 @@ import fd_core
 from fd_core.errors import ConfigError
 from fd_core.testing.doctor.checks import CHECKS
 from fd_core.testing.doctor.model import DoctorReport, OpFinding, Outcome, PackDescribed, PackRefused, ProbeBegun
-from fd_core.testing.kit.processes import ProcessEnd, follow
+from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import parse_target
 
 _DTYPES: Final = ("float32", "bfloat16")
@@ -89,9 +89,9 @@ def _examine(
                 case OpFinding():
                     yield event
                     running, examined = None, examined + 1
-                case ProcessEnd(_, silent=True):
+                case RunEnd(_, silent=True):
                     ended = f"hangs: nothing came for {_PATIENCE:.0f} s"
-                case ProcessEnd(code) if code:
+                case RunEnd(code) if code:
                     ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
         # What a driver does at the end of a process, when all is examined, is no finding.
         if not ended or (about is not None and examined == about.checks):

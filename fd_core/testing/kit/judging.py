@@ -150,7 +150,7 @@ class Judge:
 
     def __init__(self, target: Target, case: str, specs: Sequence[RequestSpec], **settings: Any) -> None:
         """`settings` are those of the oracle's engine."""
-        self._target, self._case = target, case
+        self.target, self._case = target, case
         self.specs = {spec.request_id: spec for spec in specs}
         with target.oracle.engine(case=case, **settings) as engine:
             texts = run(engine, specs)
@@ -163,7 +163,7 @@ class Judge:
         key = name, target.right, target.ops.dtype
         if key not in _JUDGES:
             _JUDGES[key] = Judge(target, case, specs, **settings)
-        _JUDGES[key]._target = target
+        _JUDGES[key].target = target
         return _JUDGES[key]
 
     def whole(self) -> list[list[int]]:
@@ -178,22 +178,22 @@ class Judge:
 
     def check_scores(self, name: str, at: int, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
         """Compare the log-probabilities of token `at` of a text that is the oracle's up to there."""
-        right, margin = self.scores[name][at], max(SCORE_MARGIN[self._target.precision], margin_of(self._target))
+        right, margin = self.scores[name][at], max(SCORE_MARGIN[self.target.precision], margin_of(self.target))
         where = f"token {at} of {name}"
         assert abs(chosen - right.logprob) <= margin, f"{where} has {chosen}, not {right.logprob}"
         assert all(before >= after for before, after in pairwise(top)), f"{where}: not sorted: {top}"
         assert len(set(top_ids)) == len(top_ids) == len(right.top), f"{where}: alternatives {list(top_ids)}"
         errors = np.abs(np.array(top) - np.array(right.top))
         assert (errors <= margin).all(), f"{where}: {list(top)} instead of {list(right.top)}"
-        if self._target.exact and np.diff(right.top).max(initial=-1) < -2 * margin:
+        if self.target.exact and np.diff(right.top).max(initial=-1) < -2 * margin:
             assert list(top_ids)[:-1] == list(right.top_ids)[:-1], f"{where}: another order"
 
     def _check_parted(self, spec: RequestSpec, text: list[int]) -> None:
         name, right = spec.request_id, self.texts[spec.request_id]
         parted = next(at for at, token in enumerate(text) if at >= len(right) or token != right[at])
         where = f"{name} parts from the right text at token {parted} of {len(text)}"
-        assert self._target.oracle.cls.needs_checkpoint, f"{where}: {text[parted]} instead of {right[parted:][:1]}"
-        logits = _logits_of(self._target, self._case, spec, text)
+        assert self.target.oracle.cls.needs_checkpoint, f"{where}: {text[parted]} instead of {right[parted:][:1]}"
+        logits = _logits_of(self.target, self._case, spec, text)
         for at in range(parted, len(text)):
             self._check_token(spec, text, at, logits[at], where)
 
@@ -211,7 +211,7 @@ class Judge:
                 return
             if spec.params.temperature == 0.0:
                 lead = float(ops.seen.max() - ops.seen[0, text[at]])
-                allowed = max(margin_of(self._target), _FLOAT32_MARGIN)
+                allowed = max(margin_of(self.target), _FLOAT32_MARGIN)
                 assert lead <= allowed, f"{where}: at token {at} the best one leads {text[at]} by {lead:.3g}"
                 return
             if not trial and ops.may_draw(text[at], _FLOAT32_MARGIN):

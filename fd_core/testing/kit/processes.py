@@ -15,7 +15,7 @@ import msgspec
 _POLL_SECONDS: Final = 0.05
 
 
-class ProcessEnd(NamedTuple):
+class RunEnd(NamedTuple):
     """How a process ended."""
 
     code: int
@@ -36,7 +36,7 @@ def follow(
 ) -> Iterator[Any]:
     """Run a command and yield the events, of type `kind`, that it writes to `path`; a line cut off is left out.
 
-    Last comes its `ProcessEnd`. What it prints is appended to `output`. It is killed, with its children, after so many
+    Last comes its `RunEnd`. What it prints is appended to `output`. It is killed, with its children, after so many
     seconds without an event and where nobody follows it any more.
     """
     path.touch()
@@ -65,4 +65,4 @@ def follow(
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    yield ProcessEnd(process.returncode, silent)
+    yield RunEnd(process.returncode, silent)

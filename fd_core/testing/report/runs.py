@@ -19,7 +19,7 @@ import msgspec
 import fd_core
 from fd_core.errors import FdError
 from fd_core.plugins import POSTPROCESS, REASONING_PARSER, SCHEDULER, TOOL_PARSER, Kind, installed_plugins
-from fd_core.testing.kit.processes import ProcessEnd, follow
+from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import environment_of, find_target
 from fd_core.testing.report.model import (
     OF_OTHERS_THAN_SCHEDULERS,
@@ -155,14 +155,14 @@ class _Run:
     def failed(self) -> int:
         return sum(result.outcome == "fail" for result in self.results.values())
 
-    def add(self, event: RecordedEvent | ProcessEnd) -> bool:
+    def add(self, event: RecordedEvent | RunEnd) -> bool:
         """Take an event in; return whether a test ended."""
         match event:
             case BackendDescribed():
                 self.about = event
             case CaseStarted():
                 self.running = event
-            case ProcessEnd():
+            case RunEnd():
                 self.code, self.silent = event
             case CasesLeftOut():
                 self.left_out[event.section] += event.count
