@@ -153,7 +153,6 @@ class FarSide:
         return Census(*self.ask("census", 0))
 
     def kill(self) -> None:
-        """Kill the other process and wait for its end."""
         self._process.kill()
         self._process.wait()
 
@@ -167,7 +166,6 @@ class FarSide:
             self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the other process and close its pipes."""
         with self._process:
             self._process.kill()
 

@@ -184,7 +184,6 @@ class Target:
         return self.precision == "float32" and self.kv_dtype == "auto"
 
     def quantized(self) -> Target:
-        """Return the same backend with KV of 8 bits."""
         settings = {**self._settings, "kv_cache_dtype": "int8"}
         return Target(f"{self.text} with int8 KV", self.name, settings, self._folder)
 

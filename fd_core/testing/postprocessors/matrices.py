@@ -109,7 +109,6 @@ class Matrices:
         return tuple(self._ops.from_host(each.copy()) for each in rows)
 
     def compute(self, given: tuple[Array, ...]) -> Array:
-        """Return the matrix of a step, on the device."""
         return self._postprocess.token_matrix(*given)
 
     def begin(self, rows: SampledRows) -> Array:

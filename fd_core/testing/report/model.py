@@ -126,7 +126,6 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return [result for result in self.results if result.section == section and function in (None, result.function)]
 
     def counts(self, section: str, function: str | None = None) -> Counter[CaseOutcome]:
-        """Return how many tests came to which outcome."""
         return Counter(result.outcome for result in self.of(section, function))
 
 

@@ -218,11 +218,9 @@ class Auditor:
         return {block for stay in self.live for block in stay.table}
 
     def touched(self) -> set[int]:
-        """Return the blocks that a step in flight reads or writes."""
         return {block for step in self._in_flight.values() for block in step.touched}
 
     def operating(self, *kinds: type) -> set[int]:
-        """Return the blocks that operations of some kinds hold."""
         open_ones = [each for each in self._operations.values() if isinstance(each, kinds)]
         return {block for each in open_ones if not isinstance(each, Lookup) for block in each.blocks.tolist()}
 
@@ -552,7 +550,6 @@ class Auditor:
             request.is_over = True
 
     def completed(self, completion: Completion) -> None:
-        """An operation is about to be reported as over."""
         match completion:
             case Found(operation) | Saved(operation) | Sent(operation):
                 del self._operations[operation]

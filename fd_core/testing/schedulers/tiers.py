@@ -46,7 +46,6 @@ class OperationEnd(enum.Enum):
     BADLY = enum.auto()
 
     def share(self, count: int) -> int:
-        """Return how many of `count` blocks it brings about."""
         return {OperationEnd.WELL: count, OperationEnd.IN_PART: count // 2, OperationEnd.BADLY: 0}[self]
 
 
@@ -88,7 +87,6 @@ class ScriptedTiers:
         self._cache.import_blocks(np.array(blocks, np.int32), data)
 
     def spoil(self, blocks: Iterable[int]) -> None:
-        """Leave garbage in device blocks."""
         for block in blocks:
             garbage = self._cache.export_blocks(np.array([block], np.int32)).copy()
             garbage.reshape(-1)[:] = 1.5

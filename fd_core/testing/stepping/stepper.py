@@ -132,7 +132,6 @@ class Stepper:
         return request.spec.request_id
 
     def check_idle(self) -> None:
-        """Check that every gauge is back at its value at start."""
         stats = self.engine.stats()
         gauges = (stats.scheduler.slots.running, stats.scheduler.slots.waiting, stats.scheduler.slots.draining)
         assert gauges == (0, 0, 0)

@@ -188,7 +188,6 @@ class _BesideADict(RuleBasedStateMachine):
     @precondition(lambda self: type(self.door).restart is not BackDoor.restart)
     @rule()
     def restart(self) -> None:
-        """What holds the values restarts; the same store goes on."""
         self.door.restart()
         usable_again(self.store)
         if not self.survives_restart:

@@ -22,7 +22,6 @@ PLAIN = {
 
 
 def require_all(target: ParserTarget, text: str) -> None:
-    """Compare everything that is said with the text."""
     for pieces in ([text], list(text)):
         meaning = meaning_of(target.read(*pieces))
         said = meaning.content + meaning.reasoning

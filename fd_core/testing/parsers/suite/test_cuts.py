@@ -20,7 +20,6 @@ PIECES = ('{"name": "now"', ', "arguments": ', "```", "now", "weather(", *"{}[](
 
 
 def require_same(target: ParserTarget, text: str, pieces: list[str], tools: tuple[str, ...]) -> None:
-    """Compare the events of the pieces with those of the whole text."""
     found, whole = target.read(*pieces, tools=tools), target.read(text, tools=tools)
     require(found == whole, "8.1", f"the pieces {pieces!r} say {found}; as a whole they say {whole}")
 

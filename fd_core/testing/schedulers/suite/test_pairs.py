@@ -29,7 +29,6 @@ def until_fetched(driver: Driver) -> Fetch:
 
 
 def fetches(driver: Driver) -> list[Fetch]:
-    """Return the fetches that were not answered."""
     return [each for each in driver.tiers.pending if isinstance(each, Fetch)]
 
 

@@ -95,7 +95,6 @@ def batch(target: Target) -> Iterator[Batch]:
 
 
 def shuffled(count: int, seed: int, of: int = SLOTS) -> list[int]:
-    """Return so many slots in no order."""
     found: list[int] = np.random.default_rng(seed).permutation(of)[:count].tolist()
     return found
 
