@@ -40,7 +40,6 @@ def follow(
     seconds without an event and where nobody follows it any more.
     """
     path.touch()
-    changed, rest, silent = time.monotonic(), b"", False
     with (
         output.open("ab") as printed,
         path.open("rb") as file,
@@ -48,6 +47,7 @@ def follow(
             command, stdin=stdin, stdout=printed, stderr=printed, env=env, start_new_session=True
         ) as process,
     ):
+        changed, rest, silent = time.monotonic(), b"", False
         try:
             while not silent:
                 over = process.poll() is not None
