@@ -16,9 +16,7 @@ from fd_core.plugins import SCHEDULING_POLICY, installed_plugins
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest
-from fd_core.testing.schedulers import find_scheduler, kit_cases
-from fd_core.testing.schedulers.cases import SchedulerCase
-from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.schedulers import SchedulerCase, SchedulerTarget, find_scheduler, kit_cases
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "policies"

@@ -21,7 +21,7 @@ SERVES = """
 import sys
 from pathlib import Path
 
-from fd_core.testing.models.golden import Golden
+from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.target import parse_target
 from fd_core.testing.stepping.texts import greedy, run
 

@@ -6,9 +6,8 @@ import pytest
 
 from fd_core.errors import PluginError
 from fd_core.plugins import installed_plugins
-from fd_core.testing.kit.law import RULES
+from fd_core.testing.kit.law import RULES, LawBroken
 from fd_core.testing.parsers import REASONING_PARSER, TOOL_PARSER, ParserTarget, find_parser, kit_cases, target
-from fd_core.testing.schedulers.breaches import LawBroken
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.text.parsing.formats.hermes import HermesTools
 from tests.testing.wrong.parsing import WRONG

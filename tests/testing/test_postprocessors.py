@@ -9,9 +9,8 @@ from fd_core.errors import PluginError
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.torch.ops import TorchOps
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
-from fd_core.testing.kit.law import RULES
+from fd_core.testing.kit.law import RULES, LawBroken
 from fd_core.testing.postprocessors import PostprocessTarget, find_postprocessor, kit_cases
-from fd_core.testing.schedulers.breaches import LawBroken
 from tests.testing.wrong.postprocessing import WRONG
 
 CASES = {str(case): case for case in kit_cases()}

@@ -2,10 +2,9 @@
 
 import pytest
 
-from fd_core.testing.kit.law import RULES
+from fd_core.testing.kit.law import RULES, LawBroken
 from fd_core.testing.report.model import OF_OTHERS_THAN_SCHEDULERS
 from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_cases
-from fd_core.testing.schedulers.breaches import LawBroken
 from tests.testing.wrong.scheduling import WRONG
 
 pytestmark = pytest.mark.slow

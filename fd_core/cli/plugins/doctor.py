@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from fd_core.testing.doctor.model import DoctorReport, OpFinding
+    from fd_core.testing.doctor.runs import DoctorReport, OpFinding
 
 
 _ILL = 4

@@ -8,7 +8,7 @@
 
 import pytest
 
-pytest.register_assert_rewrite("fd_core.testing.connectors.suite", "fd_core.testing.connectors.transfers")
+pytest.register_assert_rewrite("fd_core.testing.connectors.suite")
 
 from fd_core.testing.connectors.suite import ConnectorSuite  # noqa: E402 -- after the call above
 from fd_core.testing.kit.requirements import OPEN, Requirement, closed  # noqa: E402 -- after the call above

@@ -1,29 +1,130 @@
-"""Connectors in another process, used like those in this process."""
+"""Connectors in another process, used like those in this process, and what each of the two processes holds."""
 
 from __future__ import annotations
 
-import itertools
+import gc
+import importlib
 import os
 import signal
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import IO, Any, Final, NamedTuple
 
 import msgspec
 
-from fd_core.disagg.connectors.contract import Bytes, Connector, ConnectorError, KVInbox, KVOutbox, PutResult
-from fd_core.testing.connectors.far_messages import Answer, Call, Census, Recipe, read, write
-from fd_core.testing.connectors.recipe import settings_of
+from fd_core.disagg.connectors.contract import (
+    Bytes,
+    Connector,
+    ConnectorError,
+    ConnectorSettings,
+    KVInbox,
+    KVOutbox,
+    PutResult,
+)
+from fd_core.kv.stores.contract import KVStore
+from fd_core.kv.stores.location import parse_location
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+class Recipe(NamedTuple):
+    """How each process makes a connector."""
+
+    cls: str
+    """`module:Class`."""
+    kv_store: str | None
+    timeout: float
+
+    def settings(self) -> ConnectorSettings:
+        """Return the settings that an engine would make the connector from."""
+        return ConnectorSettings(partial(_make_store, self.kv_store) if self.kv_store else None, self.timeout)
+
+    def make(self) -> Connector:
+        """Import the class of the connector and make one."""
+        module, _, name = self.cls.partition(":")
+        made: Connector = getattr(importlib.import_module(module), name)(self.settings())
+        return made
+
+
+def _make_store(text: str) -> KVStore:
+    from fd_core.plugins import STORE, installed_plugins
+
+    location = parse_location(text)
+    return installed_plugins().load(STORE, location.scheme)(location)
+
+
+class Census(NamedTuple):
+    """What a process holds, taken before and after a case to find leaks."""
+
+    descriptors: list[str]
+    mapped: list[str]
+    """Names of shared memory and files."""
+    threads: list[str]
+
+
+def census() -> Census:
+    """Return what this process holds; descriptors and mappings only where there is /proc."""
+    gc.collect()
+    threads = sorted(thread.name for thread in threading.enumerate())
+    own = Path("/proc/self")
+    if not own.exists():
+        return Census([], [], threads)
+    descriptors = []
+    for entry in (own / "fd").iterdir():
+        try:
+            descriptors.append(str(entry.readlink()))
+        except OSError:
+            continue  # the descriptor of the listing itself
+    lines = [line.split(maxsplit=5) for line in (own / "maps").read_text().splitlines()]
+    mapped = [line[5] for line in lines if len(line) == 6 and "s" in line[1]]
+    return Census(sorted(descriptors), sorted(mapped), threads)
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A method call on `target`, the number of a connector or an end in the other process; 0 is that process."""
+
+    method: str
+    target: int
+    arguments: tuple[Any, ...]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The answer to a call: a value, or what was raised."""
+
+    value: Any = None
+    refused: str | None = None
+    """Text of a `ConnectorError`."""
+    broken: str | None = None
+    """Type and text of another error, which no connector may raise."""
+
+
+def write(stream: IO[bytes], message: Call | Answer) -> None:
+    """Write one message."""
+    encoded = msgspec.msgpack.encode(message)
+    stream.write(_LENGTH.pack(len(encoded)) + encoded)
+    stream.flush()
+
+
+def read(stream: IO[bytes]) -> bytes | None:
+    """Read one message, not decoded yet; None if the other process is gone."""
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(header)
+    encoded = stream.read(length)
+    return encoded if len(encoded) == length else None
 
 
 class FarSide:
     """Another process with connectors."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(1)
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fd_core.testing.connectors.far_process"],
@@ -32,35 +133,26 @@ class FarSide:
             stdout=subprocess.PIPE,
         )
 
-    def ask(self, call: Call) -> Answer:
+    def ask(self, method: str, target: int, *arguments: Any) -> Any:
         """Have the other process make a call. Raises `ConnectorError` if the call did."""
-        write(cast(BinaryIO, self._process.stdin), call)
-        encoded = read(cast(BinaryIO, self._process.stdout))
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        write(self._process.stdin, Call(method, target, arguments))
+        encoded = read(self._process.stdout)
         assert encoded is not None, "the other process of the kit ended"
         answer = msgspec.msgpack.decode(encoded, type=Answer)
         if answer.refused is not None:
             raise ConnectorError(answer.refused)
         assert answer.broken is None, f"the connector raised something else than ConnectorError: {answer.broken}"
-        return answer
-
-    def number(self) -> int:
-        """Return a number for an object that is made in the other process."""
-        return next(self._numbers)
+        return answer.value
 
     def make(self, recipe: Recipe) -> Connector:
-        """Make a connector in the other process."""
-        made = self.number()
-        self.ask(Call("make", 0, made, recipe=recipe))
-        return _FarConnector(self, made, recipe)
+        return _FarConnector(self, self.ask("make", 0, *recipe), recipe)
 
     def census(self) -> Census:
-        """Return what the other process holds."""
-        counted = self.ask(Call("census", 0)).census
-        assert counted is not None
-        return counted
+        return Census(*self.ask("census", 0))
 
     def kill(self) -> None:
-        """Kill the other process and wait for its end."""
         self._process.kill()
         self._process.wait()
 
@@ -74,45 +166,25 @@ class FarSide:
             self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the other process and close its pipes."""
         with self._process:
             self._process.kill()
 
 
 class _FarConnector(Connector):
     def __init__(self, side: FarSide, number: int, recipe: Recipe) -> None:
-        super().__init__(settings_of(recipe))
+        super().__init__(recipe.settings())
         self._side, self._number = side, number
 
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
-        call = Call(
-            "open_inbox",
-            self._number,
-            self._side.number(),
-            lease=lease,
-            first=pieces.start,
-            stop=pieces.stop,
-            window=window,
-            value_bytes=value_bytes,
-        )
-        return _FarInbox(self._side, call.made, self._side.ask(call).data)
+        limits = pieces.start, pieces.stop, window, value_bytes
+        return _FarInbox(self._side, *self._side.ask("open_inbox", self._number, lease, *limits))
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
-        call = Call(
-            "open_outbox",
-            self._number,
-            self._side.number(),
-            lease=lease,
-            address=address,
-            window=window,
-            value_bytes=value_bytes,
-        )
-        self._side.ask(call)
-        return _FarOutbox(self._side, call.made)
+        return _FarOutbox(self._side, self._side.ask("open_outbox", self._number, lease, address, window, value_bytes))
 
     def close(self) -> None:
-        self._side.ask(Call("close", self._number))
-        self._side.ask(Call("forget", self._number))
+        self._side.ask("close", self._number)
+        self._side.ask("forget", self._number)
 
 
 class _FarInbox(KVInbox):
@@ -120,14 +192,14 @@ class _FarInbox(KVInbox):
         self._side, self._number, self.address = side, number, address
 
     def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
-        buffers = tuple(bytes(frame) for frame in frames)
-        return self._side.ask(Call("take", self._number, index=index, reference=reference, buffers=buffers)).data
+        value: bytes = self._side.ask("take", self._number, index, reference, [bytes(frame) for frame in frames])
+        return value
 
     def done(self, index: int, reference: bytes) -> None:
-        self._side.ask(Call("done", self._number, index=index, reference=reference))
+        self._side.ask("done", self._number, index, reference)
 
     def close(self) -> None:
-        self._side.ask(Call("close", self._number))
+        self._side.ask("close", self._number)
 
 
 class _FarOutbox(KVOutbox):
@@ -135,9 +207,8 @@ class _FarOutbox(KVOutbox):
         self._side, self._number = side, number
 
     def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
-        buffers = tuple(bytes(part) for part in parts)
-        answer = self._side.ask(Call("put", self._number, index=index, buffers=buffers))
-        return PutResult(answer.data, answer.frames)
+        reference, frames = self._side.ask("put", self._number, index, [bytes(part) for part in parts])
+        return PutResult(reference, tuple(frames))
 
     def close(self) -> None:
-        self._side.ask(Call("close", self._number))
+        self._side.ask("close", self._number)

@@ -9,9 +9,7 @@ from typing import Any
 import msgspec
 
 from fd_core.disagg.connectors.contract import ConnectorError
-from fd_core.testing.connectors.far_messages import Answer, Call, read, write
-from fd_core.testing.connectors.holdings import census
-from fd_core.testing.connectors.recipe import make_connector
+from fd_core.testing.connectors.far import Answer, Call, Recipe, census, read, write
 
 
 class _Far:
@@ -20,41 +18,38 @@ class _Far:
 
     def answer(self, call: Call) -> Answer:
         try:
-            return self._do(call)
+            return Answer(self._do(call.method, self._made.get(call.target), call.target, *call.arguments))
         except ConnectorError as error:
             return Answer(refused=str(error))
         except Exception as error:  # noqa: BLE001 -- told to the test, which fails
             return Answer(broken=f"{type(error).__name__}: {error}")
 
-    def _do(self, call: Call) -> Answer:
-        target: Any = self._made.get(call.target)
-        data: bytes = b""
-        frames: tuple[bytes, ...] = ()
-        match call.method:
-            case "make" if call.recipe is not None:
-                self._made[call.made] = make_connector(call.recipe)
-            case "open_inbox":
-                pieces = range(call.first, call.stop)
-                inbox = target.open_inbox(call.lease, pieces=pieces, window=call.window, value_bytes=call.value_bytes)
-                self._made[call.made], data = inbox, inbox.address
-            case "open_outbox":
-                self._made[call.made] = target.open_outbox(
-                    call.lease, call.address, window=call.window, value_bytes=call.value_bytes
-                )
-            case "put":
-                put = target.put(call.index, call.buffers)
-                data, frames = put.reference, tuple(bytes(frame) for frame in put.frames)
-            case "take":
-                data = bytes(target.take(call.index, call.reference, call.buffers))
-            case "done":
-                target.done(call.index, call.reference)
-            case "close":
-                target.close()
-            case "forget":
-                del self._made[call.target]
-            case "census":
-                return Answer(census=census())
-        return Answer(data, frames)
+    def _do(self, method: str, target: Any, number: int, *arguments: Any) -> Any:
+        match method, *arguments:
+            case "make", *parts:
+                return self._keep(Recipe(*parts).make())
+            case "open_inbox", lease, first, stop, window, value_bytes:
+                inbox = target.open_inbox(lease, pieces=range(first, stop), window=window, value_bytes=value_bytes)
+                return self._keep(inbox), inbox.address
+            case "open_outbox", lease, address, window, value_bytes:
+                return self._keep(target.open_outbox(lease, address, window=window, value_bytes=value_bytes))
+            case "put", index, parts:
+                put = target.put(index, tuple(parts))
+                return put.reference, [bytes(frame) for frame in put.frames]
+            case "take", index, reference, frames:
+                return bytes(target.take(index, reference, tuple(frames)))
+            case "forget", *_:
+                del self._made[number]
+            case "census", *_:
+                return census()
+            case _:
+                getattr(target, method)(*arguments)
+        return None
+
+    def _keep(self, made: Any) -> int:
+        number = max(self._made, default=0) + 1
+        self._made[number] = made
+        return number
 
 
 def _main() -> None:

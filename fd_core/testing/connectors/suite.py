@@ -8,9 +8,10 @@ may have left nothing outside of them.
 from __future__ import annotations
 
 import random
-import threading
+import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -19,12 +20,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, Bytes, Connector, ConnectorError, KVInbox, KVOutbox
-from fd_core.testing.connectors.far import FarSide
-from fd_core.testing.connectors.far_messages import Recipe
-from fd_core.testing.connectors.holdings import census, more
-from fd_core.testing.connectors.recipe import make_connector
-from fd_core.testing.connectors.transfers import SLACK, VALUE_BYTES, carry, garbage, new_lease, put, value_of
+from fd_core.disagg.connectors.contract import (
+    MAX_ADDRESS_BYTES,
+    MAX_REFERENCE_BYTES,
+    Bytes,
+    Connector,
+    ConnectorError,
+    KVInbox,
+    KVOutbox,
+    PutResult,
+)
+from fd_core.testing.connectors.far import FarSide, Recipe, census
 
 WINDOW = 4
 PIECES = range(3, 40)
@@ -41,6 +47,62 @@ _FAR = pytest.StashKey[FarSide]()
 _WARM = pytest.StashKey[set[str]]()
 
 OpenBoth = Callable[..., tuple[KVInbox, KVOutbox]]
+
+VALUE_BYTES = 720 * 1024 + 80
+"""Size of a real value: the sealed KV of a block."""
+SLACK = 1.5
+"""Seconds by which a call may be late on a busy machine."""
+
+
+def new_lease() -> str:
+    """Return a name for a lease, as the core makes them."""
+    return secrets.token_hex(16)
+
+
+def value_of(index: int, length: int) -> bytes:
+    """Return the value of `length` bytes that belongs to an index; each index has another."""
+    return random.Random(index * 1_000_003 + length).randbytes(length)  # noqa: S311 -- must be the same each time
+
+
+def put(outbox: KVOutbox, index: int, value: bytes) -> PutResult:
+    """Put a value in two parts, as the core does, and check what comes back."""
+    done = outbox.put(index, (value[:80], value[80:]))
+    assert isinstance(done.reference, bytes)
+    assert len(done.reference) <= MAX_REFERENCE_BYTES
+    return PutResult(done.reference, tuple(bytes(frame) for frame in done.frames))
+
+
+def carry(
+    inbox: KVInbox, outbox: KVOutbox, values: Sequence[bytes], first: int, window: int, chance: random.Random
+) -> None:
+    """Carry values in a random order that the window allows, and compare what arrives, when taken and when done."""
+    left = dict(enumerate(values, first))
+    unsent, announced, taken = list(left), dict[int, PutResult](), dict[int, Bytes]()
+    while left:
+        moves = [("take", index) for index in announced if index not in taken]
+        moves += [("done", index) for index in taken]
+        if unsent and len(announced) < window:
+            moves.append(("put", unsent[0]))
+        move, index = chance.choice(moves)
+        if move == "put":
+            announced[index] = put(outbox, unsent.pop(0), left[index])
+        elif move == "take":
+            taken[index] = inbox.take(index, *announced[index])
+            assert bytes(taken[index]) == left[index], f"piece {index} did not arrive as it was sent"
+        else:
+            assert bytes(taken.pop(index)) == left.pop(index), f"piece {index} changed before it was done"
+            inbox.done(index, announced.pop(index).reference)
+
+
+def garbage(truth: bytes) -> st.SearchStrategy[bytes]:
+    """Return a strategy for bytes that a stranger may send in place of `truth`, random or similar to it."""
+
+    def bent(change: tuple[int, int, bytes]) -> bytes:
+        start, length, text = change
+        return truth[:start] + text + truth[start + length :]
+
+    changes = st.tuples(st.integers(0, len(truth)), st.integers(0, 8), st.binary(max_size=8))
+    return st.one_of(st.binary(max_size=80), st.just(b"x" * 5000), changes.map(bent)).filter(lambda it: it != truth)
 
 
 class ConnectorSuite:
@@ -86,7 +148,7 @@ class ConnectorSuite:
         if recipe.cls not in warm:
             warm.add(recipe.cls)
             with suppress(ConnectorError):
-                near, other = make_connector(recipe), side.make(recipe)
+                near, other = recipe.make(), side.make(recipe)
                 for decode, prefill in ((near, other), (other, near)):
                     inbox, outbox = _opened(decode, prefill)
                     carry(inbox, outbox, [b"first"], PIECES.start, WINDOW, random.Random(0))  # noqa: S311
@@ -106,7 +168,7 @@ class ConnectorSuite:
     @pytest.fixture(params=["the prefill side is far", "the decode side is far"])
     def sides(self, request: pytest.FixtureRequest, far: FarSide, recipe: Recipe) -> tuple[Connector, Connector]:
         """Connectors of the decode side and the prefill side, in two processes."""
-        near, other = make_connector(recipe), far.make(recipe)
+        near, other = recipe.make(), far.make(recipe)
         request.addfinalizer(other.close)
         request.addfinalizer(near.close)
         return (near, other) if request.param.startswith("the prefill") else (other, near)
@@ -130,9 +192,9 @@ class ConnectorSuite:
         before, before_far, before_outside = census(), far.census(), self.left_behind(kv_store)
         yield
         for then, there in ((before, census()), (before_far, far.census())):
-            assert more(there.descriptors, then.descriptors) == [], "descriptors are left open"
-            assert more(there.mapped, then.mapped) == [], "memory is left mapped"
-            assert more(there.threads, then.threads) == [], "threads are left running"
+            assert _more(there.descriptors, then.descriptors) == [], "descriptors are left open"
+            assert _more(there.mapped, then.mapped) == [], "memory is left mapped"
+            assert _more(there.threads, then.threads) == [], "threads are left running"
         assert self.left_behind(kv_store) - before_outside == set()
 
     # Values
@@ -217,28 +279,21 @@ class ConnectorSuite:
 
     @pytest.mark.law("6.1")
     def test_one_connector_serves_threads_with_a_lease_each(self, recipe: Recipe) -> None:
-        decode, prefill = make_connector(recipe), make_connector(recipe)
-        problems: list[BaseException] = []
+        decode, prefill = recipe.make(), recipe.make()
 
         def work(number: int) -> None:
-            try:
-                inbox, outbox = _opened(decode, prefill, value_bytes=50_000)
-                values = [value_of(100 * number + index, 50_000) for index in range(10)]
-                carry(inbox, outbox, values, PIECES.start, WINDOW, random.Random(number))  # noqa: S311
-                outbox.close()
-                inbox.close()
-            except BaseException as error:  # noqa: BLE001 -- the test raises it again
-                problems.append(error)
+            inbox, outbox = _opened(decode, prefill, value_bytes=50_000)
+            values = [value_of(100 * number + index, 50_000) for index in range(10)]
+            carry(inbox, outbox, values, PIECES.start, WINDOW, random.Random(number))  # noqa: S311
+            outbox.close()
+            inbox.close()
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            done = [pool.submit(work, number) for number in range(4)]
         prefill.close()
         decode.close()
-        for problem in problems:
-            raise problem
+        for each in done:
+            each.result()
 
     # What others send
 
@@ -350,7 +405,7 @@ class ConnectorSuite:
     @pytest.mark.law("6.3")
     @pytest.mark.parametrize("told", [0, 2, WINDOW], ids=lambda told: f"{told} of {WINDOW} pieces announced")
     def test_the_prefill_side_is_killed(self, recipe: Recipe, doomed: FarSide, told: int) -> None:
-        decode = make_connector(recipe)
+        decode = recipe.make()
         inbox, outbox = _opened(decode, doomed.make(recipe))
         there = [put(outbox, index, value_of(index, 1000)) for index in PIECES[:WINDOW]]
         doomed.kill()
@@ -364,7 +419,7 @@ class ConnectorSuite:
     @pytest.mark.law("6.3")
     @pytest.mark.parametrize("taken", [0, 2])
     def test_the_decode_side_is_killed(self, recipe: Recipe, doomed: FarSide, taken: int) -> None:
-        prefill = make_connector(recipe)
+        prefill = recipe.make()
         inbox, outbox = _opened(doomed.make(recipe), prefill)
         for index in PIECES[: WINDOW - 1]:
             there = put(outbox, index, value_of(index, 1000))
@@ -379,7 +434,7 @@ class ConnectorSuite:
 
     @pytest.mark.law("6.3")
     def test_the_decode_side_is_gone_before_the_prefill_side_begins(self, recipe: Recipe, doomed: FarSide) -> None:
-        lease, prefill = new_lease(), make_connector(recipe)
+        lease, prefill = new_lease(), recipe.make()
         decode = doomed.make(recipe)
         address = decode.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES).address
         doomed.kill()
@@ -389,7 +444,7 @@ class ConnectorSuite:
 
     @pytest.mark.law("6")
     def test_no_call_waits_for_a_side_that_stands_still(self, recipe: Recipe, doomed: FarSide) -> None:
-        prefill = make_connector(recipe)
+        prefill = recipe.make()
         inbox, outbox = _opened(doomed.make(recipe), prefill)
         with doomed.stopped():
             for index in PIECES[:WINDOW]:
@@ -400,6 +455,11 @@ class ConnectorSuite:
             outbox.close()
         inbox.close()
         prefill.close()
+
+
+def _more(there: list[str], then: list[str]) -> list[str]:
+    """Return the names that are `there` more often than they were `then`."""
+    return [one for one in set(there) if there.count(one) > then.count(one)]
 
 
 def _opened(

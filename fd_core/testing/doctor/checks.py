@@ -14,7 +14,16 @@ from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, Ro
 from fd_core.ops.numpy.kv_int8 import dequantize_kv
 from fd_core.ops.weights import ITEM_BYTES, LowRank
 from fd_core.runner.inputs.inputs import adapter_rows
-from fd_core.testing.models.arrays import Values, activations, on_device, penalty_input, raw, sample_input, step_input
+from fd_core.testing.models.arrays import (
+    Values,
+    activations,
+    float32_of,
+    on_device,
+    penalty_input,
+    raw,
+    sample_input,
+    step_input,
+)
 from fd_core.testing.models.layers import Geometry, LayerOn
 
 
@@ -108,19 +117,15 @@ def _embedding(ops: Ops, size: Size) -> Prepared:
     return Prepared(lambda: ops.embedding(prepared, ids, 2.0), moved)
 
 
-def _rows(ops: Ops, size: Size, make: Values, width: int) -> Array:
-    return activations(ops, make(size.tokens, width))
-
-
 def _rms_norm(ops: Ops, size: Size) -> Prepared:
     make, hidden = Values(), size.geometry.hidden
-    x, norm = _rows(ops, size, make, hidden), Norm(ops.prepare_vector(make(hidden)), 1e-5)
+    x, norm = activations(ops, make(size.tokens, hidden)), Norm(ops.prepare_vector(make(hidden)), 1e-5)
     return Prepared(lambda: ops.rms_norm(x, norm), 2 * size.tokens * hidden * _width(ops))
 
 
 def _linear(ops: Ops, size: Size, method: str = "linear", biased: bool = False) -> Prepared:
     make, hidden, inner = Values(), size.geometry.hidden, size.geometry.inner
-    x = _rows(ops, size, make, hidden)
+    x = activations(ops, make(size.tokens, hidden))
     parts = [raw(make(inner, hidden, scale=hidden**-0.5)) for _ in range(2)]
     biases = [raw(make(inner)) for _ in range(2)] if biased else None
     weight = ops.tied_head(ops.prepare_embedding(parts[0]), parts[0]) if method == "tied" else None
@@ -132,26 +137,20 @@ def _linear(ops: Ops, size: Size, method: str = "linear", biased: bool = False) 
     return Prepared(lambda: ops.linear(x, weight), moved)
 
 
-def _gated_linear(ops: Ops, size: Size, activation: Activation) -> Prepared:
+def _gated(ops: Ops, size: Size, activation: Activation, apart: bool = False) -> Prepared:
+    """A gated linear, or what it yields before it is activated, and the activation."""
     make, hidden, inner = Values(), size.geometry.hidden, size.geometry.inner
-    x = _rows(ops, size, make, hidden)
-    parts = [raw(make(inner, hidden, scale=hidden**-0.5)) for _ in range(2)]
-    weight = ops.prepare_linear(parts, gated=True)
-    moved = (2 * hidden * inner + size.tokens * (hidden + inner)) * _width(ops)
-    return Prepared(lambda: ops.gated_linear(x, weight, activation), moved)
-
-
-def _gate_up(ops: Ops, size: Size) -> Prepared:
-    make, hidden, inner = Values(), size.geometry.hidden, size.geometry.inner
-    x = _rows(ops, size, make, hidden)
+    x = activations(ops, make(size.tokens, hidden))
     weight = ops.prepare_linear([raw(make(inner, hidden, scale=hidden**-0.5)) for _ in range(2)], gated=True)
-    moved = (2 * hidden * inner + size.tokens * (hidden + 5 * inner)) * _width(ops)
-    return Prepared(lambda: ops.gate(ops.gate_up(x, weight), "silu"), moved)
+    moved = (2 * hidden * inner + size.tokens * (hidden + (5 if apart else 1) * inner)) * _width(ops)
+    if apart:
+        return Prepared(lambda: ops.gate(ops.gate_up(x, weight), activation), moved)
+    return Prepared(lambda: ops.gated_linear(x, weight, activation), moved)
 
 
 def _lora(ops: Ops, size: Size) -> Prepared:
     make, hidden, adapters, rank = Values(), size.geometry.hidden, 2, 8
-    y, x = (_rows(ops, size, make, hidden) for _ in range(2))
+    y, x = (activations(ops, make(size.tokens, hidden)) for _ in range(2))
     parts = [
         LowRank(make(rank, hidden, scale=hidden**-0.5), make(hidden, rank, scale=rank**-0.5)) for _ in range(adapters)
     ]
@@ -164,7 +163,7 @@ def _lora(ops: Ops, size: Size) -> Prepared:
 
 def _add(ops: Ops, size: Size) -> Prepared:
     make, hidden = Values(), size.geometry.hidden
-    x, y = _rows(ops, size, make, hidden), _rows(ops, size, make, hidden)
+    x, y = activations(ops, make(size.tokens, hidden)), activations(ops, make(size.tokens, hidden))
     return Prepared(lambda: ops.add(x, y), 3 * size.tokens * hidden * _width(ops))
 
 
@@ -188,16 +187,18 @@ def _kept(ops: Ops, layer: LayerOn) -> int:
     return shape.num_kv_heads * shape.stored_head * (1 if shape.quantized else _width(ops))
 
 
-def _heads(ops: Ops, layer: LayerOn) -> tuple[Array, Array, Array]:
+def _queries_keys_values(ops: Ops, layer: LayerOn) -> Array:
     g = layer.g
-    return ops.split_heads(activations(ops, Values(1)(layer.tokens, (g.heads + 2 * g.kv_heads) * g.d)), layer.heads)
+    return activations(ops, Values(1)(layer.tokens, (g.heads + 2 * g.kv_heads) * g.d))
+
+
+def _heads(ops: Ops, layer: LayerOn) -> tuple[Array, Array, Array]:
+    return ops.split_heads(_queries_keys_values(ops, layer), layer.heads)
 
 
 def _split_heads(ops: Ops, size: Size) -> Prepared:
     layer = _layer(ops, size)
-    g = layer.g
-    width = (g.heads + 2 * g.kv_heads) * g.d
-    x = activations(ops, Values(1)(layer.tokens, width))
+    x = _queries_keys_values(ops, layer)
     return Prepared(lambda: ops.split_heads(x, layer.heads), 0, lambda found: found)
 
 
@@ -231,10 +232,7 @@ def _blocks(layer: LayerOn) -> npt.NDArray[Any]:
 def _exported(ops: Ops, layer: LayerOn) -> Array:
     """Return what the cache holds, as float32 on the device."""
     held = layer.cache.export_blocks(_blocks(layer))
-    if held.dtype == np.int8:
-        floats = dequantize_kv(held)
-    else:
-        floats = held if held.dtype == np.float32 else (held.astype(np.uint32) << 16).view(np.float32)
+    floats = dequantize_kv(held) if held.dtype == np.int8 else float32_of(held)
     return ops.from_host(floats.reshape(len(floats), -1).copy())
 
 
@@ -289,36 +287,26 @@ def _settle(ops: Ops, size: Size) -> Prepared:
 def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
     layer = _layer(ops, size)
     g, tokens = layer.g, layer.tokens
-    x = activations(ops, layer.x)
-    weights: int
-    if method == "attention_inputs":
-        weights, wide = g.hidden * (g.heads + 2 * g.kv_heads) * g.d, g.hidden + (g.heads + 2 * g.kv_heads) * g.d
+    x, heads = activations(ops, layer.x), (g.heads + 2 * g.kv_heads) * g.d
 
-        def call() -> Any:
-            return ops.attention_inputs(x, layer.norm, layer.qkv, layer.heads, layer.kv, layer.step)
+    def prepared(call: Callable[[], Any], weights: int, wide: int) -> Prepared:
+        return Prepared(call, (weights + tokens * wide) * _width(ops))
 
-    elif method == "project_residual":
-        a = activations(ops, Values(2)(tokens, g.heads * g.d))
-        weights, wide = g.hidden * g.heads * g.d, 2 * g.hidden + g.heads * g.d
-
-        def call() -> Any:
-            return ops.settle(ops.project_residual(a, layer.output, x))
-
-    elif method == "mlp_inputs":
-        weights, wide = 2 * g.hidden * g.inner, g.hidden + g.inner
-
-        def call() -> Any:
-            return ops.mlp_inputs(x, layer.norm, layer.gate_up, "silu")
-
-    else:
-        rows = ops.from_host(np.arange(tokens, dtype=np.int32)[::-1].copy())
-        weights, wide = g.hidden * g.inner, g.hidden + g.inner
-        head = ops.prepare_linear([raw(Values(3)(g.inner, g.hidden, scale=g.hidden**-0.5))])
-
-        def call() -> Any:
-            return ops.logits(x, layer.norm, head, rows)
-
-    return Prepared(call, (weights + tokens * wide) * _width(ops))
+    match method:
+        case "attention_inputs":
+            inputs = partial(ops.attention_inputs, x, layer.norm, layer.qkv, layer.heads, layer.kv, layer.step)
+            return prepared(inputs, g.hidden * heads, g.hidden + heads)
+        case "project_residual":
+            inner = g.heads * g.d
+            a = activations(ops, Values(2)(tokens, inner))
+            project = partial(ops.project_residual, a, layer.output, x)
+            return prepared(lambda: ops.settle(project()), g.hidden * inner, 2 * g.hidden + inner)
+        case "mlp_inputs":
+            gated = partial(ops.mlp_inputs, x, layer.norm, layer.gate_up, "silu")
+            return prepared(gated, 2 * g.hidden * g.inner, g.hidden + g.inner)
+    rows = ops.from_host(np.arange(tokens, dtype=np.int32)[::-1].copy())
+    head = ops.prepare_linear([raw(Values(3)(g.inner, g.hidden, scale=g.hidden**-0.5))])
+    return prepared(lambda: ops.logits(x, layer.norm, head, rows), g.hidden * g.inner, g.hidden + g.inner)
 
 
 # Logits -------------------------------------------------------------------------------------------------------
@@ -342,16 +330,12 @@ def _sample(ops: Ops, size: Size, **columns: Any) -> Prepared:
     return Prepared(lambda: ops.sample(device, parameters), logits.nbytes, lambda found: found)
 
 
-def _logprobs(ops: Ops, size: Size, top_n: int) -> Prepared:
+def _told(ops: Ops, size: Size, method: str) -> Prepared:
     logits = _logits(size)
     device, tokens = ops.from_host(logits), ops.from_host(np.arange(len(logits), dtype=np.int32))
-    return Prepared(lambda: ops.logprobs(device, tokens, top_n), logits.nbytes, lambda found: found)
-
-
-def _ranks(ops: Ops, size: Size) -> Prepared:
-    logits = _logits(size)
-    device, tokens = ops.from_host(logits), ops.from_host(np.arange(len(logits), dtype=np.int32))
-    return Prepared(lambda: ops.ranks(device, tokens), logits.nbytes, lambda found: [found])
+    if method == "ranks":
+        return Prepared(lambda: ops.ranks(device, tokens), logits.nbytes)
+    return Prepared(lambda: ops.logprobs(device, tokens, 20), logits.nbytes, lambda found: found)
 
 
 def _add_at(ops: Ops, size: Size, dtype: type[np.generic]) -> Prepared:
@@ -413,8 +397,8 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("linear", partial(_linear, biased=True), "bias", asks=("biases",))
     yield OpCheck("tied_head", partial(_linear, method="tied"))
     for activation in ("silu", "gelu_tanh", "gelu"):
-        yield OpCheck("gated_linear", partial(_gated_linear, activation=activation), activation)
-    yield OpCheck("gate_up, gate", _gate_up)
+        yield OpCheck("gated_linear", partial(_gated, activation=activation), activation)
+    yield OpCheck("gate_up, gate", partial(_gated, activation="silu", apart=True))
     yield OpCheck("lora", _lora)
     yield OpCheck("logits_of", partial(_linear, method="logits_of"))
     yield OpCheck("add", _add)
@@ -446,8 +430,8 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("write_rows", _write_rows, exact=True)
     yield OpCheck("penalize", _penalize, exact=True)
     yield OpCheck("mask_logits", _mask_logits, exact=True)
-    yield OpCheck("logprobs", partial(_logprobs, top_n=20))
-    yield OpCheck("ranks", _ranks, exact=True)
+    yield OpCheck("logprobs", partial(_told, method="logprobs"))
+    yield OpCheck("ranks", partial(_told, method="ranks"), exact=True)
     yield OpCheck("verify", _verify, exact=True)
     for method in ("attention_inputs", "project_residual", "mlp_inputs", "logits"):
         yield OpCheck(method, partial(_fusion, method=method))
@@ -457,4 +441,3 @@ def _checks() -> Iterator[OpCheck]:
 
 
 CHECKS: Final = tuple(_checks())
-"""In the order of the table."""

@@ -23,7 +23,7 @@ from fd_core.launching.parent_watch import end_with_parent
 from fd_core.ops.contract import Array, Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.doctor.checks import CHECKS, SIZES, OpCheck, Size
-from fd_core.testing.doctor.model import OpFinding, PackDescribed, PackRefused, ProbeBegun
+from fd_core.testing.doctor.runs import OpFinding, PackDescribed, PackRefused, ProbeBegun
 from fd_core.testing.kit.target import parse_target
 from fd_core.testing.models.arrays import assert_near
 
@@ -72,7 +72,6 @@ def examine(
 
 
 def _compare(ops: Ops, check: OpCheck, found: list[npt.NDArray[Any]], right: list[npt.NDArray[Any]]) -> None:
-    """Compare as the kit does. Raises `AssertionError`."""
     assert len(found) == len(right), f"{len(found)} arrays instead of {len(right)}"
     for ours, theirs in zip(found, right, strict=True):
         assert ours.shape == theirs.shape, f"shape {ours.shape} instead of {theirs.shape}"

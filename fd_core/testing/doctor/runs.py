@@ -9,15 +9,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 import fd_core
 from fd_core.errors import ConfigError
 from fd_core.testing.doctor.checks import CHECKS
-from fd_core.testing.doctor.model import DoctorReport, OpFinding, PackDescribed, PackRefused, ProbeBegun
-from fd_core.testing.kit.processes import SilentError, follow
+from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import parse_target
 
 _DTYPES: Final = ("float32", "bfloat16")
@@ -25,6 +24,89 @@ _PATIENCE: Final = float(os.environ.get("FD_DOCTOR_PATIENCE", "120"))
 """Seconds without an event after which a check counts as hanging."""
 _TALKATIVE: Final = {"GLOG_vmodule": "kernel_factory=6"}
 """Lets Paddle say that it computes on the host what a device has no kernel for."""
+
+Outcome = Literal["ok", "missing", "wrong", "crash", "hang", "limit"]
+"""`missing` raised, `wrong` differs from the oracle, `crash` ended the process, `hang` did not end; `limit` is a limit
+that the backend states, or a dtype that it does not offer."""
+
+_SLOW_RATIO: Final = 10.0
+_SLOW_SECONDS: Final = 1e-3
+"""Below this it is the call that takes the time, not the bytes."""
+
+
+class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
+    """One operation in one dtype and one size."""
+
+    primitive: str
+    case: str = ""
+    """What of the operation, such as `gelu`; empty for all of it."""
+    dtype: str
+    size: str
+    outcome: Outcome
+    reason: str = ""
+    """What was raised or how far off it is; empty if all is well."""
+    fell_back: str = ""
+    """Why it is known that the host computed it; empty if it is not."""
+    seconds: float | None = None
+    """The shortest of several calls, waiting for the device included."""
+    floor_seconds: float | None = None
+    """The bytes that must move at the least, at the copy bandwidth of the device."""
+
+    ratio: float | None = None
+    """How many times the floor it takes."""
+
+    @property
+    def slow(self) -> bool:
+        return (self.ratio or 0.0) >= _SLOW_RATIO and (self.seconds or 0.0) >= _SLOW_SECONDS
+
+    @property
+    def bad(self) -> bool:
+        return self.outcome not in ("ok", "limit")
+
+
+class PackDescribed(msgspec.Struct, frozen=True, tag="about"):
+    """The device and the pack of one dtype."""
+
+    dtype: str
+    device: str
+    emulated: bool
+    bandwidth: float | None
+    """Bytes read and written in a second by a copy on the device; None if none could be measured."""
+    checks: int
+
+
+class PackRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The pack could not be made: one line that says why."""
+
+    reason: str
+    by_config: bool
+    """The backend does not offer the dtype; otherwise it is broken."""
+
+
+class ProbeBegun(msgspec.Struct, frozen=True, tag="begun"):
+    """A check began. If nothing follows, it ended the process."""
+
+    number: int
+    primitive: str
+    case: str
+    size: str
+
+
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `fdcore doctor` found."""
+
+    schema: int = 1
+    fd_core: str
+    machine: str
+    backend: str
+    packs: list[PackDescribed]
+    findings: list[OpFinding]
+
+    @property
+    def well(self) -> bool:
+        """Whether something ran, and nothing is missing or wrong."""
+        return any(each.outcome == "ok" for each in self.findings) and not any(each.bad for each in self.findings)
+
 
 DoctorEvent = PackDescribed | PackRefused | ProbeBegun | OpFinding
 DoctorProgress = Callable[[str, int, int], None]
@@ -40,8 +122,7 @@ def run_doctor(text: str, progress: DoctorProgress, only: Sequence[str] = ()) ->
     known = dict.fromkeys(check.primitive for check in CHECKS)
     if unknown := [name for name in only if name not in known]:
         raise ConfigError(f"{unknown[0]!r} is not one of {', '.join(known)}", field="--only")
-    packs: list[PackDescribed] = []
-    findings: list[OpFinding] = []
+    found: list[PackDescribed | OpFinding] = []
     with tempfile.TemporaryDirectory(prefix="fdcore-doctor-") as name:
         target = parse_target(text, Path(name))
         _ = target.cls
@@ -49,96 +130,69 @@ def run_doctor(text: str, progress: DoctorProgress, only: Sequence[str] = ()) ->
         if target.config().dtype == "auto":
             texts = {dtype: f"{text}{',' if ':' in text else ':'}dtype={dtype}" for dtype in _DTYPES}
         for dtype, each in texts.items():
-            _examine(each, dtype, only, Path(name) / dtype, progress, packs, findings)
+            found += _examine(each, dtype, only, Path(name) / dtype, progress)
     return DoctorReport(
         fd_core=fd_core.__version__,
         machine=f"{platform.system()} {platform.machine()}",
         backend=text,
-        packs=packs,
-        findings=findings,
+        packs=[each for each in found if isinstance(each, PackDescribed)],
+        findings=[each for each in found if isinstance(each, OpFinding)],
     )
 
 
 def _examine(
-    text: str,
-    dtype: str,
-    only: Sequence[str],
-    folder: Path,
-    progress: DoctorProgress,
-    packs: list[PackDescribed],
-    findings: list[OpFinding],
-) -> None:
+    text: str, dtype: str, only: Sequence[str], folder: Path, progress: DoctorProgress
+) -> Iterator[PackDescribed | OpFinding]:
     """Examine one dtype, in as many processes as it takes."""
     folder.mkdir()
+    errors = folder / "errors"
     begin, examined, about = 0, 0, None
     while True:
         running: ProbeBegun | None = None
         ended = ""
-        for event in _run(text, begin, only, folder / str(begin)):
+        path = folder / str(begin)
+        command = [sys.executable, "-P", "-m", "fd_core.testing.doctor.examine", text, str(begin), str(path)]
+        command += [str(errors), ",".join(only)]
+        # The child ends when its standard input closes, which is when nobody follows it any more.
+        environment = _TALKATIVE | os.environ
+        for event in follow(
+            command, path, DoctorEvent, _PATIENCE, output=errors, stdin=subprocess.PIPE, env=environment
+        ):
             match event:
-                case str():
-                    ended = event
                 case PackDescribed():
                     if about is None:
-                        packs.append(event)
+                        yield event
                     about = event
                 case PackRefused():
-                    outcome = "limit" if event.by_config else "missing"
-                    findings.append(_of_pack(dtype, outcome, event.reason))
+                    yield _of_pack(dtype, "limit" if event.by_config else "missing", event.reason)
                     return
                 case ProbeBegun():
                     running = event
                     what = " ".join(filter(None, (event.primitive, event.case, dtype)))
                     progress(what, event.number, 0 if about is None else about.checks)
                 case OpFinding():
-                    findings.append(event)
+                    yield event
                     running, examined = None, examined + 1
+                case RunEnd(_, silent=True):
+                    ended = f"hangs: nothing came for {_PATIENCE:.0f} s"
+                case RunEnd(code) if code:
+                    ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
         # What a driver does at the end of a process, when all is examined, is no finding.
         if not ended or (about is not None and examined == about.checks):
             return
         if running is None:
-            findings.append(_of_pack(dtype, "crash", f"the process {ended} before the first operation or between two"))
+            yield _of_pack(dtype, "crash", f"the process {ended} before the first operation or between two")
             return
-        findings.append(
-            OpFinding(
-                primitive=running.primitive,
-                case=running.case,
-                dtype=dtype,
-                size=running.size,
-                outcome="hang" if "hang" in ended else "crash",
-                reason=f"the process {ended}",
-            )
+        yield OpFinding(
+            primitive=running.primitive,
+            case=running.case,
+            dtype=dtype,
+            size=running.size,
+            outcome="hang" if "hang" in ended else "crash",
+            reason=f"the process {ended}",
         )
         begin = examined = running.number + 1
 
 
-def _of_pack(dtype: str, outcome: str, reason: str) -> OpFinding:
-    return msgspec.convert(
-        {"type": "finding", "primitive": "make_ops", "dtype": dtype, "size": "", "outcome": outcome, "reason": reason},
-        OpFinding,
-    )
-
-
-def _run(text: str, begin: int, only: Sequence[str], path: Path) -> Iterator[DoctorEvent | str]:
-    """Yield what a process finds from a check on, and last how it ended if that was not by itself."""
-    errors = path.with_suffix(".errors")
-    command = [sys.executable, "-P", "-m", "fd_core.testing.doctor.examine", text, str(begin), str(path), str(errors)]
-    command += [",".join(only)]
-    with (
-        errors.open("ab") as output,
-        # The child ends when its standard input closes, which is when nobody follows it any more.
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=_TALKATIVE | os.environ
-        ) as process,
-    ):
-        try:
-            yield from follow(process, path, DoctorEvent, _PATIENCE)
-        except SilentError:
-            yield f"hangs: nothing came for {_PATIENCE:.0f} s"
-            return
-        finally:
-            process.kill()
-        if process.returncode < 0:
-            yield f"was ended by signal {-process.returncode}"
-        elif process.returncode:
-            yield f"ended with exit status {process.returncode}"
+def _of_pack(dtype: str, outcome: Outcome, reason: str) -> OpFinding:
+    return OpFinding(primitive="make_ops", dtype=dtype, size="", outcome=outcome, reason=reason)

@@ -1,13 +1,13 @@
-"""Whether texts are right, beside the oracle, for sizes at which two candidates may lie as close as rounding."""
+"""The right text of a request, as the oracle says it alone, and whether what others deliver may stand in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model
@@ -16,19 +16,99 @@ from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.philox import uniform
 from fd_core.runner.sampling.sampler import Sampler
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.golden import margin_of
+from fd_core.testing.models.arrays import Floats
+from fd_core.testing.models.checkpoints import ENGINE_CASE
 from fd_core.testing.models.paged import PagedDriver
 from fd_core.testing.stepping.texts import run
 from fd_core.types import Admission, IntArray, RequestSpec, TokenLogprobs
 
-Floats = npt.NDArray[np.float32]
+MARGIN: Final[Mapping[str, float]] = {"float32": 0.0, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
+"""A text may part from the oracle's only where its best logit leads by at most this much, by `Target.precision`.
 
+The logits of the kit's models have a standard deviation of about 4; bfloat16 moves them by about a hundredth of that,
+float16 by an eighth of what bfloat16 does, activations of 8 bits by a fortieth, and a token that goes to another expert
+by more.
+"""
+
+_INT8_MARGIN: Final = 0.1
+"""What a key or value on the verge between two of its 255 steps may do to a logit, where both packs have int8 KV."""
+
+_ALONE: Final[Mapping[str, Any]] = {
+    "max_num_seqs": 1,
+    "num_kv_blocks": 200,
+    "max_num_batched_tokens": 1024,
+    "max_model_len": 400,
+    "structured_output": True,
+}
+_KNOWN: dict[tuple[tuple[str, ...], bytes], list[int]] = {}
+_JUDGES: dict[tuple[str, tuple[str, ...], str], Judge] = {}
 SCORE_MARGIN: Final[Mapping[str, float]] = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "packed": 1.5}
 """Largest error of a log-probability by `Target.precision`."""
 _FLOAT32_MARGIN: Final = 1e-3
 """Largest lead of the oracle's greedy token over another one in float32; below it the order of a sum decides."""
 _TRIALS: Final = 24
 """Changes by rounding that a drawn token may owe itself to."""
+
+
+def margin_of(target: Target) -> float:
+    """Return by how much the oracle's best logit may lead a greedy token of the target."""
+    return MARGIN[target.precision] if target.kv_dtype == "auto" else max(MARGIN[target.precision], _INT8_MARGIN)
+
+
+def _logits_of(target: Target, case: str, spec: RequestSpec, text: Sequence[int]) -> list[Floats]:
+    """Return the oracle's logits from which each delivered token was chosen, behind the delivered ones before."""
+    tokens = [*spec.prompt, *text]
+    path, ops = target.oracle.checkpoint(case), NumpyOps()
+    assert path is not None
+    with open_checkpoint(path) as checkpoint:
+        model = load_model(checkpoint, ops, len(tokens), quantization=target.quantization)
+    driver = PagedDriver(model, ops, [tokens], len(tokens), kv_dtype=target.kv_dtype)
+    driver.step([(0, len(tokens) - 1)])
+    return driver.rows[0].logits[len(spec.prompt) - 1 :]
+
+
+class Golden:
+    """Texts of one target's oracle, computed once in a process."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def texts(self, specs: Iterable[RequestSpec]) -> dict[str, list[int]]:
+        """Return the right text of each request."""
+        found: dict[str, list[int]] = {}
+        for spec in specs:
+            key = self.target.right, msgspec.json.encode(spec)
+            if key not in _KNOWN:
+                with self.target.oracle.engine(**_ALONE) as engine:
+                    _KNOWN[key] = run(engine, [spec]).tokens[spec.request_id]
+            found[spec.request_id] = _KNOWN[key]
+        return found
+
+    def whole(self, specs: Iterable[RequestSpec]) -> list[list[int]]:
+        """Return prompts with their right texts, for a drafter that knows them."""
+        specs = list(specs)
+        texts = self.texts(specs)
+        return [[*spec.prompt, *texts[spec.request_id]] for spec in specs]
+
+    def check(self, specs: Iterable[RequestSpec], delivered: Mapping[str, Sequence[int]]) -> None:
+        """Compare whole texts with the right ones."""
+        for spec in specs:
+            text = list(delivered[spec.request_id])
+            self.check_prefix(spec, text)
+            assert len(text) == len(self.texts([spec])[spec.request_id]), f"{spec.request_id} lost tokens or has more"
+
+    def check_prefix(self, spec: RequestSpec, text: Sequence[int]) -> None:
+        """Compare what was delivered so far; in lower precision each greedy token has to be within the margin."""
+        right = self.texts([spec])[spec.request_id]
+        margin = margin_of(self.target)
+        if list(text) == right[: len(text)]:
+            return
+        parted = next(at for at, token in enumerate(text) if at >= len(right) or token != right[at])
+        where = f"{spec.request_id} parts from the right text at token {parted}"
+        assert margin and spec.params.temperature == 0.0, f"{where}: {list(text)} instead of {right}"
+        logits = np.stack(_logits_of(self.target, ENGINE_CASE, spec, text)).astype(np.float64)
+        lead = logits.max(axis=1) - logits[np.arange(len(text)), text]
+        assert lead.max(initial=0.0) <= margin, f"{where}, where the best token leads by {lead.max():.3g}"
 
 
 class _SeeingOps(NumpyOps):
@@ -61,6 +141,8 @@ class _SeeingOps(NumpyOps):
 class Judge:
     """The oracle's texts of some requests of one checkpoint, and what may stand in their place.
 
+    It is for sizes at which two candidates may lie as close as rounding.
+
     A text that parts from the oracle's is judged token by token, each behind the delivered ones before it: a greedy
     token may be behind the best by a margin, a drawn one has to be what the oracle draws from logits that differ by no
     more than rounding.
@@ -68,16 +150,21 @@ class Judge:
 
     def __init__(self, target: Target, case: str, specs: Sequence[RequestSpec], **settings: Any) -> None:
         """`settings` are those of the oracle's engine."""
-        self._target, self._case = target, case
+        self.target, self._case = target, case
         self.specs = {spec.request_id: spec for spec in specs}
         with target.oracle.engine(case=case, **settings) as engine:
             texts = run(engine, specs)
         self.texts: dict[str, list[int]] = texts.tokens
         self.scores: dict[str, list[TokenLogprobs]] = texts.scores
 
-    def use(self, target: Target) -> None:
-        """Judge what another target with the same oracle and dtype delivers."""
-        self._target = target
+    @staticmethod
+    def of(target: Target, name: str, case: str, specs: Sequence[RequestSpec], **settings: Any) -> Judge:
+        """Return the judge of a test; the oracle's texts are computed once in a process."""
+        key = name, target.right, target.ops.dtype
+        if key not in _JUDGES:
+            _JUDGES[key] = Judge(target, case, specs, **settings)
+        _JUDGES[key].target = target
+        return _JUDGES[key]
 
     def whole(self) -> list[list[int]]:
         """Return prompts with their right texts, for a drafter that knows them."""
@@ -91,22 +178,22 @@ class Judge:
 
     def check_scores(self, name: str, at: int, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
         """Compare the log-probabilities of token `at` of a text that is the oracle's up to there."""
-        right, margin = self.scores[name][at], max(SCORE_MARGIN[self._target.precision], margin_of(self._target))
+        right, margin = self.scores[name][at], max(SCORE_MARGIN[self.target.precision], margin_of(self.target))
         where = f"token {at} of {name}"
         assert abs(chosen - right.logprob) <= margin, f"{where} has {chosen}, not {right.logprob}"
         assert all(before >= after for before, after in pairwise(top)), f"{where}: not sorted: {top}"
         assert len(set(top_ids)) == len(top_ids) == len(right.top), f"{where}: alternatives {list(top_ids)}"
         errors = np.abs(np.array(top) - np.array(right.top))
         assert (errors <= margin).all(), f"{where}: {list(top)} instead of {list(right.top)}"
-        if self._target.exact and np.diff(right.top).max(initial=-1) < -2 * margin:
+        if self.target.exact and np.diff(right.top).max(initial=-1) < -2 * margin:
             assert list(top_ids)[:-1] == list(right.top_ids)[:-1], f"{where}: another order"
 
     def _check_parted(self, spec: RequestSpec, text: list[int]) -> None:
         name, right = spec.request_id, self.texts[spec.request_id]
         parted = next(at for at, token in enumerate(text) if at >= len(right) or token != right[at])
         where = f"{name} parts from the right text at token {parted} of {len(text)}"
-        assert self._target.oracle.cls.needs_checkpoint, f"{where}: {text[parted]} instead of {right[parted:][:1]}"
-        logits = self._logits(spec, text)
+        assert self.target.oracle.cls.needs_checkpoint, f"{where}: {text[parted]} instead of {right[parted:][:1]}"
+        logits = _logits_of(self.target, self._case, spec, text)
         for at in range(parted, len(text)):
             self._check_token(spec, text, at, logits[at], where)
 
@@ -124,20 +211,9 @@ class Judge:
                 return
             if spec.params.temperature == 0.0:
                 lead = float(ops.seen.max() - ops.seen[0, text[at]])
-                allowed = max(margin_of(self._target), _FLOAT32_MARGIN)
+                allowed = max(margin_of(self.target), _FLOAT32_MARGIN)
                 assert lead <= allowed, f"{where}: at token {at} the best one leads {text[at]} by {lead:.3g}"
                 return
             if not trial and ops.may_draw(text[at], _FLOAT32_MARGIN):
                 return  # the other trials change what filters leave out
         raise AssertionError(f"{where}: at token {at} {text[at]} was drawn, which rounding cannot explain")
-
-    def _logits(self, spec: RequestSpec, text: list[int]) -> list[Floats]:
-        """Return the oracle's logits from which each delivered token was chosen, behind the delivered ones before."""
-        tokens = [*spec.prompt, *text]
-        path, ops = self._target.oracle.checkpoint(self._case), NumpyOps()
-        assert path is not None
-        with open_checkpoint(path) as checkpoint:
-            model = load_model(checkpoint, ops, len(tokens), quantization=self._target.quantization)
-        driver = PagedDriver(model, ops, [tokens], len(tokens), kv_dtype=self._target.kv_dtype)
-        driver.step([(0, len(tokens) - 1)])
-        return driver.rows[0].logits[len(spec.prompt) - 1 :]

@@ -1,4 +1,4 @@
-"""The law: what every backend, scheduler and store keeps, one sentence for each rule.
+"""The law: what every backend, scheduler and store keeps, one sentence for each rule, and how a kit says it is broken.
 
 Tests name the rules that they hold with the marker `law`, mutants with the beginning of their `law`.
 `docs/understand/law.md` is the table of both.
@@ -7,7 +7,7 @@ Tests name the rules that they hold with the marker `law`, mutants with the begi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NoReturn
 
 SECTIONS_OF_THE_LAW: Final[Mapping[str, str]] = {
     "1": "Preempted-slot signalling",
@@ -88,3 +88,23 @@ RULES: Final[Mapping[str, str]] = {
     "8.6": "The time that a parser takes is linear in the text.",
 }
 """Rule by number. `1`, `2`, `4`, `6` and `8` without a second number are the sentence that heads the section."""
+
+
+class LawBroken(AssertionError):
+    """What is tested broke a rule."""
+
+    def __init__(self, rule: str, what: str) -> None:
+        super().__init__(f"law {rule}: {what}")
+        self.rule = rule
+
+
+def broken(rule: str, what: str) -> NoReturn:
+    """Fail the running test: `what` was seen, against `rule`."""
+    assert rule in RULES
+    raise LawBroken(rule, what)
+
+
+def require(condition: object, rule: str, what: str) -> None:
+    """Fail the running test unless `condition` holds."""
+    if not condition:
+        broken(rule, what)

@@ -1,46 +1,32 @@
-"""The pytest plugin of the conformance kit: options and a marker, and nothing else until they are used."""
+"""The pytest plugin of the conformance kit: options and a marker, and what the conftest files of the suites share."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import TypeVar
 
 import pytest
+
+from fd_core.errors import FdError
+
+_Found = TypeVar("_Found")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that the suites read, unless somebody else did."""
     group = parser.getgroup("fd_core", "conformance kit of fd_core")
     with contextlib.suppress(ValueError):
-        group.addoption(
-            "--fd-backend",
-            action="append",
-            default=[],
-            metavar="NAME[:FIELD=VALUE,...]",
-            help="backend for `--pyargs fd_core.testing.suite`, with engine settings if need be; may be repeated",
-        )
-        group.addoption(
-            "--fd-scheduler",
-            action="append",
-            default=[],
-            metavar="NAME",
-            help="scheduler for `--pyargs fd_core.testing.schedulers.suite`; may be repeated",
-        )
-        group.addoption(
-            "--fd-postprocess",
-            action="append",
-            default=[],
-            metavar="NAME[:FIELD=VALUE,...]",
-            help="postprocessor for `--pyargs fd_core.testing.postprocessors.suite`; may be repeated",
-        )
-        for kind in ("tool", "reasoning"):
-            group.addoption(
-                f"--fd-{kind}-parser",
-                action="append",
-                default=[],
-                metavar="NAME",
-                help=f"{kind} parser for `--pyargs fd_core.testing.parsers.suite`; may be repeated",
-            )
+        several = "NAME[:FIELD=VALUE,...]"
+        for name, metavar, what in (
+            ("backend", several, "backend for `--pyargs fd_core.testing.suite`, with engine settings if need be"),
+            ("scheduler", "NAME", "scheduler for `--pyargs fd_core.testing.schedulers.suite`"),
+            ("postprocess", several, "postprocessor for `--pyargs fd_core.testing.postprocessors.suite`"),
+            ("tool-parser", "NAME", "tool parser for `--pyargs fd_core.testing.parsers.suite`"),
+            ("reasoning-parser", "NAME", "reasoning parser for `--pyargs fd_core.testing.parsers.suite`"),
+        ):
+            help_text = f"{what}; may be repeated"
+            group.addoption(f"--fd-{name}", action="append", default=[], metavar=metavar, help=help_text)
         group.addoption("--fd-quick", action="store_true", help="drive a scheduler through fewer random sequences")
 
 
@@ -49,15 +35,38 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "law(rule, ...): holds these rules of the law, docs/understand/law.md")
 
 
+def rules_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return the rules of the law that a test holds."""
+    return tuple(rule for mark in item.iter_markers("law") for rule in mark.args)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add to the report of a failed test the rules that it holds, word for word."""
     report = yield
-    rules = [rule for mark in item.iter_markers("law") for rule in mark.args]
+    rules = rules_of(item)
     if rules and call.when == "call" and report.failed:
         from fd_core.testing.kit.law import RULES
 
         report.sections.append(("the law", "\n".join(f"{rule}: {RULES[rule]}" for rule in rules)))
     return report
+
+
+def run_for_each(metafunc: pytest.Metafunc, option: str, kind: str) -> None:
+    """Run a test once for each name given with `option`; one that does not ask for `target` runs once."""
+    if "target" not in metafunc.fixturenames:
+        return
+    names: list[str] = metafunc.config.getoption(option)
+    if not names:
+        raise pytest.UsageError(f"name the {kind} to test: {option}=NAME")
+    metafunc.parametrize("target", list(dict.fromkeys(names)), indirect=True, scope="session")
+
+
+def chosen(name: str, find: Callable[[str], _Found]) -> _Found:
+    """Return what `find` finds under a name; end the run with the error's words and exit code if it finds nothing."""
+    try:
+        return find(name)
+    except FdError as error:
+        raise pytest.exit.Exception(f"{name}: {error}", error.exit_code) from error

@@ -1,40 +1,68 @@
-"""Follows a process that writes what it finds as lines of JSON, one event a line."""
+"""The runner of the kits and the doctor: a process that writes what it finds as lines of JSON, one event a line."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 _POLL_SECONDS: Final = 0.05
 
 
-class SilentError(Exception):
-    """The process wrote nothing for as long as it may."""
+class RunEnd(NamedTuple):
+    """How a process ended."""
+
+    code: int
+    """Its exit status, negative for a signal."""
+    silent: bool
+    """It was killed, since it wrote nothing for as long as it may."""
 
 
-def follow(process: subprocess.Popen[bytes], path: Path, kind: Any, most_quiet_seconds: float) -> Iterator[Any]:
-    """Yield the events, of type `kind`, that the process writes to `path`, until it ends; a line cut off is left out.
+def follow(
+    command: Sequence[str],
+    path: Path,
+    kind: Any,
+    most_quiet_seconds: float,
+    *,
+    output: Path,
+    stdin: int,
+    env: Mapping[str, str],
+) -> Iterator[Any]:
+    """Run a command and yield the events, of type `kind`, that it writes to `path`; a line cut off is left out.
 
-    Raises `SilentError` after so many seconds without an event; the process is then still running.
+    Last comes its `RunEnd`. What it prints is appended to `output`. It is killed, with its children, after so many
+    seconds without an event and where nobody follows it any more.
     """
     path.touch()
-    changed, rest = time.monotonic(), b""
-    with path.open("rb") as file:
-        while True:
-            over = process.poll() is not None
-            if new := file.read():
-                changed = time.monotonic()
-                *lines, rest = (rest + new).split(b"\n")
-                for line in lines:
-                    yield msgspec.json.decode(line, type=kind)
-            elif over:
-                return
-            elif time.monotonic() - changed > most_quiet_seconds:
-                raise SilentError
-            else:
-                time.sleep(_POLL_SECONDS)
+    with (
+        output.open("ab") as printed,
+        path.open("rb") as file,
+        subprocess.Popen(
+            command, stdin=stdin, stdout=printed, stderr=printed, env=env, start_new_session=True
+        ) as process,
+    ):
+        changed, rest, silent = time.monotonic(), b"", False
+        try:
+            while not silent:
+                over = process.poll() is not None
+                if new := file.read():
+                    changed = time.monotonic()
+                    *lines, rest = (rest + new).split(b"\n")
+                    for line in lines:
+                        yield msgspec.json.decode(line, type=kind)
+                elif over:
+                    break
+                elif time.monotonic() - changed > most_quiet_seconds:
+                    silent = True
+                else:
+                    time.sleep(_POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    yield RunEnd(process.returncode, silent)

@@ -20,8 +20,8 @@ from fd_core.ops.contract import Ops
 from fd_core.plugins import BACKEND, POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
 from fd_core.testing.models.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, write_checkpoint
+from fd_core.testing.stepping import SMALL
 from fd_core.testing.stepping.drafting import KnowingDrafter, speculation
-from fd_core.testing.stepping.sizes import SMALL
 
 _MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 1, "watchdog_seconds": 20.0}
 _ISA: Final = "FD_ISA"
@@ -113,7 +113,6 @@ class Target:
 
     @cached_property
     def backend(self) -> Backend:
-        """One instance."""
         return self.cls(self.config())
 
     @cached_property
@@ -132,13 +131,22 @@ class Target:
 
     @property
     def limits(self) -> Mapping[str, str]:
-        """What the backend says it lacks, with reasons."""
         return self.backend.limits
 
     @property
     def emulated(self) -> bool:
         """Whether another device plays the one that the backend is for."""
         return bool(getattr(self.backend, "emulated", False))
+
+    def about(self) -> dict[str, Any]:
+        """Return what its card says of it."""
+        return {
+            "distribution": str(installed_plugins().offered(BACKEND)[self.name].origin),
+            "device": self.backend.describe(),
+            "dtype": self.ops.dtype,
+            "emulated": self.emulated,
+            "limits": dict(self.limits),
+        }
 
     @property
     def oracle_name(self) -> str:
@@ -153,7 +161,6 @@ class Target:
 
     @property
     def kv_dtype(self) -> str:
-        """The dtype of its `KVShape`."""
         return self.config().kv_cache_dtype
 
     @property
@@ -177,7 +184,6 @@ class Target:
         return self.precision == "float32" and self.kv_dtype == "auto"
 
     def quantized(self) -> Target:
-        """Return the same backend with KV of 8 bits."""
         settings = {**self._settings, "kv_cache_dtype": "int8"}
         return Target(f"{self.text} with int8 KV", self.name, settings, self._folder)
 

@@ -32,7 +32,6 @@ class LauncherSuite:
 
     @pytest.fixture
     def launching(self) -> Iterator[Launcher]:
-        """A launcher, closed after the test."""
         launcher = self.launcher_class()()
         yield launcher
         launcher.close()
@@ -42,7 +41,6 @@ class LauncherSuite:
         return ProcessSpec(name, ("-m", "fd_core.testing.launchers.program", *(words or ("stay",))), **values)
 
     def until(self, condition: Callable[[], Any]) -> Any:
-        """Wait for a condition and return what it returns."""
         deadline = time.monotonic() + self.patience
         while not (found := condition()):
             assert time.monotonic() < deadline, "waited for in vain"
@@ -50,16 +48,12 @@ class LauncherSuite:
         return found
 
     def seen(self, process: LaunchedProcess) -> dict[str, Any]:
-        """Return what the process announces that it sees."""
-        seen: dict[str, Any] = json.loads(self.announced_by(process))
-        return seen
-
-    def announced_by(self, process: LaunchedProcess) -> str:
-        """Wait for what the process announces."""
+        """Wait for what the process announces that it sees."""
         self.until(lambda: process.announced() is not None or process.exit_code() is not None)
         announced = process.announced()
         assert announced is not None, process.reason()
-        return announced
+        seen: dict[str, Any] = json.loads(announced)
+        return seen
 
     def test_a_process_announces_itself_and_runs(self, launching: Launcher) -> None:
         (process,) = launching.start([self.spec("one", "stay", "a b", "{c}")])

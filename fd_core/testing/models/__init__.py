@@ -1,1 +1,1 @@
-"""Tiny models, their checkpoints and their golden numbers."""
+"""Tiny models and their checkpoints."""

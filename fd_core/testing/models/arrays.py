@@ -59,6 +59,11 @@ def raw(values: npt.NDArray[Any]) -> RawTensor:
     return RawTensor("F32", values.astype(np.float32))
 
 
+def float32_of(held: npt.NDArray[Any]) -> Floats:
+    """Return exported KV as float32, of float32 or of the bits of bfloat16."""
+    return held if held.dtype == np.float32 else (held.astype(np.uint32) << 16).view(np.float32)
+
+
 _PACKED: Final = {
     # bits, group (0: a row), minima
     "Q8_0": (8, 32, False),

@@ -24,7 +24,6 @@ class KitCase:
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """Rules of the law that it looks at."""
         marks = [mark for mark in getattr(self.function, "pytestmark", []) if mark.name == "law"]
         return tuple(rule for mark in marks for rule in mark.args)
 

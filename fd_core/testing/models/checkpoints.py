@@ -19,15 +19,24 @@ from fd_core.models.registry import ARCHITECTURES
 from fd_core.models.spec import decoder_spec
 from fd_core.testing.models.arrays import Values
 
+
+def _sizes(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, longest: int
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": longest,
+    }
+
+
 SIZES: Final[Mapping[str, Any]] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 160,
-    "max_position_embeddings": 256,
+    **_sizes(64, 96, 3, 4, 2, 16, 160, 256),
     "rms_norm_eps": 1e-6,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -101,17 +110,6 @@ CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 
 ENGINE_CASE: Final = "engine"
 """A model so small that an engine's steps cost next to nothing, for everything around the model."""
-
-_ENGINE_SIZES: Final[Mapping[str, Any]] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 97,
-    "max_position_embeddings": 512,
-}
 PACKED_ENGINE_CASE: Final = "packed_engine"
 """The same where weights are quantized, in groups of 32 values."""
 LONG_CASE: Final = "long"
@@ -119,30 +117,12 @@ LONG_CASE: Final = "long"
 WIDE_CASE: Final = "wide"
 """A small model whose vocabulary is larger than 2^17."""
 
-_OTHER_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
-    LONG_CASE: {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 1031,
-        "max_position_embeddings": 4096,
-    },
-    WIDE_CASE: {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "vocab_size": 140_003,
-        "max_position_embeddings": 512,
-    },
-    PACKED_ENGINE_CASE: {**_ENGINE_SIZES, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4},
+_SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {
+    LONG_CASE: _sizes(64, 96, 2, 4, 2, 32, 1031, 4096),
+    WIDE_CASE: _sizes(32, 64, 1, 2, 1, 16, 140_003, 512),
+    PACKED_ENGINE_CASE: _sizes(32, 32, 1, 4, 1, 8, 97, 512),
+    ENGINE_CASE: _sizes(16, 16, 1, 2, 1, 8, 97, 512),
 }
-_SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {ENGINE_CASE: _ENGINE_SIZES, **_OTHER_SIZES}
 _ARCHITECTURE_OF: Final[Mapping[str, str]] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -182,7 +162,7 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     parsed = ModelConfig(config)
     spec = decoder_spec(name, parsed, ARCHITECTURES[name](parsed))
-    values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_OTHER_SIZES].index(case))
+    values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_SIZES_OF].index(case))
     tensors = {tensor: _weight(values, tensor, shape, spec.norm_offset) for tensor, shape in spec.tensors()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.backends.contract import Model, cache_shape
-from fd_core.ops.contract import Ops, StepInput
+from fd_core.ops.contract import Ops
 from fd_core.runner.inputs.inputs import adapter_rows
-from fd_core.types import IntArray
+from fd_core.testing.models.arrays import on_device, step_input
 
 BLOCK_SIZE = 4
 
@@ -26,7 +26,6 @@ class Row:
 
     @property
     def generated(self) -> list[int]:
-        """Tokens behind the prompt."""
         return self.tokens[self.prompt_len :]
 
 
@@ -61,55 +60,35 @@ class PagedDriver:
 
     def step(self, work: list[tuple[int, int]]) -> None:
         """Compute (row, number of tokens) pairs; keeps their logits."""
-        counts = np.array([count for _, count in work], np.int32)
-        starts = np.array([self.rows[row].computed for row, _ in work], np.int32)
-        query_start = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
-        row_of = np.repeat([row for row, _ in work], counts)
-        positions = (np.arange(len(row_of)) - np.repeat(query_start[:-1] - starts, counts)).astype(np.int32)
-        tokens = np.array(
-            [self.rows[row].tokens[place] for row, place in zip(row_of, positions, strict=True)], np.int32
+        rows, counts = [row for row, _ in work], [count for _, count in work]
+        host = step_input(
+            [(count, self.rows[row].computed + count) for row, count in work], BLOCK_SIZE, self.tables[rows]
         )
-        slots = self.tables[row_of, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        contexts = starts + counts
-        ends = query_start[1:]
-        wanted = ends - 1 if self.last_only else np.arange(len(tokens), dtype=np.int32)
-        device = self.ops.from_host
-        step = StepInput(
-            token_ids=device(tokens),
-            positions=device(positions),
-            kv_slots=device(slots.astype(np.int32)),
-            query_start=device(query_start),
-            context_len=device(contexts),
-            # Entries beyond the context have no meaning, so they point nowhere.
-            block_tables=device(self._tables([row for row, _ in work], contexts)),
-            logits_rows=device(wanted),
-            max_query=int(counts.max()),
-            max_context=int(contexts.max()),
-            **({} if self.places is None else adapter_rows(np.array(self.places, np.int32)[row_of], self.ops)),
-        )
+        row_of = np.repeat(rows, counts)
+        tokens = [self.rows[row].tokens[place] for row, place in zip(row_of, host.positions, strict=True)]
+        wanted = host.logits_rows if self.last_only else np.arange(len(tokens), dtype=np.int32)
+        # Entries beyond the context have no meaning, so they point nowhere.
+        used = -(-host.context_len // BLOCK_SIZE)
+        visible = np.where(np.arange(self.tables.shape[1]) < used[:, None], host.block_tables, np.int32(2**20))
+        step = replace(host, token_ids=np.array(tokens, np.int32), block_tables=visible, logits_rows=wanted)
+        step = on_device(self.ops, step)
+        if self.places is not None:
+            step = replace(step, **adapter_rows(np.array(self.places, np.int32)[row_of], self.ops))
         logits = self.ops.to_host(self.forward(step, self.cache)).copy()
         for index, (row, count) in enumerate(work):
-            self.rows[row].logits.extend(logits[(query_start[index] <= wanted) & (wanted < ends[index])])
+            start, end = host.query_start[index : index + 2]
+            self.rows[row].logits.extend(logits[(start <= wanted) & (wanted < end)])
             self.rows[row].computed += count
 
     def generate(self, count: int, chunk: int | None = None) -> None:
         """Generate `count` greedy tokens in every row."""
-        while work := self._work(count, chunk):
+        while work := [
+            (index, min(len(row.tokens) - row.computed, chunk or len(row.tokens)))
+            for index, row in enumerate(self.rows)
+            if len(row.generated) < count
+        ]:
             self.step(work)
             for row, _ in work:
                 state = self.rows[row]
                 if state.computed == len(state.tokens):
                     state.tokens.append(int(state.logits[-1].argmax()))
-
-    def _work(self, count: int, chunk: int | None) -> list[tuple[int, int]]:
-        return [
-            (index, min(len(row.tokens) - row.computed, chunk or len(row.tokens)))
-            for index, row in enumerate(self.rows)
-            if len(row.generated) < count
-        ]
-
-    def _tables(self, rows: list[int], contexts: IntArray) -> IntArray:
-        tables = self.tables[rows]
-        used = -(-contexts // BLOCK_SIZE)
-        visible: IntArray = np.where(np.arange(tables.shape[1]) < used[:, None], tables, np.int32(2**20))
-        return visible

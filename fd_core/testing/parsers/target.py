@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from fd_core.errors import PluginError
 from fd_core.plugins import TOOL_PARSER, Kind, installed_plugins
-from fd_core.testing.schedulers.breaches import broken, require
+from fd_core.testing.kit.law import broken, require
 from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
@@ -77,10 +77,20 @@ class ParserTarget:
     """Derived from `ToolParser` or `ReasoningParser`."""
     kind: Kind[Any]
 
+    def about(self) -> dict[str, Any]:
+        """Return what its card says of it."""
+        return {"distribution": str(installed_plugins().offered(self.kind)[self.name].origin)}
+
     @property
     def markers(self) -> tuple[str, ...]:
         """What the format writes between parts."""
         return tuple(self.cls.markers)
+
+    @property
+    def half_markers(self) -> list[str]:
+        """Beginnings of markers that hold no whole one."""
+        halves = [marker[:size] for marker in self.markers for size in range(1, len(marker))]
+        return [half for half in halves if not any(marker in half for marker in self.markers)]
 
     @property
     def patience(self) -> int:
@@ -92,7 +102,6 @@ class ParserTarget:
         return self.cls.form(name) if self.kind is TOOL_PARSER else None
 
     def new(self, tools: tuple[str, ...] = ()) -> OutputParser:
-        """Return a parser for one answer."""
         if self.kind is not TOOL_PARSER:
             return self.cls("")
         city = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -9,8 +9,8 @@ plugin.
 """
 
 from fd_core.testing.models.cases import KitCase, cases_of
+from fd_core.testing.postprocessors.matrices import PostprocessTarget, find_postprocessor
 from fd_core.testing.postprocessors.suite import test_device, test_flight, test_matrix
-from fd_core.testing.postprocessors.target import PostprocessTarget, find_postprocessor
 
 __all__ = ["PostprocessTarget", "find_postprocessor", "kit_cases"]
 

@@ -1,37 +1,74 @@
-"""Steps as a postprocessor gets them, what their matrices have to be, and which rule a wrong one breaks."""
+"""The postprocessor under test, found as a user would find it, and the steps that it gets.
+
+Says what their matrices have to be, and which rule a wrong one breaks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from fd_core.config import Limits
-from fd_core.ops.contract import Array
+from fd_core.ops.contract import Array, Ops
+from fd_core.plugins import POSTPROCESS, installed_plugins
+from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
-from fd_core.testing.postprocessors.target import PostprocessTarget
-from fd_core.testing.schedulers.breaches import broken, require
+from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.target import parse_target
 from fd_core.types import IntArray
 
+_BACKENDS: Final[Mapping[str, str]] = {
+    "numpy": "reference",
+    "torch": "cpu:native_kernels=false",
+    "paddle": "cpu+paddle",
+}
+"""A backend on the processor for each framework."""
 
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """What one step sampled, on the host."""
+
+@dataclass(frozen=True)
+class PostprocessTarget:
+    """One postprocessor under a name, with a pack that it serves."""
+
+    name: str
+    make: Callable[[Ops, Limits], Postprocess]
+    ops: Ops
+    device: str = ""
+    """A line about what computes."""
+    emulated: bool = False
+
+    def about(self) -> dict[str, Any]:
+        """Return what its card says of it."""
+        origin = str(installed_plugins().offered(POSTPROCESS)[self.name].origin)
+        return {"distribution": origin, "device": self.device, "emulated": self.emulated}
+
+
+def find_postprocessor(text: str) -> PostprocessTarget:
+    """Return the postprocessor that `NAME` or `NAME:FIELD=VALUE,...` names, on the backend that `backend=` names.
+
+    Otherwise it is a backend on the processor for the first framework that it serves. Raises `PluginError` if the
+    postprocessor is missing, cannot be imported or is not for that backend, `ConfigError` for an unknown field.
+    """
+    name, _, rest = text.partition(":")
+    served = installed_plugins().load(POSTPROCESS, name).serves
+    settings = dict.fromkeys(filter(None, rest.split(",")))
+    named = [each for each in settings if each.startswith("backend=")]
+    backend = named[-1].removeprefix("backend=") if named else next((_BACKENDS.get(each, each) for each in served), "")
+    rest = ",".join([f"postprocess={name}", *(each for each in settings if each not in named)])
+    target = parse_target(f"{backend}{',' if ':' in backend else ':'}{rest}", Path())
+    return PostprocessTarget(name, target.postprocess, target.ops, target.backend.describe(), target.emulated)
+
+
+class SampledRows(NamedTuple):
+    """What one step sampled, on the host: int32[N, 1 + k], int32[N], int32[N] and int32[M]."""
 
     sampled: IntArray
-    """int32[N, 1 + k]"""
     accepted: IntArray
-    """int32[N]"""
     slots: IntArray
-    """int32[N]"""
     revoked: IntArray
-    """int32[M]"""
-
-    @property
-    def parts(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """The arrays in the order of the contract."""
-        return self.sampled, self.accepted, self.slots, self.revoked
 
 
 def random_rows(rng: np.random.Generator, slots: int, k: int, rows: int, revoked: int) -> SampledRows:
@@ -69,19 +106,15 @@ class Matrices:
         Memory that was given back meanwhile, and is not written, tells of tokens 7.
         """
         self._ops.from_host(np.full((self._slots, 1 + self._k), 7, np.int32))
-        return tuple(self._ops.from_host(each.copy()) for each in rows.parts)
+        return tuple(self._ops.from_host(each.copy()) for each in rows)
 
     def compute(self, given: tuple[Array, ...]) -> Array:
-        """Return the matrix of a step, on the device."""
-        sampled, accepted, slots, revoked = given
-        return self._postprocess.token_matrix(sampled, accepted, slots, revoked)
+        return self._postprocess.token_matrix(*given)
 
     def begin(self, rows: SampledRows) -> Array:
-        """Upload a step and return its matrix, on the device."""
         return self.compute(self.upload(rows))
 
     def check(self, *steps: SampledRows) -> None:
-        """Compute the matrix of each step and compare it."""
         for rows in steps:
             self.compare(self.begin(rows), rows)
 

@@ -28,15 +28,11 @@ SECTIONS: Final = (
     "scale",
 )
 """Sections in order; each is a file or a folder of `fd_core.testing.suite`."""
-SCHEDULER_SECTIONS: Final = ("signals", "budget", "blocks", "golden", "storage", "pairs")
-"""Sections of the kit for schedulers; each is a file of `fd_core.testing.schedulers.suite`."""
 OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
     "1": "the postprocessor writes the matrix: fdcore conformance --postprocess",
     "6": "connectors seal and pace what travels between workers: fd_core.testing.connectors",
 }
 """Rules that no scheduler can break, with what keeps them."""
-POSTPROCESS_SECTIONS: Final = ("matrix", "flight", "device")
-"""Sections of the kit for postprocessors; each is a file of `fd_core.testing.postprocessors.suite`."""
 PARSER_SECTIONS: Final = ("cuts", "waiting", "characters", "ends")
 """Sections of the kit for parsers, beside one for each kind; each is a file of `fd_core.testing.parsers.suite`."""
 _BLAMED: Final = re.compile(r"law ([\d., ]+): ")
@@ -59,7 +55,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def blamed(self) -> tuple[str, ...]:
-        """Rules that a failed test found broken."""
         found = _BLAMED.match(self.reason) if self.outcome == "fail" else None
         return tuple(found[1].split(", ")) if found else ()
 
@@ -124,7 +119,6 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> list[Result]:
-        """Tests that failed."""
         return [result for result in self.results if result.outcome == "fail"]
 
     def of(self, section: str, function: str | None = None) -> list[Result]:
@@ -132,7 +126,6 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return [result for result in self.results if result.section == section and function in (None, result.function)]
 
     def counts(self, section: str, function: str | None = None) -> Counter[CaseOutcome]:
-        """Return how many tests came to which outcome."""
         return Counter(result.outcome for result in self.of(section, function))
 
 

@@ -8,30 +8,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
 
 from fd_core.testing.kit import plugin
-from fd_core.testing.report.model import CaseOutcome, Result
-
-if TYPE_CHECKING:
-    from fd_core.testing.kit.target import Target
-    from fd_core.testing.parsers.target import ParserTarget
-    from fd_core.testing.postprocessors.target import PostprocessTarget
-    from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.report.model import Result
 
 
 class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
     """Device, dtype and limits of a backend, known once the backend was made; a scheduler has the limits only."""
 
-    target: str
-    device: str
-    dtype: str
     distribution: str
-    emulated: bool
-    limits: dict[str, str]
+    device: str = ""
+    dtype: str = ""
+    emulated: bool = False
+    limits: dict[str, str] = {}
 
 
 class CaseStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -100,8 +93,10 @@ class _ResultRecorder:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         report = yield
         target, section, test = identity_of(item)
-        if call.when == "setup":
-            self._introduce(item, target)
+        found = getattr(item, "funcargs", {}).get("target")
+        if call.when == "setup" and found is not None and target not in self._known:
+            self._known.add(target)
+            self._write(BackendDescribed(**found.about()))
         if (
             call.when == "call"
             or (call.when == "setup" and not report.passed)
@@ -110,40 +105,13 @@ class _ResultRecorder:
             result = Result(
                 section=section,
                 test=test,
-                outcome=_outcome(report),
+                outcome="pass" if report.passed else "limit" if report.skipped else "fail",
                 reason="" if report.passed else _reason(item, report, call),
                 seconds=round(call.duration, 4),
-                rules=_rules_of(item),
+                rules=plugin.rules_of(item),
             )
             self._write(CaseEnded(target, result))
         return report
-
-    def _introduce(self, item: pytest.Item, name: str) -> None:
-        target: Target | SchedulerTarget | PostprocessTarget | ParserTarget | None
-        target = getattr(item, "funcargs", {}).get("target")
-        if target is None or name in self._known:
-            return
-        self._known.add(name)
-        from fd_core.plugins import BACKEND, POSTPROCESS, SCHEDULER, installed_plugins
-        from fd_core.testing.parsers.target import ParserTarget
-        from fd_core.testing.postprocessors.target import PostprocessTarget
-        from fd_core.testing.schedulers.target import SchedulerTarget
-
-        if isinstance(target, ParserTarget):
-            origin = str(installed_plugins().offered(target.kind)[target.name].origin)
-            self._write(BackendDescribed(name, "", "", origin, emulated=False, limits={}))
-            return
-        if isinstance(target, SchedulerTarget):
-            origin = str(installed_plugins().find(SCHEDULER, target.name).origin)
-            self._write(BackendDescribed(name, "", "", origin, emulated=False, limits=dict(target.lacks)))
-            return
-        if isinstance(target, PostprocessTarget):
-            origin = str(installed_plugins().offered(POSTPROCESS)[target.name].origin)
-            self._write(BackendDescribed(name, target.device, "", origin, target.emulated, limits={}))
-            return
-        dtype, device = target.ops.dtype, target.backend.describe()
-        origin = str(installed_plugins().offered(BACKEND)[target.name].origin)
-        self._write(BackendDescribed(name, device, dtype, origin, target.emulated, dict(target.limits)))
 
     def _write(self, event: RecordedEvent) -> None:
         with self._path.open("ab") as file:
@@ -163,14 +131,6 @@ def identity_of(item: pytest.Item) -> tuple[str, str, str]:
     return target, module, f"{function}[{parts}]" if parts else function
 
 
-def _outcome(report: pytest.TestReport) -> CaseOutcome:
-    return "pass" if report.passed else "limit" if report.skipped else "fail"
-
-
-def _rules_of(item: pytest.Item) -> tuple[str, ...]:
-    return tuple(rule for mark in item.iter_markers("law") for rule in mark.args)
-
-
 def _reason(item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None]) -> str:
     """Return one line that says what happened, and which rules of the law a failed test holds."""
     if call.excinfo is None:
@@ -180,6 +140,6 @@ def _reason(item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[
     if report.failed and not isinstance(call.excinfo.value, AssertionError):
         text = f"{call.excinfo.typename}: {text}"
     # A kit that knows which rule was broken says so itself.
-    if report.failed and not text.startswith("law ") and (rules := _rules_of(item)):
+    if report.failed and not text.startswith("law ") and (rules := plugin.rules_of(item)):
         text = f"law {', '.join(rules)}: {text}"
     return text[:300] or call.excinfo.typename

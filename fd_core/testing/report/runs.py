@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,13 +19,11 @@ import msgspec
 import fd_core
 from fd_core.errors import FdError
 from fd_core.plugins import POSTPROCESS, REASONING_PARSER, SCHEDULER, TOOL_PARSER, Kind, installed_plugins
-from fd_core.testing.kit.processes import SilentError, follow
+from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import environment_of, find_target
 from fd_core.testing.report.model import (
     OF_OTHERS_THAN_SCHEDULERS,
     PARSER_SECTIONS,
-    POSTPROCESS_SECTIONS,
-    SCHEDULER_SECTIONS,
     SECTIONS,
     Card,
     ConformanceReport,
@@ -40,12 +37,11 @@ class Kit:
     """A suite of cases for one kind of plugin."""
 
     suite: str
-    """The package."""
     option: str
-    """Names what is tested."""
     quick: tuple[str, ...]
     """Arguments that leave out what takes long."""
     sections: tuple[str, ...]
+    """Each is a file, or a folder, of the suite."""
     find: Callable[[str], object]
     """Finds what is tested, without importing it. Raises `FdError`."""
     others: Mapping[str, str] = field(default_factory=dict)
@@ -56,27 +52,25 @@ def _found(kind: Kind[Any]) -> Callable[[str], object]:
     return lambda name: installed_plugins().find(kind, name)
 
 
-def _postprocessor(text: str) -> object:
-    return installed_plugins().find(POSTPROCESS, text.partition(":")[0])
-
-
 BACKENDS: Final = Kit("fd_core.testing.suite", "--fd-backend", ("-m", "not fd_scale"), SECTIONS, find_target)
-SCHEDULERS: Final = Kit(
-    "fd_core.testing.schedulers.suite",
-    "--fd-scheduler",
-    ("--fd-quick",),
-    SCHEDULER_SECTIONS,
-    _found(SCHEDULER),
-    OF_OTHERS_THAN_SCHEDULERS,
-)
-POSTPROCESSORS: Final = Kit(
-    "fd_core.testing.postprocessors.suite", "--fd-postprocess", (), POSTPROCESS_SECTIONS, _postprocessor
-)
 _PARSERS: Final = "fd_core.testing.parsers.suite"
 KITS: Final = (
     BACKENDS,
-    SCHEDULERS,
-    POSTPROCESSORS,
+    Kit(
+        "fd_core.testing.schedulers.suite",
+        "--fd-scheduler",
+        ("--fd-quick",),
+        ("signals", "budget", "blocks", "golden", "storage", "pairs"),
+        _found(SCHEDULER),
+        OF_OTHERS_THAN_SCHEDULERS,
+    ),
+    Kit(
+        "fd_core.testing.postprocessors.suite",
+        "--fd-postprocess",
+        (),
+        ("matrix", "flight", "device"),
+        lambda text: installed_plugins().find(POSTPROCESS, text.partition(":")[0]),
+    ),
     Kit(_PARSERS, "--fd-tool-parser", (), (*PARSER_SECTIONS, "calls"), _found(TOOL_PARSER)),
     Kit(_PARSERS, "--fd-reasoning-parser", (), (*PARSER_SECTIONS, "reasoning"), _found(REASONING_PARSER)),
 )
@@ -84,7 +78,6 @@ KITS: Final = (
 
 _QUIET_SECONDS: Final = 600.0
 """Seconds without a new result after which the suite counts as hanging."""
-_USAGE_CODES: Final = {1, 0}
 RunProgress = Callable[[str, int, int], None]
 """Called with (target, tests done, tests that failed)."""
 
@@ -120,44 +113,31 @@ def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: 
     run = _Run()
     with tempfile.TemporaryDirectory(prefix="fdcore-conformance-") as name:
         folder = Path(name)
-        with (folder / "output").open("wb") as output:
-            process = subprocess.Popen(
-                _command(kit, target, expression, quick, folder),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=os.environ | environment_of(target) | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")},
-            )
-            hung = False
-            try:
-                progress(target, 0, 0)
-                for event in follow(process, folder / "results", RecordedEvent, _QUIET_SECONDS):
-                    if run.add(event):
-                        progress(target, len(run.results), run.failed)
-            except SilentError:
-                hung = True
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        environment = os.environ | environment_of(target)
+        progress(target, 0, 0)
+        for event in follow(
+            _command(kit, target, expression, quick, folder),
+            folder / "results",
+            RecordedEvent,
+            _QUIET_SECONDS,
+            output=folder / "output",
+            stdin=subprocess.DEVNULL,
+            env=environment | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")},
+        ):
+            if run.add(event):
+                progress(target, len(run.results), run.failed)
         said = (folder / "output").read_text(errors="replace")
-    return run.card(kit, target, process.returncode, said, hung, time.monotonic() - started)
+    return run.card(kit, target, said, time.monotonic() - started)
 
 
 def _command(kit: Kit, target: str, expression: str | None, quick: bool, folder: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-p", "fd_core.testing.report.recorder", "-p", "no:cacheprovider"]
     # Nothing of the folder that the user happens to be in may change what is tested.
-    command += ["-c", str(_empty_settings(folder)), "--rootdir", str(folder), "--basetemp", str(folder / "files")]
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    command += ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--basetemp", str(folder / "files")]
     command += ["--pyargs", kit.suite, f"{kit.option}={target}", f"--fd-results={folder / 'results'}"]
     command += ["-q", "--tb=short", *(("-k", expression) if expression else ())]
     return [*command, *kit.quick] if quick else command
-
-
-def _empty_settings(folder: Path) -> Path:
-    path = folder / "pytest.ini"
-    path.write_text("[pytest]\n")
-    return path
 
 
 @dataclass
@@ -168,19 +148,22 @@ class _Run:
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
     running: CaseStarted | None = None
+    code: int = 0
+    silent: bool = False
 
     @property
     def failed(self) -> int:
-        """Tests that failed so far."""
         return sum(result.outcome == "fail" for result in self.results.values())
 
-    def add(self, event: RecordedEvent) -> bool:
+    def add(self, event: RecordedEvent | RunEnd) -> bool:
         """Take an event in; return whether a test ended."""
         match event:
             case BackendDescribed():
                 self.about = event
             case CaseStarted():
                 self.running = event
+            case RunEnd():
+                self.code, self.silent = event
             case CasesLeftOut():
                 self.left_out[event.section] += event.count
             case CaseEnded():
@@ -190,22 +173,21 @@ class _Run:
                 return True
         return False
 
-    def card(self, kit: Kit, target: str, code: int, said: str, hung: bool, seconds: float) -> Card:
-        """Return the card of the run, whose process ended with `code` and wrote `said`."""
-        error, running = None, self.running
-        if hung or code < 0:
-            how = "took too long" if hung else f"ended the process with signal {-code}"
+    def card(self, kit: Kit, target: str, said: str, seconds: float) -> Card:
+        """Return the card of the run, whose process wrote `said`."""
+        error, running, code, silent = None, self.running, self.code, self.silent
+        if silent or code < 0:
+            how = "took too long" if silent else f"ended the process with signal {-code}"
             if running is not None:
                 self.results[running.section, running.test] = Result(
                     section=running.section, test=running.test, outcome="fail", reason=f"it {how}"
                 )
             error = f"{'a test' if running is None else running.test} {how}; what follows it was not run"
-        elif code not in _USAGE_CODES:
+        elif code not in (0, 1):
             lines = [line for line in said.splitlines() if line.strip()]
             told = [line.strip("! ").removeprefix("_pytest.outcomes.Exit: ") for line in lines if line.startswith("!")]
             error = (told or lines or ["pytest could not be run"])[-1]
-        about: dict[str, Any] = {} if self.about is None else msgspec.structs.asdict(self.about)
-        about.pop("target", None)
+        about = {} if self.about is None else msgspec.structs.asdict(self.about)
         return _card_of(
             kit,
             target,

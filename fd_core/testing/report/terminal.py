@@ -32,11 +32,6 @@ def print_report(report: ConformanceReport, console: Console) -> None:
         _print_card(card, console)
 
 
-def _reason(card: Card) -> str:
-    """Return why there are no results, without the name of the card."""
-    return (card.error or "").removeprefix(f"{card.target}: ")
-
-
 def _heading(card: Card) -> Text:
     about = Text(card.target)
     if card.dtype:
@@ -56,7 +51,8 @@ def _cell(counts: Counter[CaseOutcome]) -> Text:
 
 def _print_card(card: Card, console: Console) -> None:
     if card.error is not None and not card.results:
-        console.print(Text(f"\n{card.target} ").append("WAS NOT TESTED", "bold red").append(f": {_reason(card)}"))
+        reason = card.error.removeprefix(f"{card.target}: ")
+        console.print(Text(f"\n{card.target} ").append("WAS NOT TESTED", "bold red").append(f": {reason}"))
         return
     counts: Counter[CaseOutcome] = Counter(result.outcome for result in card.results)
     verdict = Text("passes" if card.passed else "DOES NOT PASS", "bold green" if card.passed else "bold red")

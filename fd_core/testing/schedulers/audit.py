@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from fd_core import signals
 from fd_core.config import Limits
@@ -30,7 +30,8 @@ from fd_core.effects.operations import (
 )
 from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.signals import Outcome
-from fd_core.testing.schedulers.breaches import broken, require
+from fd_core.testing.kit.law import broken, require
+from fd_core.testing.schedulers.tiers import Operation
 from fd_core.types import (
     Admission,
     BlockGrant,
@@ -45,7 +46,6 @@ from fd_core.types import (
 )
 
 WHERES: Final = ("waits", "loads", "runs", "drains", "ended")
-"""Where a request can be."""
 _PATIENCE: Final = 4
 """Plans for each slot that a decode may be left out of."""
 
@@ -67,7 +67,6 @@ class Stay:
     revoked: bool = False
     ended: bool = False
     in_flight: int = 0
-    """Rows in flight."""
     drafts_ready: int | None = 0
     """Drafts that the runner holds; None while a step of this stay is in flight."""
     left_out: int = 0
@@ -124,7 +123,6 @@ class Followed:
 
     @property
     def name(self) -> str:
-        """The id."""
         return self.spec.request_id
 
     @property
@@ -138,7 +136,6 @@ class Followed:
 
     @property
     def waits(self) -> bool:
-        """Whether it has no slot and has not ended."""
         return self.where == "waits"
 
     def mark(self, position: int) -> int:
@@ -164,9 +161,17 @@ class _Row:
 
 @dataclass(slots=True)
 class _InFlight:
-    plan: StepPlan
-    touched: set[int]
-    rows: list[_Row]
+    touched: set[int] = field(default_factory=set)
+    rows: list[_Row] = field(default_factory=list)
+
+
+class _Expected(NamedTuple):
+    """What a request has to be told of a step."""
+
+    request: Followed
+    tokens: tuple[int, ...] = ()
+    end: FinishReason | None = None
+    draining: bool = False
 
 
 class Auditor:
@@ -190,7 +195,7 @@ class Auditor:
         self._left_behind: dict[int, str] = {}
         """Blocks that hold no KV because a load or a transfer has not brought it, and the rule that whoever uses them
         breaks."""
-        self._operations: dict[int, Lookup | Load | Save | Fetch | Send] = {}
+        self._operations: dict[int, Operation] = {}
         self._jobs: dict[str, Followed] = {}
         """Requests that compute prompts for other workers, by lease."""
         self._to_cancel: set[int] = set()
@@ -202,32 +207,26 @@ class Auditor:
 
     @property
     def live(self) -> list[Stay]:
-        """Stays that were not revoked."""
         return [stay for stay in self.stays.values() if not stay.revoked]
 
     @property
     def unfinished(self) -> set[str]:
-        """Ids of the requests that have not ended."""
         return {name for name, request in self.requests.items() if request.end is None}
 
     @property
     def tables(self) -> set[int]:
-        """Blocks that running requests own."""
         return {block for stay in self.live for block in stay.table}
 
     def touched(self) -> set[int]:
-        """Return the blocks that a step in flight reads or writes."""
         return {block for step in self._in_flight.values() for block in step.touched}
 
     def operating(self, *kinds: type) -> set[int]:
-        """Return the blocks that operations of some kinds hold."""
         open_ones = [each for each in self._operations.values() if isinstance(each, kinds)]
         return {block for each in open_ones if not isinstance(each, Lookup) for block in each.blocks.tolist()}
 
     # Requests come and go -----------------------------------------------------------------------------------
 
     def added(self, spec: RequestSpec, effects: Effects) -> None:
-        """The scheduler took a request in."""
         limit = min(len(spec.prompt) + spec.params.max_tokens, self.limits.max_model_len)
         request = self.requests[spec.request_id] = Followed(spec, limit, [*spec.prompt, *spec.delivered])
         if (job := spec.prefill_job) is not None:
@@ -298,7 +297,7 @@ class Auditor:
         for grant in plan.grants:
             if grant.slot not in admitted or grant.offset:
                 self._grant(grant, touched)
-        step = self._in_flight[plan.step] = _InFlight(plan, set(), [])
+        step = self._in_flight[plan.step] = _InFlight()
         for row in range(len(plan.slots)):
             self._check_row(plan, row, step)
         self._check_left_out(plan, before)
@@ -466,24 +465,20 @@ class Auditor:
     def _began(self, effects: Effects) -> None:
         for effect in effects.operations:
             match effect:
-                case Lookup():
-                    self._operations[effect.operation] = effect
                 case Save():
                     self._save(effect)
-                    self._operations[effect.operation] = effect
                 case Load():
-                    self._load(effect)
-                    self._operations[effect.operation] = effect
+                    self._await_kv(effect, "5.2", "5.4")
                 case Fetch():
                     self._fetch(effect)
-                    self._operations[effect.operation] = effect
                 case Send():
                     self._send(effect)
-                    self._operations[effect.operation] = effect
                 case GiveUp(lease):
                     self._job(lease, "is given up").is_over = True
                 case Cancel(operation):
                     self._to_cancel.discard(operation)
+            if isinstance(effect, Operation):
+                self._operations[effect.operation] = effect
 
     def _save(self, save: Save) -> None:
         for key, block in zip(save.keys, save.blocks.tolist(), strict=True):
@@ -492,9 +487,6 @@ class Auditor:
                 broken("3.5", f"operation {save.operation} saves block {block}, which is not settled")
             known = self._named.setdefault(key, content)
             require(known == content, "5.3", f"operation {save.operation} saves two contents under one key")
-
-    def _load(self, load: Load) -> None:
-        self._await_kv(load, "5.2", "5.4")
 
     def _fetch(self, fetch: Fetch) -> None:
         request, size, job = self._await_kv(fetch, "6.1", "6.2"), self.limits.block_size, fetch.job
@@ -558,7 +550,6 @@ class Auditor:
             request.is_over = True
 
     def completed(self, completion: Completion) -> None:
-        """An operation is about to be reported as over."""
         match completion:
             case Found(operation) | Saved(operation) | Sent(operation):
                 del self._operations[operation]
@@ -601,22 +592,19 @@ class Auditor:
     # An answer ----------------------------------------------------------------------------------------------
 
     def executed(self, plan: StepPlan, output: StepOutput) -> None:
-        """The runner computed a step; its answer is in flight."""
         counts = signals.read(output.tokens).counts
         for row in self._in_flight[plan.step].rows:
             row.stay.length += int(counts[row.stay.slot]) if row.samples else 0
 
     def dropped(self, deltas: Sequence[Delta], effects: Effects, what: str) -> None:
-        """The scheduler was given an answer that it has to drop."""
         self.stale += 1
         self._began(effects)
         require(not deltas, "1.5", f"{what} was applied: {list(deltas)}")
 
     def answered(self, plan: StepPlan, output: StepOutput, deltas: Sequence[Delta], effects: Effects) -> None:
-        """The scheduler applied an answer."""
         step = self._in_flight.pop(plan.step)
         outcomes = signals.read(output.tokens, output.errors)
-        expected: dict[str, tuple[Followed, tuple[int, ...], FinishReason | None, bool]] = {}
+        expected: dict[str, _Expected] = {}
         for row in step.rows:
             row.stay.in_flight -= 1
             kind, count = outcomes.kinds[row.stay.slot], int(outcomes.counts[row.stay.slot])
@@ -624,7 +612,7 @@ class Auditor:
                 continue
             request, draining = row.stay.request, row.stay.revoked
             if kind == Outcome.ERROR:
-                expected[request.name] = request, (), FinishReason.ERROR, draining
+                expected[request.name] = _Expected(request, (), FinishReason.ERROR, draining)
                 continue
             if row.start <= request.seen:
                 request.seen = max(request.seen, row.start + row.own)
@@ -632,7 +620,7 @@ class Auditor:
             told: tuple[int, ...] = ()
             if row.samples:
                 told, reason = _cut(request, outcomes.tokens[row.stay.slot, :count].tolist())
-                expected[request.name] = request, told, reason, draining
+                expected[request.name] = _Expected(request, told, reason, draining)
                 rejected = row.drafts - max(count - 1, 0)
                 row.stay.num_planned -= rejected
                 row.stay.num_computed -= rejected
@@ -646,7 +634,7 @@ class Auditor:
             request = self.stays.pop(revoked.slot).request
             request.stay = None
             if request.end is None and request.abort_wanted:
-                expected[request.name] = request, (), FinishReason.ABORT, True
+                expected[request.name] = _Expected(request, (), FinishReason.ABORT, True)
         self._check_deltas(plan, expected, deltas)
         slots = {row.stay.request.name: row.stay.slot for row in step.rows}
         for delta in deltas:
@@ -679,12 +667,7 @@ class Auditor:
         for position in range(row.start, min(row.start + count, len(request.tokens))):
             self._content[row.stay.table[position // size]][position % size] = request.mark(position)
 
-    def _check_deltas(
-        self,
-        plan: StepPlan,
-        expected: dict[str, tuple[Followed, tuple[int, ...], FinishReason | None, bool]],
-        deltas: Sequence[Delta],
-    ) -> None:
+    def _check_deltas(self, plan: StepPlan, expected: dict[str, _Expected], deltas: Sequence[Delta]) -> None:
         told: dict[str, Delta] = {}
         for delta in deltas:
             require(delta.request_id not in told, "8", f"step {plan.step} tells {delta.request_id} two deltas")
@@ -698,28 +681,19 @@ class Auditor:
                 what = f"step {plan.step} tells {delta.request_id}{', which ended,' if ended else ''} {delta.token_ids}"
                 rule = "1.7" if ended and request is not None and request.abort_wanted else "1.1"
                 require(not delta.token_ids and delta.finish_reason is None, rule, f"{what} {delta.finish_reason}")
-        failed = any(reason is FinishReason.ERROR for _, _, reason, _ in expected.values())
-        for name, (request, tokens, reason, draining) in expected.items():
-            self._check_delta(plan, request, tokens, reason, told.get(name), draining=draining, beside_error=failed)
-            request.end = reason
-            stay = request.stay
-            if reason is not None and stay is not None:
+        failed = any(each.end is FinishReason.ERROR for each in expected.values())
+        for name, each in expected.items():
+            self._check_delta(plan, each, told.get(name), beside_error=failed)
+            request, stay = each.request, each.request.stay
+            request.end = each.end
+            if each.end is not None and stay is not None:
                 stay.ended = True
                 if not stay.revoked:
                     del self.stays[stay.slot]
                     request.stay = None
 
-    def _check_delta(
-        self,
-        plan: StepPlan,
-        request: Followed,
-        tokens: tuple[int, ...],
-        reason: FinishReason | None,
-        delta: Delta | None,
-        *,
-        draining: bool,
-        beside_error: bool,
-    ) -> None:
+    def _check_delta(self, plan: StepPlan, right: _Expected, delta: Delta | None, *, beside_error: bool) -> None:
+        request, tokens, reason, draining = right
         given = () if delta is None else delta.token_ids
         what = f"step {plan.step} gave {request.name} {tokens}, and it was told {given}"
         lost = "1.9" if tokens and not all(tokens) and 0 not in given else "1.3" if beside_error else "1.1"
@@ -738,10 +712,10 @@ class Auditor:
         scores = delta.prompt_logprobs
         if tokens and not request.told_first:
             request.told_first = True
-            right = [request.read.get(place) for place in range(1, len(request.spec.prompt))]
+            read = [request.read.get(place) for place in range(1, len(request.spec.prompt))]
             found = None if scores is None else [(score.logprob, score.top_ids) for score in scores]
-            what = f"of the prompt of {request.name} there is told {found} instead of {right}"
-            require(found == (right if request.scores_prompt else None), "4", what)
+            what = f"of the prompt of {request.name} there is told {found} instead of {read}"
+            require(found == (read if request.scores_prompt else None), "4", what)
             cached = f"{request.name} began with {request.cached} tokens, and was told {delta.cached_tokens}"
             counted = request.fetches and delta.cached_tokens is not None
             require(counted or delta.cached_tokens == request.cached, "2.1", cached)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -13,20 +13,20 @@ from fd_core.config import Limits
 from fd_core.effects.operations import Completion
 from fd_core.errors import FdError
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.plugins import SCHEDULER, installed_plugins
 from fd_core.runner.inputs.inputs import BudgetExceeded
-from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Fcfs, SchedulingPolicy
 from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.victims import FewestTokens
+from fd_core.testing.kit.law import broken, require
+from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.audit import Auditor, Stay
-from fd_core.testing.schedulers.breaches import broken, require
-from fd_core.testing.schedulers.peers import ScriptedPeers
 from fd_core.testing.schedulers.scripts import make_runner, whole_text
-from fd_core.testing.schedulers.target import SchedulerTarget
-from fd_core.testing.schedulers.tiers import OperationEnd
+from fd_core.testing.schedulers.tiers import OperationEnd, ScriptedPeers
+from fd_core.testing.stepping import SMALL
 from fd_core.testing.stepping.drafting import KnowingDrafter
-from fd_core.testing.stepping.sizes import SMALL
 from fd_core.testing.stepping.texts import Texts
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
@@ -35,10 +35,35 @@ _CHEAP_TOKENS = 1000
 _EPOCH = 3
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     plan: StepPlan
     output: StepOutput
+
+
+@dataclass(frozen=True)
+class SchedulerTarget:
+    """One scheduler under a name."""
+
+    name: str
+    make: Callable[[SchedulerSetup], Scheduler]
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """What it does not do, with reasons."""
+
+    def about(self) -> dict[str, Any]:
+        """Return what its card says of it."""
+        origin = str(installed_plugins().find(SCHEDULER, self.name).origin)
+        return {"distribution": origin, "limits": dict(self.lacks)}
+
+    def require(self, ability: str) -> None:
+        """Skip the running test, with the reason, if the scheduler lacks an ability."""
+        if ability in self.lacks:
+            lacks(self.lacks[ability])
+
+
+def find_scheduler(name: str) -> SchedulerTarget:
+    """Return the scheduler called `name`. Raises `PluginError` if there is none, or if it cannot be imported."""
+    found = installed_plugins().load(SCHEDULER, name)
+    return SchedulerTarget(name, found, found.lacks)
 
 
 class Driver:
@@ -61,24 +86,20 @@ class Driver:
         self.first_plan: dict[str, int] = {}
         """Plans that had been made when a request was admitted for the first time."""
 
-    # Requests -----------------------------------------------------------------------------------------------
-
     def submit(self, *specs: RequestSpec) -> None:
-        """Queue requests."""
         for spec in specs:
             effects = self.scheduler.add(spec)
             self.auditor.added(spec, effects)
             self.tiers.perform(effects.operations)
         self.audit()
 
-    def abort(self, name: str) -> None:
-        """Abort a request."""
-        delta = self.scheduler.abort(name)
-        self.auditor.aborted(name, delta)
-        self.texts.take([] if delta is None else [delta])
-        self.audit()
-
-    # Steps --------------------------------------------------------------------------------------------------
+    def abort(self, *names: str) -> None:
+        """Abort requests, one after the other; a name may come twice."""
+        for name in names:
+            delta = self.scheduler.abort(name)
+            self.auditor.aborted(name, delta)
+            self.texts.take([] if delta is None else [delta])
+            self.audit()
 
     def plan(self) -> StepPlan | None:
         """Plan a step and compute it; its answer is left in flight."""
@@ -98,6 +119,17 @@ class Driver:
         self.audit()
         return plan
 
+    def must_plan(self) -> StepPlan:
+        """Plan a step where there is something to do."""
+        plan = self.plan()
+        assert plan is not None
+        return plan
+
+    def fill(self, depth: int) -> None:
+        """Plan until `depth` steps are in flight or nothing can be planned."""
+        while len(self.in_flight) < depth and self.plan() is not None:
+            pass
+
     def answer(self, *failed: int) -> StepPlan:
         """Answer the oldest step in flight; the rows of slots `failed` failed."""
         answer = self.in_flight.popleft()
@@ -108,6 +140,10 @@ class Driver:
         self.tiers.perform(effects.operations)
         self.audit()
         return answer.plan
+
+    def answer_all(self) -> None:
+        while self.in_flight:
+            self.answer()
 
     def answer_stale(self, **changes: Any) -> None:
         """Give the oldest step in flight an answer that belongs to another epoch or step, which has to be dropped."""
@@ -132,7 +168,6 @@ class Driver:
         self.tiers.perform(effects.operations)
 
     def complete(self, index: int, how: OperationEnd) -> None:
-        """End an operation outside steps."""
         self.tell(self.tiers.complete(index, how))
 
     def tell(self, completion: Completion) -> None:
@@ -143,8 +178,7 @@ class Driver:
 
     def step_alone(self, depth: int = 1) -> None:
         """Fill the pipeline and answer the oldest step; operations outside steps stay as they are."""
-        while len(self.in_flight) < depth and self.plan() is not None:
-            pass
+        self.fill(depth)
         if self.in_flight:
             self.answer()
 
@@ -155,7 +189,7 @@ class Driver:
             self.complete(0, OperationEnd.WELL)
 
     def run(self, depth: int = 1, *, watch: Callable[[StepPlan], None] = lambda _: None) -> Texts:
-        """Keep `depth` steps in flight until no request is left, in a bounded number of steps."""
+        """Keep `depth` steps in flight until no request is left, in a bounded number of steps; every text is right."""
         for _ in range(self._patience()):
             while len(self.in_flight) < depth and (plan := self.plan()) is not None:
                 watch(plan)
@@ -170,6 +204,7 @@ class Driver:
         require(not left, "2.2", f"nothing is in flight or all too much was planned, and {left} have not ended")
         require(not self.scheduler.has_work, "3.6", "it says that it has work, but no request is left")
         self.audit()
+        self._check_texts()
         return self.texts
 
     def run_until(self, condition: Callable[[], object], depth: int = 1, steps: int = 500) -> bool:
@@ -184,16 +219,12 @@ class Driver:
         return False
 
     def stay_of(self, name: str) -> Stay | None:
-        """Return where a request is, None if it has no slot."""
         return self.auditor.requests[name].stay
 
-    # Audits -------------------------------------------------------------------------------------------------
-
     def audit(self) -> None:
-        """Compare what the scheduler says that it holds with what was seen of it."""
         self.auditor.held(self.scheduler.held(), self.scheduler.request_ids())
 
-    def check_texts(self) -> None:
+    def _check_texts(self) -> None:
         """What was told is a prefix of the golden text, and all of it where the text came to its end."""
         for name, request in self.auditor.requests.items():
             right = whole_text(request.spec)[len(request.spec.delivered) :]

@@ -17,8 +17,8 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.runner.drafting import Drafter
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
-from fd_core.testing.stepping.texts import greedy
-from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams, StepPlan
+from fd_core.testing.stepping.texts import greedy, plan_of
+from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams
 
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 256, (1000, 16)).tolist()
 _ALONE = Limits(
@@ -34,8 +34,7 @@ def make_runner(limits: Limits, drafter: Drafter | None = None) -> Runner:
 
 def whole_text(spec: RequestSpec) -> list[int]:
     """Return everything that a request generates, what earlier epochs delivered included."""
-    plain = msgspec.structs.replace(spec, request_id="alone", delivered=(), cache_salt="", priority=0, tenant="")
-    plain = msgspec.structs.replace(plain, prefill_at="", prefill_job=None)
+    plain = RequestSpec(request_id="alone", prompt=spec.prompt, params=spec.params, eos_token_ids=spec.eos_token_ids)
     return list(_text(msgspec.json.encode(plain)))
 
 
@@ -65,19 +64,13 @@ def _steps(runner: Runner, limits: Limits, spec: RequestSpec) -> Iterator[int]:
     prompt = np.array(spec.prompt, np.int32)
     blocks: IntArray = np.arange(limits.num_kv_blocks, dtype=np.int32)
     admission = Admission(0, 1, prompt, len(prompt), spec.params, spec.eos_token_ids, 0)
-    one, computed = np.ones(1, np.int32), 0
+    computed = 0
     while True:
         first = computed == 0
         count = len(prompt) if first else 1
-        plan = StepPlan(
-            epoch=1,
-            step=0,
-            slots=one - 1,
-            gens=one,
-            starts=one * computed,
-            num_tokens=one * count,
-            num_drafts=one - 1,
-            samples=np.ones(1, np.bool_),
+        plan = plan_of(
+            0,
+            [(0, 1, computed, count, 0, True)],
             admissions=(admission,) if first else (),
             grants=(BlockGrant(0, 0, blocks),) if first else (),
         )
@@ -118,12 +111,9 @@ def many_specs() -> tuple[RequestSpec, ...]:
         stop = whole_text(spec)[6 * index + 5]
         specs.append(greedy(f"stop{index}", spec.prompt, 40, stop_token_ids=(stop,)))
     zero = text_with_zero()
-    specs += [zero, msgspec.structs.replace(zero, request_id="zero stop", params=_stopping_at_zero(zero))]
+    stopping = msgspec.structs.replace(zero.params, stop_token_ids=(0,))
+    specs += [zero, msgspec.structs.replace(zero, request_id="zero stop", params=stopping)]
     for spec in specs[:2]:
         begun = tuple(whole_text(spec)[:7])
         specs.append(msgspec.structs.replace(spec, request_id=f"{spec.request_id} again", delivered=begun[:-1]))
     return tuple(specs)
-
-
-def _stopping_at_zero(spec: RequestSpec) -> SamplingParams:
-    return msgspec.structs.replace(spec.params, stop_token_ids=(0,))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +19,7 @@ from fd_core.effects.operations import (
     Completion,
     Effect,
     Fetch,
+    Fetched,
     Found,
     Load,
     Loaded,
@@ -24,9 +27,14 @@ from fd_core.effects.operations import (
     Save,
     Saved,
     Send,
+    Sent,
 )
 from fd_core.ops.contract import KVCache
+from fd_core.testing.schedulers.scripts import kv_of
+from fd_core.testing.stepping.texts import greedy
+from fd_core.types import PrefillJob, RequestSpec
 
+_PEER = "peer:1"
 Operation = Lookup | Load | Save | Fetch | Send
 
 
@@ -38,7 +46,6 @@ class OperationEnd(enum.Enum):
     BADLY = enum.auto()
 
     def share(self, count: int) -> int:
-        """Return how many of `count` blocks it brings about."""
         return {OperationEnd.WELL: count, OperationEnd.IN_PART: count // 2, OperationEnd.BADLY: 0}[self]
 
 
@@ -52,7 +59,6 @@ class ScriptedTiers:
         self._cache = cache
 
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Begin operations."""
         for effect in effects:
             if isinstance(effect, Cancel):
                 self.cancelled.add(effect.operation)
@@ -64,7 +70,6 @@ class ScriptedTiers:
         return self.end(self.pending.pop(index), how)
 
     def end(self, operation: Operation, how: OperationEnd) -> Completion:
-        """End an operation that began before."""
         match operation:
             case Lookup():
                 return self._find(operation, how)
@@ -76,33 +81,27 @@ class ScriptedTiers:
 
     @property
     def block_size(self) -> int:
-        """Positions of a block."""
         return self._cache.shape.block_size
 
     def write(self, blocks: Sequence[int], data: npt.NDArray[np.float32]) -> None:
-        """Put KV into device blocks."""
         self._cache.import_blocks(np.array(blocks, np.int32), data)
 
     def spoil(self, blocks: Iterable[int]) -> None:
-        """Leave garbage in device blocks."""
         for block in blocks:
             garbage = self._cache.export_blocks(np.array([block], np.int32)).copy()
             garbage.reshape(-1)[:] = 1.5
             self.write([block], garbage)
 
     def _find(self, lookup: Lookup, how: OperationEnd) -> Found:
-        held = 0
-        while held < len(lookup.keys) and lookup.keys[held] in self.values:
-            held += 1
-        total = how.share(held)
+        total = how.share(sum(1 for _ in takewhile(self.values.__contains__, lookup.keys)))
         return Found(lookup.operation, total // 2, total)
 
     def _load(self, load: Load, how: OperationEnd) -> Loaded:
         assert len(set(load.blocks.tolist())) == len(load.keys)
-        upto, count = how.share(len(load.keys)), 0
-        while count < upto and load.keys[count] in self.values:
-            self.write(load.blocks[count : count + 1].tolist(), self.values[load.keys[count]])
-            count += 1
+        held = list(takewhile(self.values.__contains__, load.keys[: how.share(len(load.keys))]))
+        count = len(held)
+        for key, block in zip(held, load.blocks[:count].tolist(), strict=True):
+            self.write([block], self.values[key])
         self.spoil(load.blocks[count:].tolist())
         return Loaded(load.operation, count, from_host=count // 2)
 
@@ -112,3 +111,43 @@ class ScriptedTiers:
             self.values[key] = self._cache.export_blocks(np.array([block], np.int32))
         # What was copied may be evicted by other requests at once, whatever the store has of it.
         return Saved(save.operation, upto, host=upto if how is OperationEnd.WELL else upto // 2)
+
+
+def elsewhere(*specs: RequestSpec) -> list[RequestSpec]:
+    """Return requests whose prompts another worker computes."""
+    return [msgspec.structs.replace(spec, prefill_at=_PEER) for spec in specs]
+
+
+def job_for(name: str, prompt: Iterable[int], held_blocks: int = 0) -> RequestSpec:
+    """Return a request that computes a prompt for a worker which holds its first blocks; the lease has its name."""
+    tokens = list(prompt)
+    job = PrefillJob(np.array(tokens, "<i4").tobytes(), held_blocks, lease=name)
+    return msgspec.structs.replace(greedy(name, tokens, 1), prefill_job=job)
+
+
+class ScriptedPeers(ScriptedTiers):
+    """The other workers of a pair, played beside the tiers.
+
+    A block is read when its `Send` is answered, a prompt is written when its `Fetch` is. Until then, and wherever a
+    transfer fails, the leased blocks hold garbage.
+    """
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            super().perform([effect])
+            if isinstance(effect, Fetch | Send):
+                self.pending.append(effect)
+            if isinstance(effect, Fetch):
+                self.spoil(effect.blocks.tolist())
+
+    def end(self, operation: Operation, how: OperationEnd) -> Completion:
+        match operation:
+            case Fetch(number):
+                if how is not OperationEnd.WELL:
+                    return Fetched(number, "damaged" if how is OperationEnd.IN_PART else "lost")
+                data = kv_of(operation.job.token_ids, self.block_size)[operation.job.held_blocks :]
+                self.write(operation.blocks.tolist(), data)
+                return Fetched(number, "transferred")
+            case Send(number):
+                return Sent(number)
+        return super().end(operation, how)

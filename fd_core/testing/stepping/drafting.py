@@ -30,11 +30,9 @@ class KnowingDrafter(PerSlotDrafter):
         self._wrong = wrong
 
     def admit(self, slot: int, tokens: IntArray) -> None:
-        """Begin with the tokens of an admission."""
         self._known[slot] = tokens.tolist()
 
     def grow(self, slot: int, tokens: IntArray) -> None:
-        """Append what was delivered."""
         self._known[slot] += tokens.tolist()
 
     def guess(self, slot: int, limit: int) -> IntArray:

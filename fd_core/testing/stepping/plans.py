@@ -12,6 +12,7 @@ from fd_core.engine.core import Engine
 from fd_core.engine.device import make_device
 from fd_core.signals import Outcome, read
 from fd_core.testing.kit.judging import Judge
+from fd_core.testing.stepping.texts import plan_of
 from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, StepOutput, StepPlan
 
 _MODES: Final = ("anything", "decodes", "trickle", "wide", "one row", "nothing")
@@ -100,39 +101,28 @@ class RandomPlans:
         texts = [*self._waiting, *(stay.text for stay in self._stays.values())]
         self._judge.check({text.spec.request_id: text.delivered for text in texts})
 
-    # Planning ---------------------------------------------------------------------------------------------
-
     def _submit(self) -> None:
         mode = str(self._rng.choice(_MODES, p=_SHARES))
         revoked = self._revoke()
         admissions = self._admit()
         rows = [] if mode == "nothing" else self._rows(mode)
-        stays = [stay for stay, _, _ in rows]
-        counts = np.array([count for _, count, _ in rows], np.int32)
-        drafts = np.array([draft for _, _, draft in rows], np.int32)
-        starts, samples, grants = [], [], []
+        stays, columns, grants = [], [], []
         for stay, count, draft in rows:
             own = count - draft
             prefill = stay.computed < stay.admitted
             start = stay.computed if prefill else stay.most - 1
             done = not prefill or stay.computed + own == stay.admitted
             grants += self._grow(stay, start + count)
-            starts.append(start)
-            samples.append(done)
+            stays.append(stay)
+            columns.append((stay.slot, stay.gen, start, count, draft, done))
             stay.rows += 1
             if prefill:
                 stay.computed += own
             if done:
                 stay.flying.append(1 + draft)
-        plan = StepPlan(
-            epoch=1,
-            step=self._step,
-            slots=np.array([stay.slot for stay in stays], np.int32),
-            gens=np.array([stay.gen for stay in stays], np.int32),
-            starts=np.array(starts, np.int32),
-            num_tokens=counts,
-            num_drafts=drafts,
-            samples=np.array(samples, np.bool_),
+        plan = plan_of(
+            self._step,
+            columns,
             admissions=tuple(admissions),
             grants=tuple(self._shared_grants(admissions) + grants),
             revocations=tuple(Revocation(stay.slot, stay.gen) for stay in revoked),
@@ -141,7 +131,7 @@ class RandomPlans:
         self.seen[mode] += 1
         self.seen["rows of 40 and more"] += len(rows) >= 40
         self.seen["tokens of 600 and more"] += plan.total_tokens >= 600
-        self.seen["drafts"] += int(drafts.sum())
+        self.seen["drafts"] += int(plan.num_drafts.sum())
         self.seen["revocations"] += len(revoked)
         self.seen["admissions"] += len(admissions)
         self._flying.append((plan, stays))
@@ -252,8 +242,6 @@ class RandomPlans:
             if mode == "one row":
                 break
         return rows
-
-    # Answers ----------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
         plan, stays = self._flying.popleft()

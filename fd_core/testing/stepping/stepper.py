@@ -1,4 +1,4 @@
-"""An engine whose planning and answering are apart, so that a test decides what is in flight.
+"""An engine whose planning and answering are apart, so that a test decides what is in flight, and steps by hand.
 
 Every plan and every answer is audited: the budget is counted where the forward pass gets its input, a block is never
 granted while a step in flight touches it, and a revocation that was not answered keeps its slot.
@@ -7,17 +7,19 @@ granted while a step in flight touches it, and a revocation that was not answere
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from fd_core.effects.operations import Effects
 from fd_core.engine.core import Engine
+from fd_core.engine.device import Device, make_device
 from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler, SchedulerProbe
-from fd_core.testing.stepping.texts import Texts
-from fd_core.types import RequestSpec, StepOutput, StepPlan
+from fd_core.signals import Outcomes, read
+from fd_core.testing.stepping.texts import Texts, plan_of
+from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, SamplingParams, StepOutput, StepPlan
 
 
 class Stepper:
@@ -46,12 +48,10 @@ class Stepper:
         return self.runner.execute(plan)
 
     def submit(self, *specs: RequestSpec) -> None:
-        """Queue requests."""
         for spec in specs:
             self.perform(self.scheduler.add(spec))
 
     def abort(self, request_id: str) -> None:
-        """Abort a request."""
         self.texts.take(self.engine.abort([request_id]))
         self.audit()
 
@@ -77,7 +77,6 @@ class Stepper:
         return plan
 
     def answer(self) -> StepPlan:
-        """Commit the oldest answer."""
         plan, output = self.receive()
         deltas, effects = self.scheduler.commit(plan, output)
         self.texts.take(deltas)
@@ -124,18 +123,15 @@ class Stepper:
         return False
 
     def state_of(self, request_id: str) -> State | None:
-        """Return the state of a request, None once it has ended."""
         request = self.probe.requests.get(request_id)
         return None if request is None else request.state
 
     def request_in(self, slot: int) -> str:
-        """Return the id of the request in a slot."""
         request = self.probe.slots.requests[slot]
         assert request is not None
         return request.spec.request_id
 
     def check_idle(self) -> None:
-        """Check that every gauge is back at its value at start."""
         stats = self.engine.stats()
         gauges = (stats.scheduler.slots.running, stats.scheduler.slots.waiting, stats.scheduler.slots.draining)
         assert gauges == (0, 0, 0)
@@ -143,8 +139,6 @@ class Stepper:
         assert stats.scheduler.outputs.stale_outputs == 0
         assert not self.probe.prefixes.num_computing
         assert not (self.probe.operations.open or self.probe.operations.effects)
-
-    # Audits -----------------------------------------------------------------------------------------------
 
     def audit(self) -> None:
         """Check slots and blocks against each other and against what is in flight."""
@@ -174,6 +168,76 @@ class Stepper:
             shared = matched.get(grant.slot, 0) if grant.offset == 0 else 0
             fresh = set(grant.blocks[shared:].tolist())
             assert not fresh & busy, "a block was granted while a step in flight touches it"
+
+
+class SentStepper(Stepper):
+    """A stepper whose plans and outputs travel; a step that is not answered in time fails the test."""
+
+    def __init__(self, engine: Engine, device: Device) -> None:
+        super().__init__(engine, eager=True)
+        self._device = device
+        self._watchdog = engine.probe().watchdog_seconds
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self._device.submit(plan)
+        return self._device.collect(self._watchdog)
+
+
+class ByHand:
+    """Drives a runner plan by plan, without a scheduler, so that a test says what each step is.
+
+    Builds plans over an engine's runner; slot i owns the blocks [i * n, (i + 1) * n).
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.runner = engine.probe().runner
+        self.limits = self.runner.limits
+        self._device = make_device(self.runner, 2, "memory")
+        self._watchdog = engine.probe().watchdog_seconds
+        self._step = 0
+        self._gen = 0
+        self._gens: dict[int, int] = {}
+        self._length: dict[int, int] = {}
+        self._pending: list[Admission] = []
+        self._per_slot = self.limits.num_kv_blocks // self.limits.max_num_seqs
+
+    def admit(self, slot: int, prompt: Sequence[int], **params: object) -> None:
+        """Let a request enter a slot with the next step."""
+        self._gen += 1
+        self._gens[slot] = self._gen
+        self._length[slot] = 0
+        chosen = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | params))  # type: ignore[arg-type]
+        tokens = np.array(prompt, np.int32)
+        self._pending.append(Admission(slot, self._gen, tokens, len(prompt), chosen, (), 0))
+
+    def step(
+        self, *rows: tuple[int, int] | tuple[int, int, bool] | tuple[int, int, bool, int], back: Sequence[int] = ()
+    ) -> tuple[StepOutput, Outcomes]:
+        """Compute rows of (slot, tokens[, samples[, drafts]]) and revoke the slots `back`; return its outcomes too."""
+        full = [(slot, count, *rest, *(True, 0)[len(rest) :]) for slot, count, *rest in rows]
+        admissions, self._pending = tuple(self._pending), []
+        width = min(self._per_slot, self.limits.blocks_per_seq)
+        plan = plan_of(
+            self._step,
+            [(slot, self._gens[slot], self._length[slot], own + k, k, samples) for slot, own, samples, k in full],
+            admissions=admissions,
+            grants=tuple(
+                BlockGrant(each.slot, 0, np.arange(width, dtype=np.int32) + each.slot * self._per_slot)
+                for each in admissions
+            ),
+            revocations=tuple(Revocation(slot, self._gens[slot]) for slot in back),
+        )
+        self._step += 1
+        self._device.submit(plan)
+        output = self._device.collect(self._watchdog)
+        outcomes = read(output.tokens, output.errors)
+        for slot, count, samples, _ in full:
+            # A row that samples leaves its last token to be computed by the next one.
+            self._length[slot] += count + (int(outcomes.counts[slot]) - 1 if samples else 0)
+        return output, outcomes
+
+    def close(self) -> None:
+        self._device.close()
 
 
 def parts_of(engine: Engine) -> SchedulerProbe:

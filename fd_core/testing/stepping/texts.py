@@ -1,11 +1,14 @@
-"""What an engine delivers, collected and checked."""
+"""Requests and plans, and what an engine delivers, collected and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 from fd_core.engine.core import Engine
-from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, StepPlan, TokenLogprobs
 
 
 class Texts:
@@ -63,3 +66,9 @@ def greedy(name: str, prompt: Iterable[int], max_tokens: int, **changes: object)
         params=SamplingParams(**(params | changes)),  # type: ignore[arg-type]  # fields by name
         **spec,  # type: ignore[arg-type]  # fields by name
     )
+
+
+def plan_of(step: int, rows: Sequence[tuple[int, int, int, int, int, bool]], **parts: Any) -> StepPlan:
+    """Return a plan of (slot, gen, start, tokens, drafts among them, whether it samples) rows."""
+    slots, gens, starts, tokens, drafts, samples = np.array(rows, np.int32).reshape(-1, 6).T.copy()
+    return StepPlan(1, step, slots, gens, starts, tokens, drafts, samples.astype(np.bool_), **parts)

@@ -12,10 +12,9 @@
 
 import pytest
 
-pytest.register_assert_rewrite("fd_core.testing.stores.suite", "fd_core.testing.stores.machine")
+pytest.register_assert_rewrite("fd_core.testing.stores.suite")
 
 from fd_core.testing.kit.requirements import OPEN, Requirement, closed, lacks  # noqa: E402 -- after the call above
-from fd_core.testing.stores.back_door import BackDoor  # noqa: E402 -- after the call above
-from fd_core.testing.stores.suite import StoreSuite  # noqa: E402 -- after the call above
+from fd_core.testing.stores.suite import BackDoor, StoreSuite  # noqa: E402 -- after the call above
 
 __all__ = ["OPEN", "BackDoor", "Requirement", "StoreSuite", "closed", "lacks"]

@@ -3,11 +3,3 @@
 Each file is a section of the report. What a backend cannot do by its nature it names in `Backend.limits`, with a
 reason; tests that ask for it are left out and the report shows the reason. Signalling and budget ask for nothing.
 """
-
-import sys
-
-import pytest
-
-_CHECKING = ("arrays", "golden", "stepping", "steps", "texts")
-_names = (f"fd_core.testing.{name}" for name in _CHECKING)
-pytest.register_assert_rewrite(*(name for name in _names if name not in sys.modules))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from fd_core.ops.contract import Ops
-from fd_core.testing.kit.choosing import chosen, run_for_each
+from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
+from fd_core.testing.kit.plugin import chosen, run_for_each
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target, parse_target
-from fd_core.testing.models.golden import Golden
 
 # The same examples for every backend, and no search for smaller ones, which takes long on a slow device.
 settings.register_profile(
@@ -30,7 +30,6 @@ _TARGETS: dict[str, Target] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the examples and name the marker."""
     settings.load_profile("fd_core_kit")
     config.addinivalue_line("markers", "fd_thorough: repeats another test with other numbers, or takes seconds")
     config.addinivalue_line(
@@ -47,38 +46,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test once for each backend."""
     run_for_each(metafunc, "--fd-backend", "backend")
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tiny checkpoints are written, once for all backends."""
     return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="session")
 def target(request: pytest.FixtureRequest, checkpoints: Path) -> Target:
-    """The backend under test."""
     if request.param not in _TARGETS:
-        _TARGETS[request.param] = chosen(request.param, lambda name: _imported(parse_target(name, checkpoints)))
+        found = chosen(request.param, lambda name: parse_target(name, checkpoints))
+        chosen(request.param, lambda _: found.cls)  # which imports it
+        _TARGETS[request.param] = found
     return _TARGETS[request.param]
-
-
-def _imported(target: Target) -> Target:
-    _ = target.cls
-    return target
 
 
 @pytest.fixture(scope="session")
 def golden(target: Target) -> Golden:
-    """The right texts."""
     return Golden(target)
 
 
 @pytest.fixture
 def ops(target: Target) -> Ops:
-    """The backend's pack."""
     return target.ops
 
 
@@ -96,9 +87,8 @@ def require(target: Target) -> Callable[..., None]:
 
 
 @pytest.fixture(autouse=True)
-def whole_layers_are_needed(request: pytest.FixtureRequest) -> Iterator[None]:
+def whole_layers_are_needed(request: pytest.FixtureRequest) -> None:
     """Leave out a file that says `REQUIRES = (...)` for a backend that lacks one of these."""
     needs: tuple[str, ...] = getattr(request.module, "REQUIRES", ())
     if needs:
         request.getfixturevalue("require")(*needs)
-    yield

@@ -12,9 +12,9 @@ import pytest
 
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, StepInput
+from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.golden import Golden
 from fd_core.testing.stepping.stepper import Stepper
 from fd_core.testing.stepping.texts import greedy
 

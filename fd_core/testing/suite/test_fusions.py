@@ -57,7 +57,6 @@ NAMES = ("attention_inputs", "attention", "project_residual", "mlp_inputs or moe
 
 @cache
 def composed(name: str) -> list[npt.NDArray[np.float32]]:
-    """Return what the oracle computes."""
     return LayerOn(NumpyOps(), GEOMETRIES[name][0]).run(Ops)
 
 

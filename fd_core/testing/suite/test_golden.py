@@ -9,15 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.golden import Golden
 from fd_core.testing.stepping.stepper import parts_of
-from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.stepping.texts import Texts, greedy, run
 from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams, TokenLogprobs
 
+PROMPTS = [[(11 * index + 3 * place) % 90 for place in range(length)] for index, length in enumerate((1, 2, 13, 31))]
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 ROOM: dict[str, Any] = {"num_kv_blocks": 200, "max_num_batched_tokens": 256, "max_num_seqs": 8}
+
+
+def line(index: int, length: int) -> list[int]:
+    return [(7 * index + 3 * place) % 90 for place in range(length)]
 
 
 def specs_of(target: Target, count: int = 6) -> list[RequestSpec]:
@@ -26,7 +31,7 @@ def specs_of(target: Target, count: int = 6) -> list[RequestSpec]:
     return [
         greedy(
             f"r{index}",
-            [(7 * index + 3 * place) % 90 for place in range(3 + 5 * index)],
+            line(index, 3 + 5 * index),
             18,
             temperature=float(exact and index % 2),
             seed=index,
@@ -43,27 +48,33 @@ def limits_of(index: int) -> dict[str, Any]:
     return {"allowed_token_ids": tuple(range(0, 90, 2))} if index % 3 == 2 else {}
 
 
+def check(target: Target, golden: Golden, specs: Sequence[RequestSpec], **changes: Any) -> None:
+    """Run requests together and compare their texts with the right ones."""
+    with target.engine(**ROOM | changes) as engine:
+        golden.check(specs, run(engine, specs).tokens)
+
+
+def one_by_one(target: Target, specs: Sequence[RequestSpec]) -> Texts:
+    """Return what the oracle delivers where no request sees another."""
+    with target.oracle.engine(**ROOM | {"max_num_seqs": 1, "enable_prefix_caching": False}) as engine:
+        return run(engine, specs)
+
+
 @pytest.mark.parametrize("slots", thorough_but([1, 8], 8))
 @pytest.mark.law("4")
 def test_batching_changes_no_text(target: Target, golden: Golden, slots: int) -> None:
-    specs = specs_of(target)
-    with target.engine(**ROOM | {"max_num_seqs": slots}) as engine:
-        golden.check(specs, run(engine, specs).tokens)
+    check(target, golden, specs_of(target), max_num_seqs=slots)
 
 
 @pytest.mark.parametrize("budget", thorough_but([1, 7, 24], 7))
 @pytest.mark.law("4")
 def test_chunking_changes_no_text(target: Target, golden: Golden, budget: int) -> None:
-    specs = specs_of(target)
-    with target.engine(**ROOM | {"max_num_batched_tokens": budget}) as engine:
-        golden.check(specs, run(engine, specs).tokens)
+    check(target, golden, specs_of(target), max_num_batched_tokens=budget)
 
 
 @pytest.mark.parametrize("size", thorough_but([1, 8, 32], 8))
 def test_the_size_of_blocks_changes_no_text(target: Target, golden: Golden, size: int) -> None:
-    specs = specs_of(target, 4)
-    with target.engine(**ROOM | {"block_size": size}) as engine:
-        golden.check(specs, run(engine, specs).tokens)
+    check(target, golden, specs_of(target, 4), block_size=size)
 
 
 @pytest.mark.law("4")
@@ -130,7 +141,7 @@ def test_forced_tokens_come_where_they_have_to_and_change_no_other(target: Targe
     specs = [
         greedy(
             f"r{index}",
-            [(7 * index + 3 * place) % 90 for place in range(3 + 5 * index)],
+            line(index, 3 + 5 * index),
             18,
             temperature=float(exact and index % 2),
             seed=index,
@@ -154,16 +165,8 @@ def test_forced_tokens_come_where_they_have_to_and_change_no_other(target: Targe
 
 @pytest.mark.parametrize("k", thorough_but([0, 3], 3))
 def test_log_probabilities_are_those_of_a_run_alone(target: Target, golden: Golden, k: int) -> None:
-    specs = [
-        RequestSpec(
-            request_id=spec.request_id,
-            prompt=spec.prompt,
-            params=SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3),
-        )
-        for spec in specs_of(target, 4)
-    ]
-    with target.oracle.engine(**ROOM | {"max_num_seqs": 1}) as engine:
-        alone = run(engine, specs)
+    specs = [greedy(spec.request_id, spec.prompt, 12, logprobs=3) for spec in specs_of(target, 4)]
+    alone = one_by_one(target, specs)
     with target.engine(k, golden.whole(specs), 0.3, **ROOM) as engine:
         texts = run(engine, specs)
     for spec in specs:
@@ -176,7 +179,6 @@ def test_log_probabilities_are_those_of_a_run_alone(target: Target, golden: Gold
 
 
 def scored(name: str, prompt: Sequence[int], top_n: int = 3, **params: Any) -> RequestSpec:
-    """A request for the log-probabilities of a prompt."""
     return greedy(name, prompt, params.pop("max_tokens", 4), prompt_logprobs=top_n, **params)
 
 
@@ -197,13 +199,9 @@ def assert_scores(
 @pytest.mark.law("4")
 def test_log_probabilities_of_prompts_are_the_oracles(target: Target, budget: int) -> None:
     """In chunks and in one step, beside requests that want none, and again when the prefix is known."""
-    prompts = [
-        [(11 * index + 3 * place) % 90 for place in range(length)] for index, length in enumerate((1, 2, 13, 31))
-    ]
-    specs = [scored(f"p{index}", prompt) for index, prompt in enumerate(prompts)]
-    with target.oracle.engine(**ROOM | {"max_num_seqs": 1, "enable_prefix_caching": False}) as engine:
-        alone = run(engine, specs)
-    others = [greedy("plain", [5, 6, 7], 20), scored("least", prompts[3], 0)]
+    specs = [scored(f"p{index}", prompt) for index, prompt in enumerate(PROMPTS)]
+    alone = one_by_one(target, specs)
+    others = [greedy("plain", [5, 6, 7], 20), scored("least", PROMPTS[3], 0)]
     with target.engine(**ROOM | {"max_num_batched_tokens": budget}) as engine:
         texts = run(engine, [*specs, *others])
         again = run(engine, specs)
@@ -217,11 +215,8 @@ def test_log_probabilities_of_prompts_are_the_oracles(target: Target, budget: in
 
 @pytest.mark.law("4")
 def test_log_probabilities_of_prompts_survive_preemption(target: Target) -> None:
-    specs = [
-        scored(f"p{index}", [(7 * index + 3 * place) % 90 for place in range(20)], max_tokens=38) for index in range(6)
-    ]
-    with target.oracle.engine(**ROOM | {"max_num_seqs": 1, "enable_prefix_caching": False}) as engine:
-        alone = run(engine, specs)
+    specs = [scored(f"p{index}", line(index, 20), max_tokens=38) for index in range(6)]
+    alone = one_by_one(target, specs)
     with target.engine(pipeline_depth=2) as engine:
         parts_of(engine).control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits all requests at once
         texts = run(engine, specs)
@@ -233,17 +228,13 @@ def test_log_probabilities_of_prompts_survive_preemption(target: Target) -> None
 @pytest.mark.law("4")
 def test_vectors_of_prompts_are_the_oracles(target: Target, budget: int) -> None:
     """In chunks and in one step, beside texts, and again when the prefix is known."""
-    prompts = [
-        [(11 * index + 3 * place) % 90 for place in range(length)] for index, length in enumerate((1, 2, 13, 31))
-    ]
     wanted = (Pooling("last"), Pooling("mean"), Pooling("tokens", (5, 88)))
     specs = [
         RequestSpec(request_id=f"{pooling.kind}{index}", prompt=tuple(prompt), params=ONE_TOKEN, pooling=pooling)
         for pooling in wanted
-        for index, prompt in enumerate(prompts)
+        for index, prompt in enumerate(PROMPTS)
     ]
-    with target.oracle.engine(**ROOM | {"max_num_seqs": 1, "enable_prefix_caching": False}) as engine:
-        alone = run(engine, specs).vectors
+    alone = one_by_one(target, specs).vectors
     with target.engine(**ROOM | {"max_num_batched_tokens": budget}) as engine:
         texts = run(engine, [greedy("plain", [5, 6, 7], 20), *specs]).vectors
         again = run(engine, specs).vectors

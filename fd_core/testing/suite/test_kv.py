@@ -11,10 +11,10 @@ import pytest
 
 from fd_core.ops.contract import KVShape, Ops
 from fd_core.scheduling.requests import Request
+from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import Values, activations, assert_near
-from fd_core.testing.models.golden import Golden
 from fd_core.testing.models.layers import Geometry, LayerOn
 from fd_core.testing.stepping.stepper import parts_of
 from fd_core.testing.stepping.texts import greedy, run

@@ -17,10 +17,10 @@ from fd_core.engine.clients.launch import open_client
 from fd_core.engine.clients.process import ProcessClient
 from fd_core.errors import ConfigError
 from fd_core.plugins import BACKEND, installed_plugins
+from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
 from fd_core.testing.kit.memory import MEBI, resident
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.golden import Golden
 from fd_core.testing.stepping.texts import greedy, run
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from fd_core.backends.contract import AdaptableModel, Model
@@ -17,11 +16,12 @@ from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.contract import Ops
 from fd_core.ops.numpy.ops import NumpyOps
+from fd_core.testing.kit.judging import MARGIN
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.adapters import merge_adapter, write_adapter
+from fd_core.testing.models.arrays import Floats
 from fd_core.testing.models.checkpoints import CASES, abilities_of, write_checkpoint
-from fd_core.testing.models.golden import MARGIN
 from fd_core.testing.models.paged import PagedDriver, Row
 
 REQUIRES = ("checkpoints",)
@@ -34,7 +34,6 @@ Rounding may send a token on the verge to another expert.
 MEAN_ERROR = {"float32": 2e-5, "float16": 0.01, "bfloat16": 0.05, "packed": 0.15}
 """Mean error as a share of that deviation."""
 
-Logits = npt.NDArray[np.float32]
 WAYS = {
     "whole": (None, (1, 23, 8, 11)),
     "chunked": (5, (1, 23, 8, 11)),
@@ -54,7 +53,7 @@ def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
 @cache
 def oracle_logits(
     folder: Path, tokens: tuple[int, ...], quantization: str = "auto", adapter: Path | None = None
-) -> Logits:
+) -> Floats:
     """Return the oracle's logits of every position of one sequence by itself."""
     with open_checkpoint(folder) as checkpoint:
         model: Model = load_model(checkpoint, NumpyOps(), 64, quantization=quantization)
@@ -66,7 +65,6 @@ def oracle_logits(
 
 
 def written(case: str, checkpoints: Path) -> Path:
-    """Return the folder of a checkpoint, written at the first call."""
     folder = checkpoints / case
     if not (folder / "model.safetensors").exists():
         write_checkpoint(case, folder)
@@ -79,6 +77,21 @@ def adapted_by(model: Model, folder: Path, adapters: Sequence[Path]) -> Model:
     with open_checkpoint(folder) as checkpoint:
         linears = spec_of(checkpoint).adaptable()
     return model.with_adapters([read_adapter(each, linears, 6) for each in adapters])
+
+
+def loaded(target: Target, ops: Ops, folder: Path) -> Model:
+    model: Model = type(target.backend)(target.config(max_model_len=64)).load_model(folder, ops, lambda *_: None)
+    return model
+
+
+def assert_close(
+    target: Target, row: Row, expected: Floats, largest: Mapping[str, float] = LOGITS_ERROR, share: float = 1.0
+) -> None:
+    """Compare the logits of a row; `share` times as large a mean error as usual is allowed."""
+    error = np.abs(np.stack(row.logits) - expected)
+    assert np.isfinite(error).all()
+    assert error.max() < largest[target.precision]
+    assert error.mean() < share * MEAN_ERROR[target.precision] * expected.std()
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -109,7 +122,7 @@ def test_adapters_in_one_batch_compute_what_merged_weights_compute(
         else:
             right.append(partial(oracle_logits, folder, quantization=target.quantization, adapter=adapters[-1]))
     chunk, lengths = WAYS[way]
-    model = type(target.backend)(target.config(max_model_len=64)).load_model(folder, ops, lambda *_: None)
+    model = loaded(target, ops, folder)
     places = [2, 0, 1, 2][: len(lengths)]
     driver = PagedDriver(
         adapted_by(model, folder, adapters), ops, prompts(model.vocab_size, lengths), 64, places=places
@@ -117,20 +130,7 @@ def test_adapters_in_one_batch_compute_what_merged_weights_compute(
     driver.generate(GENERATED, chunk)
     for row, place in zip(driver.rows, places, strict=True):
         expected = right[place](tuple(row.tokens[:-1]))
-        error = np.abs(np.stack(row.logits) - expected)
-        assert np.isfinite(error).all()
-        assert error.max() < ADAPTED_ERROR[target.precision]
-        assert error.mean() < 2 * MEAN_ERROR[target.precision] * expected.std()
-
-
-def computed(target: Target, ops: Ops, folder: Path, way: str) -> list[Row]:
-    """Generate greedily with what the backend loads from the checkpoint."""
-    chunk, lengths = WAYS[way]
-    config = target.config(max_model_len=64)
-    model = type(target.backend)(config).load_model(folder, ops, lambda *_: None)
-    driver = PagedDriver(model, ops, prompts(model.vocab_size, lengths), 64)
-    driver.generate(GENERATED, chunk)
-    return driver.rows
+        assert_close(target, row, expected, ADAPTED_ERROR, 2.0)
 
 
 @pytest.mark.parametrize("way", thorough_but(WAYS, "whole", "mixed"))
@@ -140,12 +140,13 @@ def test_a_model_computes_what_the_oracle_computes(
 ) -> None:
     require(*abilities_of(case))
     folder = written(case, checkpoints)
-    for row in computed(target, ops, folder, way):
+    chunk, lengths = WAYS[way]
+    model = loaded(target, ops, folder)
+    driver = PagedDriver(model, ops, prompts(model.vocab_size, lengths), 64)
+    driver.generate(GENERATED, chunk)
+    for row in driver.rows:
         expected = oracle_logits(folder, tuple(row.tokens[:-1]), target.quantization)
-        error = np.abs(np.stack(row.logits) - expected)
-        assert np.isfinite(error).all()
-        assert error.max() < LOGITS_ERROR[target.precision]
-        assert error.mean() < MEAN_ERROR[target.precision] * expected.std()
+        assert_close(target, row, expected)
         chosen = expected[row.prompt_len - 1 :]
         lead = chosen.max(axis=1) - chosen[np.arange(GENERATED), row.generated]
         assert lead.max() <= MARGIN[target.precision], "a greedy token is not the oracle's"
@@ -155,11 +156,9 @@ def test_equal_dimensions(target: Target, ops: Ops, checkpoints: Path) -> None:
     """With logits of a few tokens of a step, as an engine wants them."""
     folder = checkpoints / "equal"
     write_checkpoint("llama", folder, **EQUAL)
-    model = type(target.backend)(target.config(max_model_len=64)).load_model(folder, ops, lambda *_: None)
+    model = loaded(target, ops, folder)
     driver = PagedDriver(model, ops, prompts(model.vocab_size, (1, 23, 8)), 64, last_only=True)
     driver.generate(GENERATED)
     for row in driver.rows:
         expected = oracle_logits(folder, tuple(row.tokens[:-1]), target.quantization)[row.prompt_len - 1 :]
-        error = np.abs(np.stack(row.logits) - expected)
-        assert error.max() < LOGITS_ERROR[target.precision]
-        assert error.mean() < MEAN_ERROR[target.precision] * expected.std()
+        assert_close(target, row, expected)

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Lora, Norm, Ops, Rope
@@ -19,6 +18,7 @@ from fd_core.runner.inputs.inputs import adapter_rows
 from fd_core.testing.kit.requirements import require_format
 from fd_core.testing.models.arrays import (
     PACKED_TOLERANCE,
+    Floats,
     Values,
     activations,
     assert_near,
@@ -30,7 +30,6 @@ from fd_core.testing.models.arrays import (
 
 REQUIRES = ("primitives",)
 
-Floats = npt.NDArray[np.float32]
 Require = Callable[..., None]
 
 

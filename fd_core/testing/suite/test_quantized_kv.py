@@ -9,10 +9,10 @@ import pytest
 
 from fd_core.ops.contract import KVShape, Ops
 from fd_core.ops.numpy.kv_int8 import quantize_kv
+from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import Values
-from fd_core.testing.models.golden import Golden
 from fd_core.testing.models.layers import Geometry, LayerOn
 from fd_core.testing.suite import test_golden, test_kv, test_operations
 

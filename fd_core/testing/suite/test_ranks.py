@@ -46,7 +46,6 @@ def joined(target: Target, group: RankGroup) -> Ops:
 
 
 def transported(transport: str) -> Callable[[int, float], Sequence[RankGroup]]:
-    """Return what makes groups of a transport."""
     if transport == "shared_memory":
         return shared_memory_ranks
     pytest.importorskip("torch")

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,10 +13,8 @@ from hypothesis import strategies as st
 from fd_core.ops.contract import Ops, SampleInput
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.ops.philox import uniform
-from fd_core.testing.models.arrays import on_device, penalty_input, sample_input
+from fd_core.testing.models.arrays import Floats, on_device, penalty_input, sample_input
 from fd_core.types import IntArray
-
-Floats = npt.NDArray[np.float32]
 
 # A pack has no state between examples, so they may share one.
 SHARED = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}

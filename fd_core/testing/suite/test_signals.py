@@ -15,13 +15,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from fd_core.engine.device import make_device
 from fd_core.runner.launching import LaunchedStep
 from fd_core.scheduling.requests import State
 from fd_core.signals import Outcome
+from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.golden import Golden
-from fd_core.testing.stepping.steps import ByHand, SentStepper, device_of
+from fd_core.testing.stepping.stepper import ByHand, SentStepper
 from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
@@ -38,9 +39,12 @@ def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
 
 
 @contextmanager
-def by_hand(target: Target, golden: Golden, k: int = 0) -> Iterator[ByHand]:
+def by_hand(target: Target, golden: Golden, k: int = 0, slots: Sequence[int] = ()) -> Iterator[ByHand]:
+    """A runner with requests in some slots, each with a prompt of eight tokens that no step has computed."""
     with target.engine(k, golden.whole(long_ones(4)), max_num_batched_tokens=40) as engine:
         hand = ByHand(engine)
+        for slot in slots:
+            hand.admit(slot, PROMPTS[slot][:8])
         yield hand
         hand.close()
 
@@ -48,9 +52,7 @@ def by_hand(target: Target, golden: Golden, k: int = 0) -> Iterator[ByHand]:
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.2")
 def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden, k: int) -> None:
-    with by_hand(target, golden, k) as hand:
-        for slot in (0, 2, 3):
-            hand.admit(slot, PROMPTS[slot][:8])
+    with by_hand(target, golden, k, [0, 2, 3]) as hand:
         _, first = hand.step((0, 8), (2, 8), (3, 8))
         assert (first.kinds == Outcome.RELEASED).sum() == 0
         _, second = hand.step((0, 1), (3, 1), back=[2])
@@ -62,9 +64,7 @@ def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.3")
 def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Golden, k: int) -> None:
-    with by_hand(target, golden, k) as hand:
-        for slot in range(4):
-            hand.admit(slot, PROMPTS[slot][:8])
+    with by_hand(target, golden, k, range(4)) as hand:
         hand.step(*((slot, 8) for slot in range(4)))
         drafts = int(k > 0)
         _, outcomes = hand.step((3, 1, True, drafts), (0, 1, True, drafts), (2, 1, True, drafts), back=[1])
@@ -79,9 +79,7 @@ def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Gold
 @pytest.mark.law("1.2")
 def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden: Golden) -> None:
     """A row's absence never means a release."""
-    with by_hand(target, golden) as hand:
-        for slot in range(2):
-            hand.admit(slot, PROMPTS[slot][:8])
+    with by_hand(target, golden, slots=range(2)) as hand:
         hand.step((0, 8), (1, 8))
         _, without = hand.step((0, 1))
         assert without.kinds.tolist() == [Outcome.TOKENS, *[Outcome.EMPTY] * 3]
@@ -92,9 +90,7 @@ def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.2")
 def test_an_idle_slot_says_nothing(target: Target, golden: Golden, k: int) -> None:
-    with by_hand(target, golden, k) as hand:
-        for slot in (1, 2):
-            hand.admit(slot, PROMPTS[slot][:8])
+    with by_hand(target, golden, k, [1, 2]) as hand:
         _, first = hand.step((1, 8), (2, 8))
         assert first.kinds.tolist() == [Outcome.EMPTY, Outcome.TOKENS, Outcome.TOKENS, Outcome.EMPTY]
         hand.step((2, 1), back=[1])
@@ -103,9 +99,7 @@ def test_an_idle_slot_says_nothing(target: Target, golden: Golden, k: int) -> No
 
 
 def test_an_unfinished_chunk_says_nothing(target: Target, golden: Golden) -> None:
-    with by_hand(target, golden) as hand:
-        hand.admit(0, PROMPTS[0][:8])
-        hand.admit(1, PROMPTS[1][:8])
+    with by_hand(target, golden, slots=range(2)) as hand:
         _, first = hand.step((0, 5, False), (1, 8))
         assert first.kinds[:2].tolist() == [Outcome.EMPTY, Outcome.TOKENS]
         _, second = hand.step((0, 3, True))
@@ -116,9 +110,7 @@ def test_an_unfinished_chunk_says_nothing(target: Target, golden: Golden) -> Non
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("1.3")
 def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: Target, golden: Golden, k: int) -> None:
-    with by_hand(target, golden, k) as hand:
-        for slot in range(3):
-            hand.admit(slot, PROMPTS[slot][:8])
+    with by_hand(target, golden, k, range(3)) as hand:
         hand.step((0, 8), (1, 8), (2, 8))
         output, outcomes = hand.step(back=[0, 1, 2])
         assert output.step == 1
@@ -184,7 +176,7 @@ def pressed(
 ) -> Iterator[SentStepper]:
     """A stepper that admits all requests at once into a pool that holds one of them."""
     with target.engine(k, golden.whole(specs) if k else (), 0.3, **changes) as engine:
-        device = device_of(engine, transport)
+        device = make_device(engine.probe().runner, 2, transport)
         stepper = SentStepper(engine, device)
         stepper.submit(*specs)
         yield stepper
@@ -292,7 +284,7 @@ def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden,
             return replace(output, errors=((1, "the row failed"),)) if steps == 4 else output
 
         engine.probe().runner.finish = failing  # type: ignore[method-assign]  # a back door
-        device = device_of(engine, transport)
+        device = make_device(engine.probe().runner, 2, transport)
         stepper = SentStepper(engine, device)
         stepper.submit(*specs)
         stepper.run(1)

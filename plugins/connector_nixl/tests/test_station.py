@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, KVInbox, KVOutbox
-from fd_core.testing.connectors.far import FarSide
-from fd_core.testing.connectors.far_messages import Recipe
-from fd_core.testing.connectors.transfers import carry, new_lease, put, value_of
+from fd_core.testing.connectors.far import FarSide, Recipe
+from fd_core.testing.connectors.suite import carry, new_lease, put, value_of
 from needs import needs_nixl
 
 from fd_connector_nixl.connector import NixlConnector

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.plugins import REASONING_PARSER, TOOL_PARSER
-from fd_core.testing.kit.choosing import chosen, run_for_each
+from fd_core.testing.kit.plugin import chosen, run_for_each
 from fd_core.testing.parsers.target import ParserTarget, find_parser
 
 
@@ -19,13 +19,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test once for each parser."""
     reasoning = metafunc.config.getoption("--fd-reasoning-parser")
     run_for_each(metafunc, "--fd-reasoning-parser" if reasoning else "--fd-tool-parser", "parser")
 
 
 @pytest.fixture(scope="session")
 def target(request: pytest.FixtureRequest) -> ParserTarget:
-    """The parser under test."""
     reasoning = request.config.getoption("--fd-reasoning-parser")
     return chosen(request.param, partial(find_parser, kind=REASONING_PARSER if reasoning else TOOL_PARSER))

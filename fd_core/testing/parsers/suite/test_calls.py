@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.parsers.target import ParserTarget, SampleAnswer, Words, meaning_of
-from fd_core.testing.schedulers.breaches import require
 from fd_core.text.parsing.contract import CallForm, TaggedArguments
 
 NAMES = ["w", "now_and_then", "get.weather-2_x", "x" * 64]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fd_core.testing.kit.law import require
 from fd_core.testing.parsers.target import SHOWN, ParserTarget, Words
-from fd_core.testing.schedulers.breaches import require
 
 WORDS = {
     "plain": SHOWN,
@@ -20,7 +20,6 @@ PIECES = ('{"name": "now"', ', "arguments": ', "```", "now", "weather(", *"{}[](
 
 
 def require_same(target: ParserTarget, text: str, pieces: list[str], tools: tuple[str, ...]) -> None:
-    """Compare the events of the pieces with those of the whole text."""
     found, whole = target.read(*pieces, tools=tools), target.read(text, tools=tools)
     require(found == whole, "8.1", f"the pieces {pieces!r} say {found}; as a whole they say {whole}")
 

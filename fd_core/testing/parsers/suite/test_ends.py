@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fd_core.testing.kit.law import require
 from fd_core.testing.parsers.target import ParserTarget, meaning_of, text_of
-from fd_core.testing.schedulers.breaches import require
 
 
 @pytest.mark.law("8.4")

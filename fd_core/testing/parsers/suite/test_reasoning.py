@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of
-from fd_core.testing.schedulers.breaches import require
 
 
 @pytest.mark.law("8.3")

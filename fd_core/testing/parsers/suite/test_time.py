@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from fd_core.testing.kit.law import require
 from fd_core.testing.parsers.target import SHOWN, ParserTarget
-from fd_core.testing.schedulers.breaches import require
 
 SIZE = 200
 GROWTH = 8

@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from fd_core.testing.postprocessors.matrices import Matrices, SampledRows, random_rows
+from fd_core.testing.kit.law import require
+from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
 from fd_core.testing.postprocessors.suite.test_matrix import combinations
-from fd_core.testing.postprocessors.target import PostprocessTarget
-from fd_core.testing.schedulers.breaches import require
 
 KS = [0, 1, 3, 8]
 
@@ -61,7 +60,7 @@ def test_the_inputs_are_left_as_they_are(target: PostprocessTarget, k: int) -> N
     for rows in (in_order(6, k), random_rows(rng, 6, k, 3, 2), random_rows(rng, 6, k, 0, 6)):
         given = matrices.upload(rows)
         matrices.compute(given)
-        for name, array, before in zip(("sampled", "accepted", "slots", "revoked"), given, rows.parts, strict=True):
+        for name, array, before in zip(("sampled", "accepted", "slots", "revoked"), given, rows, strict=True):
             same = np.array_equal(target.ops.to_host(array), before)
             require(same, "8", f"{name} is {target.ops.to_host(array).tolist()} after the step, not {before.tolist()}")
 

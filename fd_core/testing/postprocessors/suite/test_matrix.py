@@ -7,8 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fd_core.testing.postprocessors.matrices import Matrices, SampledRows, random_rows
-from fd_core.testing.postprocessors.target import PostprocessTarget
+from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, SampledRows, random_rows
 
 EOS = 2
 

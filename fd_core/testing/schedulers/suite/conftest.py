@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.testing.kit.choosing import chosen, run_for_each
-from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.schedulers.cases import QUICK_EXAMPLES
-from fd_core.testing.schedulers.target import SchedulerTarget, find_scheduler
+from fd_core.testing.kit.plugin import chosen, run_for_each
+from fd_core.testing.schedulers import QUICK_EXAMPLES
+from fd_core.testing.schedulers.driver import SchedulerTarget, find_scheduler
 
 _EXAMPLES = 120
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test once for each scheduler."""
     run_for_each(metafunc, "--fd-scheduler", "scheduler")
 
 
 @pytest.fixture(scope="session")
 def target(request: pytest.FixtureRequest) -> SchedulerTarget:
-    """The scheduler under test."""
     return chosen(request.param, find_scheduler)
 
 
 @pytest.fixture(autouse=True)
 def what_is_lacked_is_left_out(request: pytest.FixtureRequest, target: SchedulerTarget) -> None:
     """Leave out the file of a section that the scheduler says it has no part for."""
-    section = request.path.stem.removeprefix("test_")
-    if section in target.lacks:
-        lacks(target.lacks[section])
+    target.require(request.path.stem.removeprefix("test_"))
 
 
 @pytest.fixture(scope="session")
 def examples(request: pytest.FixtureRequest) -> int:
-    """Random sequences of calls."""
     return QUICK_EXAMPLES if request.config.getoption("--fd-quick") else _EXAMPLES

@@ -6,20 +6,13 @@ import msgspec
 import pytest
 
 from fd_core.errors import BadRequest
+from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.schedulers.breaches import require
-from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
+from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.suite.test_signals import drains, long_ones, until_somebody_drains
-from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.stepping.texts import greedy
 
 KS = [0, 1, 3, 5]
-
-
-def require_prefixes(target: SchedulerTarget) -> None:
-    """Leave the test out for a scheduler without a prefix cache."""
-    if "prefix_caching" in target.lacks:
-        lacks(target.lacks["prefix_caching"])
 
 
 def shared_tokens(driver: Driver, name: str) -> int:
@@ -39,13 +32,12 @@ def test_a_block_that_a_step_in_flight_touches_is_granted_to_nobody(target: Sche
         if number % 3 == 2 and driver.auditor.live:
             driver.abort(driver.auditor.live[0].request.name)
     driver.run(depth)
-    driver.check_texts()
 
 
 @pytest.mark.law("3.3")
 def test_matching_a_prefix_does_not_evict_it(target: SchedulerTarget) -> None:
     """A pool of known prefixes, all of it free: the request that matches one needs most of the others' blocks."""
-    require_prefixes(target)
+    target.require("prefix_caching")
     old, other = prompt_of(28, 1), prompt_of(29, 2)
     driver = drive(target, max_num_seqs=1)
     for name, prompt in (("old", old), ("other", other)):
@@ -53,7 +45,6 @@ def test_matching_a_prefix_does_not_evict_it(target: SchedulerTarget) -> None:
         driver.run()
     driver.submit(greedy("again", [*old, *prompt_of(30, 3)], 4))
     driver.run()
-    driver.check_texts()
     require(
         shared_tokens(driver, "again") == 28, "3.3", f"28 tokens are known, {shared_tokens(driver, 'again')} shared"
     )
@@ -63,11 +54,9 @@ def test_matching_a_prefix_does_not_evict_it(target: SchedulerTarget) -> None:
 @pytest.mark.parametrize("depth", [2, 3])
 def test_one_victim_is_enough_while_its_blocks_are_fenced(target: SchedulerTarget, depth: int) -> None:
     driver = drive(target, *long_ones(4), depth=depth, caching=False)
-    name = until_somebody_drains(driver, depth)
-    plan = driver.plans[-1]
+    stay = until_somebody_drains(driver, depth)
+    name, plan = stay.request.name, driver.plans[-1]
     require(len(plan.revocations) == 1, "3.4", f"one block was short, {len(plan.revocations)} requests were preempted")
-    stay = driver.stay_of(name)
-    assert stay is not None
     if not stay.in_flight:
         lacks("the blocks of a victim are never fenced")
     while drains(driver) == name and stay.revoked and driver.stay_of(name) is stay:
@@ -77,7 +66,6 @@ def test_one_victim_is_enough_while_its_blocks_are_fenced(target: SchedulerTarge
         elif driver.stay_of(name) is stay:
             require(not following.revocations, "3.4", f"another victim although the blocks of {name} come free")
     driver.run(depth)
-    driver.check_texts()
 
 
 @pytest.mark.law("3.4")
@@ -86,7 +74,6 @@ def test_a_victim_is_not_answered_by_admitting_another(target: SchedulerTarget) 
     specs = [*long_ones(3), *(greedy(f"short{index}", prompt_of(1, index), 1) for index in range(12))]
     driver = drive(target, *specs, max_num_seqs=6)
     driver.run()
-    driver.check_texts()
     both = [plan.step for plan in driver.plans if plan.revocations and plan.admissions]
     require(not both, "3.4", f"steps {both} preempt and admit at once")
 
@@ -96,26 +83,23 @@ def test_a_victim_is_not_answered_by_admitting_another(target: SchedulerTarget) 
 @pytest.mark.parametrize("wrong", [0.3, 1.0])
 def test_rejected_drafts_are_in_no_known_prefix(target: SchedulerTarget, k: int, wrong: float) -> None:
     """A text is asked for again with what it said. Its last block is full, but its last token has no KV."""
-    require_prefixes(target)
+    target.require("prefix_caching")
     first = greedy("first", prompt_of(7), 29)
     driver = drive(target, first, k=k, wrong=wrong, depth=2)
     driver.run(2)
-    driver.check_texts()
     driver.submit(greedy("again", [*first.prompt, *driver.texts.tokens["first"], 5], 4))
     driver.run(2)
-    driver.check_texts()
 
 
 @pytest.mark.law("3.1", "3.5", "5.3")
 def test_requests_of_other_salts_share_nothing(target: SchedulerTarget) -> None:
-    require_prefixes(target)
+    target.require("prefix_caching")
     prompt, salts = prompt_of(20), ["", "tenant", "tenant-1", "tenant-10", "tenant-1 "]
     driver = drive(target, num_kv_blocks=64)
     for number, salt in enumerate(salts):
         driver.submit(greedy(f"r{number}", prompt, 2, cache_salt=salt))
         driver.run()
         require(not shared_tokens(driver, f"r{number}"), "5.3", f"salt {salt!r} shares what another salt computed")
-    driver.check_texts()
 
 
 @pytest.mark.law("3.1", "3.2", "3.5")
@@ -131,7 +115,6 @@ def test_requests_with_a_common_prefix_share_what_is_settled(target: SchedulerTa
         if number in (3, 7):
             driver.abort(f"r{number - 2}")
     driver.run(depth)
-    driver.check_texts()
 
 
 @pytest.mark.law("3.6", "1.7")
@@ -141,8 +124,7 @@ def test_at_idle_nothing_is_held(target: SchedulerTarget, depth: int) -> None:
     start = drive(target).scheduler.held()
     for name in ("r1", "r3"):
         driver.step(depth)
-        driver.abort(name)
-        driver.abort(name)
+        driver.abort(name, name)
     driver.run(depth)
     held = driver.scheduler.held()
     for field in ("waiting", "loading", "running", "draining", "owned", "fenced", "operations"):
@@ -158,4 +140,3 @@ def test_a_request_that_can_never_run_is_refused_and_holds_nothing(target: Sched
             driver.scheduler.add(spec)
         driver.audit()
     driver.run()
-    driver.check_texts()

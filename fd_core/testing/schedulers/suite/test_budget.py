@@ -11,13 +11,12 @@ import pytest
 
 from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Priority
+from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.schedulers.breaches import require
-from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
-from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.tiers import OperationEnd
 from fd_core.testing.stepping.texts import greedy
-from fd_core.types import RequestSpec, StepPlan
+from fd_core.types import RequestSpec
 
 KS = [0, 1, 3, 5]
 
@@ -48,7 +47,6 @@ def test_a_budget_equal_to_the_demand_plans_the_whole_demand(target: SchedulerTa
         f"{0 if plan is None else plan.total_tokens}",
     )
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("2.1")
@@ -56,11 +54,9 @@ def test_prompts_that_fit_enter_in_one_step(target: SchedulerTarget) -> None:
     lengths = [5, 6, 7, 6]
     specs = [greedy(f"r{index}", prompt_of(length, index), 4) for index, length in enumerate(lengths)]
     driver = drive(target, *specs, num_kv_blocks=64, max_num_batched_tokens=24)
-    plan = driver.plan()
-    assert plan is not None
+    plan = driver.must_plan()
     require(plan.total_tokens == 24, "2.1", f"the prompts have 24 tokens, the first plan computes {plan.total_tokens}")
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("2.1")
@@ -69,8 +65,7 @@ def test_prompts_that_fit_enter_in_one_step(target: SchedulerTarget) -> None:
 def test_a_long_prompt_fills_every_step(target: SchedulerTarget, budget: int, k: int) -> None:
     driver = drive(target, greedy("r0", prompt_of(50), 2), k=k, max_num_batched_tokens=budget)
     for _ in range(50 // budget):
-        plan = driver.plan()
-        assert plan is not None
+        plan = driver.must_plan()
         require(plan.total_tokens == budget, "2.1", f"a chunk has {plan.total_tokens} tokens; the budget is {budget}")
         driver.answer()
     driver.run()
@@ -78,17 +73,14 @@ def test_a_long_prompt_fills_every_step(target: SchedulerTarget, budget: int, k:
 
 @pytest.mark.law("2.1")
 def test_a_known_prefix_is_not_charged(target: SchedulerTarget) -> None:
-    if "prefix_caching" in target.lacks:
-        lacks(target.lacks["prefix_caching"])
+    target.require("prefix_caching")
     prompt = prompt_of(13)
     driver = drive(target, greedy("first", prompt, 2))
     driver.run()
     driver.submit(greedy("second", [*prompt[:12], 7, 8, 9], 2))
-    plan = driver.plan()
-    assert plan is not None
+    plan = driver.must_plan()
     require(plan.total_tokens == 3, "2.1", f"3 of 15 tokens are not known; {plan.total_tokens} are charged")
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("2.1", "2.2", "2.4")
@@ -98,7 +90,6 @@ def test_the_smallest_legal_budget_brings_everybody_to_the_end(target: Scheduler
     specs = [greedy(f"r{index}", prompt_of(8, index), 20) for index in range(5)]
     driver = drive(target, *specs, k=k, wrong=0.3, depth=depth, max_num_batched_tokens=1 + k)
     driver.run(depth)
-    driver.check_texts()
 
 
 @pytest.mark.law("2.5", "2.4")
@@ -112,7 +103,6 @@ def test_whatever_keeps_the_law_is_accepted_and_served(
     limits: dict[str, Any] = {"max_num_seqs": slots, "block_size": block_size, "num_kv_blocks": 64 // block_size}
     driver = drive(target, *specs, k=k, wrong=0.3, max_num_batched_tokens=1 + k, **limits)
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("2.2")
@@ -129,15 +119,13 @@ def test_drafts_shrink_before_a_decode_is_left_out(target: SchedulerTarget, k: i
         require(rows == count, "2.2", f"{rows} of {count} decodes are planned with a budget of {budget}")
         driver.answer()
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("2.2", "5.2")
 @pytest.mark.parametrize("budget", [1, 2, 4])
 def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) -> None:
     """Six requests whose KV was loaded decode at once, more than the budget serves."""
-    if "storage" in target.lacks:
-        lacks(target.lacks["storage"])
+    target.require("storage")
     prompts = [prompt_of(9, index) for index in range(6)]
     driver = drive(
         target,
@@ -155,22 +143,19 @@ def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) 
         if len(driver.auditor.live) == 6:
             break
         driver.plan()
-        while driver.in_flight:
-            driver.answer()
+        driver.answer_all()
         while driver.tiers.pending:
             driver.complete(0, OperationEnd.WELL)
     if len(driver.auditor.live) < 6:
         lacks("the scheduler never runs more requests than the budget serves")
     counts = np.zeros(6, int)
     for _ in range(12 // budget):
-        plan = driver.plan()
-        assert plan is not None
+        plan = driver.must_plan()
         counts[plan.slots] += 1
         driver.answer()
     turns = 12 // budget // -(-6 // budget)
     require(counts.min() >= turns, "2.2", f"with a budget of {budget} the slots decode {counts.tolist()} times")
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("2.3")
@@ -183,13 +168,11 @@ def test_what_an_aborted_request_was_to_take_goes_to_others(target: SchedulerTar
     stay = driver.stay_of("long")
     require(stay is not None and stay.remaining > budget, "2.1", "the long prompt is not under way beside the others")
     driver.abort("r0")
-    plan = driver.plan()
-    assert plan is not None
+    plan = driver.must_plan()
     require(
         plan.total_tokens == budget, "2.3", f"r0 left, and the plan computes {plan.total_tokens} of {budget} tokens"
     )
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("2.3", "2.4")
@@ -199,7 +182,6 @@ def test_what_a_preempted_request_was_to_take_goes_to_others(target: SchedulerTa
     specs = [greedy(f"r{index}", prompt_of(8 + index, index), 44) for index in range(5)]
     driver = drive(target, *specs, k=3, depth=depth, max_num_batched_tokens=5)
     driver.run(depth)
-    driver.check_texts()
 
 
 @pytest.mark.law("2.4")
@@ -208,8 +190,7 @@ def test_blocks_grow_whatever_the_budget_is(target: SchedulerTarget) -> None:
     driver = drive(target, *decoding(4), num_kv_blocks=64, max_num_batched_tokens=4)
     until_all_decode(driver, 4)
     for _ in range(10):
-        plan = driver.plan()
-        assert plan is not None
+        plan = driver.must_plan()
         require(len(plan.slots) == 4, "2.4", f"{len(plan.slots)} of 4 decodes are planned with a budget of 4")
         driver.answer()
     driver.run()
@@ -232,7 +213,6 @@ def test_everybody_gets_a_first_token_while_others_keep_coming(target: Scheduler
         "the large prompt got no token in 400 steps, in each of which a short one came",
     )
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("8")
@@ -240,7 +220,6 @@ def test_who_enters_next_is_what_the_policy_says(target: SchedulerTarget) -> Non
     specs = [greedy(f"r{index}", prompt_of(3, index), 3, priority=(7 * index) % 5) for index in range(5)]
     driver = drive(target, *specs, policy=Priority(), max_num_seqs=1)
     driver.run()
-    driver.check_texts()
     order = list(driver.first_plan)
     right = [spec.request_id for spec in sorted(specs, key=lambda spec: spec.priority)]
     require(order == right, "8", f"the policy orders {right}, and they enter as {order}")
@@ -260,10 +239,6 @@ def test_three_hundred_requests_pass_through_a_pool_that_holds_five(target: Sche
         max_num_batched_tokens=48,
     )
     driver.run(2)
-    driver.check_texts()
-
-
-# What waits costs nothing -------------------------------------------------------------------------------------
 
 
 def _planning_seconds(driver: Driver, plans: int) -> float:
@@ -275,15 +250,11 @@ def _planning_seconds(driver: Driver, plans: int) -> float:
         taken.append(time.thread_time() - begun)
         driver.auditor.planned(plan, effects)
         assert plan is not None
-        _answer(driver, plan)
+        output = driver.execute(plan)
+        driver.auditor.executed(plan, output)
+        deltas, effects = driver.scheduler.commit(plan, output)
+        driver.auditor.answered(plan, output, deltas, effects)
     return median(taken)
-
-
-def _answer(driver: Driver, plan: StepPlan) -> None:
-    output = driver.execute(plan)
-    driver.auditor.executed(plan, output)
-    deltas, effects = driver.scheduler.commit(plan, output)
-    driver.auditor.answered(plan, output, deltas, effects)
 
 
 @pytest.mark.law("2.6")
@@ -328,4 +299,3 @@ def test_who_waits_for_a_prefix_goes_on_when_its_prefill_is_aborted(target: Sche
             driver.answer()
     require("second" in driver.texts.ends, "2.6", "the prefill of its prefix was aborted, and the second waits on")
     driver.run(2)
-    driver.check_texts()

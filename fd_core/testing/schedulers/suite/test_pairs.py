@@ -6,15 +6,13 @@ import msgspec
 import pytest
 
 from fd_core.effects.operations import Fetch, Send
+from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.schedulers.breaches import broken, require
-from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
+from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.machine import run_hostile_orders
-from fd_core.testing.schedulers.peers import elsewhere, job_for
 from fd_core.testing.schedulers.scripts import whole_text
 from fd_core.testing.schedulers.suite.test_signals import long_ones
-from fd_core.testing.schedulers.target import SchedulerTarget
-from fd_core.testing.schedulers.tiers import OperationEnd
+from fd_core.testing.schedulers.tiers import OperationEnd, elsewhere, job_for
 from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason, StepPlan
 
@@ -31,7 +29,6 @@ def until_fetched(driver: Driver) -> Fetch:
 
 
 def fetches(driver: Driver) -> list[Fetch]:
-    """Return the fetches that were not answered."""
     return [each for each in driver.tiers.pending if isinstance(each, Fetch)]
 
 
@@ -54,7 +51,6 @@ def test_a_text_begins_behind_the_kv_that_was_transferred(target: SchedulerTarge
     require("other" in driver.texts.ends, "6.2", "who needs nothing of another worker waits for one")
     end(driver, OperationEnd.WELL)
     driver.run()
-    driver.check_texts()
     computed = [each.computed for plan in driver.plans for each in plan.admissions if each.request_id == "far"]
     require(computed == [length - 1], "6.2", f"the KV of {length - 1} tokens came, and it began with {computed}")
 
@@ -66,7 +62,6 @@ def test_a_prompt_whose_transfer_failed_is_computed_here(target: SchedulerTarget
     until_fetched(driver)
     end(driver, how)
     driver.run(2)
-    driver.check_texts()
     require(driver.texts.ends == {"far": FinishReason.LENGTH}, "6.3", f"it ended with {driver.texts.ends}")
 
 
@@ -79,7 +74,6 @@ def test_a_text_that_has_begun_goes_on_where_it_is(target: SchedulerTarget, *, d
         specs = [msgspec.structs.replace(each, delivered=tuple(whole_text(each)[:9])) for each in specs]
     driver = drive(target, *elsewhere(*specs), depth=2, paired=True)
     driver.run(2)
-    driver.check_texts()
     if not (delivered or driver.auditor.preemptions):
         lacks("the scheduler preempts nobody here")
 
@@ -91,8 +85,7 @@ def test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over(
 ) -> None:
     driver = drive(target, *elsewhere(greedy("far", prompt_of(38), 12)), paired=True)
     fetch = until_fetched(driver)
-    driver.abort("far")
-    driver.abort("far")
+    driver.abort("far", "far")
     require(driver.texts.ends == {"far": FinishReason.ABORT}, "1.7", "it waited for another worker, and did not end")
     driver.submit(*(greedy(f"more{index}", prompt_of(9, index), 8) for index in range(4)))
     for _ in range(6):
@@ -100,7 +93,6 @@ def test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over(
     require(fetch.operation in driver.tiers.cancelled, "6.1", "it was aborted, and its lease goes on")
     end(driver, how)
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("1.7", "6.1")
@@ -110,14 +102,12 @@ def test_an_abort_between_the_end_of_a_lease_and_the_next_plan_is_prompt(
 ) -> None:
     driver = drive(target, *elsewhere(greedy("far", prompt_of(38), 12)), greedy("near", prompt_of(3), 9), paired=True)
     until_fetched(driver)
-    while driver.in_flight:
-        driver.answer()
+    driver.answer_all()
     end(driver, how)
     driver.abort("far")
     driver.step_alone()
     require(driver.texts.ends == {"far": FinishReason.ABORT}, "1.7", "its KV came, it was aborted and did not end")
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("6.1")
@@ -133,10 +123,6 @@ def test_a_lease_leaves_room_for_what_runs(target: SchedulerTarget) -> None:
     room = not driver.auditor.preemptions and "runs" in driver.texts.ends
     require(room, "6.1", "blocks were leased that a running request needed to go on")
     driver.run()
-    driver.check_texts()
-
-
-# For other workers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.law("6.2", "3.2", "3.5")
@@ -155,7 +141,6 @@ def test_every_block_of_a_job_is_sent_once_when_it_is_settled(
         driver.step_alone(2)
         sends += [each for each in driver.tiers.pending if isinstance(each, Send) and each not in sends]
     driver.run(2)
-    driver.check_texts()
     require(driver.auditor.requests["job"].is_over, "6.2", f"the prompt is computed, but was sent in part: {sends}")
 
 
@@ -176,7 +161,6 @@ def test_a_job_that_was_preempted_is_sent_on_behind_what_left(
         sent.extend(job.sent for each in plan.revocations if driver.auditor.stays[each.slot].request is job)
 
     driver.run(2, watch=watch)
-    driver.check_texts()
     require(job.is_over, "6.2", "the job ended, and its lease was not told")
     if not any(sent):
         lacks("the scheduler preempts no job here of which a part was sent")
@@ -192,10 +176,8 @@ def test_a_job_that_is_aborted_is_given_up_once(target: SchedulerTarget, where: 
     job = driver.auditor.requests["job"]
     reached = driver.run_until(lambda: job.where == where and (where == "waits" or job.sent))
     require(reached, "6.2", "a job is under way for long, and nothing of it is sent")
-    driver.abort("job")
-    driver.abort("job")
+    driver.abort("job", "job")
     driver.run()
-    driver.check_texts()
     require(job.is_over, "6.1", "the job was aborted, and its lease goes on")
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from fd_core.scheduling.operations.kv_offloading import KeepKV
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID, MalformedOutput
+from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.schedulers.breaches import broken, require
-from fd_core.testing.schedulers.driver import Driver, drive
+from fd_core.testing.schedulers.audit import Stay
+from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive
 from fd_core.testing.schedulers.scripts import PROMPTS, text_with_zero, whole_text
-from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.schedulers.tiers import OperationEnd
 from fd_core.testing.stepping.texts import greedy
-from fd_core.types import FinishReason, RequestSpec, StepPlan
+from fd_core.types import FinishReason, RequestSpec
 
 KS = [0, 1, 3, 5]
 DEPTHS = [1, 2, 3]
@@ -34,13 +34,20 @@ def drains(driver: Driver) -> str | None:
     return names[0] if names else None
 
 
-def until_somebody_drains(driver: Driver, depth: int) -> str:
+def until_somebody_drains(driver: Driver, depth: int) -> Stay:
     """Step until a request is preempted, with the plan that says so in flight; leaves the test out if none ever is."""
     driver.run_until(lambda: drains(driver), depth)
-    name = drains(driver)
-    if name is None:
-        lacks("the scheduler preempts nobody here")
-    return name
+    stay = driver.stay_of(drains(driver) or lacks("the scheduler preempts nobody here"))
+    assert stay is not None
+    return stay
+
+
+def until_one_drains_in_flight(driver: Driver, depth: int) -> Stay:
+    """The same with rows of the request in flight."""
+    stay = until_somebody_drains(driver, depth)
+    if not stay.in_flight:
+        lacks("nothing is in flight for the victims of this scheduler")
+    return stay
 
 
 @pytest.mark.law("1.1", "1.2", "1.3", "1.4", "4")
@@ -48,14 +55,8 @@ def until_somebody_drains(driver: Driver, depth: int) -> str:
 @pytest.mark.parametrize("k", KS)
 def test_preempted_again_and_again_nothing_is_lost(target: SchedulerTarget, k: int, depth: int) -> None:
     driver = drive(target, *long_ones(5), k=k, wrong=0.3, depth=depth)
-    victims: Counter[str] = Counter()
-
-    def watch(plan: StepPlan) -> None:
-        victims.update(driver.auditor.stays[each.slot].request.name for each in plan.revocations)
-
-    driver.run(depth, watch=watch)
-    driver.check_texts()
-    if not victims:
+    driver.run(depth)
+    if not driver.auditor.preemptions:
         lacks("the scheduler preempts nobody here")
 
 
@@ -63,18 +64,12 @@ def test_preempted_again_and_again_nothing_is_lost(target: SchedulerTarget, k: i
 @pytest.mark.parametrize("depth", [2, 3])
 def test_what_is_in_flight_when_a_slot_is_taken_back_is_delivered(target: SchedulerTarget, depth: int) -> None:
     driver = drive(target, *long_ones(3), depth=depth)
-    name = until_somebody_drains(driver, depth)
-    stay = driver.stay_of(name)
-    assert stay is not None
-    if not stay.in_flight:
-        lacks("nothing is in flight for the victims of this scheduler")
+    name = until_one_drains_in_flight(driver, depth).request.name
     before = len(driver.texts.tokens[name])
-    while driver.in_flight:
-        driver.answer()
+    driver.answer_all()
     told = len(driver.texts.tokens[name]) - before
     require(told > 0, "1.1", f"{name} was told nothing of what was in flight")
     driver.run(depth)
-    driver.check_texts()
 
 
 @pytest.mark.law("1.3", "1.7", "2.4")
@@ -86,13 +81,11 @@ def test_a_batch_that_is_aborted_as_a_whole_is_a_step(target: SchedulerTarget, d
         driver.answer()
     running = [stay.request.name for stay in driver.auditor.live]
     for name in running:
-        driver.abort(name)
-        driver.abort(name)
+        driver.abort(name, name)
     plan = driver.plan()
     if plan is None or len(plan.revocations) != len(running):
         broken("1.3", f"{running} were aborted, and the next plan does not take all of them back")
-    while driver.in_flight:
-        driver.answer()
+    driver.answer_all()
     for name in running:
         require(driver.texts.ends.get(name) is FinishReason.ABORT, "1.7", f"{name} was aborted and has no end")
     driver.run(depth)
@@ -105,7 +98,6 @@ def test_an_error_in_one_row_swallows_no_other(target: SchedulerTarget) -> None:
     driver.answer(int(driver.in_flight[0].plan.slots[1]))
     require(Counter(driver.texts.ends.values())[FinishReason.ERROR] == 1, "1.3", "one row failed, one ends")
     driver.run(2)
-    driver.check_texts()
     require(Counter(driver.texts.ends.values())[FinishReason.LENGTH] == 2, "1.3", "two rows were healthy")
 
 
@@ -113,16 +105,13 @@ def test_an_error_in_one_row_swallows_no_other(target: SchedulerTarget) -> None:
 def test_an_error_beside_a_release_swallows_neither(target: SchedulerTarget) -> None:
     driver = drive(target, *long_ones(3, 12), depth=1, num_kv_blocks=48)
     driver.run_until(lambda: len(driver.auditor.live) == 3)
-    while driver.in_flight:
-        driver.answer()
+    driver.answer_all()
     driver.abort("r1")
-    plan = driver.plan()
-    assert plan is not None
+    plan = driver.must_plan()
     driver.answer(int(plan.slots[0]))
     ends = Counter(driver.texts.ends.values())
     require(ends[FinishReason.ABORT] == ends[FinishReason.ERROR] == 1, "1.3", f"one failed, one was aborted: {ends}")
     driver.run()
-    driver.check_texts()
 
 
 @pytest.mark.law("1.5")
@@ -130,32 +119,27 @@ def test_an_error_beside_a_release_swallows_neither(target: SchedulerTarget) -> 
 def test_an_answer_of_another_epoch_or_step_is_dropped(target: SchedulerTarget, changes: dict[str, int]) -> None:
     driver = drive(target, *long_ones(2, 8), depth=2)
     for _ in range(6):
-        while len(driver.in_flight) < 2 and driver.plan() is not None:
-            pass
+        driver.fill(2)
         plan = driver.in_flight[0].plan
         driver.answer_stale(**{name: getattr(plan, name) + by for name, by in changes.items()})
         driver.answer()
     driver.run(2)
-    driver.check_texts()
 
 
 @pytest.mark.law("1.5")
 def test_an_answer_that_comes_twice_is_dropped(target: SchedulerTarget) -> None:
     driver = drive(target, *long_ones(2, 8), depth=2)
     for _ in range(4):
-        while len(driver.in_flight) < 2 and driver.plan() is not None:
-            pass
+        driver.fill(2)
         driver.answer_twice()
     driver.run(2)
-    driver.check_texts()
 
 
 @pytest.mark.law("1.5")
 def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget) -> None:
     driver = drive(target, *long_ones(2, 8))
     driver.run_until(lambda: len(driver.texts.tokens) == 2)
-    while driver.in_flight:
-        driver.answer()
+    driver.answer_all()
     assert driver.plan() is not None
     answer = driver.in_flight.popleft()
     gens = answer.output.gens.copy()
@@ -174,7 +158,6 @@ def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget) -> None:
 def test_gens_of_a_slot_grow(target: SchedulerTarget) -> None:
     driver = drive(target, *(greedy(f"r{index}", PROMPTS[index][:3], 2) for index in range(12)), max_num_seqs=2)
     driver.run(2)
-    driver.check_texts()
 
 
 @pytest.mark.law("1.6")
@@ -182,22 +165,19 @@ def test_gens_of_a_slot_grow(target: SchedulerTarget) -> None:
 def test_a_text_that_ends_while_it_drains_is_not_requeued(target: SchedulerTarget, depth: int) -> None:
     specs = long_ones(3)
     probe = drive(target, *specs, depth=depth)
-    name = until_somebody_drains(probe, depth)
-    stay = probe.stay_of(name)
-    assert stay is not None
-    if not stay.in_flight:
-        lacks("nothing is in flight for the victims of this scheduler")
-    text, first = whole_text(stay.request.spec), len(probe.texts.tokens[name])
-    params = msgspec.structs.replace(stay.request.spec.params, stop_token_ids=(text[first],))
+    request = until_one_drains_in_flight(probe, depth).request
+    name, text = request.name, whole_text(request.spec)
+    first = len(probe.texts.tokens[name])
+    params = msgspec.structs.replace(request.spec.params, stop_token_ids=(text[first],))
     assert text[first] not in text[:first]
     last = [msgspec.structs.replace(spec, params=params) if spec.request_id == name else spec for spec in specs]
     driver = drive(target, *last, depth=depth)
-    require(until_somebody_drains(driver, depth) == name, "1.1", "the same requests are planned another way")
+    again = until_somebody_drains(driver, depth).request.name
+    require(again == name, "1.1", "the same requests are planned another way")
     while driver.in_flight and name not in driver.texts.ends:
         driver.answer()
     require(driver.texts.ends.get(name) is FinishReason.STOP, "1.6", f"{name} ended while it drained, and waits again")
     driver.run(depth)
-    driver.check_texts()
 
 
 @pytest.mark.law("1.7")
@@ -205,8 +185,7 @@ def test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled(target: Sc
     driver = drive(target, *long_ones(3, 6), max_num_seqs=1)
     driver.plan()
     waiting = next(name for name, each in driver.auditor.requests.items() if each.waits)
-    driver.abort(waiting)
-    driver.abort(waiting)
+    driver.abort(waiting, waiting)
     require(driver.texts.ends == {waiting: FinishReason.ABORT}, "1.7", f"{waiting} waited, was aborted and did not end")
     driver.run()
     require(waiting not in driver.first_plan, "1.7", f"{waiting} was prefilled after its abort")
@@ -223,15 +202,12 @@ def test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_fli
     driver.run_until(lambda: len(driver.auditor.live) == 3 and len(driver.texts.tokens) == 3, depth)
     while len(driver.in_flight) >= depth:
         driver.answer()
-    driver.abort("r1")
-    driver.abort("r1")
+    driver.abort("r1", "r1")
     plan = driver.plan()
     require(plan is not None and plan.revocations, "1.7", "r1 was aborted, and the next plan keeps it")
-    while driver.in_flight:
-        driver.answer()
+    driver.answer_all()
     require(driver.texts.ends.get("r1") is FinishReason.ABORT, "1.7", "r1 was aborted and has no end")
     driver.run(depth)
-    driver.check_texts()
 
 
 @pytest.mark.law("1.7")
@@ -249,15 +225,12 @@ def test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back(target: Sch
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_an_abort_while_draining_ends_with_the_release(target: SchedulerTarget, depth: int) -> None:
     driver = drive(target, *long_ones(3), depth=depth)
-    name = until_somebody_drains(driver, depth)
-    driver.abort(name)
-    driver.abort(name)
+    name = until_somebody_drains(driver, depth).request.name
+    driver.abort(name, name)
     require(name not in driver.texts.ends, "1.2", f"{name} ended before its slot was released")
-    while driver.in_flight:
-        driver.answer()
+    driver.answer_all()
     require(driver.texts.ends.get(name) is FinishReason.ABORT, "1.7", f"{name} was aborted and has no end")
     driver.run(depth)
-    driver.check_texts()
 
 
 @pytest.mark.law("1.7")
@@ -315,7 +288,6 @@ def test_token_0_is_a_token(target: SchedulerTarget, k: int) -> None:
     specs = [spec, msgspec.structs.replace(spec, request_id="stops", params=stopping), greedy("zeros", [0] * 9, 12)]
     driver = drive(target, *specs, k=k, depth=2)
     driver.run(2)
-    driver.check_texts()
     require(driver.texts.ends["stops"] is FinishReason.STOP, "1.9", "token 0 ends a text that it is to stop")
 
 
@@ -326,7 +298,6 @@ def test_what_an_earlier_epoch_delivered_is_continued(target: SchedulerTarget, d
     again = msgspec.structs.replace(spec, delivered=tuple(whole_text(spec)[:delivered]))
     driver = drive(target, again, max_num_batched_tokens=4)
     driver.run()
-    driver.check_texts()
     require(driver.texts.ends == {"r0": FinishReason.LENGTH}, "4", "max_tokens counts from the prompt")
 
 

@@ -6,11 +6,10 @@ import pytest
 
 from fd_core.effects.operations import Load, LoadPaceMeasured, Lookup, PrefillPaceMeasured, Save
 from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.testing.kit.law import require
 from fd_core.testing.kit.requirements import lacks
-from fd_core.testing.schedulers.breaches import require
-from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
+from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
 from fd_core.testing.schedulers.suite.test_signals import long_ones
-from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.schedulers.tiers import OperationEnd
 from fd_core.testing.stepping.texts import greedy
 from fd_core.types import FinishReason
@@ -21,8 +20,7 @@ ENDS = list(OperationEnd)
 def run_ending(driver: Driver, how: OperationEnd, depth: int) -> None:
     """Run to the end; every operation ends so, some steps after it began."""
     for _ in range(2000):
-        while len(driver.in_flight) < depth and driver.plan() is not None:
-            pass
+        driver.fill(depth)
         busy = bool(driver.in_flight or driver.tiers.pending)
         if driver.in_flight:
             driver.answer()
@@ -31,7 +29,6 @@ def run_ending(driver: Driver, how: OperationEnd, depth: int) -> None:
         if not busy:
             break
     driver.run(depth)
-    driver.check_texts()
 
 
 @pytest.mark.law("5.2", "5.5", "3.2", "4")
@@ -59,7 +56,6 @@ def test_what_was_saved_is_loaded(target: SchedulerTarget) -> None:
             break
     if not driver.auditor.preemptions:
         lacks("the scheduler preempts nobody here")
-    driver.check_texts()
     require(loads, "5.2", f"{driver.auditor.preemptions} requests were preempted, and nothing was loaded")
 
 
@@ -100,8 +96,7 @@ def test_an_abort_while_loading_keeps_the_blocks_until_the_load_is_over(
     loading = [name for name, each in driver.auditor.requests.items() if each.loading]
     if not loading:
         lacks("the scheduler loads nothing here")
-    driver.abort(loading[0])
-    driver.abort(loading[0])
+    driver.abort(loading[0], loading[0])
     driver.submit(*(greedy(f"more{index}", prompt_of(9, index), 8) for index in range(4)))
     for _ in range(12):
         if len(driver.in_flight) < 2:
@@ -126,7 +121,6 @@ def returning(driver: Driver, how: OperationEnd) -> list[Load | Save]:
                 loads = isinstance(driver.tiers.pending[0], Load)
                 driver.complete(0, how if loads else OperationEnd.WELL)
     driver.run()
-    driver.check_texts()
     return begun
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fd_core.testing.kit.memory import MEBI, counts_host_memory, filled_cache, live_objects, resident
 from fd_core.testing.kit.target import Target
-from fd_core.testing.stepping.steps import ByHand
+from fd_core.testing.stepping.stepper import ByHand
 
 SLOTS = 5
 ROOM: dict[str, Any] = {

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import KVShape, Norm, Ops
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.testing.models.arrays import Values, activations, assert_near, raw, step_input
+from fd_core.testing.models.arrays import Floats, Values, activations, assert_near, float32_of, raw, step_input
 from fd_core.testing.models.layers import Geometry, LayerOn
 
 REQUIRES = ("primitives", "kv_transfer")
 
-Floats = npt.NDArray[np.float32]
 Rows = list[tuple[int, int]]
 
 SMOLLM2 = Geometry(heads=9, kv_heads=3, d=64, hidden=96, block_size=32)
@@ -50,35 +48,26 @@ ATTENTION: dict[str, tuple[Geometry, Rows, tuple[str, ...]]] = {
 }
 
 
-class Layers:
-    """The layer of a case, and what the oracle computes with it."""
-
-    def __init__(self, ops: Ops, name: str, shared: int = 0) -> None:
-        geometry, rows, _ = ATTENTION[name]
-        self.layer = LayerOn(ops, geometry, rows, shared)
-
-    def exported(self) -> Floats:
-        """Return the whole cache as float32."""
-        held = self.layer.cache.export_blocks(np.arange(self.layer.cache.num_blocks, dtype=np.int32))
-        return held if held.dtype == np.float32 else (held.astype(np.uint32) << 16).view(np.float32)
+def exported(layer: LayerOn) -> Floats:
+    return float32_of(layer.cache.export_blocks(np.arange(layer.cache.num_blocks, dtype=np.int32)))
 
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_layers_of_production_sizes(ops: Ops, require: Callable[..., None], name: str) -> None:
     """What a layer computes, and the cache behind it: written where it has to be, and nowhere else."""
-    require(*ATTENTION[name][2])
-    ours, oracle = Layers(ops, name), Layers(NumpyOps(), name)
-    before = ours.exported()
-    for found, expected in zip(ours.layer.run(ops), oracle.layer.run(Ops), strict=True):
+    geometry, rows, abilities = ATTENTION[name]
+    require(*abilities)
+    ours, oracle = (LayerOn(each, geometry, rows) for each in (ops, NumpyOps()))
+    before = exported(ours)
+    for found, expected in zip(ours.run(ops), oracle.run(Ops), strict=True):
         assert_near(ops, ops.from_host(found), expected)
-    geometry, rows, _ = ATTENTION[name]
-    written = np.zeros((ours.layer.cache.num_blocks, geometry.block_size), np.bool_)
-    written.reshape(-1)[step_input(rows, geometry.block_size, ours.layer.blocks).kv_slots] = True
+    written = np.zeros((ours.cache.num_blocks, geometry.block_size), np.bool_)
+    written.reshape(-1)[step_input(rows, geometry.block_size, ours.blocks).kv_slots] = True
     free = written.copy()
-    for (_, context), table in zip(rows, ours.layer.blocks, strict=True):
+    for (_, context), table in zip(rows, ours.blocks, strict=True):
         # What follows a context in its last block means nothing; a pack may clear it.
         free[table[(context - 1) // geometry.block_size], (context - 1) % geometry.block_size + 1 :] = True
-    after, right = ours.exported(), oracle.exported()
+    after, right = exported(ours), exported(oracle)
     # Axes of the cache: block, layer, key or value, place, head, element.
     np.testing.assert_array_equal(after[:, 0], before[:, 0], "another layer was written to")
     ours_by_place, held, theirs = (each[:, 1].swapaxes(1, 2) for each in (after, before, right))
@@ -157,8 +146,7 @@ def test_places_of_the_cache_beyond_2_16(ops: Ops) -> None:
     held = cache.export_blocks(every)
     touched = sorted(np.flatnonzero(held.reshape(blocks, -1).any(axis=1)).tolist())
     assert touched == sorted(tables[:, 0].tolist())
-    found = held[tables[:, 0], 1]
-    floats = found if found.dtype == np.float32 else (found.astype(np.uint32) << 16).view(np.float32)
+    floats = float32_of(held[tables[:, 0], 1])
     keys, values = x[:, 8:16].reshape(-1, block_size, 1, 8), x[:, 16:].reshape(-1, block_size, 1, 8)
     np.testing.assert_array_equal(floats[:, 0], keys)
     np.testing.assert_array_equal(floats[:, 1], values)

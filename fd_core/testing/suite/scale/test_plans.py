@@ -54,23 +54,12 @@ def requests(exact: bool) -> list[RequestSpec]:
     return found
 
 
-JUDGES: dict[tuple[tuple[str, ...], str], Judge] = {}
-
-
-@pytest.fixture
-def judge(target: Target) -> Judge:
-    key = target.right, target.ops.dtype
-    if key not in JUDGES:
-        specs = requests(target.exact)
-        JUDGES[key] = Judge(target, LONG_CASE, specs, **ROOM | {"max_num_seqs": len(specs), "num_kv_blocks": 900})
-    JUDGES[key].use(target)
-    return JUDGES[key]
-
-
 @pytest.mark.parametrize("k", [0, 5])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_plans_deliver_the_right_texts(target: Target, judge: Judge, seed: int, k: int) -> None:
-    size = BLOCK_SIZES[seed]
+def test_random_plans_deliver_the_right_texts(target: Target, seed: int, k: int) -> None:
+    specs, size = requests(target.exact), BLOCK_SIZES[seed]
+    room = ROOM | {"max_num_seqs": len(specs), "num_kv_blocks": 900}
+    judge = Judge.of(target, "plans", LONG_CASE, specs, **room)
     blocks = {"block_size": size, "num_kv_blocks": 10_240 // size + 50}
     with target.engine(k, judge.whole(), 0.3, case=LONG_CASE, **ROOM | blocks) as engine:
         plans = RandomPlans(engine, judge, seed)

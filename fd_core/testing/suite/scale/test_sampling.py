@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import Ops, SampleInput
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.kit.target import Target
-from fd_core.testing.models.arrays import on_device, penalty_input, sample_input
-from fd_core.testing.postprocessors.matrices import Matrices, random_rows
-from fd_core.testing.postprocessors.target import PostprocessTarget
+from fd_core.testing.models.arrays import Floats, on_device, penalty_input, sample_input
+from fd_core.testing.postprocessors.matrices import Matrices, PostprocessTarget, random_rows
 from fd_core.types import IntArray
-
-Floats = npt.NDArray[np.float32]
 
 VOCABULARIES = [70_001, 140_003]
 ROWS = 41

@@ -12,7 +12,7 @@ from fd_core.signals import Outcome
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import LONG_CASE, WIDE_CASE
-from fd_core.testing.stepping.steps import ByHand
+from fd_core.testing.stepping.stepper import ByHand
 from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import RequestSpec, SamplingParams
 
@@ -40,16 +40,6 @@ WIDE: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
     "watchdog_seconds": 60.0,
 }
-JUDGES: dict[tuple[str, tuple[str, ...], str], Judge] = {}
-
-
-def judge_of(target: Target, name: str, case: str, specs: list[RequestSpec], room: dict[str, Any]) -> Judge:
-    """Return the oracle's texts of a test, computed once in a process."""
-    key = name, target.right, target.ops.dtype
-    if key not in JUDGES:
-        JUDGES[key] = Judge(target, case, specs, **room)
-    JUDGES[key].use(target)
-    return JUDGES[key]
 
 
 class Batch:
@@ -97,7 +87,7 @@ def batch(target: Target) -> Iterator[Batch]:
         greedy(f"r{index}", [(17 * index + 5 * place * place + 3) % 250 for place in range(3 + index % 29)], 24)
         for index in range(SLOTS)
     ]
-    judge = judge_of(target, "batch", LONG_CASE, specs, MANY)
+    judge = Judge.of(target, "batch", LONG_CASE, specs, **MANY)
     with target.engine(case=LONG_CASE, **MANY) as engine:
         hand = ByHand(engine)
         yield Batch(hand, judge)
@@ -105,7 +95,6 @@ def batch(target: Target) -> Iterator[Batch]:
 
 
 def shuffled(count: int, seed: int, of: int = SLOTS) -> list[int]:
-    """Return so many slots in no order."""
     found: list[int] = np.random.default_rng(seed).permutation(of)[:count].tolist()
     return found
 
@@ -163,7 +152,7 @@ def test_contexts_beyond_any_split_up_to_the_last_position(target: Target) -> No
     rng = np.random.default_rng(8)
     lengths = {"a": (2048, 4), "b": (2047, 6), "c": (3101, 5), "d": (4096 - 9, 9)}
     specs = [greedy(name, rng.integers(0, 250, count).tolist(), most) for name, (count, most) in lengths.items()]
-    judge = judge_of(target, "contexts", LONG_CASE, specs, LONG)
+    judge = Judge.of(target, "contexts", LONG_CASE, specs, **LONG)
     with target.engine(case=LONG_CASE, **LONG) as engine:
         texts = run(engine, specs).tokens
     judge.check(texts)
@@ -173,9 +162,8 @@ def test_contexts_beyond_any_split_up_to_the_last_position(target: Target) -> No
 def test_a_vocabulary_beyond_2_17_with_everything_at_once(target: Target, require: Callable[..., None]) -> None:
     """41 requests with log-probabilities, filters, penalties and biases over 140,003 tokens, most beyond 2^16."""
     require("checkpoints")
-    exact = target.exact
-    specs = wide_specs(exact)
-    judge = judge_of(target, "wide", WIDE_CASE, specs, WIDE)
+    specs = wide_specs(target.exact)
+    judge = Judge.of(target, "wide", WIDE_CASE, specs, **WIDE)
     with target.engine(case=WIDE_CASE, **WIDE) as engine:
         texts = run(engine, specs)
     judge.check(texts.tokens)
