@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, a running server, planning, or routing.")
 
-Model = Annotated[
-    str | None,
-    typer.Argument(metavar="[MODEL]", show_default=False, help="Model to measure; smollm2 if none is named."),
-]
+Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Model to measure; smollm2 if none is named.")]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.", metavar="TOKENS")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens in each answer.", metavar="TOKENS")]
 Seed = Annotated[int, typer.Option(help="Seed of the workload: the same seed makes the same prompts.", metavar="N")]
@@ -107,15 +104,11 @@ def serve(
         str | None, typer.Option(help="Model to measure; the first one of the server if none is named.")
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests that are sent in all.", metavar="N")] = 64,
-    max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests open at once.", metavar="N", show_default=False)
-    ] = None,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests open at once.", metavar="N")] = None,
     request_rate: Annotated[
         float | None,
         typer.Option(
-            min=0.001,
-            help="Requests per second, as a Poisson process; without it all requests are sent at once.",
-            show_default=False,
+            min=0.001, help="Requests per second, as a Poisson process; without it all requests are sent at once."
         ),
     ] = None,
     input_len: Annotated[
@@ -123,17 +116,12 @@ def serve(
     ] = 256,
     output_len: OutputLen = 128,
     dataset: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of JSON lines with `prompt` or `messages`, and perhaps `max_tokens`.", show_default=False
-        ),
+        Path | None, typer.Option(help="File of JSON lines with `prompt` or `messages`, and perhaps `max_tokens`.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Generate every answer to its full length.")] = True,
     goodput: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Latency objective in ms, such as ttft:300, tpot:50 or e2e:5000; may be repeated.", show_default=False
-        ),
+        typer.Option(help="Latency objective in ms, such as ttft:300, tpot:50 or e2e:5000; may be repeated."),
     ] = None,
     seed: Seed = 0,
     json: Json = None,
@@ -203,7 +191,6 @@ def scheduler(
             max=16384,
             help="Requests that run at once; may be repeated. [default: 16, 256, 1024, 4096]",
             metavar="N",
-            show_default=False,
         ),
     ] = None,
     drafts: Annotated[
@@ -213,7 +200,6 @@ def scheduler(
             max=16,
             help="Drafts that each request verifies in a step; may be repeated. [default: 0, 3]",
             metavar="N",
-            show_default=False,
         ),
     ] = None,
     waiting: Annotated[
@@ -224,7 +210,6 @@ def scheduler(
             help="Plan beside N waiting prompts that do not fit, compared with an empty queue, then admit N prompts "
             "with a common prefix at once. Without --running and --drafts: 16 requests, no drafts.",
             metavar="N",
-            show_default=False,
         ),
     ] = None,
     waiting_tokens: Annotated[
@@ -288,11 +273,7 @@ def router(
     in_flight: Annotated[
         list[int] | None,
         typer.Option(
-            min=1,
-            max=100_000,
-            help="Requests in flight; may be repeated. [default: 100, 1000, 10000]",
-            metavar="N",
-            show_default=False,
+            min=1, max=100_000, help="Requests in flight; may be repeated. [default: 100, 1000, 10000]", metavar="N"
         ),
     ] = None,
     policy: Annotated[str, typer.Option(help="Router policy for mixed workers.", metavar="NAME")] = "cache_aware",

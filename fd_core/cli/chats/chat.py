@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 Url = Annotated[
     str | None, typer.Option(help="URL of a running server to use instead of loading a model.", metavar="URL")
 ]
-MaxTokens = Annotated[int | None, typer.Option(help="Longest answer in tokens.", metavar="N", show_default=False)]
+MaxTokens = Annotated[int | None, typer.Option(help="Longest answer in tokens.", metavar="N")]
 Temperature = Annotated[
     float, typer.Option(help="Randomness of sampling, 0 to 2; 0 always takes the most likely token.", metavar="T")
 ]
 TopP = Annotated[float, typer.Option(help="Probability mass to sample from, above 0 and at most 1.", metavar="P")]
-Seed = Annotated[
-    int | None, typer.Option(help="Seed of sampling; the same seed repeats an answer.", metavar="N", show_default=False)
-]
+Seed = Annotated[int | None, typer.Option(help="Seed of sampling; the same seed repeats an answer.", metavar="N")]
 Model = Annotated[
     str | None,
     typer.Option("--model", "-m", help="smollm2, a folder, a .gguf file or a Hugging Face name.", metavar="MODEL"),
@@ -47,11 +45,10 @@ _BOTH = "is for a model loaded here, and with --url the server's own settings ho
 @takes_flags(ENGINE_FLAGS, CHAT_FLAGS, (CONFIG_FILE,))
 def chat(
     given: Given,
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False)] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
     url: Url = None,
     system: Annotated[
-        str | None,
-        typer.Option(help="System message at the beginning of the conversation.", metavar="TEXT", show_default=False),
+        str | None, typer.Option(help="System message at the beginning of the conversation.", metavar="TEXT")
     ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.7,

@@ -33,9 +33,7 @@ def list_() -> None:
 @reports_errors
 def pull(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="smollm2 or a Hugging Face name.")],
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.", show_default=False)
-    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")] = None,
 ) -> None:
     """Fetch MODEL into the cache and check it."""
     from rich.console import Console

@@ -31,9 +31,7 @@ def quantize(
         Literal["int8", "int4"],
         typer.Option("--format", help="int8 with a scale for each row, or int4 with one for each 32 values."),
     ] = "int8",
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.", show_default=False)
-    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")] = None,
 ) -> None:
     """Write MODEL with quantized linear layers to FOLDER, in the form of compressed-tensors.
 

@@ -12,9 +12,7 @@ from fd_core.cli.report import reports_errors
 
 @reports_errors
 def tokenize(
-    text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", show_default=False, help="The text; without it, what comes in.")
-    ] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text; without it, what comes in.")] = None,
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="A model's name, folder or .gguf file; `bytes` for the null backend.")
     ] = "smollm2",

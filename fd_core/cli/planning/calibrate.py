@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def calibrate(
     given: Given,
     model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", show_default=False, help="Model to measure; smollm2 if none is named."),
+        str | None, typer.Argument(metavar="[MODEL]", help="Model to measure; smollm2 if none is named.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -32,13 +31,11 @@ def calibrate(
             "--output",
             "-o",
             metavar="FILE",
-            show_default=False,
             help="File for the profile; by default one in the cache folder, which is found by its name.",
         ),
     ] = None,
     name: Annotated[
-        str | None,
-        typer.Option(help="Name of the profile; by default MODEL-BACKEND.", metavar="NAME", show_default=False),
+        str | None, typer.Option(help="Name of the profile; by default MODEL-BACKEND.", metavar="NAME")
     ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Time for the steps that are measured.", metavar="SECONDS")

@@ -25,8 +25,7 @@ def conformance(
         ),
     ] = None,
     schedulers: Annotated[
-        list[str] | None,
-        typer.Option("--scheduler", metavar="NAME", help="Test a scheduler instead; may be repeated."),
+        list[str] | None, typer.Option("--scheduler", metavar="NAME", help="Test a scheduler instead; may be repeated.")
     ] = None,
     postprocessors: Annotated[
         list[str] | None,

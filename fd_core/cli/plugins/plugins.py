@@ -67,8 +67,7 @@ def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What users will write after the flag that takes it.")],
     kind: Annotated[PluginKind, typer.Option("--kind", help="What the plugin offers.")],
     framework: Annotated[
-        Framework | None,
-        typer.Option("--framework", help="Whose operations a backend begins with. [default: numpy]"),
+        Framework | None, typer.Option("--framework", help="Whose operations a backend begins with. [default: numpy]")
     ] = None,
     into: Annotated[
         Path | None, typer.Option("--into", metavar="DIR", help="Folder of the project. [default: NAME, which is made]")

@@ -39,7 +39,7 @@ def cluster() -> None:
 @app.command()
 @reports_errors
 def serve(
-    file: Annotated[Path, typer.Argument(metavar="FILE.toml", show_default=False, help=_FILE_HELP)],
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help=_FILE_HELP)],
     check: Annotated[
         bool, typer.Option("--check", help="Only check the file and the variables that it names.")
     ] = False,
@@ -86,9 +86,7 @@ def serve(
 
 @app.command()
 @reports_errors
-def status(
-    file: Annotated[Path, typer.Argument(metavar="FILE.toml", show_default=False, help=_FILE_HELP)],
-) -> None:
+def status(file: Annotated[Path, typer.Argument(metavar="FILE.toml", help=_FILE_HELP)]) -> None:
     """Show the processes of the deployment that `fdcore cluster serve FILE.toml` runs on this machine."""
     import urllib.error
     import urllib.request

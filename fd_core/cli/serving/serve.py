@@ -36,10 +36,7 @@ _LOOK_SECONDS: Final = 0.5
 def serve(
     given: Given,
     model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", show_default=False, help="smollm2, a folder, a .gguf file or a Hugging Face name."
-        ),
+        str | None, typer.Argument(metavar="MODEL", help="smollm2, a folder, a .gguf file or a Hugging Face name.")
     ] = None,
 ) -> None:
     """Serve MODEL with an OpenAI-compatible API.
@@ -118,10 +115,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
             client = await stack.enter_async_context(running_engine(model, where, bars, engines=engines, begun=begun))
         serve_http = (await server).serve_http
         chosen = choose_parsers(
-            settings.server.tool_call_parser,
-            settings.server.reasoning_parser,
-            model.template,
-            client.info.architecture,
+            settings.server.tool_call_parser, settings.server.reasoning_parser, model.template, client.info.architecture
         )
 
         def ready(url: str) -> None:

@@ -94,13 +94,11 @@ class Flag:
         """The parameter type that makes typer offer the flag."""
         if self.metavar is None:
             declared = f"{self.flag}/--no-{self.key}"
-            return Annotated[bool | None, typer.Option(declared, help=self.described, show_default=False)]
+            return Annotated[bool | None, typer.Option(declared, help=self.described)]
         kind: Any = list[str] if self.repeated else str
         return Annotated[
             kind | None,
-            typer.Option(
-                self.flag, *filter(None, (self.short,)), help=self.described, metavar=self.metavar, show_default=False
-            ),
+            typer.Option(self.flag, *filter(None, (self.short,)), help=self.described, metavar=self.metavar),
         ]
 
 
@@ -324,9 +322,7 @@ LISTEN_FLAGS: Final = (
     Flag("timeout_headers", "Time in which the head of a request has to arrive, in seconds.", "SECONDS"),
     Flag("timeout_keep_alive", "Time for which a connection may wait for its next request, in seconds.", "SECONDS"),
     Flag(
-        "timeout_body",
-        "Time in which a body has to arrive, in seconds; every 64 KiB received add a second.",
-        "SECONDS",
+        "timeout_body", "Time in which a body has to arrive, in seconds; every 64 KiB received add a second.", "SECONDS"
     ),
     Flag(
         "timeout_write",

@@ -33,8 +33,7 @@ def trace(
         ),
     ] = None,
     written: Annotated[
-        TraceFormat,
-        typer.Option("--format", help="html: one page for a browser; perfetto: JSON for ui.perfetto.dev."),
+        TraceFormat, typer.Option("--format", help="html: one page for a browser; perfetto: JSON for ui.perfetto.dev.")
     ] = TraceFormat.HTML,
     last: Annotated[int, typer.Option(metavar="N", min=1, help="Show the last N steps.")] = 100_000,
 ) -> None:
