@@ -46,9 +46,8 @@ def latency(
     json: Json = None,
 ) -> None:
     """One stream at a time: time to first token and per output token."""
-    from fd_core.cli.bench.measuring import generate
     from fd_core.cli.bench.results import report
-    from fd_core.cli.bench.workload import synthetic_ids
+    from fd_core.cli.bench.workload import generate, synthetic_ids
 
     console = _prepare(json)
     with contextlib.closing(_load(model, given, input_len + output_len, console)) as llm:
@@ -80,9 +79,8 @@ def throughput(
     json: Json = None,
 ) -> None:
     """A batch of requests at once: tokens per second."""
-    from fd_core.cli.bench.measuring import generate
     from fd_core.cli.bench.results import report
-    from fd_core.cli.bench.workload import synthetic_ids
+    from fd_core.cli.bench.workload import generate, synthetic_ids
 
     console = _prepare(json)
     with contextlib.closing(_load(model, given, input_len + output_len, console)) as llm:
@@ -127,9 +125,8 @@ def serve(
     json: Json = None,
 ) -> None:
     """Requests over HTTP to a running server: latencies as its users see them, and goodput."""
-    from fd_core.cli.bench.measuring import measure
     from fd_core.cli.bench.results import objectives, report
-    from fd_core.cli.bench.workload import arrivals, from_file, synthetic
+    from fd_core.cli.bench.workload import arrivals, from_file, measure, synthetic
     from fd_core.cli.chats.api_client import ApiClient
     from fd_core.cli.settings.settings import client_key
 
@@ -221,6 +218,7 @@ def scheduler(
     json: Json = None,
 ) -> None:
     """Without a model: time to plan a step of steady decode and to commit its answer."""
+    from fd_core.cli.bench.results import show_times, write
     from fd_core.cli.bench.scheduler import (
         DRAFTS,
         RUNNING,
@@ -229,7 +227,6 @@ def scheduler(
         queue_figures,
         step_figures,
     )
-    from fd_core.cli.bench.tables import show_times, write
 
     console = _prepare(json)
     common: dict[str, int] = {"block_size": block_size, "seed": seed}
@@ -286,8 +283,8 @@ def router(
     json: Json = None,
 ) -> None:
     """Without HTTP and without a model: time to select a worker for a request, and to release it."""
+    from fd_core.cli.bench.results import show_times, write
     from fd_core.cli.bench.router import IN_FLIGHT, OWN_TOKENS, RouterTraffic
-    from fd_core.cli.bench.tables import show_times, write
     from fd_core.plugins import ROUTER_POLICY, installed_plugins
     from fd_core.router.config import RouterConfig
     from fd_core.router.router import Router
@@ -316,7 +313,7 @@ def router(
 def _prepare(json: Path | None) -> Console:
     from rich.console import Console
 
-    from fd_core.cli.bench.tables import check_writable
+    from fd_core.cli.bench.results import check_writable
 
     check_writable(json)
     return Console()
@@ -359,7 +356,7 @@ def _bar(console: Console) -> Progress:
 
 
 def _close(console: Console, json: Path | None, result: BenchmarkReport, settings: dict[str, Any]) -> None:
-    from fd_core.cli.bench.tables import show, write
+    from fd_core.cli.bench.results import show, write
 
     show(console, result, f"bench {settings['benchmark']}: {settings['model']}")
     write(json, result.as_json(settings))

@@ -129,8 +129,7 @@ def read_cluster_file(file: Path) -> ClusterConfig:
 def _check_settings(config: ClusterConfig) -> None:
     """Refuse what `fdcore serve` or `fdcore route` would refuse."""
     from fd_core.cli.settings.flags import ENGINE_FLAGS, GATEWAY_FLAGS, ROUTER_FLAGS, SERVER_FLAGS
-    from fd_core.cli.settings.router_settings import merge_route
-    from fd_core.cli.settings.settings import merge
+    from fd_core.cli.settings.settings import merge, merge_route
 
     given = _given(config.router_group, "router", (*GATEWAY_FLAGS, *ROUTER_FLAGS))
     with _named("router.settings"):

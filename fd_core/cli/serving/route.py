@@ -32,7 +32,7 @@ def route(given: Given) -> None:
     register themselves: `fdcore serve MODEL --router URL`.
     The TOML or JSON file of --config takes every setting, by the names that FastDeploy's router uses too.
     """
-    from fd_core.cli.settings.router_settings import ROLE_FLAGS, merge_route
+    from fd_core.cli.settings.settings import ROLE_FLAGS, merge_route
 
     settings = merge_route(given, os.environ)
     outlive_hangups(settings.gateway.api_key_file)

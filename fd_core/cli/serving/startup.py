@@ -88,8 +88,9 @@ class StartupBars(ProgressSink):
 
 
 @contextlib.contextmanager
-def startup_bars(console: Console) -> Iterator[StartupBars]:
-    """Show bars while the block runs; on anything but a terminal, show none."""
+def startup_bars(console: Console | None = None) -> Iterator[StartupBars]:
+    """Show bars on stderr or `console` while the block runs; on anything but a terminal, show none."""
+    console = console or Console(stderr=True)
     bars = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

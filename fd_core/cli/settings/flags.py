@@ -7,18 +7,109 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Final
 
+import msgspec
 import typer
 
-from fd_core.cli.settings import values
-from fd_core.cli.settings.values import Parser
-from fd_core.config import EngineConfig, ServerConfig
+from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
 from fd_core.config.sizes import format_size
+from fd_core.errors import ConfigError
 from fd_core.router.config import GatewayConfig, RouterConfig
+
+Parser = Callable[[Any], Any]
+
+_SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
+_MAX_FILE_BYTES: Final = 1 << 20
+_MIN_SECRET_CHARS: Final = 16
+
+
+def text(value: Any) -> str:
+    """Return `value` as it is; it must be text and not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{value!r} is not a text")
+    return value
+
+
+def keys(value: Any) -> tuple[str, ...]:
+    """Return API keys from a list or from one text. What is wrong is said without showing the key."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, Sequence) or not parts:
+        raise ValueError("it must be a key or a list of keys")
+    for part in parts:
+        if not isinstance(part, str) or not part or not all("!" <= letter <= "~" for letter in part):
+            raise ValueError("a key must not be empty and may have visible ASCII characters only")
+    return tuple(parts)
+
+
+def keys_in_file(path: Any) -> tuple[str, ...]:
+    """Return the API keys in a file, one a line."""
+    lines = read_text(Path(text(path))).splitlines()
+    return keys([line.strip() for line in lines if line.strip()])
+
+
+def key_file(path: Any) -> str:
+    """Return the path of a file of API keys; what is wrong with it is said before anything is loaded."""
+    from fd_core.http.access.key_file import read_key_file
+
+    try:
+        read_key_file(Path(text(path)))
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return str(path)
+
+
+def secret_in_file(path: Any) -> str:
+    """Return the secret in a file: one line of at least 16 visible ASCII characters. It is never shown."""
+    lines = keys_in_file(path)
+    if len(lines) != 1 or len(lines[0]) < _MIN_SECRET_CHARS:
+        raise ValueError(f"{path} must hold one line of at least {_MIN_SECRET_CHARS} characters")
+    return lines[0]
+
+
+def jinja(value: Any) -> str:
+    """Return a chat template: the text of the file that `value` names, or `value` itself if it is Jinja."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{value!r} is neither a file nor a template")
+    if "{{" in value or "{%" in value:
+        return value
+    return read_text(Path(value))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of at most 1 MiB."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise ValueError(f"{path} is larger than {_MAX_FILE_BYTES:,} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+
+
+def speculation(value: Any) -> SpeculativeConfig:
+    """Read how tokens are drafted: a JSON object, or a table of a settings file.
+
+    Fields that the engine does not know itself go to the drafter, as in
+    `{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}`.
+    """
+    try:
+        table = msgspec.json.decode(value, type=dict[str, Any]) if isinstance(value, str) else dict(value)
+        own = set(SpeculativeConfig.__struct_fields__) - {"options"}
+        options = {name: table.pop(name) for name in list(table) if name not in own}
+        return msgspec.convert({**table, "options": options}, SpeculativeConfig)
+    except (ConfigError, msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{error}; an example is {_SPECULATION}") from None
+
 
 Command = Callable[..., None]
 Given = Mapping[str, Any]
@@ -89,17 +180,15 @@ class Flag:
         shown = format_size(default) if isinstance(constraint, ByteSize) else _shown(default)
         return f"{self.help}{choices} [default: {shown}]"
 
-    @property
-    def annotation(self) -> Any:
-        """The parameter type that makes typer offer the flag."""
-        if self.metavar is None:
-            declared = f"{self.flag}/--no-{self.key}"
-            return Annotated[bool | None, typer.Option(declared, help=self.described)]
-        kind: Any = list[str] if self.repeated else str
-        return Annotated[
-            kind | None,
-            typer.Option(self.flag, *filter(None, (self.short,)), help=self.described, metavar=self.metavar),
-        ]
+
+@cache
+def _annotation(flag: Flag) -> Any:
+    """Return the parameter type that makes typer offer the flag; many commands have the same flags."""
+    if flag.metavar is None:
+        return Annotated[bool | None, typer.Option(f"{flag.flag}/--no-{flag.key}", help=flag.described)]
+    kind: Any = list[str] if flag.repeated else str
+    names = filter(None, (flag.flag, flag.short))
+    return Annotated[kind | None, typer.Option(*names, help=flag.described, metavar=flag.metavar)]
 
 
 TRANSFER_SECRET_FILE: Final = Flag(
@@ -247,7 +336,7 @@ ENGINE_FLAGS: Final = (
         'Speculative decoding, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, '
         "suffix, draft_model or a plugin's.",
         "JSON",
-        values.speculation,
+        speculation,
         name="--speculative-config",
     ),
     Flag("structured_output", "Serve answers of a given form: JSON, schemas, regular expressions, choices, grammars."),
@@ -265,7 +354,7 @@ API_KEY_FILE: Final = Flag(
     "api_key_file",
     "File of API keys with names and limits, as TOML or JSON, or with one key a line; SIGHUP reads it again.",
     "FILE",
-    values.key_file,
+    key_file,
 )
 
 LISTEN_FLAGS: Final = (
@@ -281,7 +370,7 @@ LISTEN_FLAGS: Final = (
         "API key that clients must send; may be repeated. Other users of the machine can see a command line: "
         "--api-key-file or FD_API_KEY keep the key secret.",
         "KEY",
-        values.keys,
+        keys,
         name="--api-key",
         repeated=True,
     ),
@@ -369,7 +458,7 @@ SERVER_FLAGS: Final = (
         name="--served-model-name",
         repeated=True,
     ),
-    Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", values.jinja),
+    Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", jinja),
     Flag("trust_request_chat_template", "Run chat templates that requests bring, within the bounds of a sandbox."),
     Flag("enable_tokenizer_info_endpoint", "Tell control tokens and the chat template at /tokenizer_info."),
     Flag(
@@ -418,7 +507,7 @@ SERVER_FLAGS: Final = (
         "router_secret",
         "File with the secret shared by a router and its workers: one line of at least 16 characters.",
         "FILE",
-        values.secret_in_file,
+        secret_in_file,
         name="--router-secret-file",
     ),
     Flag(
@@ -460,7 +549,7 @@ GATEWAY_FLAGS: Final = (
         "worker_api_keys",
         "File with the API key of the workers.",
         "FILE",
-        values.keys_in_file,
+        keys_in_file,
         name="--worker-key-file",
     ),
     Flag(
@@ -484,7 +573,7 @@ GATEWAY_FLAGS: Final = (
 """Settings of `GatewayConfig`."""
 
 CLIENT_KEY_FILE: Final = Flag(
-    "client_keys", "File whose first line is the API key to send.", "FILE", values.keys_in_file, name="--api-key-file"
+    "client_keys", "File whose first line is the API key to send.", "FILE", keys_in_file, name="--api-key-file"
 )
 """For a command that is itself a client."""
 CHAT_FLAGS: Final = (
@@ -493,7 +582,7 @@ CHAT_FLAGS: Final = (
 )
 """Settings of the server's side that matter to a command which talks to a model or a server."""
 
-CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", values.text)
+CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", text)
 
 
 def _shown(default: Any) -> str:
@@ -514,7 +603,7 @@ def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
             if name != "given"
         ]
         added = [
-            inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag.annotation)
+            inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(flag))
             for flag in flags
         ]
 
