@@ -147,11 +147,9 @@ class ManagedGroup:
     plan: GroupPlan
     target: int
     failures: int = 0
-    """Failed starts in a row."""
     failed_at: float = 0.0
     """When the last of its processes died."""
     not_before: float = 0.0
-    """When the next process may start."""
     no_room: bool = False
     """Whether the last process that was to start found none."""
     served: bool = False

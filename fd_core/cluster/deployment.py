@@ -224,7 +224,6 @@ class RouterAdmin:
 log = logging.getLogger(__name__)
 
 ROUTERS: Final = "router"
-"""Name of the group of routers."""
 _STEP_SECONDS: Final = 0.25
 _ASK_SECONDS: Final = 0.5
 _SCALE_SECONDS: Final = 1.0

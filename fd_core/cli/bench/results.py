@@ -77,7 +77,6 @@ class BenchmarkReport:
     good: int | None = None
     """Requests that met every objective, if there were any objectives."""
     errors: dict[str, int] = field(default_factory=dict)
-    """How often each error was seen."""
 
     def rates(self) -> dict[str, float]:
         """Return requests and tokens per second."""

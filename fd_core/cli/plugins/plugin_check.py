@@ -34,7 +34,6 @@ class Finding(msgspec.Struct, frozen=True):
 
     cause: str
     hint: str
-    """What to do about it."""
     about: str = ""
     """Kind and name of the one thing that is concerned, such as `backend mychip`; empty for the whole plugin."""
 

@@ -570,7 +570,6 @@ GATEWAY_FLAGS: Final = (
     Flag("admin_host", "Address on which workers register.", "ADDRESS"),
     Flag("admin_port", "Port on which workers register (0: any free port).", "PORT"),
 )
-"""Settings of `GatewayConfig`."""
 
 CLIENT_KEY_FILE: Final = Flag(
     "client_keys", "File whose first line is the API key to send.", "FILE", keys_in_file, name="--api-key-file"

@@ -241,7 +241,6 @@ _ALSO: Final = {
     "prefill-workers": "prefill",
     "decode-workers": "decode",
 }
-"""Other spellings of keys in a settings file, such as plurals."""
 ROLE_FLAGS: Final[Mapping[Role, str]] = {"mixed": "--worker", "prefill": "--prefill", "decode": "--decode"}
 
 

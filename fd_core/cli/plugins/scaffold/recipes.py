@@ -36,7 +36,6 @@ class ScaffoldRecipe:
     what: str
     """What people call it."""
     module: str
-    """Module of its class."""
     suffix: str
     """Behind the name, the name of its class."""
     files: Mapping[str, tuple[str, str]]
@@ -46,9 +45,7 @@ class ScaffoldRecipe:
     about: str = ""
     """How the README's first sentence goes on."""
     prove: str = "pytest   # does it keep its contract?"
-    """The command that runs the kit."""
     use: str
-    """The command that serves with it."""
     guide: str
 
 
