@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,12 +16,14 @@ import typer
 
 from fd_core.cli.report import INTERRUPTED, interrupts_end_it, reports_errors
 from fd_core.cli.settings.flags import ENGINE_FLAGS, Given, takes_flags
+from fd_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fd_core.simulation.costs.profile import CostProfile
     from fd_core.simulation.planning.bounds import Demand
-    from fd_core.simulation.planning.search import PlanShape
-    from fd_core.simulation.planning.shapes import DeploymentShape
+    from fd_core.simulation.planning.search import PlanSearch, PlanShape, PlanTrial
+    from fd_core.simulation.planning.shapes import DeploymentShape, PlanJob
+    from fd_core.simulation.results.report import ReportedRun
     from fd_core.simulation.results.slo import Slo
     from fd_core.simulation.workloads.workload import Workload
 
@@ -32,9 +35,6 @@ _GIVEN: Final = frozenset(
     }
 )
 _ENGINE: Final = tuple(flag for flag in ENGINE_FLAGS if flag.field in _GIVEN)
-_MOST_RUNS: Final = 10_000
-_MOST_DEVICES: Final = 10_000
-_MOST_JOBS: Final = 1024
 _FOUND_NONE: Final = 1
 """Exit code if no plan holds the SLO."""
 
@@ -90,16 +90,14 @@ def plan(
             metavar="MONEY", help="Price of a device for an hour; DEVICE=MONEY for each if there are several kinds."
         ),
     ] = None,
-    max_devices: Annotated[
-        int, typer.Option(metavar="N", min=1, max=_MOST_DEVICES, help="Devices that may be used.")
-    ] = 64,
-    max_runs: Annotated[int, typer.Option(metavar="N", min=1, max=_MOST_RUNS, help="Simulations at most.")] = 300,
+    max_devices: Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Devices that may be used.")] = 64,
+    max_runs: Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Simulations at most.")] = 300,
     time_limit: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="Time that the search may take.")
     ] = 900.0,
     jobs: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, max=_MOST_JOBS, help="Processes. [default: one for each processor core]"),
+        typer.Option(metavar="N", min=1, max=1024, help="Processes. [default: one for each processor core]"),
     ] = None,
     first: Annotated[
         int,
@@ -123,21 +121,18 @@ def plan(
     with interrupts_end_it():
         from rich.console import Console
 
-        from fd_core.cli.planning.simulate import write_output
+        from fd_core.cli.planning.simulate import parse_given, require_outputs, write_output
         from fd_core.simulation.planning.answer import PlanAsked, answer_json, answer_of, page_report, print_answer
         from fd_core.simulation.planning.bounds import demand_of
         from fd_core.simulation.planning.search import PlanSearch
         from fd_core.simulation.planning.shapes import parse_roles, setup_of, shapes_of
         from fd_core.simulation.results.slo import parse_slo
-        from fd_core.simulation.workloads.files import require_writable
         from fd_core.simulation.workloads.workload import read_workload
 
-    for path, flag in ((page, "--page"), (json, "--json")):
-        if path is not None and str(path) != "-":
-            require_writable(path, flag)
+    require_outputs(page, json)
     limits, began = parse_slo(slo), time.monotonic()
     text = _workload_text(workload, trace_file)
-    engine = _parsed(given)
+    engine = parse_given(given)
     profiles, left_out = _profiles(profile or [], devices, model, tp)
     prices = _prices(price or [], profiles)
     shapes = shapes_of(
@@ -203,26 +198,21 @@ def plan(
 _INTERRUPTED: Final = "it was interrupted"
 
 
+@dataclass(slots=True)
 class _Searching:
     """Drives a search: makes jobs of its trials, shows how far it is, and stops where it has to."""
 
-    def __init__(
-        self,
-        search: Any,
-        shapes: Sequence[DeploymentShape],
-        engine: dict[str, Any],
-        workload: str,
-        first: int,
-        rate: float,
-        slo: Slo,
-        prices: Mapping[str, float],
-        max_runs: int,
-        deadline: float,
-    ) -> None:
-        self.runs: dict[Any, Any] = {}
-        self._search, self._shapes, self._engine, self._workload = search, shapes, engine, workload
-        self._first, self._rate, self._slo, self._prices = first, rate, slo, prices
-        self._max_runs, self._deadline = max_runs, deadline
+    search: PlanSearch
+    shapes: Sequence[DeploymentShape]
+    engine: dict[str, Any]
+    workload: str
+    first: int
+    rate: float
+    slo: Slo
+    prices: Mapping[str, float]
+    max_runs: int
+    deadline: float
+    runs: dict[PlanTrial, ReportedRun] = field(default_factory=dict)
 
     def go(self, jobs: int, console: Any) -> str:
         """Search; return why it is not finished, nothing if it is."""
@@ -231,7 +221,7 @@ class _Searching:
         from fd_core.cli.planning.plan_processes import OutOfTime, PlanProcesses
         from fd_core.simulation.planning.limiting import slo_margin
 
-        processes = PlanProcesses(jobs, self._deadline)
+        processes = PlanProcesses(jobs, self.deadline)
         columns = (
             SpinnerColumn(),
             BarColumn(20),
@@ -239,15 +229,15 @@ class _Searching:
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
         )
-        trials, margins = self._search.trials(), None
+        trials, margins = self.search.trials(), None
         try:
             with Progress(*columns, console=console, transient=True) as bar:
-                task = bar.add_task("simulations at most", total=self._max_runs)
+                task = bar.add_task("simulations at most", total=self.max_runs)
                 while True:
                     batch = next(trials) if margins is None else trials.send(margins)
                     bar.update(task, description=self._described(batch))
-                    if len(self.runs) + len(batch) > self._max_runs:
-                        return f"it may make {self._max_runs} simulations (--max-runs)"
+                    if len(self.runs) + len(batch) > self.max_runs:
+                        return f"it may make {self.max_runs} simulations (--max-runs)"
                     found = processes.run([self._job(trial) for trial in batch], lambda: bar.advance(task))
                     self.runs |= zip(batch, found, strict=True)
                     margins = [slo_margin(run) for run in found]
@@ -260,40 +250,33 @@ class _Searching:
         finally:
             processes.close()
 
-    def _described(self, batch: Sequence[Any]) -> str:
-        trial, ranking = batch[0], self._search.ranking()
+    def _described(self, batch: Sequence[PlanTrial]) -> str:
+        trial, ranking = batch[0], self.search.ranking()
         best = ""
         if ranking:
-            best = f"; best: {self._shapes[ranking[0]].described(self._search.units[ranking[0]])}"
-        what = "all requests" if trial.whole else f"first {self._first} requests"
+            best = f"; best: {self.shapes[ranking[0]].described(self.search.units[ranking[0]])}"
+        what = "all requests" if trial.whole else f"first {self.first} requests"
         return f"{what}{f', {trial.load:g} times the load' if trial.load != 1 else ''}{best}"
 
-    def _job(self, trial: Any) -> Any:
+    def _job(self, trial: PlanTrial) -> PlanJob:
         from fd_core.simulation.planning.shapes import PlanJob
 
-        shape = self._shapes[trial.shape]
+        shape = self.shapes[trial.shape]
         return PlanJob(
             shape=shape,
             units=trial.units,
-            engine=self._engine,
-            workload=self._workload,
+            engine=self.engine,
+            workload=self.workload,
             seed=trial.seed,
-            requests=None if trial.whole else self._first,
+            requests=None if trial.whole else self.first,
             load=trial.load,
-            rate=round(self._rate * trial.load, 6),
-            slo=self._slo,
-            price=self._prices[shape.profile] * shape.ranks,
+            rate=round(self.rate * trial.load, 6),
+            slo=self.slo,
+            price=self.prices[shape.profile] * shape.ranks,
         )
 
 
-def _parsed(given: Given) -> dict[str, Any]:
-    from fd_core.cli.planning.simulate import parse_given
-
-    return parse_given(given)
-
-
 def _workload_text(workload: str | None, trace_file: str | None) -> str:
-    from fd_core.errors import ConfigError
     from fd_core.simulation.workloads.settings import KINDS
 
     if (workload is None) == (trace_file is None):
@@ -308,8 +291,6 @@ def _workload_text(workload: str | None, trace_file: str | None) -> str:
 
 
 def _numbers(text: str, flag: str) -> list[int]:
-    from fd_core.errors import ConfigError
-
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isascii() and word.isdecimal() and 1 <= int(word) <= 1 << 20 for word in words):
         raise ConfigError(f"{flag}: {text!r:.60} are not whole numbers from 1", field=flag, hint="for example 64,256")
@@ -320,7 +301,6 @@ def _profiles(
     named: Sequence[str], devices: str | None, model: str | None, tp: str
 ) -> tuple[dict[str, CostProfile], dict[str, str]]:
     """Return the profiles by name, and why combinations of devices and sizes were left out."""
-    from fd_core.errors import ConfigError
     from fd_core.simulation.costs.naming import profile_named
 
     if (devices is None) != (model is None):
@@ -349,8 +329,6 @@ def _profiles(
 
 def _prices(given: Sequence[str], profiles: Mapping[str, CostProfile]) -> dict[str, float]:
     """Return the price of a device of each profile. Raises `ConfigError` if one has none and another has."""
-    from fd_core.errors import ConfigError
-
     by_kind: dict[str, float] = {}
     for text in given:
         kind, _, number = text.rpartition("=")
@@ -375,7 +353,6 @@ def _prices(given: Sequence[str], profiles: Mapping[str, CostProfile]) -> dict[s
 
 def _most_load(workload: Workload) -> float:
     """Return the largest factor of a load that there can be, of those that are tried."""
-    from fd_core.errors import ConfigError
     from fd_core.simulation.planning.search import LOADS
 
     for load in reversed(LOADS):
@@ -391,7 +368,6 @@ def _require_possible(
     slo: Slo, profiles: Mapping[str, CostProfile], demand: Demand, longest: Mapping[DeploymentShape, int]
 ) -> None:
     """Raise `ConfigError` for a limit that no profile holds even for requests that are alone."""
-    from fd_core.errors import ConfigError
     from fd_core.simulation.planning.bounds import least_possible
 
     if not len(demand.new_tokens):
@@ -431,7 +407,6 @@ def _sized(
     longest: Mapping[DeploymentShape, int],
 ) -> tuple[list[PlanShape], list[DeploymentShape]]:
     """Return the shapes that may hold the SLO, with their bounds. Raises `ConfigError` if there is none."""
-    from fd_core.errors import ConfigError
     from fd_core.simulation.planning.bounds import fewest_workers, least_possible
     from fd_core.simulation.planning.search import PlanShape
 
