@@ -47,7 +47,7 @@ def assemble(only: str | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_common)
-    for name in [only] if only in _COMMANDS else _COMMANDS:
+    for name in (only,) if only and only in _COMMANDS else _COMMANDS:
         module, _, attribute = _COMMANDS[name].partition(":")
         command = getattr(importlib.import_module(f"fd_core.cli.{module}"), attribute)
         if isinstance(command, typer.Typer):

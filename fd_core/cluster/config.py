@@ -146,11 +146,8 @@ def cluster_config(table: Mapping[str, Any]) -> ClusterConfig:
         roles[group.role] = where
     for role, other in (("prefill", "decode"), ("decode", "prefill")):
         if role in roles and other not in roles:
-            raise ConfigError(
-                f"{roles[role]} are {role} workers, which serve nothing without {other} workers",
-                field="workers",
-                hint=f'add a group with role = "{other}"',
-            )
+            message = f"{roles[role]} are {role} workers, which serve nothing without {other} workers"
+            raise ConfigError(message, field="workers", hint=f'add a group with role = "{other}"')
     return config
 
 

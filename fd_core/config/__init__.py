@@ -180,11 +180,8 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.protect_pages and not self.asks_for_keys:
-            raise ConfigError(
-                "there is no key that could protect the pages",
-                field="--protect-pages",
-                hint="give --api-key-file, --api-key or FD_API_KEY",
-            )
+            hint = "give --api-key-file, --api-key or FD_API_KEY"
+            raise ConfigError("there is no key that could protect the pages", field="--protect-pages", hint=hint)
         if self.max_body_memory < self.max_body_bytes:
             raise ConfigError(
                 f"max_body_memory is {self.max_body_memory:,} bytes, less than one body of {self.max_body_bytes:,}",
@@ -274,11 +271,8 @@ def resolve_limits(
         )
     max_len = model_max_len if config.max_model_len is None else config.max_model_len
     if max_len > model_max_len:
-        raise ConfigError(
-            f"max_model_len is {max_len}, but the model was built for {model_max_len} tokens",
-            field="--max-model-len",
-            hint=f"use at most {model_max_len}",
-        )
+        message = f"max_model_len is {max_len}, but the model was built for {model_max_len} tokens"
+        raise ConfigError(message, field="--max-model-len", hint=f"use at most {model_max_len}")
     blocks = _kv_blocks(config, max_len, bytes_per_block, free_bytes)
     if config.max_model_len is None:
         max_len = min(max_len, blocks * config.block_size)
@@ -317,17 +311,12 @@ def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_by
     if config.kv_cache_memory is not None:
         blocks = config.kv_cache_memory // bytes_per_block
         if config.kv_cache_memory > free_bytes:
-            raise ConfigError(
-                f"kv_cache_memory is {config.kv_cache_memory:,} bytes, but {free_bytes:,} are free for KV",
-                field="--kv-cache-memory",
-                hint="give less, or leave it out to take what fits; a processor gives KV a quarter of its free memory",
-            )
+            message = f"kv_cache_memory is {config.kv_cache_memory:,} bytes, but {free_bytes:,} are free for KV"
+            hint = "give less, or leave it out to take what fits; a processor gives KV a quarter of its free memory"
+            raise ConfigError(message, field="--kv-cache-memory", hint=hint)
         if blocks < 1:
-            raise ConfigError(
-                f"kv_cache_memory is {config.kv_cache_memory:,} bytes, and one KV block takes {bytes_per_block:,}",
-                field="--kv-cache-memory",
-                hint="give more, or leave it out to take what fits",
-            )
+            message = f"kv_cache_memory is {config.kv_cache_memory:,} bytes, and one KV block takes {bytes_per_block:,}"
+            raise ConfigError(message, field="--kv-cache-memory", hint="give more, or leave it out to take what fits")
     else:
         blocks = min(int(free_bytes * config.gpu_memory_utilization) // bytes_per_block, useful)
     if blocks < 1:

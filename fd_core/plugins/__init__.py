@@ -342,11 +342,8 @@ class Plugins:
         offer = self.find(BACKEND, name)
         availability = offer.probe()
         if not availability.available:
-            raise PluginError(
-                f"backend {name} cannot run here: {availability.reason}",
-                field="--backend",
-                hint="leave out --backend to take the best that can run; `fdcore env` says of each whether it can",
-            )
+            hint = "leave out --backend to take the best that can run; `fdcore env` says of each whether it can"
+            raise PluginError(f"backend {name} cannot run here: {availability.reason}", field="--backend", hint=hint)
         return ChosenBackend(name, offer.load(), f"asked for by name; {availability.reason}")
 
     def _best_backend(self) -> ChosenBackend:
@@ -366,11 +363,9 @@ class Plugins:
             else:
                 passed_over.append(f"{name}: {availability.reason}")
         if not available:
-            raise PluginError(
-                "no backend can run here: " + ("; ".join(passed_over) or "none is registered"),
-                field="--backend",
-                hint="install the CPU backend's framework: pip install 'fd-core[cpu]'",
-            )
+            message = "no backend can run here: " + ("; ".join(passed_over) or "none is registered")
+            hint = "install the CPU backend's framework: pip install 'fd-core[cpu]'"
+            raise PluginError(message, field="--backend", hint=hint)
         _, name, backend, reason = max(available, key=lambda candidate: candidate[:2])
         return ChosenBackend(
             name, backend, "; ".join([f"best available: {reason}", *(f"not {why}" for why in passed_over)])

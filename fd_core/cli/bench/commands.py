@@ -335,10 +335,8 @@ def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM
         llm = LLM(**msgspec.structs.asdict(config))
     if llm.info.max_model_len < tokens:
         llm.close()
-        raise ConfigError(
-            f"--input-len and --output-len make {tokens:,} tokens, but the model holds {llm.info.max_model_len:,}",
-            field="--input-len",
-        )
+        message = f"--input-len and --output-len make {tokens:,} tokens, but the model holds {llm.info.max_model_len:,}"
+        raise ConfigError(message, field="--input-len")
     return llm
 
 

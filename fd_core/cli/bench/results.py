@@ -153,11 +153,8 @@ def objectives(texts: Sequence[str]) -> dict[str, float]:
         except ValueError:
             limit = math.nan
         if name not in OBJECTIVES or not 0 < limit < math.inf:
-            raise ConfigError(
-                f"--goodput: {text!r} is not one of {', '.join(OBJECTIVES)} with milliseconds",
-                field="--goodput",
-                hint="for example ttft:300",
-            )
+            message = f"--goodput: {text!r} is not one of {', '.join(OBJECTIVES)} with milliseconds"
+            raise ConfigError(message, field="--goodput", hint="for example ttft:300")
         limits[name] = limit / 1e3
     return limits
 

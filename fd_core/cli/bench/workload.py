@@ -18,7 +18,6 @@ from fd_core.errors import ConfigError, FdError
 from fd_core.types import Delta, SamplingParams
 
 if TYPE_CHECKING:
-    from fd_core.cli.bench.workload import Ask
     from fd_core.cli.chats.api_client import ApiClient
     from fd_core.engine.llm import LLM
 

@@ -280,11 +280,9 @@ def _workload_text(workload: str | None, trace_file: str | None) -> str:
     from fd_core.simulation.workloads.settings import KINDS
 
     if (workload is None) == (trace_file is None):
-        raise ConfigError(
-            "no workload is named" if workload is None else "a workload and a trace are named; one of them can be",
-            field="WORKLOAD" if workload is None else "--trace",
-            hint="for example poisson:rate=4,requests=1000, or --trace FILE",
-        )
+        message = "no workload is named" if workload is None else "a workload and a trace are named; one of them can be"
+        hint = "for example poisson:rate=4,requests=1000, or --trace FILE"
+        raise ConfigError(message, field="WORKLOAD" if workload is None else "--trace", hint=hint)
     if trace_file is None:
         return str(workload)
     return trace_file if trace_file.partition(":")[0] in KINDS else f"trace:{trace_file}"
@@ -319,11 +317,8 @@ def _profiles(
                 if "is known to calculate" in error.message:
                     raise
     if not found:
-        raise ConfigError(
-            "; ".join(left_out.values()) or "no profile is named",
-            field="--profile",
-            hint="for example --profile h100:llama-70b:tp=4, or --devices h100 --model llama-70b",
-        )
+        hint = "for example --profile h100:llama-70b:tp=4, or --devices h100 --model llama-70b"
+        raise ConfigError("; ".join(left_out.values()) or "no profile is named", field="--profile", hint=hint)
     return found, left_out
 
 
@@ -343,11 +338,8 @@ def _prices(given: Sequence[str], profiles: Mapping[str, CostProfile]) -> dict[s
         return dict.fromkeys(profiles, 1.0)
     for name, kind in kinds.items():
         if kind not in by_kind and ("" not in by_kind or len(set(kinds.values())) > 1):
-            raise ConfigError(
-                f"{name} has no price, and different devices cannot be compared without",
-                field="--price",
-                hint=f"--price {kind}=2.5 for each kind",
-            )
+            message = f"{name} has no price, and different devices cannot be compared without"
+            raise ConfigError(message, field="--price", hint=f"--price {kind}=2.5 for each kind")
     return {name: by_kind.get(kind, by_kind.get("", 1.0)) for name, kind in kinds.items()}
 
 

@@ -135,11 +135,8 @@ def _requirement(name: str) -> str:
             raise ConfigError(f"the plugin {name} is not part of this version", field="NAME")
         return str(folder)
     if not _DISTRIBUTION.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} is not the name of a distribution",
-            field="NAME",
-            hint=f"{', '.join(KNOWN_PLUGINS)}, or a name such as fd-mychip or fd-mychip==1.2",
-        )
+        hint = f"{', '.join(KNOWN_PLUGINS)}, or a name such as fd-mychip or fd-mychip==1.2"
+        raise ConfigError(f"{name!r} is not the name of a distribution", field="NAME", hint=hint)
     return name
 
 

@@ -133,17 +133,12 @@ def _with_kv_events(settings: Settings) -> Settings:
     if engine.kv_events is None and server.router is not None and engine.enable_prefix_caching:
         return replace(settings, engine=msgspec.structs.replace(engine, kv_events=True))
     if engine.kv_events and not engine.enable_prefix_caching:
-        raise ConfigError(
-            "without prefix caching there are no cached prefixes to report",
-            field="--kv-events",
-            hint="leave out --no-enable-prefix-caching",
-        )
+        message = "without prefix caching there are no cached prefixes to report"
+        raise ConfigError(message, field="--kv-events", hint="leave out --no-enable-prefix-caching")
     if engine.kv_events and not server.router_secret:
-        raise ConfigError(
-            "cached prefixes are reported only to a router that knows the server's secret",
-            field="--kv-events",
-            hint="give --router-secret-file, to `fdcore serve` and to the router",
-        )
+        message = "cached prefixes are reported only to a router that knows the server's secret"
+        hint = "give --router-secret-file, to `fdcore serve` and to the router"
+        raise ConfigError(message, field="--kv-events", hint=hint)
     return settings
 
 
@@ -171,11 +166,8 @@ def _read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[
     for group in _EXCLUSIVE:
         both = [called(_FLAGS[name]) for name in group if name in layer]
         if len(both) > 1:
-            raise ConfigError(
-                f"{both[0]} and {both[1]} contradict each other: each sets the size of the KV cache",
-                field=both[0],
-                hint="give one of them",
-            )
+            message = f"{both[0]} and {both[1]} contradict each other: each sets the size of the KV cache"
+            raise ConfigError(message, field=both[0], hint="give one of them")
     return layer
 
 
@@ -223,11 +215,8 @@ def _file_layer(path: Path) -> dict[str, Any]:
     layer = take_settings(table, path, _FLAGS.values())
     for key in table:
         close = difflib.get_close_matches(key.replace("_", "-"), [flag.key for flag in _FLAGS.values()], n=1)
-        raise ConfigError(
-            f"{path}: there is no setting {key!r}",
-            field="--config",
-            hint=f"did you mean {close[0]!r}?" if close else "settings are named like the flags",
-        )
+        hint = f"did you mean {close[0]!r}?" if close else "settings are named like the flags"
+        raise ConfigError(f"{path}: there is no setting {key!r}", field="--config", hint=hint)
     return layer if model is None else {**layer, "model": model}
 
 
@@ -269,29 +258,22 @@ def _check_workers(gateway: GatewayConfig) -> None:
     for role, urls in gateway.by_role.items():
         for url in {url.strip().rstrip("/") for url in urls}:
             if url in roles:
-                raise ConfigError(
-                    f"{url} is given as a {roles[url]} worker and as a {role} worker",
-                    field=ROLE_FLAGS[role],
-                    hint="give each worker once, with the role that it was started with",
-                )
+                message = f"{url} is given as a {roles[url]} worker and as a {role} worker"
+                hint = "give each worker once, with the role that it was started with"
+                raise ConfigError(message, field=ROLE_FLAGS[role], hint=hint)
             roles[url] = role
     if gateway.router_secret:
         return
     if not roles:
-        raise ConfigError(
-            "there is no worker to send requests to",
-            field="--worker",
-            hint="give http://HOST:PORT of each, or --router-secret-file so that they can register",
-        )
+        hint = "give http://HOST:PORT of each, or --router-secret-file so that they can register"
+        raise ConfigError("there is no worker to send requests to", field="--worker", hint=hint)
     sides: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))
     for role, other in sides:
         if role in roles.values() and other not in roles.values():
             flag = ROLE_FLAGS[other]
-            raise ConfigError(
-                f"a {role} worker is one side of a pair, and there is no {other} worker",
-                field=flag,
-                hint=f"give {flag} http://HOST:PORT, or --router-secret-file so that one can register",
-            )
+            message = f"a {role} worker is one side of a pair, and there is no {other} worker"
+            hint = f"give {flag} http://HOST:PORT, or --router-secret-file so that one can register"
+            raise ConfigError(message, field=flag, hint=hint)
 
 
 def _route_file_layer(path: Path) -> tuple[dict[str, Any], RouterConfig]:

@@ -89,11 +89,8 @@ def write_project(
 def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
     """Raise `ConfigError` for a name that cannot be a plugin, a package and a distribution, or that is taken."""
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
-        raise ConfigError(
-            f"{name!r} cannot be the name of a {recipe.kind.word}",
-            field="NAME",
-            hint=f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip",
-        )
+        hint = f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip"
+        raise ConfigError(f"{name!r} cannot be the name of a {recipe.kind.word}", field="NAME", hint=hint)
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in _RESERVED:
         raise ConfigError(f"{name!r} is a reserved word", field="NAME", hint="take another, such as mychip")
     if name in Plugins.discover([]).offered(recipe.kind):
