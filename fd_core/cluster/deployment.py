@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 import msgspec
@@ -32,7 +32,7 @@ from fd_core.cluster.controller import (
 )
 from fd_core.cluster.scaling import GroupLoad, ScalingPolicy, quantile
 from fd_core.errors import FdError
-from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
+from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError
 from fd_core.router.workers import Role
 
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5, connect=3)
@@ -111,8 +111,7 @@ class FirstTokens:
         return [after - before for before, after in zip(first, last, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class Doing:
+class Doing(NamedTuple):
     """What a worker does at a moment."""
 
     running: int = 0
@@ -129,14 +128,7 @@ class Doing:
 
 def total_doing(workers: Iterable[Doing]) -> Doing:
     """Return what several workers do together."""
-    each = list(workers)
-    return Doing(
-        sum(one.running for one in each),
-        sum(one.waiting for one in each),
-        sum(one.slots for one in each),
-        sum(one.blocks_used for one in each),
-        sum(one.blocks for one in each),
-    )
+    return Doing(*map(sum, zip(*workers, strict=True)))
 
 
 def late_first_token(workers: Iterable[FirstTokens]) -> float | None:
@@ -170,13 +162,8 @@ async def ask(session: aiohttp.ClientSession, url: str, first: FirstTokens | Non
         return ProcessAnswer()
     slots, blocks, read = page.stats.scheduler.slots, page.stats.scheduler.blocks, page.seconds.time_to_first_token
     first.add(now, read.bounds, read.counts)
-    doing = Doing(
-        slots.running + slots.loading,
-        slots.waiting,
-        page.engine.max_num_seqs,
-        blocks.used + blocks.fenced,
-        blocks.total,
-    )
+    running, used = slots.running + slots.loading, blocks.used + blocks.fenced
+    doing = Doing(running, slots.waiting, page.engine.max_num_seqs, used, blocks.total)
     return ProcessAnswer(healthy, healthy and page.not_ready is None, instance, doing)
 
 
@@ -271,16 +258,6 @@ def plans_of(config: ClusterConfig) -> tuple[GroupPlan, ...]:
     return (GroupPlan(ROUTERS, count, count, is_router=True), *workers)
 
 
-def supervision_of(config: ClusterConfig) -> Supervision:
-    """Return how long the deployment waits for what."""
-    return Supervision(
-        start_seconds=config.start_seconds,
-        unhealthy_seconds=config.unhealthy_seconds,
-        drain_seconds=config.drain_delay + config.drain_seconds + _GRACE_SECONDS,
-        max_failures=config.max_failures,
-    )
-
-
 class Deployment:
     """Owns every process of one deployment."""
 
@@ -294,7 +271,13 @@ class Deployment:
     ) -> None:
         """`policies` are those of the groups whose number of workers changes; secrets are among `variables`."""
         self.config = config
-        self.controller = ClusterController.of(plans_of(config), supervision_of(config))
+        limits = Supervision(
+            start_seconds=config.start_seconds,
+            unhealthy_seconds=config.unhealthy_seconds,
+            drain_seconds=config.drain_delay + config.drain_seconds + _GRACE_SECONDS,
+            max_failures=config.max_failures,
+        )
+        self.controller = ClusterController.of(plans_of(config), limits)
         self.held: dict[str, HeldProcess] = {}
         self._groups: Mapping[str, WorkerGroup] = config.worker_groups
         self._launcher = launcher
@@ -336,7 +319,8 @@ class Deployment:
                         told = True
                         on_ready()
                     await asyncio.sleep(_STEP_SECONDS)
-                await self._settled()
+                if self._tasks:  # what was begun ends
+                    await asyncio.wait(self._tasks, timeout=1)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -414,12 +398,14 @@ class Deployment:
     async def _launch(self, held: HeldProcess) -> None:
         """Start a process, then ask it again and again how it is."""
         try:
-            launched = await asyncio.to_thread(self._launcher.start, [self._spec(held)])
-        except LaunchError as error:
-            held.end = ProcessEnd(None, str(error), placed=False)
-            return
+            if held.group == ROUTERS:
+                spec = router_spec(held.name, self.config, held.port, self._secrets, self._variables)
+            else:
+                spec = worker_spec(held.name, self.config, held.group, self._secrets, self._variables)
+            launched = await asyncio.to_thread(self._launcher.start, [spec])
         except Exception as error:  # noqa: BLE001  # whatever a launcher of a plugin raises, the process does not run
-            held.end = ProcessEnd(None, f"{type(error).__name__}: {error}", placed=False)
+            reason = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
+            held.end = ProcessEnd(None, reason, placed=False)
             return
         finally:
             held.launched.set()
@@ -441,11 +427,6 @@ class Deployment:
         held.url = url
         if held.group == ROUTERS and admin:
             held.admin = RouterAdmin(self._session, admin[0], self._secrets.router)
-
-    def _spec(self, held: HeldProcess) -> ProcessSpec:
-        if held.group == ROUTERS:
-            return router_spec(held.name, self.config, held.port, self._secrets, self._variables)
-        return worker_spec(held.name, self.config, held.group, self._secrets, self._variables)
 
     def _free_port(self) -> int:
         """Return the first port of the file that no router has."""
@@ -520,11 +501,6 @@ class Deployment:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s: %s", type(error).__name__, error)
-
-    async def _settled(self) -> None:
-        """Let what was begun end."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=1)
 
 
 def _in_one_line(reason: str, *, said: bool) -> str:
