@@ -140,21 +140,13 @@ def serve(
 
     async def run(bar: Progress) -> tuple[str, list[RequestTimes], float]:
         async with ApiClient(url, key) as api:
-            name = model or next(iter(await api.models()), None)
-            if name is None:
-                raise FdError("the server serves no model", field=api.url)
+            name = model or await api.first_model()
             task = bar.add_task(f"Measuring {name}", total=len(asks))
             times = arrivals(len(asks), request_rate, seed)
-            timelines, seconds = await measure(
-                api,
-                name,
-                asks,
-                times,
-                concurrency=max_concurrency,
-                ignore_eos=ignore_eos,
-                ended=lambda _: bar.advance(task),
+            measured = await measure(
+                api, name, asks, times, max_concurrency, ignore_eos=ignore_eos, ended=lambda: bar.advance(task)
             )
-            return name, timelines, seconds
+            return name, *measured
 
     with _bar(console) as bar:
         name, timelines, seconds = asyncio.run(run(bar))
@@ -321,7 +313,6 @@ def _prepare(json: Path | None) -> Console:
 
 def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM:
     import msgspec
-    from rich.console import Console
 
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.cli.settings.settings import merge
@@ -329,7 +320,7 @@ def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM
     from fd_core.engine.llm import LLM
 
     config = merge(model, given, os.environ, default_model="smollm2").engine
-    with startup_bars(Console(stderr=True)) as bars:
+    with startup_bars() as bars:
         find_assets(config, bars)
     with console.status(f"Loading {config.model}"):
         llm = LLM(**msgspec.structs.asdict(config))

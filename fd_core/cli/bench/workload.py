@@ -143,14 +143,14 @@ async def measure(
     model: str,
     asks: Sequence[Ask],
     start_times: Sequence[float],
-    *,
     concurrency: int | None,
+    *,
     ignore_eos: bool,
-    ended: Callable[[RequestTimes], None],
+    ended: Callable[[], None],
 ) -> tuple[list[RequestTimes], float]:
     """Send every request at its time and return their times and the seconds of the whole run.
 
-    At most `concurrency` requests are open at once; `ended` is told of each as it ends.
+    At most `concurrency` requests are open at once; `ended` is called as each ends.
     """
     gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
     begin = time.perf_counter()
@@ -159,7 +159,7 @@ async def measure(
         await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
         async with gate:
             timeline = await _send(api, model, ask, ignore_eos)
-        ended(timeline)
+        ended()
         return timeline
 
     async with asyncio.TaskGroup() as group:

@@ -31,13 +31,6 @@ Temperature = Annotated[
 ]
 TopP = Annotated[float, typer.Option(help="Probability mass to sample from, above 0 and at most 1.", metavar="P")]
 Seed = Annotated[int | None, typer.Option(help="Seed of sampling; the same seed repeats an answer.", metavar="N")]
-Model = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="smollm2, a folder, a .gguf file or a Hugging Face name.", metavar="MODEL"),
-]
-
-_HELP = "/help shows what else can be typed, Ctrl-C stops an answer, Ctrl-D leaves"
-_BOTH = "is for a model loaded here, and with --url the server's own settings hold"
 
 
 @reports_errors
@@ -64,7 +57,10 @@ def chat(
     options = _sampling(max_tokens, temperature, top_p, seed)
     with _chat_backend(model, url, given, chats=True) as (loop, backend, name):
         if sys.stdin.isatty():
-            print(f"{plain(name)}: {_HELP}", file=sys.stderr)
+            print(
+                f"{plain(name)}: /help shows what else can be typed, Ctrl-C stops an answer, Ctrl-D leaves",
+                file=sys.stderr,
+            )
         with kept_history(_history(url, given)):
             _converse(loop, backend, ChatHistory(system), options)
 
@@ -74,7 +70,10 @@ def chat(
 def complete(
     given: Given,
     prompt: Annotated[str, typer.Argument(help="Text to continue; `-` reads it from the standard input.")],
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="smollm2, a folder, a .gguf file or a Hugging Face name.", metavar="MODEL"),
+    ] = None,
     url: Url = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
@@ -128,15 +127,12 @@ def _remote(
     from fd_core.cli.settings.settings import client_key
 
     keys = ("api_keys", CLIENT_KEY_FILE.field)
-    engine_flags = [
-        flag.flag for flag in (*ENGINE_FLAGS, *CHAT_FLAGS) if flag.field in given and flag.field not in keys
-    ]
-    if engine_flags:
-        raise ConfigError(f"--url and {engine_flags[0]} contradict each other: {engine_flags[0]} {_BOTH}")
+    for flag in (*ENGINE_FLAGS, *CHAT_FLAGS):
+        if flag.field in given and flag.field not in keys:
+            why = "is for a model loaded here, and with --url the server's own settings hold"
+            raise ConfigError(f"--url and {flag.flag} contradict each other: {flag.flag} {why}")
     api = stack.enter_context(loop.entered(ApiClient(url, client_key(given, os.environ))))
-    name = model or next(iter(loop.run(api.models())), None)
-    if name is None:
-        raise FdError("the server serves no model", field=api.url)
+    name = model or loop.run(api.first_model())
     return ServerChatBackend(api, name), f"{name} at {api.url}"
 
 
@@ -150,12 +146,10 @@ def _local(
     where = settings.server.engine
     begun = stack.enter_context(loop.entered(begun_process(settings.engine.backend, wanted=where == "process")))
 
-    from rich.console import Console
-
     from fd_core.cli.chats.chat_backend import EngineChatBackend, no_template
     from fd_core.cli.serving.startup import find_model, running_engine, startup_bars
 
-    with startup_bars(Console(stderr=True)) as bars:
+    with startup_bars() as bars:
         found = find_model(settings.engine, settings.server.chat_template, bars)
         if chats and found.template is None:
             raise no_template(found.config.model)

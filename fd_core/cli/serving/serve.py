@@ -88,7 +88,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
     """Load, say what was loaded, serve until told to stop, drain."""
     from fd_core.engine.process.engine_process import begun_process
 
-    where, engines = settings.server.engine, settings.server.data_parallel_size
+    server, where, engines = settings.server, settings.server.engine, settings.server.data_parallel_size
     async with contextlib.AsyncExitStack() as stack:
         # The engine's process imports its framework while this one imports what follows and looks for the model.
         alone = where == "process" and engines == 1
@@ -104,32 +104,29 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         from fd_core.launching.announcing import announce
 
         # What cannot be used is said before anything is fetched or loaded.
-        ServingTls.of(settings.server)
-        HostRules(settings.server.host, settings.server.allowed_hosts, settings.server.allowed_origins)
+        ServingTls.of(server)
+        HostRules(server.host, server.allowed_hosts, server.allowed_origins)
         closing = stack.enter_context(contextlib.ExitStack())
-        spans = opened_spans(settings.server.otlp_traces_endpoint, "fdcore-serve", closing)
+        spans = opened_spans(server.otlp_traces_endpoint, "fdcore-serve", closing)
         console = Console(stderr=True)
         with startup_bars(console) as bars:
-            model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
-            server = asyncio.create_task(asyncio.to_thread(importlib.import_module, "fd_core.server.serve"))
+            model = await asyncio.to_thread(find_model, settings.engine, server.chat_template, bars)
+            serving = asyncio.create_task(asyncio.to_thread(importlib.import_module, "fd_core.server.serve"))
             client = await stack.enter_async_context(running_engine(model, where, bars, engines=engines, begun=begun))
-        serve_http = (await server).serve_http
-        chosen = choose_parsers(
-            settings.server.tool_call_parser, settings.server.reasoning_parser, model.template, client.info.architecture
-        )
+        names = (server.tool_call_parser, server.reasoning_parser)
+        chosen = choose_parsers(*names, model.template, client.info.architecture)
 
         def ready(url: str) -> None:
-            show_summary(
-                console, summary(client.info, settings.server, url, tools=chosen.tools, reasoning=chosen.reasoning)
-            )
+            rows = summary(client.info, server, url, tools=chosen.tools, reasoning=chosen.reasoning)
+            show_summary(console, rows)
             settle()
             announce(url)
 
         stop = asyncio.Event()
         watching = asyncio.create_task(_stop_when_gone(client, stop))
         closing.callback(watching.cancel)
-        await serve_http(
-            settings.server,
+        await (await serving).serve_http(
+            server,
             client,
             model.tokenizer,
             model.template,
