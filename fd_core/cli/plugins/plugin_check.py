@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Final
@@ -21,12 +21,10 @@ from fd_core.errors import ConfigError, PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP
 from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, Plugins
 
-_FRAMEWORKS: Final = frozenset(
-    (
-        *("cupy", "flashinfer", "jax", "numba", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "transformers"),
-        *("triton", "vllm"),
-    )
-)
+_FRAMEWORKS: Final = {
+    *("cupy", "flashinfer", "jax", "numba", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "transformers"),
+    *("triton", "vllm"),
+}
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -54,11 +52,12 @@ class _Watch:
     """Sees frameworks that are imported and threads that are started; each is told once."""
 
     def __init__(self) -> None:
-        self._frameworks, self._threads = _frameworks(), set(threading.enumerate())
+        self._frameworks, self._threads = _FRAMEWORKS & sys.modules.keys(), set(threading.enumerate())
 
     def since(self, what: str, hint: str, about: str = "") -> Iterator[Finding]:
         """Yield what happened since the last call."""
-        imported, started = _frameworks() - self._frameworks, set(threading.enumerate()) - self._threads
+        imported = _FRAMEWORKS & sys.modules.keys() - self._frameworks
+        started = set(threading.enumerate()) - self._threads
         self._frameworks |= imported
         self._threads |= started
         if imported:
@@ -122,25 +121,6 @@ def _inspect_offer(offer: PluginOffer, watch: _Watch, answers: list[str]) -> Ite
         yield Finding(str(error.__cause__), error.hint or "", about)
 
 
-def _frameworks() -> set[str]:
-    return {name for name in _FRAMEWORKS if name in sys.modules}
-
-
-def _main(distribution: str, entry_point: str) -> None:
-    answer = os.dup(1)
-    os.dup2(2, 1)  # what the plugin prints must not mix with the answer
-    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=entry_point):
-        if point.dist is not None and point.dist.name == distribution:
-            with os.fdopen(answer, "wb") as file:
-                file.write(msgspec.json.encode(inspect_plugin(point)))
-            return
-    sys.exit(f"{distribution} has no entry point {entry_point}")
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
-
-
 _TIMEOUT: Final = 60
 """Seconds that a plugin has to be imported and asked."""
 
@@ -168,10 +148,6 @@ class Checked(msgspec.Struct, frozen=True):
             for finding in self.seen.findings
         ]
 
-    def with_findings(self, more: Iterable[Finding]) -> Checked:
-        """Return the same with more that is wrong."""
-        return replace(self, seen=replace(self.seen, findings=(*self.seen.findings, *more)))
-
 
 def check_plugins(name: str | None = None) -> list[Checked]:
     """Inspect the installed plugins; return all, or those called `name`.
@@ -179,15 +155,15 @@ def check_plugins(name: str | None = None) -> list[Checked]:
     Raises `PluginError` if no plugin is called so, `ConfigError` if a part of the core is.
     """
     points = sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=str)
-    checked = _with_contested_names([_checked(point) for point in points])
+    checked = list(_with_contested_names([_checked(point) for point in points]))
     if name is None:
         return checked
     return [each for each in checked if each.called(name)] or [_without_entry_point(name, checked)]
 
 
 def _checked(point: EntryPoint) -> Checked:
-    distribution, version = (point.dist.name, point.dist.version) if point.dist else ("unknown distribution", "?")
-    return Checked(distribution, version, f"{point.name} = {point.value}", _inspect_apart(distribution, point.name))
+    name, version = (point.dist.name, point.dist.version) if point.dist else ("unknown distribution", "?")
+    return Checked(name, version, f"{point.name} = {point.value}", _inspect_apart(name, point.name))
 
 
 def _inspect_apart(distribution: str, entry_point: str) -> Inspection:
@@ -209,7 +185,7 @@ def _inspect_apart(distribution: str, entry_point: str) -> Inspection:
         return Inspection(findings=(Finding(f"it ended the process with code {ended.returncode}{said}", hint),))
 
 
-def _with_contested_names(checked: Sequence[Checked]) -> list[Checked]:
+def _with_contested_names(checked: Sequence[Checked]) -> Iterator[Checked]:
     """Add to each plugin what is wrong with names that others offer as well."""
     core = Plugins.discover([])
     givers: dict[str, list[str]] = {}
@@ -220,14 +196,14 @@ def _with_contested_names(checked: Sequence[Checked]) -> list[Checked]:
         for label in each.seen.offers:
             givers.setdefault(label, []).append(each.distribution)
     hint = "a name that two plugins offer is given to neither: uninstall one of them, or rename your own"
-    return [
-        each.with_findings(
-            Finding(f"the name is offered by {' and '.join(givers[label])}", hint, label)
-            for label in each.seen.offers
-            if len(givers[label]) > 1
-        )
-        for each in checked
-    ]
+    contested = {
+        label: Finding(f"the name is offered by {' and '.join(names)}", hint, label)
+        for label, names in givers.items()
+        if len(names) > 1
+    }
+    for each in checked:
+        more = [contested[label] for label in each.seen.offers if label in contested]
+        yield replace(each, seen=replace(each.seen, findings=(*each.seen.findings, *more)))
 
 
 def _without_entry_point(name: str, checked: Sequence[Checked]) -> Checked:
@@ -253,3 +229,18 @@ def _without_entry_point(name: str, checked: Sequence[Checked]) -> Checked:
 def _same(name: str, other: str) -> bool:
     """Whether two names of distributions are the same to installers."""
     return re.sub(r"[-_.]+", "-", name).lower() == re.sub(r"[-_.]+", "-", other).lower()
+
+
+def _main(distribution: str, entry_point: str) -> None:
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what the plugin prints must not mix with the answer
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=entry_point):
+        if point.dist is not None and point.dist.name == distribution:
+            with os.fdopen(answer, "wb") as file:
+                file.write(msgspec.json.encode(inspect_plugin(point)))
+            return
+    sys.exit(f"{distribution} has no entry point {entry_point}")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

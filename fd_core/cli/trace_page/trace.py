@@ -53,8 +53,8 @@ def trace(
     try:
         target.write_bytes(_rendered(read, file.name, written))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"cannot write {target}: {reason}", field="--output") from error
+        message = f"cannot write {target}: {(error.strerror or str(error)).lower()}"
+        raise ConfigError(message, field="--output") from error
     for problem in read.problems:
         print(f"note: {problem}")
     for summary in (_phases_summary(read), _kv_summary(read)):
