@@ -43,6 +43,7 @@ class _Group(CheckedStruct, frozen=True, kw_only=True, rename="kebab", forbid_un
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
     """Flags without dashes and their values, such as `{max-num-seqs = 64}`."""
     environment: dict[str, str] = msgspec.field(default_factory=dict)
+    """Variables that the processes have."""
     secrets: dict[str, str] = msgspec.field(default_factory=dict)
     """Settings to the names of the variables that hold their values where the command runs; such a value is in no
     command line and in no log. For a setting that names a file, the variable holds what would be in the file."""
@@ -54,6 +55,7 @@ class RouterGroup(_Group, frozen=True, kw_only=True):
     """`[router]`: where clients ask."""
 
     count: Annotated[int, Range(1, 1000)] = 1
+    """How many there are."""
     host: str | None = None
     """What routers listen on; by default their node's own address, which is loopback on one machine."""
     port: Annotated[int, Range(0, 65535)] = 8000
@@ -65,16 +67,19 @@ class WorkerGroup(_Group, frozen=True, kw_only=True):
     """`[workers.NAME]`: like workers of one role."""
 
     role: str = "mixed"
+    """`mixed`, `prefill` or `decode`."""
     count: Annotated[int, Range(1, 10_000)] | None = None
     """How many there are; or `min` and `max`."""
     min: Annotated[int, Range(1, 10_000)] | None = None
     """Fewest workers, which there are at the start."""
     max: Annotated[int, Range(1, 10_000)] | None = None
+    """Most workers."""
     devices: Annotated[int, Range(0, 64)] = 0
     """Accelerators that are kept for each process, and the only ones that it sees."""
     policy: str = "load"
     """What decides how many there are between `min` and `max`: `load` or a plugin's scaling policy."""
     scaling: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options of the policy."""
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -89,7 +94,9 @@ class ClusterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", fo
     model: str
     """What every worker serves: `smollm2`, a folder, a .gguf file or a Hugging Face name, the same on all nodes."""
     workers: dict[str, Any]
+    """`[workers.NAME]`, one for each group."""
     router: dict[str, Any] = msgspec.field(default_factory=dict)
+    """`[router]`."""
     launcher: str = "spawn"
     """What starts processes: `spawn` on this machine, or a plugin's launcher such as `ray`."""
     start_seconds: Annotated[float, Range(0, _DAY, above=True)] = 600.0
@@ -105,6 +112,7 @@ class ClusterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", fo
     host: str = "127.0.0.1"
     """Where the command itself answers /health, /ready, /metrics and /status.json."""
     port: Annotated[int, Range(0, 65535)] = 8070
+    """Port for that."""
 
     @property
     def router_group(self) -> RouterGroup:

@@ -8,7 +8,8 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -31,12 +32,11 @@ from fd_core.router.workers import Role
 
 _FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)}
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
-_EXCLUSIVE: Final = (("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization"),)
+_EXCLUSIVE: Final = ("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization")
 """Settings of which one source may give only one."""
 
 
-@dataclass(frozen=True, slots=True)
-class OlderSwitch:
+class OlderSwitch(NamedTuple):
     """A variable that is not named like a flag, and what its two values mean."""
 
     variable: str
@@ -73,8 +73,8 @@ def merge(
     `given` maps fields to what was typed; `config` in it names the file. `default_model` is used if none is named,
     or else `ask_model` is called. Raises `ConfigError` naming the flag, variable or key at fault.
     """
-    path = settings_path(given, environment)
-    merged = merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
+    path = _settings_path(given, environment)
+    merged = _merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
     model = model or environment.get("FD_MODEL") or merged.get("model") or default_model
     merged.pop("model", None)
     if not model and ask_model is not None:
@@ -95,18 +95,17 @@ def client_key(given: Given, environment: Mapping[str, str]) -> str | None:
     return keys[0] if keys else None
 
 
-def settings_path(given: Given, environment: Mapping[str, str]) -> Path | None:
-    """Return the settings file that was named, if one was."""
+def _settings_path(given: Given, environment: Mapping[str, str]) -> Path | None:
     path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
     return Path(path) if path else None
 
 
-def merge_layers(
+def _merge_layers(
     flags: Mapping[str, Flag],
     file: Mapping[str, Any],
     given: Given,
     environment: Mapping[str, str],
-    older: Mapping[Flag, Any] | None = None,
+    older: Mapping[Flag, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Let the environment and then the command line win over what a file says; return values by field.
 
@@ -116,13 +115,10 @@ def merge_layers(
     variables = {flag: environment[flag.variable] for flag in flags.values() if environment.get(flag.variable)}
     typed = {flag: given[name] for name, flag in flags.items() if name in given}
     merged = dict(file)
-    for layer in (
-        _read_layer(variables | dict(older or {}), lambda flag: flag.variable),
-        _read_layer(typed, lambda flag: flag.flag),
-    ):
-        for group in _EXCLUSIVE:
-            if not layer.keys().isdisjoint(group):
-                merged = {name: value for name, value in merged.items() if name not in group}
+    of_environment = _read_layer({**variables, **older}, lambda flag: flag.variable)
+    for layer in (of_environment, _read_layer(typed, lambda flag: flag.flag)):
+        if not layer.keys().isdisjoint(_EXCLUSIVE):
+            merged = {name: value for name, value in merged.items() if name not in _EXCLUSIVE}
         merged |= layer
     return merged
 
@@ -144,12 +140,12 @@ def _with_kv_events(settings: Settings) -> Settings:
 
 def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
     older: dict[Flag, Any] = {}
-    for switch in OLDER_SWITCHES:
-        flag, variable = _FLAGS[switch.field], switch.variable
+    for variable, field, no, yes in OLDER_SWITCHES:
+        flag = _FLAGS[field]
         if not environment.get(variable) or environment.get(flag.variable):
             continue
         try:
-            older[flag] = switch.yes if parse_switch(environment[variable]) else switch.no
+            older[flag] = yes if parse_switch(environment[variable]) else no
         except ValueError as error:
             raise ConfigError(f"{variable}: {error}", field=variable) from None
     return older
@@ -163,11 +159,10 @@ def _read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[
             layer[flag.field] = flag.parse(value)
         except ValueError as error:
             raise ConfigError(f"{called(flag)}: {error}", field=called(flag)) from error
-    for group in _EXCLUSIVE:
-        both = [called(_FLAGS[name]) for name in group if name in layer]
-        if len(both) > 1:
-            message = f"{both[0]} and {both[1]} contradict each other: each sets the size of the KV cache"
-            raise ConfigError(message, field=both[0], hint="give one of them")
+    both = [called(_FLAGS[name]) for name in _EXCLUSIVE if name in layer]
+    if len(both) > 1:
+        message = f"{both[0]} and {both[1]} contradict each other: each sets the size of the KV cache"
+        raise ConfigError(message, field=both[0], hint="give one of them")
     return layer
 
 
@@ -243,9 +238,9 @@ class RouteSettings:
 
 def merge_route(given: Given, environment: Mapping[str, str]) -> RouteSettings:
     """Merge every source. Raises `ConfigError` naming the flag, variable or key at fault."""
-    path = settings_path(given, environment)
+    path = _settings_path(given, environment)
     file, of_file = _route_file_layer(path) if path else ({}, RouterConfig())
-    merged = merge_layers(_ROUTE_FLAGS, file, given, environment)
+    merged = _merge_layers(_ROUTE_FLAGS, file, given, environment)
     router = msgspec.structs.replace(of_file, **{name: merged.pop(name) for name in _OF_ROUTER & merged.keys()})
     gateway = GatewayConfig(**merged)
     _check_workers(gateway)
