@@ -290,7 +290,11 @@ class Plugins:
             plugins._admit(Origin("fd-core", core_version, name), partial(importlib.import_module, name))
         if entry_points is None:
             entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-        for origin, point in sorted(((_origin(point), point) for point in entry_points), key=lambda pair: str(pair)):
+        found = []
+        for point in entry_points:
+            name, version = (point.dist.name, point.dist.version) if point.dist else ("unknown distribution", "?")
+            found.append((Origin(name, version, point.name), point))
+        for origin, point in sorted(found, key=str):
             plugins._admit(origin, point.load)
         plugins._refuse_contested_names()
         return plugins
@@ -429,12 +433,6 @@ def blamed_on_file(error: BaseException) -> PluginError | None:
     code, line = own[-1]
     where = f"{code.co_filename}, line {line}, in {code.co_qualname}"
     return PluginError(f"{where}: {type(error).__name__}: {error}", hint="correct the file")
-
-
-def _origin(point: importlib.metadata.EntryPoint) -> Origin:
-    if point.dist is None:
-        return Origin("unknown distribution", "?", point.name)
-    return Origin(point.dist.name, point.dist.version, point.name)
 
 
 def _import_target(target: str) -> Any:

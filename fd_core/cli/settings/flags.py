@@ -125,6 +125,9 @@ _DEFAULTS: Final = {
 }
 
 
+_METAVARS: Final = {bool: None, ByteSize: "SIZE", int: "N", float: "SECONDS", str: "NAME"}
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One setting."""
@@ -132,8 +135,8 @@ class Flag:
     field: str
     """Field of one of the settings: `EngineConfig`, `ServerConfig`, `GatewayConfig` or `RouterConfig`."""
     help: str
-    metavar: str | None = None
-    """What stands for the value in the help; None for a switch."""
+    value: str = ""
+    """What stands for the value in the help; after its kind if empty."""
     parser: Parser | None = None
     """Reads values that the field's own type and constraint do not tell how to read."""
     name: str = ""
@@ -146,6 +149,12 @@ class Flag:
     def rule(self) -> Rule:
         """What the field may hold; anything for a flag without a field."""
         return _RULES.get(self.field, Rule(object, False, None))
+
+    @property
+    def metavar(self) -> str | None:
+        """What stands for the value in the help; None for a switch."""
+        kind = ByteSize if isinstance(self.rule.constraint, ByteSize) else self.rule.kind
+        return self.value or _METAVARS[kind]
 
     def parse(self, value: Any) -> Any:
         """Return what `value`, text or a typed value of a settings file, means.
@@ -199,25 +208,24 @@ TRANSFER_SECRET_FILE: Final = Flag(
 """For workers of pairs and for the router that brings them together."""
 
 ENGINE_FLAGS: Final = (
-    Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available.", "NAME"),
+    Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available."),
     Flag("dtype", "Number type in which the model computes.", "TYPE"),
     Flag("quantization", "What weights of linear layers become at loading; `auto` leaves them as stored.", "FORM"),
     Flag("kv_cache_dtype", "Number type of keys and values: auto for the model's own, or int8 to halve them.", "TYPE"),
     Flag(
         "attention_backend",
         "What computes attention on backends that have a choice; auto takes the first that computes right.",
-        "NAME",
     ),
     Flag(
         "max_model_len",
         "Longest request, prompt and output together, in tokens; by default the model's own limit.",
         "TOKENS",
     ),
-    Flag("max_num_seqs", "Requests that run at the same time.", "N"),
+    Flag("max_num_seqs", "Requests that run at the same time."),
     Flag("max_num_batched_tokens", "Most tokens computed in one step; by default the backend's own choice.", "TOKENS"),
     Flag("block_size", "Tokens in one KV block.", "TOKENS"),
-    Flag("num_kv_blocks", "Number of blocks in the KV cache.", "N"),
-    Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi.", "SIZE"),
+    Flag("num_kv_blocks", "Number of blocks in the KV cache."),
+    Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi."),
     Flag(
         "gpu_memory_utilization", "Share of free device memory used for the KV cache, above 0 and at most 1.", "SHARE"
     ),
@@ -230,57 +238,50 @@ ENGINE_FLAGS: Final = (
         repeated=True,
     ),
     Flag("lora_folder", "Folder from which /v1/load_lora_adapter may load adapters; by default none.", "FOLDER"),
-    Flag("max_loras", "Adapters that are loaded at a time.", "N"),
-    Flag("max_lora_rank", "Largest rank of an adapter.", "N"),
-    Flag("scheduler", "What plans steps: continuous or a plugin's scheduler.", "NAME"),
+    Flag("max_loras", "Adapters that are loaded at a time."),
+    Flag("max_lora_rank", "Largest rank of an adapter."),
+    Flag("scheduler", "What plans steps: continuous or a plugin's scheduler."),
     Flag(
-        "scheduling_policy",
-        "Order in which waiting requests are admitted: fcfs, priority, fair or a plugin's policy.",
-        "NAME",
+        "scheduling_policy", "Order in which waiting requests are admitted: fcfs, priority, fair or a plugin's policy."
     ),
     Flag(
         "victim_policy",
         "Which running request is preempted when KV blocks run out: cheapest, youngest or a plugin's policy.",
-        "NAME",
     ),
     Flag(
         "postprocess",
         "What turns sampled tokens into a step's output on the device; by default the postprocessor for the backend's "
         "framework.",
-        "NAME",
     ),
     Flag(
         "pooling", "What of a text becomes its vector: last (token), mean, or auto for what the checkpoint says.", "HOW"
     ),
-    Flag("observer", "Plugin that is told the tokens sampled by each step.", "NAME"),
-    Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice.", "N"),
+    Flag("observer", "Plugin that is told the tokens sampled by each step."),
+    Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice."),
     Flag(
         "output_transport",
         "How step outputs travel from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq too.",
         "HOW",
     ),
-    Flag("watchdog_seconds", "Time after which an unanswered step counts as an engine failure, in seconds.", "SECONDS"),
+    Flag("watchdog_seconds", "Time after which an unanswered step counts as an engine failure, in seconds."),
     Flag(
         "restart_attempts",
         "Failed starts in a row after which an engine that died is given up and the server ends with exit code 5; "
         "0 keeps trying, with pauses of up to 60 s.",
-        "N",
     ),
     Flag(
         "save_preempted_kv",
         "Keep the KV of preempted requests in host memory, so that they resume without recomputing; "
         "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST sets it too.",
     ),
-    Flag("host_kv_memory", "Host memory for KV outside the device, such as 512M or 4Gi; 0 keeps no KV there.", "SIZE"),
+    Flag("host_kv_memory", "Host memory for KV outside the device, such as 512M or 4Gi; 0 keeps no KV there."),
     Flag(
         "kv_store",
         "Location of a store that keeps KV beyond this process: disk:FOLDER, redis://HOST:PORT/DB or a plugin's.",
         "LOCATION",
     ),
     Flag(
-        "kv_store_timeout",
-        "Time that a request waits for stored KV before its prompt is computed instead, in seconds.",
-        "SECONDS",
+        "kv_store_timeout", "Time that a request waits for stored KV before its prompt is computed instead, in seconds."
     ),
     Flag(
         "kv_store_secret_file",
@@ -297,7 +298,6 @@ ENGINE_FLAGS: Final = (
     Flag(
         "kv_connector",
         "How a decode worker fetches KV from prefill workers: tcp, shared_memory, kv_store or a plugin's connector.",
-        "NAME",
     ),
     Flag("transfer_host", "Address on which the prefill worker listens for decode workers.", "ADDRESS"),
     Flag("transfer_port", "Port on which the prefill worker listens for decode workers (0: any free port).", "PORT"),
@@ -305,19 +305,14 @@ ENGINE_FLAGS: Final = (
     Flag(
         "lease_seconds",
         "Silence after which a decode worker gives up a prefill worker and computes the prompt itself, in seconds.",
-        "SECONDS",
     ),
-    Flag("num_threads", "Processor threads of each rank; by default all processors available, shared by ranks.", "N"),
+    Flag("num_threads", "Processor threads of each rank; by default all processors available, shared by ranks."),
     Flag(
-        "tensor_parallel_size",
-        "Ranks that compute the model together, each with a share of every layer.",
-        "N",
-        short="-tp",
+        "tensor_parallel_size", "Ranks that compute the model together, each with a share of every layer.", short="-tp"
     ),
     Flag(
         "pipeline_parallel_size",
         "Ranks that compute the model one after the other, each with some of its layers.",
-        "N",
         short="-pp",
     ),
     Flag(
@@ -340,14 +335,14 @@ ENGINE_FLAGS: Final = (
         name="--speculative-config",
     ),
     Flag("structured_output", "Serve answers of a given form: JSON, schemas, regular expressions, choices, grammars."),
-    Flag("max_forced_tokens", "Tokens forced by a grammar that one step takes for one request.", "N"),
-    Flag("revision", "Branch, tag or commit of a Hugging Face model.", "NAME"),
+    Flag("max_forced_tokens", "Tokens forced by a grammar that one step takes for one request."),
+    Flag("revision", "Branch, tag or commit of a Hugging Face model."),
     Flag(
         "kv_events",
         "Report cached prefixes to the router; on by default with --router, otherwise it needs --router-secret-file.",
     ),
     Flag("trace", "File that receives a trace of every step, for `fdcore trace`.", "FILE"),
-    Flag("trace_limit", "Size at which the trace file stops growing; later steps are not in the file.", "SIZE"),
+    Flag("trace_limit", "Size at which the trace file stops growing; later steps are not in the file."),
 )
 
 API_KEY_FILE: Final = Flag(
@@ -400,29 +395,23 @@ LISTEN_FLAGS: Final = (
         "limit_concurrency",
         "Connections at a time, others are answered with 503; by default what the limit of open files leaves, at most "
         "10000.",
-        "N",
     ),
     Flag(
         "limit_concurrency_per_address",
         "Connections at a time from one address of another machine, such as a proxy, or from one IPv6 network of 64 "
         "bits; by default three quarters of all.",
-        "N",
     ),
-    Flag("timeout_headers", "Time in which the head of a request has to arrive, in seconds.", "SECONDS"),
-    Flag("timeout_keep_alive", "Time for which a connection may wait for its next request, in seconds.", "SECONDS"),
-    Flag(
-        "timeout_body", "Time in which a body has to arrive, in seconds; every 64 KiB received add a second.", "SECONDS"
-    ),
+    Flag("timeout_headers", "Time in which the head of a request has to arrive, in seconds."),
+    Flag("timeout_keep_alive", "Time for which a connection may wait for its next request, in seconds."),
+    Flag("timeout_body", "Time in which a body has to arrive, in seconds; every 64 KiB received add a second."),
     Flag(
         "timeout_write",
         "Time for which a client may leave its answer unread, in seconds; every 64 KiB read add a second.",
-        "SECONDS",
     ),
-    Flag("max_body_bytes", "Largest body of a request, such as 16M.", "SIZE", name="--max-body-size"),
+    Flag("max_body_bytes", "Largest body of a request, such as 16M.", name="--max-body-size"),
     Flag(
         "max_body_memory",
         "Memory for bodies that are arriving, beside the first 64 KiB of each; a request beyond it gets 503.",
-        "SIZE",
     ),
     Flag("ssl_certfile", "File with the TLS certificate and its chain, for https; read again when it changes.", "FILE"),
     Flag("ssl_keyfile", "File with the private key of the certificate, if not in the same file.", "FILE"),
@@ -437,9 +426,8 @@ LISTEN_FLAGS: Final = (
         "drain_delay",
         "Time after Ctrl-C or SIGTERM for which requests are still taken, while /ready already says that the server "
         "leaves, in seconds.",
-        "SECONDS",
     ),
-    Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
+    Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds."),
     Flag(
         "otlp_traces_endpoint",
         "Address at which an OpenTelemetry collector takes traces by OTLP over HTTP; needs `fd-core[otel]`.",
@@ -465,36 +453,31 @@ SERVER_FLAGS: Final = (
         "tool_call_parser",
         "How the model writes tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, ernie45, deepseek, "
         "deepseek_v31, glm45, gpt_oss, a plugin's parser, auto for what fits its chat template, or none.",
-        "NAME",
     ),
     Flag(
         "reasoning_parser",
         "How the model writes reasoning: qwen3, deepseek_r1, ernie45, mistral, gpt_oss, a plugin's parser, auto for "
         "what fits its chat template, or none.",
-        "NAME",
     ),
     Flag(
         "response_store",
         "Answers of /v1/responses kept in memory, so that later requests can go on from them (0: none).",
-        "N",
     ),
     Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
     Flag(
         "data_parallel_size",
         "Engines behind this server, each with the whole model, processors or a device of its own, and its own KV.",
-        "N",
         short="-dp",
     ),
-    Flag("max_n", "Texts that one request may ask for, all its prompts and choices together.", "N"),
-    Flag("max_logprobs", "Most likely tokens that a request may ask for beside each token.", "N"),
-    Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),
+    Flag("max_n", "Texts that one request may ask for, all its prompts and choices together."),
+    Flag("max_logprobs", "Most likely tokens that a request may ask for beside each token."),
+    Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503."),
     Flag("batch_api", "Keep files and run batches: /v1/files and /v1/batches."),
     Flag("batch_store", "Folder of files and batches; by default one in the cache folder.", "FOLDER"),
-    Flag("batch_store_limit", "Size of all files that are kept.", "SIZE"),
+    Flag("batch_store_limit", "Size of all files that are kept."),
     Flag(
         "batch_store_key_limit",
         "Size of the files of one API key; by default an equal share of all, and at least a quarter.",
-        "SIZE",
     ),
     Flag("metrics_names", "Names in /metrics: fdcore's own, or vLLM's beside them.", "NAMES"),
     Flag(
@@ -521,15 +504,14 @@ ROUTER_FLAGS: Final = (
         "policy",
         "Policy that chooses among mixed workers: random, round_robin, power_of_two, request_num, process_tokens, "
         "metrics_score, cache_aware, prefix_hash, session or a plugin's.",
-        "NAME",
     ),
-    Flag("prefill_policy", "Policy that chooses the prefill worker of a pair.", "NAME"),
-    Flag("decode_policy", "Policy that chooses the decode worker of a pair.", "NAME"),
+    Flag("prefill_policy", "Policy that chooses the prefill worker of a pair."),
+    Flag("decode_policy", "Policy that chooses the decode worker of a pair."),
     Flag("cache_block_size", "Tokens in a block of the router's prefix index.", "TOKENS"),
-    Flag("max_attempts", "Attempts on different workers, or pairs, that one request gets.", "N"),
-    Flag("max_requests_per_worker", "Requests in flight that one worker may have (0: no bound).", "N"),
-    Flag("health_check_interval_secs", "Seconds between two health checks of a worker.", "SECONDS"),
-    Flag("health_check_timeout_secs", "Seconds within which a worker has to answer a health check.", "SECONDS"),
+    Flag("max_attempts", "Attempts on different workers, or pairs, that one request gets."),
+    Flag("max_requests_per_worker", "Requests in flight that one worker may have (0: no bound)."),
+    Flag("health_check_interval_secs", "Seconds between two health checks of a worker."),
+    Flag("health_check_timeout_secs", "Seconds within which a worker has to answer a health check."),
 )
 """Settings of `RouterConfig` that have a flag; a settings file takes all of them."""
 
@@ -545,26 +527,16 @@ GATEWAY_FLAGS: Final = (
         "Model whose tokenizer the workers use, or `bytes` for the null backend; without it a worker names the model.",
         "MODEL",
     ),
-    Flag(
-        "worker_api_keys",
-        "File with the API key of the workers.",
-        "FILE",
-        keys_in_file,
-        name="--worker-key-file",
-    ),
+    Flag("worker_api_keys", "File with the API key of the workers.", "FILE", keys_in_file, name="--worker-key-file"),
     Flag(
         "worker_ca_certs", "File with the authorities of the workers' certificates, if not those of the system.", "FILE"
     ),
     Flag(
-        "read_seconds",
-        "Seconds of silence within a request after which its worker has failed.",
-        "SECONDS",
-        name="--read-timeout",
+        "read_seconds", "Seconds of silence within a request after which its worker has failed.", name="--read-timeout"
     ),
     Flag(
         "unreachable_seconds",
         "Seconds after which an answer ends whose worker is silent and is not reached by health checks.",
-        "SECONDS",
         name="--unreachable-timeout",
     ),
     Flag("admin_host", "Address on which workers register.", "ADDRESS"),

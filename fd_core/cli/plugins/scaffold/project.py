@@ -68,10 +68,11 @@ def write_project(
             hint = "take another name, or name the folder with --into: nothing there is overwritten"
             raise ConfigError(f"{folder} is there already", field="NAME", hint=hint)
     own = {f"$package/{file}": template for file, (template, _) in recipe.files.items()}
-    files = {
-        folder / _filled(file, words): _text(_filled(template, words), words)
-        for file, template in {**_FILES, **own}.items()
-    }
+    templates = resources.files(__package__).joinpath("templates")
+    files = {}
+    for file, template in {**_FILES, **own}.items():
+        source = templates.joinpath(f"{_filled(template, words)}.tmpl").read_text(encoding="utf-8") if template else ""
+        files[folder / _filled(file, words)] = _filled(source, words)
     there = [str(path) for path in files if path.exists() or path.is_symlink()]
     if there:
         raise ConfigError(f"{there[0]} is there already, and nothing is overwritten", field="--into")
@@ -134,10 +135,3 @@ def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
 
 def _filled(text: str, words: Mapping[str, str]) -> str:
     return Template(text).substitute(words)
-
-
-def _text(template: str, words: Mapping[str, str]) -> str:
-    if not template:
-        return ""
-    source = resources.files(__package__).joinpath("templates", f"{template}.tmpl").read_text(encoding="utf-8")
-    return _filled(source, words)
