@@ -126,11 +126,6 @@ class Doing(NamedTuple):
         return self.blocks_used / self.blocks if self.blocks else 0.0
 
 
-def total_doing(workers: Iterable[Doing]) -> Doing:
-    """Return what several workers do together."""
-    return Doing(*map(sum, zip(*workers, strict=True)))
-
-
 def late_first_token(workers: Iterable[FirstTokens]) -> float | None:
     """Return the time to the first token that nine of ten requests did not exceed; None without requests."""
     read = [each for each in workers if each.bounds]
@@ -334,7 +329,7 @@ class Deployment:
 
     def doing(self, group: str) -> Doing:
         """Return what the ready workers of a group do together."""
-        return total_doing(each.answer.doing for each in self.ready(group))
+        return Doing(*map(sum, zip(*(each.answer.doing for each in self.ready(group)), strict=True)))
 
     def load_of(self, name: str) -> GroupLoad:
         """Return what a scaling policy sees of a group."""

@@ -18,7 +18,6 @@ from fd_core.router.gateway.requests.relaying import read_up_to
 _LONGEST_LINE = 1 << 20
 _LONGEST_LIST = 16 << 20
 """Bytes of the list of models; what lies behind is not read."""
-_STOP_LINE = b"[DONE]"
 _LIST_SECONDS = 30.0
 """A server that says by then which models it serves is one; an answer may take as long as it takes."""
 
@@ -105,7 +104,7 @@ class ApiClient:
                     name, _, value = line.strip().partition(b":")
                     if name != b"data":
                         continue
-                    if value.strip() == _STOP_LINE:
+                    if value.strip() == b"[DONE]":
                         return
                     yield _chunk(value, at, self.url)
         except (aiohttp.ClientError, TimeoutError) as error:

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +14,7 @@ import typer
 from fd_core.cli.chats.conversation import ChatHistory, kept_history, typed_messages
 from fd_core.cli.report import harmless, plain, reports_errors, say
 from fd_core.cli.settings.flags import CHAT_FLAGS, CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
+from fd_core.config.paths import find_cache_dir
 from fd_core.errors import BadRequest, ConfigError, FdError
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def chat(
     /system, /save, /load and /quit; Ctrl-C stops an answer. Typed lines are kept in the cache folder for the arrow
     keys, but not those for a server that asks for a key.
     """
+    from fd_core.cli.settings.settings import client_key
+
     options = _sampling(max_tokens, temperature, top_p, seed)
     with _chat_backend(model, url, given, chats=True) as (loop, backend, name):
         if sys.stdin.isatty():
@@ -61,7 +63,9 @@ def chat(
                 f"{plain(name)}: /help shows what else can be typed, Ctrl-C stops an answer, Ctrl-D leaves",
                 file=sys.stderr,
             )
-        with kept_history(_history(url, given)):
+        # What is said to a server that asks for a key stays there.
+        secret = url is not None and client_key(given, os.environ)
+        with kept_history(None if secret else find_cache_dir() / "chat_history"):
             _converse(loop, backend, ChatHistory(system), options)
 
 
@@ -198,14 +202,6 @@ def _answer(
     if sys.stdin.isatty() and (told := speed.told()):
         print(told, file=sys.stderr)
     return "".join(pieces), whole
-
-
-def _history(url: str | None, given: Given) -> Path | None:
-    """Return the file of typed lines; None where a key leads to the server: what is said there stays there."""
-    from fd_core.cli.settings.settings import client_key
-    from fd_core.config.paths import find_cache_dir
-
-    return None if url is not None and client_key(given, os.environ) else find_cache_dir() / "chat_history"
 
 
 def _put(text: str) -> None:

@@ -117,7 +117,6 @@ def _unusable(command: str, what: str, path: Path, error: OSError | ValueError) 
 _QUOTES: Final = '"""'
 _PROMPT: Final = "> "
 _GOES_ON: Final = ". "
-_KEPT_LINES: Final = 1000
 
 
 def typed_messages() -> Iterator[str]:
@@ -184,7 +183,7 @@ def kept_history(path: Path | None) -> Iterator[None]:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
-            readline.set_history_length(_KEPT_LINES)
+            readline.set_history_length(1000)
             readline.read_history_file(path)
     known = readline.get_current_history_length()
     try:

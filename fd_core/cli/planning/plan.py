@@ -35,8 +35,6 @@ _GIVEN: Final = frozenset(
     }
 )
 _ENGINE: Final = tuple(flag for flag in ENGINE_FLAGS if flag.field in _GIVEN)
-_FOUND_NONE: Final = 1
-"""Exit code if no plan holds the SLO."""
 
 
 @reports_errors
@@ -192,7 +190,7 @@ def plan(
     if unfinished == _INTERRUPTED:
         raise typer.Exit(INTERRUPTED)
     if answer.best is None:
-        raise typer.Exit(_FOUND_NONE)
+        raise typer.Exit(1)
 
 
 _INTERRUPTED: Final = "it was interrupted"

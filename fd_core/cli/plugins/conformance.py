@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from fd_core.cli.report import reports_errors
+from fd_core.errors import ConfigError
 
 _TELLS_SECONDS: Final = 15.0
 """Between two lines of progress where there is no terminal."""
@@ -110,11 +111,8 @@ def conformance(
 
 def require_writable(path: Path | None) -> None:
     """Find out before the tests run, not after. Raises `ConfigError`."""
-    from fd_core.errors import ConfigError
-
-    if path is None:
-        return
     try:
-        path.touch()
+        if path is not None:
+            path.touch()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error

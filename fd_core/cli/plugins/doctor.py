@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fd_core.cli.report import plain, reports_errors
+from fd_core.errors import PluginError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from fd_core.testing.doctor.model import DoctorReport, OpFinding
-
-
-_ILL = 4
-"""Exit code if an operation is missing or wrong: the plugin's fault."""
 
 
 @reports_errors
@@ -60,7 +57,7 @@ def doctor(
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     if not report.well:
-        sys.exit(_ILL)
+        sys.exit(PluginError.exit_code)
 
 
 def _print(report: DoctorReport, console: Console) -> None:

@@ -31,7 +31,6 @@ _PHASES: Final = {
     "warmup": "Warming up",
     "quantize": "Quantizing",
 }
-_BYTES_PHASES: Final = ("load", "quantize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class StartupBars(ProgressSink):
         """Show how far a phase of the engine's start is."""
         if phase not in self._phases:
             self._phases[phase] = self._bars.add_task(_PHASES.get(phase, phase), total=total, amount="")
-        amount = _megabytes(done, total) if phase in _BYTES_PHASES else f"{done}/{total}"
+        amount = _megabytes(done, total) if phase in ("load", "quantize") else f"{done}/{total}"
         self._bars.update(self._phases[phase], completed=done, total=total, amount=amount)
 
 

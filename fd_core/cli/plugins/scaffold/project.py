@@ -26,7 +26,6 @@ from fd_core.plugins import KNOWN_PLUGINS, Plugins
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 _LONGEST_NAME: Final = 40
-_RESERVED: Final = ("auto",)
 
 _FILES: Final[Mapping[str, str]] = {
     "pyproject.toml": "pyproject.toml",
@@ -92,7 +91,7 @@ def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         hint = f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip"
         raise ConfigError(f"{name!r} cannot be the name of a {recipe.kind.word}", field="NAME", hint=hint)
-    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in _RESERVED:
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name == "auto":
         raise ConfigError(f"{name!r} is a reserved word", field="NAME", hint="take another, such as mychip")
     if name in Plugins.discover([]).offered(recipe.kind):
         raise ConfigError(f"{name} is a {recipe.kind.word} of fd_core itself", field="NAME", hint="take another name")
