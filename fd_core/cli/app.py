@@ -53,7 +53,7 @@ def assemble(only: str | None = None) -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         elif name in ("serve", "route"):
-            from fd_core.cli.settings.foreign_flags import ServingCommand
+            from fd_core.cli.settings.flags import ServingCommand
 
             app.command(name, cls=ServingCommand)(command)
         else:
