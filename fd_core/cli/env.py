@@ -28,15 +28,14 @@ def env() -> None:
     For every backend it says whether it can run here, and why.
     """
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from fd_core.plugins import installed_plugins
 
     console = Console(markup=False)  # reasons hold brackets, such as those of an extra
     for title, rows in (("Machine", _machine()), ("Versions", _versions()), ("Caches", _caches())):
-        table = Table(title=title, title_justify="left", show_header=False)
-        table.add_column()
-        table.add_column(overflow="fold")  # a path that is cut tells nothing
+        columns = (Column(), Column(overflow="fold"))  # a path that is cut tells nothing
+        table = Table(*columns, title=title, title_justify="left", show_header=False)
         for row in rows:
             table.add_row(*row)
         console.print(table)

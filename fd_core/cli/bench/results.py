@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fd_core.errors import ConfigError
 
@@ -179,11 +179,9 @@ def show(console: Console, report: BenchmarkReport, title: str) -> None:
     console.print(rates)
     milliseconds = report.milliseconds()
     if milliseconds:
-        latency = Table(title="Latency, milliseconds", title_justify="left")
         columns = list(next(iter(milliseconds.values())))
-        latency.add_column("")
-        for column in columns:
-            latency.add_column(column, justify="right")
+        heads = (Column(column, justify="right") for column in columns)
+        latency = Table("", *heads, title="Latency, milliseconds", title_justify="left")
         for name, row in milliseconds.items():
             latency.add_row(name, *(f"{row[column]:,.2f}" for column in columns))
         console.print(latency)

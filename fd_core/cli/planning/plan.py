@@ -146,8 +146,8 @@ def plan(
         longest[shape] = min(group.limits.max_model_len for group in made.groups)
     asked = read_workload(text, seed)
     demand = demand_of(asked)
-    _require_possible(limits, profiles, demand, longest)
-    sizes, kept = _sized(profiles, demand, limits, prices, max_devices, longest)
+    possible = _possible(limits, profiles, demand, longest)
+    sizes, kept = _sized(profiles, demand, limits, prices, max_devices, possible, len(longest))
     search = PlanSearch(
         sizes,
         range(seed, seed + seeds),
@@ -354,15 +354,15 @@ def _most_load(workload: Workload) -> float:
     return 1.0
 
 
-def _require_possible(
+def _possible(
     slo: Slo, profiles: Mapping[str, CostProfile], demand: Demand, longest: Mapping[DeploymentShape, int]
-) -> None:
-    """Raise `ConfigError` for a limit that no profile holds even for requests that are alone."""
+) -> list[DeploymentShape]:
+    """Return the shapes that hold every limit for requests that are alone. Raises `ConfigError` if none does."""
     from fd_core.simulation.planning.bounds import least_possible
 
     if not len(demand.new_tokens):
         raise ConfigError("no request comes, so nothing is to be planned", field="WORKLOAD", hint="raise its duration")
-    most = max(longest.values())
+    most, possible = max(longest.values()), list(longest)
     for each in slo.objectives:
         least = {
             shape: least_possible(
@@ -386,6 +386,8 @@ def _require_possible(
                 field="--slo",
                 hint=f"allow more than {least[best]:.4g}, or name faster devices or larger --tp",
             )
+        possible = [shape for shape in possible if least[shape] <= each.limit]
+    return possible
 
 
 def _sized(
@@ -394,25 +396,19 @@ def _sized(
     slo: Slo,
     prices: Mapping[str, float],
     max_devices: int,
-    longest: Mapping[DeploymentShape, int],
+    possible: Sequence[DeploymentShape],
+    kinds: int,
 ) -> tuple[list[PlanShape], list[DeploymentShape]]:
-    """Return the shapes that may hold the SLO, with their bounds. Raises `ConfigError` if there is none."""
-    from fd_core.simulation.planning.bounds import fewest_workers, least_possible
+    """Return those of `kinds` shapes that may hold the SLO, with bounds. Raises `ConfigError` if there is none."""
+    from fd_core.simulation.planning.bounds import fewest_workers
     from fd_core.simulation.planning.search import PlanShape
 
     sizes: list[PlanShape] = []
     kept: list[DeploymentShape] = []
     fewest_devices: list[int] = []
-    for shape, length in longest.items():
-        own = profiles[shape.profile]
-        budget = shape.max_num_batched_tokens
-        alone = (
-            least_possible(each, own, demand, budget, slo.attainment or 1.0, length) <= each.limit
-            for each in slo.objectives
-        )
-        if not all(alone):
-            continue
-        mixed, prefill, decode = fewest_workers(own, demand, slo, shape.max_num_seqs, budget)
+    for shape in possible:
+        limits = (shape.max_num_seqs, shape.max_num_batched_tokens)
+        mixed, prefill, decode = fewest_workers(profiles[shape.profile], demand, slo, *limits)
         least = max(-(-prefill // shape.prefill), -(-decode // shape.decode)) if shape.prefill else mixed
         fewest_devices.append(least * shape.devices)
         if least * shape.devices > max_devices:
@@ -422,7 +418,7 @@ def _sized(
     if not kept:
         needed = min(fewest_devices, default=0)
         raise ConfigError(
-            f"{max_devices} devices hold {slo} with none of {len(longest)} kinds of deployment: "
+            f"{max_devices} devices hold {slo} with none of {kinds} kinds of deployment: "
             + (f"{needed} are needed at the very least" if needed else "each is too slow even for a request alone"),
             field="--max-devices" if needed else "--slo",
         )

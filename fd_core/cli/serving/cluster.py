@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -141,12 +140,13 @@ def _check_settings(config: ClusterConfig) -> None:
 
 def _given(group: RouterGroup | WorkerGroup, where: str, flags: Sequence[Flag]) -> dict[str, Any]:
     """Return the settings of a group by field, as a command line would give them."""
+    from fd_core.cli.settings.settings import hint_for_key
+
     known = {flag.key: flag for flag in flags}
     for table, keys in (("settings", group.settings), ("secrets", group.secrets)):
         for key in keys:
             if key.replace("_", "-") not in known:
-                close = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else "settings are named like the flags"
+                hint = hint_for_key(key, flags)
                 raise ConfigError(f"there is no setting {key!r}", field=f"{where}.{table}", hint=hint)
     return {known[key.replace("_", "-")].field: value for key, value in group.settings.items()}
 

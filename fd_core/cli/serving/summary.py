@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fd_core.config import ServerConfig
 from fd_core.config.sizes import format_size
@@ -55,9 +55,8 @@ def summary(
 
 def show_summary(console: Console, rows: list[tuple[str, str]], title: str = "fdcore serves") -> None:
     """Print the summary."""
-    table = Table(show_header=False, title=title, title_justify="left")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = (Column(no_wrap=True), Column(overflow="fold"))
+    table = Table(*columns, show_header=False, title=title, title_justify="left")
     for label, value in rows:
         table.add_row(label, value, style="bold red" if value.startswith(_LOUD) else None)
     console.print(table, markup=False, highlight=False)

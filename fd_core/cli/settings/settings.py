@@ -202,6 +202,12 @@ def take_settings(
     return _read_layer(raw, lambda flag: f"{flag.key} in {path}")
 
 
+def hint_for_key(key: str, flags: Iterable[Flag]) -> str:
+    """Return what to write in place of a key that is not one of `flags`."""
+    close = difflib.get_close_matches(key.replace("_", "-"), [flag.key for flag in flags], n=1)
+    return f"did you mean {close[0]!r}?" if close else "settings are named like the flags"
+
+
 def _file_layer(path: Path) -> dict[str, Any]:
     table = read_table(path)
     model = table.pop("model", None)
@@ -209,8 +215,7 @@ def _file_layer(path: Path) -> dict[str, Any]:
         raise ConfigError(f"model in {path}: {model!r} is not a text", field="--config")
     layer = take_settings(table, path, _FLAGS.values())
     for key in table:
-        close = difflib.get_close_matches(key.replace("_", "-"), [flag.key for flag in _FLAGS.values()], n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "settings are named like the flags"
+        hint = hint_for_key(key, _FLAGS.values())
         raise ConfigError(f"{path}: there is no setting {key!r}", field="--config", hint=hint)
     return layer if model is None else {**layer, "model": model}
 

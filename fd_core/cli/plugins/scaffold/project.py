@@ -78,8 +78,8 @@ def write_project(
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
+            with path.open("x", encoding="utf-8") as new:
+                new.write(text)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}", field="--into") from error
     commands = (f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", f"fdcore plugins check {name}")
