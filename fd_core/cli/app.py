@@ -44,7 +44,11 @@ def assemble(only: str | None = None) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        # For an option without a value typer imports pydantic, which takes longer than all else.
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "default_map": {"help": False, **{name: {"help": False} for name in _COMMANDS}},
+        },
     )
     app.callback()(_common)
     for name in (only,) if only and only in _COMMANDS else _COMMANDS:

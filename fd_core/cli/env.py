@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -61,6 +60,8 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
+    import importlib.metadata
+
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     for name in _LIBRARIES:
         try:

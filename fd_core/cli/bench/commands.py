@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from functools import partial
@@ -125,6 +124,8 @@ def serve(
     json: Json = None,
 ) -> None:
     """Requests over HTTP to a running server: latencies as its users see them, and goodput."""
+    import asyncio
+
     from fd_core.cli.bench.results import objectives, report
     from fd_core.cli.bench.workload import arrivals, from_file, measure, synthetic
     from fd_core.cli.chats.api_client import ApiClient

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import time
@@ -50,6 +49,8 @@ def serve(
     `min` and `max` grow and shrink with the load. Requests never pass through this command.
     """
     with interrupts_end_it():
+        import asyncio
+
         from rich.console import Console
 
         from fd_core.cli.serving.serve import loop_factory
@@ -162,6 +163,8 @@ def _named(field: str) -> Iterator[None]:
 
 async def _serve(deployment: Deployment, sock: socket.socket, console: Console) -> None:
     """Run a deployment until it is told to stop, and say what it is once it serves."""
+    import asyncio
+
     from fd_core.cli.serving.summary import show_summary
     from fd_core.cluster.page import DeploymentPage
     from fd_core.http.connections.listening import port_errors, signals_stop

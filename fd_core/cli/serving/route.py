@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Mapping
@@ -39,6 +38,8 @@ def route(given: Given) -> None:
     os.environ.pop("FD_API_KEY", None)
 
     with interrupts_end_it():
+        import asyncio
+
         from rich.console import Console
 
         from fd_core.cli.serving.serve import loop_factory, opened_spans

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from pathlib import Path
@@ -60,6 +59,8 @@ def run_batch(
     if source.resolve() == target.resolve():
         raise ConfigError("the output would replace the input", field="--output", hint="name another file")
     with interrupts_end_it():
+        import asyncio
+
         from rich.console import Console
 
         from fd_core.cli.serving.serve import loop_factory
@@ -75,6 +76,8 @@ def run_batch(
 
 async def _run(settings: Settings, source: Path, answers: AnswerFile, console: Console) -> BatchProgress:
     """Load the model, send what has no answer yet, and show how far it is."""
+    import asyncio
+
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 

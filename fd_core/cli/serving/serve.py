@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import logging
@@ -16,6 +15,7 @@ from fd_core.cli.settings.flags import CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, 
 from fd_core.errors import EngineDead
 
 if TYPE_CHECKING:
+    import asyncio
     import socket
     from collections.abc import Callable
 
@@ -59,6 +59,8 @@ def serve(
     }
 
     with interrupts_end_it():
+        import asyncio
+
         from fd_core.config.logs import configure_logs
         from fd_core.http.connections.listening import bind_socket, raise_descriptor_limit
 
@@ -86,6 +88,8 @@ def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack
 
 async def _serve(settings: Settings, listener: socket.socket) -> None:
     """Load, say what was loaded, serve until told to stop, drain."""
+    import asyncio
+
     from fd_core.engine.process.engine_process import begun_process
 
     server, where, engines = settings.server, settings.server.engine, settings.server.data_parallel_size
@@ -143,6 +147,8 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
 
 async def _stop_when_gone(client: EngineClient, stop: asyncio.Event) -> None:
     """Set `stop` once no engine will be started in place of one that died: whoever runs the server starts it anew."""
+    import asyncio
+
     while not any(engine.gone for engine in client.engines):
         await asyncio.sleep(_LOOK_SECONDS)
     log.error("an engine is gone for good: the server ends, and what runs on other engines may go on until then")
