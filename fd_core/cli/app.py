@@ -28,7 +28,7 @@ _COMMANDS: Final[Mapping[str, str]] = {
     "trace": "trace_page.trace:trace",
     "simulate": "planning.simulate:simulate",
     "plan": "planning.plan:plan",
-    "doctor": "plugins.doctor:doctor",
+    "doctor": "plugins.conformance:doctor",
     "conformance": "plugins.conformance:conformance",
     "install": "plugins.plugins:install",
 }

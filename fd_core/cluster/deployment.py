@@ -1,4 +1,4 @@
-"""A deployment at work: looks at its processes, lets the controller decide, and performs what it decided."""
+"""A deployment at work: asks its processes over HTTP, lets the controller decide, and performs what it decided."""
 
 from __future__ import annotations
 

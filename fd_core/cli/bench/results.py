@@ -1,4 +1,4 @@
-"""What a benchmark measured: from the times of tokens to the figures that people compare.
+"""What a benchmark measured: from the times of tokens to the figures, tables and JSON that people compare.
 
 TTFT: time to first token. TPOT: time per output token after the first. ITL: time between two arrivals. E2E: the
 whole request. All in seconds here and in milliseconds in tables and files.

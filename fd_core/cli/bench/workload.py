@@ -1,4 +1,4 @@
-"""The requests of a benchmark: made-up prompts, or prompts from a file."""
+"""The requests of a benchmark: made up or from a file, and timed through `fd_core.LLM` or over HTTP as users send them."""
 
 from __future__ import annotations
 

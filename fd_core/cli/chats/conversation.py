@@ -1,4 +1,4 @@
-"""A conversation in the terminal: its messages, and the commands that change, keep and bring it back."""
+"""A conversation in the terminal: reading messages, and the commands that change, keep and bring it back."""
 
 from __future__ import annotations
 

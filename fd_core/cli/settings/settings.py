@@ -1,4 +1,4 @@
-"""Settings merged once: flags win over the environment, the environment over a file, the file over the defaults."""
+"""Settings of servers and routers, merged once: flags win over the environment, that over a file, it over defaults."""
 
 from __future__ import annotations
 
