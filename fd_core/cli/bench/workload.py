@@ -1,4 +1,4 @@
-"""The requests of a benchmark: made up or from a file, and timed through `fd_core.LLM` or over HTTP as users send them."""
+"""The requests of a benchmark: made up or from a file, timed through `fd_core.LLM` or over HTTP as users send them."""
 
 from __future__ import annotations
 
