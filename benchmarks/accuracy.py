@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks.harness.machine import describe
 from fd_core import LLM, SamplingParams
-from fd_core.cli.models.quantize import files_beside
+from fd_core.cli.models.models import files_beside
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantized_folder import write_quantized

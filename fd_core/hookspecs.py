@@ -6,6 +6,9 @@ are joined; they return descriptions, and the classes that the descriptions name
 must not import a framework, touch a device or start a thread.
 """
 
+# A specification has no body: pluggy never calls one.
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -43,7 +46,6 @@ def fd_register_backends() -> Sequence[Entry]:
     Each target is a subclass of `fd_core.backends.contract.Backend`. A name that another plugin offers as well is an
     error.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -55,7 +57,6 @@ def fd_register_drafters() -> Sequence[Entry]:
     `--speculative-config`. A drafter may guess anything: a draft is kept only if it is the token that would have been
     sampled anyway.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -66,7 +67,6 @@ def fd_register_postprocessors() -> Sequence[Entry]:
     backends it is. Under the name of a framework it is the default for that framework, and under that of a
     backend for that backend. It keeps section 1 of the law; `fdcore conformance --postprocess NAME` proves it.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -76,7 +76,6 @@ def fd_register_observers() -> Sequence[Entry]:
     Each target is a subclass of `fd_core.runner.observing.Observer`. It sees frozen values without prompts, on a thread
     of its own, behind a bounded queue: it changes no text, and a metric says when it fails or falls behind.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -88,7 +87,6 @@ def fd_register_schedulers() -> Sequence[Entry]:
     I/O, clock or randomness of its own. It keeps sections 1 to 3 of the law; `fdcore conformance --scheduler NAME`
     proves it. Whoever only wants another order of waiting requests or another choice of victims offers a policy.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -98,7 +96,6 @@ def fd_register_scheduling_policies() -> Sequence[Entry]:
     Each target is a subclass of `fd_core.scheduling.policies.SchedulingPolicy`: it orders waiting requests, without
     I/O, clock or randomness of its own.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -107,7 +104,6 @@ def fd_register_victim_policies() -> Sequence[Entry]:
 
     Each target is a subclass of `fd_core.scheduling.victims.VictimPolicy`, without I/O, clock or randomness of its own.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -118,7 +114,6 @@ def fd_register_stores() -> Sequence[Entry]:
     `--kv-store`. A store moves opaque bytes and is best effort: whatever it answers, the core checks it, and recomputes
     what is missing or damaged.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -130,7 +125,6 @@ def fd_register_connectors() -> Sequence[Entry]:
     sealed bytes and may fail at any time: the core checks what arrives, and the decode worker computes the prompt
     itself if anything is wrong.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -142,7 +136,6 @@ def fd_register_router_policies() -> Sequence[Entry]:
     for each role, and sees frozen values: the workers that may be chosen with their loads, the prompt, one random
     number and the time.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -152,7 +145,6 @@ def fd_register_launchers() -> Sequence[Entry]:
     Each target is a subclass of `fd_core.launching.contract.Launcher`, made without arguments. It carries no tokens:
     processes connect to each other. `fd_core.testing.launchers.LauncherSuite` proves it.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -162,7 +154,6 @@ def fd_register_scaling_policies() -> Sequence[Entry]:
     Each target is a subclass of `fd_core.cluster.scaling.ScalingPolicy`, without I/O, clock or randomness of its own;
     its name is a `policy` in the file of `fdcore cluster serve`. It proposes a number; the controller holds the bounds.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -174,7 +165,6 @@ def fd_register_tool_parsers() -> Sequence[Entry]:
     a text. It keeps the laws at the top of that module: whatever the cuts, the events of a stream, joined, are those of
     the whole text. `fdcore conformance --tool-parser NAME` proves it.
     """
-    raise AssertionError("hook specification")
 
 
 @hookspec
@@ -185,4 +175,3 @@ def fd_register_reasoning_parsers() -> Sequence[Entry]:
     One is made for each answer of a conversation, with the end of the prompt; it keeps the laws at the top of that
     module, and `fdcore conformance --reasoning-parser NAME` proves it.
     """
-    raise AssertionError("hook specification")

@@ -136,7 +136,7 @@ def _as_float32(raw: np.ndarray) -> np.ndarray:
 
 
 def _write_quantized(source: Path, target: Path) -> None:
-    from fd_core.cli.models.quantize import files_beside
+    from fd_core.cli.models.models import files_beside
     from fd_core.models.loading.checkpoint import open_checkpoint
     from fd_core.models.quantized_folder import write_quantized
 

@@ -1,51 +1,74 @@
-"""The commands, assembled. Nothing heavy is imported here: each command imports what it needs when it runs."""
+"""The commands, assembled. A command is imported when it is asked for, and imports what it needs when it runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from collections.abc import Mapping
+from typing import Annotated, Final
 
 import typer
 
 import fd_core
-from fd_core.cli import env
-from fd_core.cli.bench import commands as bench
-from fd_core.cli.chats import chat
-from fd_core.cli.models import models, quantize, tokenize
-from fd_core.cli.planning import calibrate, plan, simulate
-from fd_core.cli.plugins import conformance, doctor, plugins
-from fd_core.cli.serving import cluster, route, run_batch, serve
-from fd_core.cli.settings.foreign_flags import ServingCommand
-from fd_core.cli.trace_page import trace
 
-app = typer.Typer(
-    name="fdcore",
-    help="Serve language models with plugins for hardware, scheduling and storage. Every command has --help.",
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command(cls=ServingCommand)(serve.serve)
-app.command(cls=ServingCommand)(route.route)
-app.add_typer(cluster.app, name="cluster")
-app.command()(run_batch.run_batch)
-app.command()(chat.chat)
-app.command()(chat.complete)
-app.add_typer(models.app, name="models")
-app.add_typer(plugins.app, name="plugins")
-app.command()(quantize.quantize)
-app.command()(tokenize.tokenize)
-app.command()(env.env)
-app.command("collect-env", help="Another name of `fdcore env`.")(env.env)
-app.add_typer(bench.app, name="bench")
-app.command()(calibrate.calibrate)
-app.command()(trace.trace)
-app.command()(simulate.simulate)
-app.command()(plan.plan)
-app.command()(doctor.doctor)
-app.command()(conformance.conformance)
-app.command()(plugins.install)
+_COMMANDS: Final[Mapping[str, str]] = {
+    "serve": "serving.serve:serve",
+    "route": "serving.route:route",
+    "cluster": "serving.cluster:app",
+    "run-batch": "serving.run_batch:run_batch",
+    "chat": "chats.chat:chat",
+    "complete": "chats.chat:complete",
+    "models": "models.models:app",
+    "plugins": "plugins.plugins:app",
+    "quantize": "models.models:quantize",
+    "tokenize": "models.models:tokenize",
+    "env": "env:env",
+    "collect-env": "env:collect_env",
+    "bench": "bench.commands:app",
+    "calibrate": "planning.calibrate:calibrate",
+    "trace": "trace_page.trace:trace",
+    "simulate": "planning.simulate:simulate",
+    "plan": "planning.plan:plan",
+    "doctor": "plugins.conformance:doctor",
+    "conformance": "plugins.conformance:conformance",
+    "install": "plugins.plugins:install",
+}
+"""Where each is, in the order of the help."""
+
+
+def assemble(only: str | None = None) -> typer.Typer:
+    """Return the command line with every command, or with `only` one if there is such a one: it starts sooner."""
+    app = typer.Typer(
+        name="fdcore",
+        help="Serve language models with plugins for hardware, scheduling and storage. Every command has --help.",
+        invoke_without_command=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        # For an option without a value typer imports pydantic, which takes longer than all else.
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "default_map": {"help": False, **{name: {"help": False} for name in _COMMANDS}},
+        },
+    )
+    app.callback()(_common)
+    for name in (only,) if only and only in _COMMANDS else _COMMANDS:
+        module, _, attribute = _COMMANDS[name].partition(":")
+        command = getattr(importlib.import_module(f"fd_core.cli.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        elif name in ("serve", "route"):
+            from fd_core.cli.settings.flags import ServingCommand
+
+            app.command(name, cls=ServingCommand)(command)
+        else:
+            app.command(name)(command)
+    return app
+
+
+def __getattr__(name: str) -> typer.Typer:
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return assemble()
 
 
 def _show_version(wanted: bool) -> None:
@@ -54,7 +77,6 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _common(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=_show_version)] = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -28,15 +27,14 @@ def env() -> None:
     For every backend it says whether it can run here, and why.
     """
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from fd_core.plugins import installed_plugins
 
     console = Console(markup=False)  # reasons hold brackets, such as those of an extra
     for title, rows in (("Machine", _machine()), ("Versions", _versions()), ("Caches", _caches())):
-        table = Table(title=title, title_justify="left", show_header=False)
-        table.add_column()
-        table.add_column(overflow="fold")  # a path that is cut tells nothing
+        columns = (Column(), Column(overflow="fold"))  # a path that is cut tells nothing
+        table = Table(*columns, title=title, title_justify="left", show_header=False)
         for row in rows:
             table.add_row(*row)
         console.print(table)
@@ -48,6 +46,11 @@ def env() -> None:
         console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)
 
 
+def collect_env() -> None:
+    """Another name of `fdcore env`."""
+    env()
+
+
 def _machine() -> Iterator[tuple[str, str]]:
     yield "System", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "Processor", processor()
@@ -57,6 +60,8 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
+    import importlib.metadata
+
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     for name in _LIBRARIES:
         try:

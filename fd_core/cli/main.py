@@ -32,9 +32,9 @@ def main() -> None:
     with interrupts_end_it():
         from typer.main import get_command
 
-        from fd_core.cli.app import app
+        from fd_core.cli.app import assemble
 
-        command = get_command(app)
+        command = get_command(assemble(*sys.argv[1:2]))
         tells_old_names()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows the rest

@@ -52,12 +52,15 @@ def worker_spec(
 ) -> ProcessSpec:
     """Return the process of a worker. Raises `ConfigError` for a secret that is not there."""
     group = config.worker_groups[group_name]
+    settings = {key.replace("_", "-"): value for key, value in group.settings.items()}
+    # Workers may tell routers which prefixes they hold, as those do that register themselves.
+    tells_of_kv = settings.get("enable-prefix-caching", True) and settings.get("data-parallel-size", 1) == 1
     arguments = (
         *("serve", config.model, "--host", NODE_ADDRESS, "--port", "0", "--role", group.role),
         *("--drain-seconds", str(config.drain_seconds)),
         *(() if "batch-api" in group.settings else ("--no-batch-api",)),
         *(("--transfer-host", NODE_ADDRESS) if group.role == "prefill" else ()),
-        *(("--kv-events",) if _tells_of_kv(group.settings) else ()),
+        *(("--kv-events",) if tells_of_kv else ()),
     )
     shared = {
         f"{CONTENT}ROUTER_SECRET_FILE": own.router,
@@ -101,9 +104,3 @@ def _words(settings: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"--{name}={each}" for each in value)
         else:
             yield f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"
-
-
-def _tells_of_kv(settings: Mapping[str, Any]) -> bool:
-    """Return whether workers may tell routers which prefixes they hold: as for those that register themselves."""
-    given = {key.replace("_", "-"): value for key, value in settings.items()}
-    return bool(given.get("enable-prefix-caching", True)) and given.get("data-parallel-size", 1) == 1

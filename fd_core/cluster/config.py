@@ -154,11 +154,8 @@ def cluster_config(table: Mapping[str, Any]) -> ClusterConfig:
         roles[group.role] = where
     for role, other in (("prefill", "decode"), ("decode", "prefill")):
         if role in roles and other not in roles:
-            raise ConfigError(
-                f"{roles[role]} are {role} workers, which serve nothing without {other} workers",
-                field="workers",
-                hint=f'add a group with role = "{other}"',
-            )
+            message = f"{roles[role]} are {role} workers, which serve nothing without {other} workers"
+            raise ConfigError(message, field="workers", hint=f'add a group with role = "{other}"')
     return config
 
 
@@ -167,15 +164,13 @@ def _check_group(group: RouterGroup | WorkerGroup, where: str) -> None:
         name = key.replace("_", "-")
         if name in _OURS:
             raise ConfigError(f"{key!r} is not set here: {_OURS[name]}", field=f"{where}.settings")
+        hint = f'write {name} = "NAME_OF_A_VARIABLE" under [{where}.secrets]'
         if name in _SECRET:
-            hint = f'write {name} = "NAME_OF_A_VARIABLE" under [{where}.secrets]'
             raise ConfigError(f"{key!r} would stand in a command line", field=f"{where}.settings", hint=hint)
         if name == "kv-store" and "@" in str(group.settings[key]):
-            hint = f'write kv-store = "NAME_OF_A_VARIABLE" under [{where}.secrets]'
             raise ConfigError("a password would stand in a command line", field=f"{where}.settings", hint=hint)
     for key, variable in group.secrets.items():
-        if key.replace("_", "-") in _OURS:
-            why = _OURS[key.replace("_", "-")]
+        if why := _OURS.get(key.replace("_", "-")):
             raise ConfigError(f"{key!r} is not set here: {why}", field=f"{where}.secrets")
         if key in group.settings:
             raise ConfigError(f"{key!r} stands under settings and under secrets", field=f"{where}.secrets")

@@ -135,10 +135,6 @@ class ManagedProcess:
         """Whether it is one of those that its group should have."""
         return self.phase in (ProcessPhase.STARTING, ProcessPhase.READY)
 
-    def turn(self, phase: ProcessPhase, now: float) -> None:
-        """Come into a phase."""
-        self.phase, self.since = phase, now
-
 
 @dataclass(slots=True)
 class ManagedGroup:
@@ -147,11 +143,9 @@ class ManagedGroup:
     plan: GroupPlan
     target: int
     failures: int = 0
-    """Failed starts in a row."""
     failed_at: float = 0.0
     """When the last of its processes died."""
     not_before: float = 0.0
-    """When the next process may start."""
     no_room: bool = False
     """Whether the last process that was to start found none."""
     served: bool = False
@@ -250,7 +244,7 @@ class ClusterController:
             process.last_healthy = now
         process.ready = seen.ready
         if process.phase is ProcessPhase.STARTING and seen.ready:
-            process.turn(ProcessPhase.READY, now)
+            process.phase, process.since = ProcessPhase.READY, now
             process.last_healthy = now
             group = self.groups[process.group]
             group.served, group.no_room = True, False
@@ -268,12 +262,12 @@ class ClusterController:
             if process.phase is ProcessPhase.READY and passed > limits.stable_seconds:
                 group.failures = 0 if process.since >= group.failed_at else group.failures
             if process.phase is ProcessPhase.DRAINING and process.deadline is not None and now >= process.deadline:
-                process.turn(ProcessPhase.KILLED, now)
+                process.phase, process.since = ProcessPhase.KILLED, now
                 yield ClusterNote(f"{process.name} did not end in the time to drain and is killed", bad=True)
                 yield KillProcess(process.name)
             return
         worked = self._worked(process, now)
-        process.turn(ProcessPhase.KILLED, now)
+        process.phase, process.since = ProcessPhase.KILLED, now
         yield KillProcess(process.name)
         yield from self._died(process, end, now, worked=worked)
 
@@ -312,7 +306,7 @@ class ClusterController:
         living = [each for each in self.of_group(name) if each.counts]
         youngest_first = living[::-1]
         for each in sorted(youngest_first, key=lambda each: each.ready)[: max(len(living) - group.target, 0)]:
-            yield from self._drain(each, now)
+            yield self._drain(each, now)
         if group.given_up or now < group.not_before:
             return
         for _ in range(group.target - len(living)):
@@ -325,10 +319,9 @@ class ClusterController:
         """Let go the routers, and whoever has no requests yet; once no router is left, the workers."""
         routers = any(self._is_router(each) for each in self.processes.values())
         return [
-            action
+            self._drain(each, now)
             for each in self.processes.values()
             if each.counts and (not routers or self._is_router(each) or each.phase is ProcessPhase.STARTING)
-            for action in self._drain(each, now)
         ]
 
     def _is_router(self, process: ManagedProcess) -> bool:
@@ -338,13 +331,10 @@ class ClusterController:
         if self._hurried:
             return []
         self._hurried = True
-        actions: list[ClusterAction] = []
-        for each in self.processes.values():
-            if each.phase is not ProcessPhase.KILLED:
-                actions += self._drain(each, now, self.supervision.hurry_seconds)
-        return actions
+        living = [each for each in self.processes.values() if each.phase is not ProcessPhase.KILLED]
+        return [self._drain(each, now, self.supervision.hurry_seconds) for each in living]
 
-    def _drain(self, process: ManagedProcess, now: float, seconds: float | None = None) -> list[ClusterAction]:
-        process.turn(ProcessPhase.DRAINING, now)
+    def _drain(self, process: ManagedProcess, now: float, seconds: float | None = None) -> DrainProcess:
+        process.phase, process.since = ProcessPhase.DRAINING, now
         process.deadline = now + (self.supervision.drain_seconds if seconds is None else seconds)
-        return [DrainProcess(process.name)]
+        return DrainProcess(process.name)

@@ -1,4 +1,4 @@
-"""A deployment at work: looks at its processes, lets the controller decide, and performs what it decided."""
+"""A deployment at work: asks its processes over HTTP, lets the controller decide, and performs what it decided."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
+import msgspec
 
 from fd_core.cluster.commands import ClusterSecrets, router_spec, worker_spec
 from fd_core.cluster.config import ClusterConfig, WorkerGroup
@@ -28,23 +30,182 @@ from fd_core.cluster.controller import (
     StartProcess,
     Supervision,
 )
-from fd_core.cluster.polling import (
-    Doing,
-    FirstTokens,
-    ProcessAnswer,
-    RouterAdmin,
-    ask,
-    late_first_token,
-    total_doing,
-)
-from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
+from fd_core.cluster.scaling import GroupLoad, ScalingPolicy, quantile
 from fd_core.errors import FdError
-from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
+from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError
+from fd_core.router.workers import Role
+
+_TIMEOUT: Final = aiohttp.ClientTimeout(total=5, connect=3)
+_WINDOW_SECONDS: Final = 30.0
+_SHARE: Final = 0.9
+_AGAIN_SECONDS: Final = 10.0
+"""Between registrations of one worker, which change nothing unless the router forgot it."""
+
+
+class _Slots(msgspec.Struct):
+    running: int = 0
+    loading: int = 0
+    waiting: int = 0
+
+
+class _BlockCounts(msgspec.Struct):
+    used: int = 0
+    fenced: int = 0
+    total: int = 0
+
+
+class _SchedulerSays(msgspec.Struct):
+    slots: _Slots = msgspec.field(default_factory=_Slots)
+    blocks: _BlockCounts = msgspec.field(default_factory=_BlockCounts)
+
+
+class _StatsSay(msgspec.Struct):
+    scheduler: _SchedulerSays = msgspec.field(default_factory=_SchedulerSays)
+
+
+class _EngineSays(msgspec.Struct):
+    max_num_seqs: int = 0
+
+
+class _HistogramSays(msgspec.Struct):
+    bounds: list[float] = []
+    counts: list[int] = []
+
+
+class _SecondsSay(msgspec.Struct):
+    time_to_first_token: _HistogramSays = msgspec.field(default_factory=_HistogramSays)
+
+
+class _StatusPage(msgspec.Struct):
+    """What is read of a worker's /status.json."""
+
+    not_ready: str | None = None
+    engine: _EngineSays = msgspec.field(default_factory=_EngineSays)
+    stats: _StatsSay = msgspec.field(default_factory=_StatsSay)
+    seconds: _SecondsSay = msgspec.field(default_factory=_SecondsSay)
+
+
+_status: Final = msgspec.json.Decoder(_StatusPage)
+
+
+@dataclass(slots=True)
+class FirstTokens:
+    """A worker's histogram of times to the first token, as it was read in the last half minute."""
+
+    bounds: Sequence[float] = ()
+    _read: deque[tuple[float, Sequence[int]]] = field(default_factory=deque)
+
+    def add(self, now: float, bounds: Sequence[float], counts: Sequence[int]) -> None:
+        """Note what was read."""
+        if self._read and (tuple(bounds) != self.bounds or sum(counts) < sum(self._read[-1][1])):
+            self._read.clear()  # another process
+        self.bounds = tuple(bounds)
+        self._read.append((now, counts))
+        while len(self._read) > 2 and now - self._read[1][0] > _WINDOW_SECONDS:
+            self._read.popleft()
+
+    @property
+    def counts(self) -> list[int]:
+        """How many requests got their first token within each bound in that time."""
+        first, last = (self._read[0][1], self._read[-1][1]) if self._read else ((), ())
+        return [after - before for before, after in zip(first, last, strict=True)]
+
+
+class Doing(NamedTuple):
+    """What a worker does at a moment."""
+
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    blocks_used: int = 0
+    blocks: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks that are not free."""
+        return self.blocks_used / self.blocks if self.blocks else 0.0
+
+
+def late_first_token(workers: Iterable[FirstTokens]) -> float | None:
+    """Return the time to the first token that nine of ten requests did not exceed; None without requests."""
+    read = [each for each in workers if each.bounds]
+    same = [each.counts for each in read if each.bounds == read[0].bounds]
+    return quantile(_SHARE, read[0].bounds, [sum(column) for column in zip(*same, strict=True)]) if read else None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessAnswer:
+    """What a process said when it was asked."""
+
+    healthy: bool = False
+    ready: bool = False
+    instance: str = ""
+    """Names the process and its engine; empty for a router."""
+    doing: Doing = field(default_factory=Doing)
+
+
+async def ask(session: aiohttp.ClientSession, url: str, first: FirstTokens | None, now: float) -> ProcessAnswer:
+    """Ask a worker, or a router if there are no times to `first` tokens, how it is. Never raises for its answers."""
+    try:
+        async with session.get(f"{url}/health", timeout=_TIMEOUT, allow_redirects=False) as answer:
+            healthy, instance = answer.status == 200, answer.headers.get("X-Instance", "")
+        if first is None:
+            return ProcessAnswer(healthy, healthy)
+        async with session.get(f"{url}/status.json", timeout=_TIMEOUT, allow_redirects=False) as answer:
+            page = _status.decode(await answer.read())
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, ValueError):
+        return ProcessAnswer()
+    slots, blocks, read = page.stats.scheduler.slots, page.stats.scheduler.blocks, page.seconds.time_to_first_token
+    first.add(now, read.bounds, read.counts)
+    running, used = slots.running + slots.loading, blocks.used + blocks.fenced
+    doing = Doing(running, slots.waiting, page.engine.max_num_seqs, used, blocks.total)
+    return ProcessAnswer(healthy, healthy and page.not_ready is None, instance, doing)
+
+
+class RouterAdmin:
+    """Tells one router of workers, by the admin port that it announced."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, secret: str) -> None:
+        self._session = session
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {secret}"}
+        self._one_at_a_time = asyncio.Lock()
+        self._told: dict[str, tuple[str, float]] = {}
+        """Workers' addresses to the instance that was registered, and when."""
+
+    async def register(self, url: str, role: Role, instance: str, now: float, serves: Callable[[], bool]) -> str:
+        """Let it send requests to a worker, unless it was told that of late; return what went wrong, if anything.
+
+        `serves` is asked last: whether the worker is still to be registered.
+        """
+        async with self._one_at_a_time:
+            told, at = self._told.get(url, ("", 0.0))
+            if not serves() or (told == instance and now - at < _AGAIN_SECONDS):
+                return ""
+            trouble = await self._post("register", {"url": url, "role": role, "instance": instance})
+            if not trouble:
+                self._told[url] = instance, now
+            return trouble
+
+    async def deregister(self, url: str) -> None:
+        """Let it send no more requests to a worker."""
+        async with self._one_at_a_time:
+            if self._told.pop(url, None) is not None:
+                await self._post("deregister", {"url": url})
+
+    async def _post(self, what: str, body: dict[str, str]) -> str:
+        try:
+            async with self._session.post(
+                f"{self._url}/{what}", json=body, headers=self._headers, timeout=_TIMEOUT, allow_redirects=False
+            ) as answer:
+                return "" if answer.status == 200 else f"it answered {answer.status}: {(await answer.text())[:200]}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return type(error).__name__
+
 
 log = logging.getLogger(__name__)
 
 ROUTERS: Final = "router"
-"""Name of the group of routers."""
 _STEP_SECONDS: Final = 0.25
 _ASK_SECONDS: Final = 0.5
 _SCALE_SECONDS: Final = 1.0
@@ -92,16 +253,6 @@ def plans_of(config: ClusterConfig) -> tuple[GroupPlan, ...]:
     return (GroupPlan(ROUTERS, count, count, is_router=True), *workers)
 
 
-def supervision_of(config: ClusterConfig) -> Supervision:
-    """Return how long the deployment waits for what."""
-    return Supervision(
-        start_seconds=config.start_seconds,
-        unhealthy_seconds=config.unhealthy_seconds,
-        drain_seconds=config.drain_delay + config.drain_seconds + _GRACE_SECONDS,
-        max_failures=config.max_failures,
-    )
-
-
 class Deployment:
     """Owns every process of one deployment."""
 
@@ -115,7 +266,13 @@ class Deployment:
     ) -> None:
         """`policies` are those of the groups whose number of workers changes; secrets are among `variables`."""
         self.config = config
-        self.controller = ClusterController.of(plans_of(config), supervision_of(config))
+        limits = Supervision(
+            start_seconds=config.start_seconds,
+            unhealthy_seconds=config.unhealthy_seconds,
+            drain_seconds=config.drain_delay + config.drain_seconds + _GRACE_SECONDS,
+            max_failures=config.max_failures,
+        )
+        self.controller = ClusterController.of(plans_of(config), limits)
         self.held: dict[str, HeldProcess] = {}
         self._groups: Mapping[str, WorkerGroup] = config.worker_groups
         self._launcher = launcher
@@ -157,7 +314,8 @@ class Deployment:
                         told = True
                         on_ready()
                     await asyncio.sleep(_STEP_SECONDS)
-                await self._settled()
+                if self._tasks:  # what was begun ends
+                    await asyncio.wait(self._tasks, timeout=1)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -171,7 +329,7 @@ class Deployment:
 
     def doing(self, group: str) -> Doing:
         """Return what the ready workers of a group do together."""
-        return total_doing(each.answer.doing for each in self.ready(group))
+        return Doing(*map(sum, zip(*(each.answer.doing for each in self.ready(group)), strict=True)))
 
     def load_of(self, name: str) -> GroupLoad:
         """Return what a scaling policy sees of a group."""
@@ -235,12 +393,14 @@ class Deployment:
     async def _launch(self, held: HeldProcess) -> None:
         """Start a process, then ask it again and again how it is."""
         try:
-            launched = await asyncio.to_thread(self._launcher.start, [self._spec(held)])
-        except LaunchError as error:
-            held.end = ProcessEnd(None, str(error), placed=False)
-            return
+            if held.group == ROUTERS:
+                spec = router_spec(held.name, self.config, held.port, self._secrets, self._variables)
+            else:
+                spec = worker_spec(held.name, self.config, held.group, self._secrets, self._variables)
+            launched = await asyncio.to_thread(self._launcher.start, [spec])
         except Exception as error:  # noqa: BLE001  # whatever a launcher of a plugin raises, the process does not run
-            held.end = ProcessEnd(None, f"{type(error).__name__}: {error}", placed=False)
+            reason = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
+            held.end = ProcessEnd(None, reason, placed=False)
             return
         finally:
             held.launched.set()
@@ -262,11 +422,6 @@ class Deployment:
         held.url = url
         if held.group == ROUTERS and admin:
             held.admin = RouterAdmin(self._session, admin[0], self._secrets.router)
-
-    def _spec(self, held: HeldProcess) -> ProcessSpec:
-        if held.group == ROUTERS:
-            return router_spec(held.name, self.config, held.port, self._secrets, self._variables)
-        return worker_spec(held.name, self.config, held.group, self._secrets, self._variables)
 
     def _free_port(self) -> int:
         """Return the first port of the file that no router has."""
@@ -341,11 +496,6 @@ class Deployment:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s: %s", type(error).__name__, error)
-
-    async def _settled(self) -> None:
-        """Let what was begun end."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=1)
 
 
 def _in_one_line(reason: str, *, said: bool) -> str:

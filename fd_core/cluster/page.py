@@ -116,8 +116,8 @@ class DeploymentPage:
             return json_response(HealthAnswer("ok"))
         if path == "/ready":
             reason = _not_ready(self._deployment)
-            return json_response(
-                HealthAnswer("not ready", reason) if reason else HealthAnswer("ok"), 503 if reason else 200
+            return (
+                json_response(HealthAnswer("not ready", reason), 503) if reason else json_response(HealthAnswer("ok"))
             )
         status = status_of(self._deployment, self._now())
         if path == "/status.json":
@@ -152,15 +152,16 @@ def _not_ready(deployment: Deployment) -> str | None:
 
 
 def _group(deployment: Deployment, name: str, role: str, now: float) -> GroupStatus:
-    group = deployment.controller.groups[name]
-    phases = [each.phase for each in deployment.controller.of_group(name)]
-    doing = deployment.doing(name)
+    controller, doing = deployment.controller, deployment.doing(name)
+    group = controller.groups[name]
+    members = [(each, deployment.held.get(each.name)) for each in controller.of_group(name)]
+    phases = [each.phase for each, _ in members]
     return GroupStatus(
         role=role,
         target=group.target,
         minimum=group.plan.minimum,
         maximum=group.plan.maximum,
-        ready=deployment.controller.ready(name),
+        ready=controller.ready(name),
         starting=phases.count(ProcessPhase.STARTING),
         leaving=phases.count(ProcessPhase.DRAINING) + phases.count(ProcessPhase.KILLED),
         running=doing.running,
@@ -176,10 +177,10 @@ def _group(deployment: Deployment, name: str, role: str, now: float) -> GroupSta
                 name=each.name,
                 phase=each.phase.value,
                 ready=each.ready,
-                node=deployment.held[each.name].node if each.name in deployment.held else "",
-                url=deployment.held[each.name].url if each.name in deployment.held else "",
+                node=held.node if held else "",
+                url=held.url if held else "",
                 seconds=round(now - each.since, 1),
             )
-            for each in deployment.controller.of_group(name)
+            for each, held in members
         ),
     )

@@ -1,7 +1,8 @@
 """Frozen settings, merged once from flags, environment and file.
 
-Flags are named as in vLLM and FastDeploy. Every field says its unit. Derived limits that depend on the model are
-resolved when the engine starts, in `resolve_limits`.
+Flags are named as in vLLM and FastDeploy. What a field means, and what it is without a value, says the flag of its name
+in `fd_core.cli.settings.flags`; here stands what that leaves open. Times are seconds and sizes bytes. Derived limits
+that depend on the model are resolved when the engine starts, in `resolve_limits`.
 """
 
 from __future__ import annotations
@@ -67,11 +68,9 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     backend: str = "auto"
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     quantization: Annotated[str, OneOf("auto", "int8", "int4", instead=_OTHER_QUANTIZATION)] = "auto"
-    """What the weights of linear layers become when they are loaded; `auto` leaves them as they are stored."""
     kv_cache_dtype: Annotated[str, OneOf("auto", "int8", instead=_OTHER_KV_DTYPES)] = "auto"
     """`auto` keeps keys and values in the dtype of activations, `int8` in 8 bits with scales."""
     attention_backend: Annotated[str, OneOf("auto", "triton", "flashinfer", "torch", instead=_OTHER_ATTENTION)] = "auto"
-    """What computes attention, of a backend that has a choice; `auto` takes the first that computes right."""
     max_model_len: Annotated[int, Range(2)] | None = None
     """Longest prompt plus output, tokens; the model's own limit if None."""
     max_num_seqs: Annotated[int, Range(1, 65536)] = 32
@@ -79,7 +78,6 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[int, Range(1)] | None = None
     """Step token budget; None takes what suits the backend, see `step_budget`."""
     block_size: Annotated[int, Range(1, 4096)] = 32
-    """Tokens in a KV block."""
     num_kv_blocks: Annotated[int, Range(1)] | None = None
     kv_cache_memory: Annotated[int, ByteSize()] | None = None
     """Bytes for the KV cache; used if `num_kv_blocks` is None."""
@@ -90,76 +88,44 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     scheduling_policy: str = "fcfs"
     victim_policy: str = "cheapest"
     postprocess: str | None = None
-    """What writes the token matrix of a step; None takes the one for the backend's framework."""
     pooling: Annotated[str, OneOf("auto", "last", "mean")] = "auto"
-    """What of a text becomes its vector: the state of its last token, or the mean of all; `auto` asks the
-    checkpoint."""
     observer: str | None = None
-    """A plugin that is told what each step sampled; None tells nobody."""
     pipeline_depth: Annotated[int, Range(1, 16)] | None = None
-    """Steps in flight; None takes what the backend measures best."""
     num_threads: Annotated[int, Range(1, 4096)] | None = None
-    """CPU threads of the backend, of each rank; None takes the processors available, divided over the ranks."""
     tensor_parallel_size: Annotated[int, Range(1, 64)] = 1
-    """Ranks that compute the model together, each with a share of every layer, on a device of its own."""
     pipeline_parallel_size: Annotated[int, Range(1, 64)] = 1
-    """Ranks that compute the model one after the other, each with some of the layers."""
     distributed_executor_backend: Annotated[str, OneOf("uni", "mp", "ray")] | None = None
-    """How ranks are started: `uni` in the engine's process, which holds one; `mp` as processes of this machine."""
     rank_transport: Annotated[str, OneOf("shared_memory", "gloo")] = "shared_memory"
-    """How ranks on processors exchange what they computed: over memory of this machine, or by gloo over the network."""
     native_kernels: bool = True
-    """Whether the CPU backend may compile and use its C++ kernels."""
     speculative: SpeculativeConfig | None = None
     """Drafting of tokens ahead; None computes one token a step."""
     structured_output: bool = True
-    """Whether texts of a given form are served."""
     max_forced_tokens: Annotated[int, Range(0, _MAX_DRAFTS)] = 8
     """Tokens forced by a grammar that a step takes as drafts for one request; a drafter's own number replaces it."""
     lora_modules: tuple[str, ...] = ()
-    """LoRA adapters that are served from the start, each NAME=FOLDER or JSON: {"name": NAME, "path": FOLDER}."""
     lora_folder: str | None = None
-    """Folder whose adapters may be loaded while the engine serves; None allows none."""
     max_loras: Annotated[int, Range(1, 1024)] = 8
-    """Adapters that are loaded at a time."""
     max_lora_rank: Annotated[int, Range(1, 512)] = 64
-    """Largest rank of an adapter."""
     output_transport: Annotated[str, OneOf("memory", "zmq")] = "memory"
-    """How a step's output travels from the runner: `memory`, or `zmq` (FastDeploy's FD_USE_GET_SAVE_OUTPUT_V1=1)."""
     watchdog_seconds: Annotated[float, Range(0, _DAY, above=True)] = 60.0
-    """A step not answered within this time is an engine fault."""
     restart_attempts: Annotated[int, Range(0, 1_000_000)] = 5
-    """Failed starts in a row after which an engine that died is given up; 0 tries again for good."""
     save_preempted_kv: bool = True
-    """Whether the KV of preempted requests is kept outside the device, so that they come back without recomputing."""
     host_kv_memory: Annotated[int, ByteSize(0)] = 512 * 2**20
-    """Bytes of host memory for KV outside the device."""
     kv_store: str | None = None
-    """Where KV is kept beyond this process, such as `disk:FOLDER` or `redis://HOST:PORT/DB`; None keeps none."""
     kv_store_timeout: Annotated[float, Range(0, 3600, above=True)] = 1.0
-    """Seconds that a request may wait for its KV before it computes it."""
     kv_store_secret_file: str | None = None
     """File with the secret of stored values; None takes the user's own."""
     kv_store_compression: Annotated[str, OneOf("none", "zlib")] = "none"
     role: Annotated[str, OneOf("mixed", "prefill", "decode")] = "mixed"
-    """`mixed` computes prompts and texts, `prefill` prompts for other workers, `decode` texts whose prompts others
-    compute."""
     kv_connector: str = "tcp"
-    """How KV travels from a prefill worker to this decode worker: `tcp`, `shared_memory`, `kv_store` or a plugin's."""
     transfer_host: str = "127.0.0.1"
-    """Where a prefill worker listens for decode workers."""
     transfer_port: Annotated[int, Range(0, 65535)] = 0
-    """0 takes a free one."""
     transfer_secret_file: str | None = None
-    """File with the secret that prefill and decode workers share; None takes the user's own."""
     lease_seconds: Annotated[float, Range(0.1, 3600)] = 10.0
-    """A prefill worker that is silent for so long is given up, and the prompt computed by the decode worker."""
     kv_events: bool | None = None
     """Whether the engine reports the prefixes in its device cache to a router; None reports nothing."""
     trace: str | None = None
-    """File that receives a trace of every step, for `fdcore trace`; None writes no trace."""
     trace_limit: Annotated[int, ByteSize()] = 256 * 2**20
-    """Bytes after which nothing more is written to `trace`."""
 
     @property
     def num_ranks(self) -> int:
@@ -178,53 +144,32 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000
     health_port: Annotated[int, Range(0, 65535)] | None = None
-    """Where /health is served by a thread of its own as well, without TLS; None serves it at `port` only."""
     api_keys: tuple[str, ...] = ()
     """API keys of clients; without any everybody is served."""
     api_key_file: str | None = None
-    """File of API keys with names and limits, which SIGHUP reads again."""
     protect_pages: bool = False
-    """Whether /metrics and the pages ask for a key as well."""
     share_prefix_cache: bool = False
-    """Whether requests of different API keys share cached prefixes: `cached_tokens` and the time to the first token
-    then show a client which prompts others have sent."""
     access_log: bool = False
-    """Whether each request is logged with one line."""
     log_format: Annotated[str, OneOf("text", "json")] = "text"
     allowed_hosts: tuple[str, ...] = ()
-    """Names that requests may ask for beside this machine's own; `*` for any. Without any, a server on loopback answers
-    to its own names only, and another one to all."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages may send requests, such as `https://chat.example.org`; `*` for any."""
     limit_concurrency: Annotated[int, Range(1)] | None = None
-    """Connections at a time; None takes what the limit of descriptors leaves."""
     limit_concurrency_per_address: Annotated[int, Range(1)] | None = None
-    """Connections at a time from one address of another machine; None takes three quarters of all."""
     timeout_headers: Annotated[float, Range(0, _DAY, above=True)] = 20.0
     """Seconds in which the head of a request has to come, and a TLS handshake to end."""
     timeout_keep_alive: Annotated[float, Range(0, _DAY, above=True)] = 30.0
-    """Seconds for which a connection may wait for its next request."""
     timeout_body: Annotated[float, Range(0, _DAY, above=True)] = 30.0
-    """Seconds in which a body has to come, and one more for each 64 KiB that came."""
     timeout_write: Annotated[float, Range(0, _DAY, above=True)] = 60.0
-    """Seconds for which a client may leave its answer in the buffers, and one more for each 64 KiB that it takes."""
     max_body_bytes: Annotated[int, ByteSize()] = 16 * 1024 * 1024
-    """Largest body of a request, in bytes."""
     max_body_memory: Annotated[int, ByteSize()] = 256 * 1024 * 1024
-    """Bytes that all bodies being received may hold, beside the first 64 KiB of each."""
     ssl_certfile: str | None = None
     """Certificates in PEM format; None serves plain HTTP."""
     ssl_keyfile: str | None = None
-    """Private key of the certificate; None looks for it in the file of the certificate."""
     ssl_keyfile_password: str = ""
     ssl_ca_certs: str | None = None
-    """Authorities of which every client needs a certificate."""
     drain_delay: Annotated[float, Range(0, _DAY)] = 0.0
-    """Seconds after Ctrl-C or SIGTERM for which requests are still taken while /ready already answers 503."""
     drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
-    """How long running requests may go on after Ctrl-C."""
     otlp_traces_endpoint: str | None = None
-    """Where an OpenTelemetry collector takes spans by OTLP over HTTP; None makes none."""
     log_level: Annotated[str, LOG_LEVELS] = "info"
 
     @property
@@ -235,11 +180,8 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.protect_pages and not self.asks_for_keys:
-            raise ConfigError(
-                "there is no key that could protect the pages",
-                field="--protect-pages",
-                hint="give --api-key-file, --api-key or FD_API_KEY",
-            )
+            hint = "give --api-key-file, --api-key or FD_API_KEY"
+            raise ConfigError("there is no key that could protect the pages", field="--protect-pages", hint=hint)
         if self.max_body_memory < self.max_body_bytes:
             raise ConfigError(
                 f"max_body_memory is {self.max_body_memory:,} bytes, less than one body of {self.max_body_bytes:,}",
@@ -255,43 +197,25 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     chat_template: str | None = None
     """Jinja source that replaces the model's own template."""
     trust_request_chat_template: bool = False
-    """Whether requests may bring a template of their own; templates run in a sandbox with bounds."""
     enable_tokenizer_info_endpoint: bool = False
-    """Whether /tokenizer_info tells control tokens and the chat template."""
     tool_call_parser: str = "auto"
-    """What finds tool calls in answers; `auto` takes what fits the model, `none` finds none."""
     reasoning_parser: str = "auto"
-    """What tells reasoning from the answer; `auto` takes what fits the model, `none` leaves it in the text."""
     response_store: Annotated[int, Range(0, 1_000_000)] = 0
-    """Answers of /v1/responses that are kept for later requests; 0 keeps none."""
     engine: Annotated[str, OneOf("process", "inproc")] = "process"
-    """Whether the engine runs in a process of its own or in the server's."""
     data_parallel_size: Annotated[int, Range(1, 1024)] = 1
-    """Engines behind the server, each with the whole model, processors or a device of its own, and its own KV."""
     max_queued_requests: Annotated[int, Range(0)] = 1024
-    """Requests waiting beyond this are answered with 503."""
     max_n: Annotated[int, Range(1, 128)] = 128
-    """Texts that one request may ask for, all its prompts and choices together."""
     max_logprobs: Annotated[int, Range(0, 20)] = 20
-    """Most likely tokens that a request may ask for beside each token."""
     batch_api: bool = True
-    """Whether files and batches are kept, see /v1/files and /v1/batches."""
     batch_store: str | None = None
-    """Folder of files and batches; None takes one in the cache folder."""
     batch_store_limit: Annotated[int, ByteSize()] = 2**30
-    """Bytes of all files that are kept."""
     batch_store_key_limit: Annotated[int, ByteSize()] | None = None
-    """Bytes of the files of one API key; None takes an equal share of all, and at least a quarter."""
     metrics_names: Annotated[str, OneOf("fdcore", "vllm")] = "fdcore"
-    """`vllm` adds vLLM's names to those of /metrics, for dashboards and routers that look for them."""
     router: str | None = None
-    """Admin address of a router to register with; None registers nowhere."""
     router_secret: str = ""
     """What that router asks of whoever registers."""
     router_ca_certs: str | None = None
-    """Authorities that the router's certificate may come from; None takes those of the system."""
     advertise_url: str | None = None
-    """Where the router finds this server; None takes host and port."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -347,11 +271,8 @@ def resolve_limits(
         )
     max_len = model_max_len if config.max_model_len is None else config.max_model_len
     if max_len > model_max_len:
-        raise ConfigError(
-            f"max_model_len is {max_len}, but the model was built for {model_max_len} tokens",
-            field="--max-model-len",
-            hint=f"use at most {model_max_len}",
-        )
+        message = f"max_model_len is {max_len}, but the model was built for {model_max_len} tokens"
+        raise ConfigError(message, field="--max-model-len", hint=f"use at most {model_max_len}")
     blocks = _kv_blocks(config, max_len, bytes_per_block, free_bytes)
     if config.max_model_len is None:
         max_len = min(max_len, blocks * config.block_size)
@@ -390,17 +311,12 @@ def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_by
     if config.kv_cache_memory is not None:
         blocks = config.kv_cache_memory // bytes_per_block
         if config.kv_cache_memory > free_bytes:
-            raise ConfigError(
-                f"kv_cache_memory is {config.kv_cache_memory:,} bytes, but {free_bytes:,} are free for KV",
-                field="--kv-cache-memory",
-                hint="give less, or leave it out to take what fits; a processor gives KV a quarter of its free memory",
-            )
+            message = f"kv_cache_memory is {config.kv_cache_memory:,} bytes, but {free_bytes:,} are free for KV"
+            hint = "give less, or leave it out to take what fits; a processor gives KV a quarter of its free memory"
+            raise ConfigError(message, field="--kv-cache-memory", hint=hint)
         if blocks < 1:
-            raise ConfigError(
-                f"kv_cache_memory is {config.kv_cache_memory:,} bytes, and one KV block takes {bytes_per_block:,}",
-                field="--kv-cache-memory",
-                hint="give more, or leave it out to take what fits",
-            )
+            message = f"kv_cache_memory is {config.kv_cache_memory:,} bytes, and one KV block takes {bytes_per_block:,}"
+            raise ConfigError(message, field="--kv-cache-memory", hint="give more, or leave it out to take what fits")
     else:
         blocks = min(int(free_bytes * config.gpu_memory_utilization) // bytes_per_block, useful)
     if blocks < 1:

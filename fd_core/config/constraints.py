@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, Final, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -24,13 +24,6 @@ from fd_core.errors import ConfigError
 
 _YES: Final = ("1", "true", "yes", "on")
 _NO: Final = ("0", "false", "no", "off")
-
-
-class Constraint(Protocol):
-    """Narrows the values of a type."""
-
-    def check(self, value: Any) -> None:
-        """Raise `ValueError` with a phrase that completes "NAME: ..." unless `value` is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +83,10 @@ class ByteSize:
         """Raise `ValueError` unless a machine can have so many bytes."""
         if not self.minimum <= value < 2**63:
             raise ValueError(f"{value} is not a size {'above 0 ' if self.minimum else ''}that a machine can have")
+
+
+Constraint = Range | OneOf | Prefix | ByteSize
+"""Narrows the values of a type; `check` raises `ValueError` with a phrase that completes "NAME: ..."."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +203,7 @@ def _rule(hint: Any) -> Rule:
     optional, constraint = False, None
     while True:
         if get_origin(hint) is Annotated:
-            constraint = next((extra for extra in get_args(hint)[1:] if hasattr(extra, "check")), constraint)
+            constraint = next((extra for extra in get_args(hint)[1:] if isinstance(extra, Constraint)), constraint)
             hint = get_args(hint)[0]
         elif get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
             optional = True

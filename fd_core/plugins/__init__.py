@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -26,8 +26,7 @@ import pluggy
 
 from fd_core import hookspecs
 from fd_core.errors import PluginError
-from fd_core.hookspecs import ENTRY_POINT_GROUP, Entry
-from fd_core.plugins.rules import OWN_CODE, StrangerError, check_module, checked_entries, described, shielded
+from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP, Entry
 
 if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
@@ -43,6 +42,92 @@ if TYPE_CHECKING:
     from fd_core.scheduling.policies import SchedulingPolicy
     from fd_core.scheduling.victims import VictimPolicy
     from fd_core.text.parsing.contract import ReasoningParser, ToolParser
+
+
+OWN_CODE: Final = "the plugin's own code raised this: install another version of it or ask its maker"
+"""What to do about an error that only its maker can explain."""
+_HOOK_PREFIX: Final = "fd_"
+_NAME: Final = re.compile(r"[a-z0-9_+]+")
+_TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class StrangerError(Exception):
+    """Code or data of a plugin broke a rule; the text is the cause, `hint` says what to do."""
+
+    def __init__(self, cause: str, hint: str) -> None:
+        super().__init__(cause)
+        self.hint = hint
+
+
+def shielded(action: Callable[[], Any]) -> Any:
+    """Run code of a plugin. Whatever it raises becomes a `StrangerError`, the plugin's problem."""
+    try:
+        return action()
+    except StrangerError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        raise StrangerError(f"{type(error).__name__}: {text}".removesuffix(": "), _hint_for(error)) from error
+
+
+def _hint_for(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"install what provides {error.name}; if the plugin needs it, its pyproject.toml has to say so"
+    if isinstance(error, (ImportError, AttributeError)):
+        return "correct the name, or install the version that has it"
+    return OWN_CODE
+
+
+def check_module(module: object) -> None:
+    """Refuse a plugin that was built for another contract or implements an unknown hook; `StrangerError`."""
+    if not isinstance(module, ModuleType):
+        hint = f"in pyproject.toml, [project.entry-points.{ENTRY_POINT_GROUP}], write the module without `:`"
+        raise StrangerError(f"the entry point names {described(module)}; it must name a module", hint)
+    version = getattr(module, "FD_CONTRACT", None)
+    if version is None:
+        cause = f"{module.__name__} declares no FD_CONTRACT; this fd_core implements {CONTRACT_VERSION}"
+        raise StrangerError(cause, f"write FD_CONTRACT = {CONTRACT_VERSION} there once it keeps that contract")
+    if type(version) is not int or version != CONTRACT_VERSION:
+        cause = f"it was built for contract {version!r}; this fd_core implements {CONTRACT_VERSION}"
+        raise StrangerError(cause, "install the version of the plugin, or of fd-core, that matches the other")
+    known = {name for name in vars(hookspecs) if name.startswith(_HOOK_PREFIX)}
+    for name, value in vars(module).items():
+        if not callable(value):
+            continue
+        marker = getattr(value, "fd_core_impl", None)
+        if marker is None and not name.startswith(_HOOK_PREFIX):
+            continue
+        hook = (marker or {}).get("specname") or name
+        if hook not in known:
+            hint = "correct the spelling; a newer hook needs a newer fd-core; helpers must not begin with fd_"
+            raise StrangerError(f"{hook} is not a hook; there are {', '.join(sorted(known))}", hint)
+        if marker is None:
+            raise StrangerError(f"{name} is not marked with fd_core.hookspecs.hookimpl", "put @hookimpl above it")
+
+
+def checked_entries(hook: str, answer: object) -> list[Entry]:
+    """Return what a hook answered if it is a sequence of sound entries. Raises `StrangerError`."""
+    hint = f"let {hook} return a list of Entry(name, 'package.module:Class', 'one line for lists')"
+    if not isinstance(answer, Sequence) or isinstance(answer, str):
+        raise StrangerError(f"{hook} returned {described(answer)} instead of a sequence of Entry", hint)
+    entries: list[Entry] = []
+    for item in answer:
+        if not isinstance(item, Entry):
+            raise StrangerError(f"{hook} returned a sequence with {described(item)} instead of an Entry", hint)
+        if not isinstance(item.name, str) or not _NAME.fullmatch(item.name):
+            raise StrangerError(f"{hook}: name {item.name!r} may have lower case, digits, _ and + only", hint)
+        if not isinstance(item.target, str) or not _TARGET.fullmatch(item.target):
+            raise StrangerError(f"{hook}: target {item.target!r} of {item.name} is not package.module:Class", hint)
+        if not isinstance(item.summary, str):
+            cause = f"{hook}: summary of {item.name} is {described(item.summary)} instead of a line"
+            raise StrangerError(cause, hint)
+        entries.append(item)
+    return entries
+
+
+def described(value: object) -> str:
+    """Return type and value in a few words."""
+    return f"{type(value).__name__} {value!r:.60}"
 
 
 KNOWN_PLUGINS: Final[Mapping[str, str]] = {
@@ -290,7 +375,11 @@ class Plugins:
             plugins._admit(Origin("fd-core", core_version, name), partial(importlib.import_module, name))
         if entry_points is None:
             entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-        for origin, point in sorted(((_origin(point), point) for point in entry_points), key=lambda pair: str(pair)):
+        found = []
+        for point in entry_points:
+            name, version = (point.dist.name, point.dist.version) if point.dist else ("unknown distribution", "?")
+            found.append((Origin(name, version, point.name), point))
+        for origin, point in sorted(found, key=str):
             plugins._admit(origin, point.load)
         plugins._refuse_contested_names()
         return plugins
@@ -342,11 +431,8 @@ class Plugins:
         offer = self.find(BACKEND, name)
         availability = offer.probe()
         if not availability.available:
-            raise PluginError(
-                f"backend {name} cannot run here: {availability.reason}",
-                field="--backend",
-                hint="leave out --backend to take the best that can run; `fdcore env` says of each whether it can",
-            )
+            hint = "leave out --backend to take the best that can run; `fdcore env` says of each whether it can"
+            raise PluginError(f"backend {name} cannot run here: {availability.reason}", field="--backend", hint=hint)
         return ChosenBackend(name, offer.load(), f"asked for by name; {availability.reason}")
 
     def _best_backend(self) -> ChosenBackend:
@@ -366,11 +452,9 @@ class Plugins:
             else:
                 passed_over.append(f"{name}: {availability.reason}")
         if not available:
-            raise PluginError(
-                "no backend can run here: " + ("; ".join(passed_over) or "none is registered"),
-                field="--backend",
-                hint="install the CPU backend's framework: pip install 'fd-core[cpu]'",
-            )
+            message = "no backend can run here: " + ("; ".join(passed_over) or "none is registered")
+            hint = "install the CPU backend's framework: pip install 'fd-core[cpu]'"
+            raise PluginError(message, field="--backend", hint=hint)
         _, name, backend, reason = max(available, key=lambda candidate: candidate[:2])
         return ChosenBackend(
             name, backend, "; ".join([f"best available: {reason}", *(f"not {why}" for why in passed_over)])
@@ -434,12 +518,6 @@ def blamed_on_file(error: BaseException) -> PluginError | None:
     code, line = own[-1]
     where = f"{code.co_filename}, line {line}, in {code.co_qualname}"
     return PluginError(f"{where}: {type(error).__name__}: {error}", hint="correct the file")
-
-
-def _origin(point: importlib.metadata.EntryPoint) -> Origin:
-    if point.dist is None:
-        return Origin("unknown distribution", "?", point.name)
-    return Origin(point.dist.name, point.dist.version, point.name)
 
 
 def _import_target(target: str) -> Any:

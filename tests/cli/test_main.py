@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import fd_core
 from fd_core.cli.app import app
 from fd_core.cli.report import describe
-from fd_core.cli.settings import foreign_flags
+from fd_core.cli.settings.flags import REASONS
 from fd_core.errors import ModelError
 from tests.speed import slowdown
 
@@ -212,6 +212,6 @@ def test_flags_of_other_servers_are_none_here_and_what_is_named_in_their_place_i
     commands = typer.main.get_command(app).commands
     here = {name: {word for each in commands[name].params for word in each.opts} for name in ("serve", "route")}
     off = {word for each in commands["serve"].params for word in each.secondary_opts}
-    for flag, reason in foreign_flags.REASONS.items():
+    for flag, reason in REASONS.items():
         assert flag not in here["serve"] | here["route"]
         assert set(re.findall(r"--[a-z-]+", reason)) <= here["serve"] | here["route"] | off

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.cli.settings.values import speculation
+from fd_core.cli.settings.flags import speculation
 from fd_core.config import SpeculativeConfig
 
 

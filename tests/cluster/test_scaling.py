@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fd_core.cluster.polling import FirstTokens, late_first_token
+from fd_core.cluster.deployment import FirstTokens, late_first_token
 from fd_core.cluster.scaling import GroupLoad, LoadPolicy, quantile
 from fd_core.errors import ConfigError
 

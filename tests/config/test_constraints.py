@@ -11,8 +11,7 @@ import pytest
 
 from fd_core import LLM
 from fd_core.cli.settings.flags import ENGINE_FLAGS, GATEWAY_FLAGS, ROUTER_FLAGS, SERVER_FLAGS, Flag
-from fd_core.cli.settings.router_settings import merge_route
-from fd_core.cli.settings.settings import merge
+from fd_core.cli.settings.settings import merge, merge_route
 from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
 from fd_core.config.constraints import (
     ByteSize,

@@ -19,8 +19,7 @@ import yaml
 from typer.main import get_command
 
 from fd_core.cli.app import app
-from fd_core.cli.settings.router_settings import merge_route
-from fd_core.cli.settings.settings import merge
+from fd_core.cli.settings.settings import merge, merge_route
 from tests.examples.conftest import EXAMPLES
 from tests.server.processes import free_port, running
 from tests.server.redis_server import redis_server

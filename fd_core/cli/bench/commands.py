@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from functools import partial
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, a running server, planning, or routing.")
 
-Model = Annotated[
-    str | None,
-    typer.Argument(metavar="[MODEL]", show_default=False, help="Model to measure; smollm2 if none is named."),
-]
+Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Model to measure; smollm2 if none is named.")]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.", metavar="TOKENS")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens in each answer.", metavar="TOKENS")]
 Seed = Annotated[int, typer.Option(help="Seed of the workload: the same seed makes the same prompts.", metavar="N")]
@@ -49,9 +45,8 @@ def latency(
     json: Json = None,
 ) -> None:
     """One stream at a time: time to first token and per output token."""
-    from fd_core.cli.bench.measuring import generate
     from fd_core.cli.bench.results import report
-    from fd_core.cli.bench.workload import synthetic_ids
+    from fd_core.cli.bench.workload import generate, synthetic_ids
 
     console = _prepare(json)
     with contextlib.closing(_load(model, given, input_len + output_len, console)) as llm:
@@ -83,9 +78,8 @@ def throughput(
     json: Json = None,
 ) -> None:
     """A batch of requests at once: tokens per second."""
-    from fd_core.cli.bench.measuring import generate
     from fd_core.cli.bench.results import report
-    from fd_core.cli.bench.workload import synthetic_ids
+    from fd_core.cli.bench.workload import generate, synthetic_ids
 
     console = _prepare(json)
     with contextlib.closing(_load(model, given, input_len + output_len, console)) as llm:
@@ -107,15 +101,11 @@ def serve(
         str | None, typer.Option(help="Model to measure; the first one of the server if none is named.")
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests that are sent in all.", metavar="N")] = 64,
-    max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests open at once.", metavar="N", show_default=False)
-    ] = None,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests open at once.", metavar="N")] = None,
     request_rate: Annotated[
         float | None,
         typer.Option(
-            min=0.001,
-            help="Requests per second, as a Poisson process; without it all requests are sent at once.",
-            show_default=False,
+            min=0.001, help="Requests per second, as a Poisson process; without it all requests are sent at once."
         ),
     ] = None,
     input_len: Annotated[
@@ -123,25 +113,21 @@ def serve(
     ] = 256,
     output_len: OutputLen = 128,
     dataset: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of JSON lines with `prompt` or `messages`, and perhaps `max_tokens`.", show_default=False
-        ),
+        Path | None, typer.Option(help="File of JSON lines with `prompt` or `messages`, and perhaps `max_tokens`.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Generate every answer to its full length.")] = True,
     goodput: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Latency objective in ms, such as ttft:300, tpot:50 or e2e:5000; may be repeated.", show_default=False
-        ),
+        typer.Option(help="Latency objective in ms, such as ttft:300, tpot:50 or e2e:5000; may be repeated."),
     ] = None,
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
     """Requests over HTTP to a running server: latencies as its users see them, and goodput."""
-    from fd_core.cli.bench.measuring import measure
+    import asyncio
+
     from fd_core.cli.bench.results import objectives, report
-    from fd_core.cli.bench.workload import arrivals, from_file, synthetic
+    from fd_core.cli.bench.workload import arrivals, from_file, measure, synthetic
     from fd_core.cli.chats.api_client import ApiClient
     from fd_core.cli.settings.settings import client_key
 
@@ -155,21 +141,13 @@ def serve(
 
     async def run(bar: Progress) -> tuple[str, list[RequestTimes], float]:
         async with ApiClient(url, key) as api:
-            name = model or next(iter(await api.models()), None)
-            if name is None:
-                raise FdError("the server serves no model", field=api.url)
+            name = model or await api.first_model()
             task = bar.add_task(f"Measuring {name}", total=len(asks))
             times = arrivals(len(asks), request_rate, seed)
-            timelines, seconds = await measure(
-                api,
-                name,
-                asks,
-                times,
-                concurrency=max_concurrency,
-                ignore_eos=ignore_eos,
-                ended=lambda _: bar.advance(task),
+            measured = await measure(
+                api, name, asks, times, max_concurrency, ignore_eos=ignore_eos, ended=lambda: bar.advance(task)
             )
-            return name, timelines, seconds
+            return name, *measured
 
     with _bar(console) as bar:
         name, timelines, seconds = asyncio.run(run(bar))
@@ -203,7 +181,6 @@ def scheduler(
             max=16384,
             help="Requests that run at once; may be repeated. [default: 16, 256, 1024, 4096]",
             metavar="N",
-            show_default=False,
         ),
     ] = None,
     drafts: Annotated[
@@ -213,7 +190,6 @@ def scheduler(
             max=16,
             help="Drafts that each request verifies in a step; may be repeated. [default: 0, 3]",
             metavar="N",
-            show_default=False,
         ),
     ] = None,
     waiting: Annotated[
@@ -224,7 +200,6 @@ def scheduler(
             help="Plan beside N waiting prompts that do not fit, compared with an empty queue, then admit N prompts "
             "with a common prefix at once. Without --running and --drafts: 16 requests, no drafts.",
             metavar="N",
-            show_default=False,
         ),
     ] = None,
     waiting_tokens: Annotated[
@@ -236,6 +211,7 @@ def scheduler(
     json: Json = None,
 ) -> None:
     """Without a model: time to plan a step of steady decode and to commit its answer."""
+    from fd_core.cli.bench.results import show_times, write
     from fd_core.cli.bench.scheduler import (
         DRAFTS,
         RUNNING,
@@ -244,7 +220,6 @@ def scheduler(
         queue_figures,
         step_figures,
     )
-    from fd_core.cli.bench.tables import show_times, write
 
     console = _prepare(json)
     common: dict[str, int] = {"block_size": block_size, "seed": seed}
@@ -288,11 +263,7 @@ def router(
     in_flight: Annotated[
         list[int] | None,
         typer.Option(
-            min=1,
-            max=100_000,
-            help="Requests in flight; may be repeated. [default: 100, 1000, 10000]",
-            metavar="N",
-            show_default=False,
+            min=1, max=100_000, help="Requests in flight; may be repeated. [default: 100, 1000, 10000]", metavar="N"
         ),
     ] = None,
     policy: Annotated[str, typer.Option(help="Router policy for mixed workers.", metavar="NAME")] = "cache_aware",
@@ -305,8 +276,8 @@ def router(
     json: Json = None,
 ) -> None:
     """Without HTTP and without a model: time to select a worker for a request, and to release it."""
+    from fd_core.cli.bench.results import show_times, write
     from fd_core.cli.bench.router import IN_FLIGHT, OWN_TOKENS, RouterTraffic
-    from fd_core.cli.bench.tables import show_times, write
     from fd_core.plugins import ROUTER_POLICY, installed_plugins
     from fd_core.router.config import RouterConfig
     from fd_core.router.router import Router
@@ -335,7 +306,7 @@ def router(
 def _prepare(json: Path | None) -> Console:
     from rich.console import Console
 
-    from fd_core.cli.bench.tables import check_writable
+    from fd_core.cli.bench.results import check_writable
 
     check_writable(json)
     return Console()
@@ -343,7 +314,6 @@ def _prepare(json: Path | None) -> Console:
 
 def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM:
     import msgspec
-    from rich.console import Console
 
     from fd_core.cli.serving.startup import startup_bars
     from fd_core.cli.settings.settings import merge
@@ -351,16 +321,14 @@ def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM
     from fd_core.engine.llm import LLM
 
     config = merge(model, given, os.environ, default_model="smollm2").engine
-    with startup_bars(Console(stderr=True)) as bars:
+    with startup_bars() as bars:
         find_assets(config, bars)
     with console.status(f"Loading {config.model}"):
         llm = LLM(**msgspec.structs.asdict(config))
     if llm.info.max_model_len < tokens:
         llm.close()
-        raise ConfigError(
-            f"--input-len and --output-len make {tokens:,} tokens, but the model holds {llm.info.max_model_len:,}",
-            field="--input-len",
-        )
+        message = f"--input-len and --output-len make {tokens:,} tokens, but the model holds {llm.info.max_model_len:,}"
+        raise ConfigError(message, field="--input-len")
     return llm
 
 
@@ -378,7 +346,7 @@ def _bar(console: Console) -> Progress:
 
 
 def _close(console: Console, json: Path | None, result: BenchmarkReport, settings: dict[str, Any]) -> None:
-    from fd_core.cli.bench.tables import show, write
+    from fd_core.cli.bench.results import show, write
 
     show(console, result, f"bench {settings['benchmark']}: {settings['model']}")
     write(json, result.as_json(settings))

@@ -16,7 +16,6 @@ IN_FLIGHT: Final = (100, 1_000, 10_000)
 OWN_TOKENS: Final = 256
 """Prompt tokens that follow the system prompt, different for each request."""
 _WARM_UP: Final = 50
-"""Requests that are not measured."""
 _VOCAB_SIZE: Final = 32_000
 
 

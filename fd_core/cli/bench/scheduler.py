@@ -19,7 +19,6 @@ RUNNING: Final = (16, 256, 1024, 4096)
 RUNNING_BESIDE_QUEUE: Final = (16,)
 DRAFTS: Final = (0, 3)
 WARM_UP: Final = 20
-"""Steps that are not counted."""
 VOCAB_SIZE: Final = 32000
 _PROMPT_TOKENS: Final = 128
 _TURN: Final = 10

@@ -18,7 +18,6 @@ from fd_core.router.gateway.requests.relaying import read_up_to
 _LONGEST_LINE = 1 << 20
 _LONGEST_LIST = 16 << 20
 """Bytes of the list of models; what lies behind is not read."""
-_STOP_LINE = b"[DONE]"
 _LIST_SECONDS = 30.0
 """A server that says by then which models it serves is one; an answer may take as long as it takes."""
 
@@ -74,8 +73,8 @@ class ApiClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def models(self) -> list[str]:
-        """Return the names of the models served."""
+    async def first_model(self) -> str:
+        """Return the name of the first of the models served. Raises `ServerAnswer`."""
         try:
             wait = aiohttp.ClientTimeout(total=_LIST_SECONDS)
             async with self._session.get(f"{self.url}/v1/models", timeout=wait) as response:
@@ -85,9 +84,12 @@ class ApiClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
         try:
-            return [str(card["id"]) for card in msgspec.json.decode(body)["data"]]
+            names = [str(card["id"]) for card in msgspec.json.decode(body)["data"]]
         except (msgspec.DecodeError, TypeError, LookupError) as error:
             raise ServerAnswer("the server does not answer like an OpenAI server", field=self.url) from error
+        if not names:
+            raise FdError("the server serves no model", field=self.url)
+        return names[0]
 
     async def stream(self, path: str, request: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         """Send a completion or chat request and return the answer's pieces. Raises `ServerAnswer`."""
@@ -102,7 +104,7 @@ class ApiClient:
                     name, _, value = line.strip().partition(b":")
                     if name != b"data":
                         continue
-                    if value.strip() == _STOP_LINE:
+                    if value.strip() == b"[DONE]":
                         return
                     yield _chunk(value, at, self.url)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -124,13 +126,8 @@ def _chunk(data: bytes, at: float, url: str) -> Chunk:
         usage = event.get("usage") or {}
         choice = event["choices"][0] if event.get("choices") else {}
         text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        return Chunk(
-            text=str(text),
-            at=at,
-            finish_reason=choice.get("finish_reason"),
-            prompt_tokens=usage.get("prompt_tokens"),
-            completion_tokens=usage.get("completion_tokens"),
-        )
+        counts = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
+        return Chunk(str(text), at, choice.get("finish_reason"), *counts)
     except (msgspec.DecodeError, AttributeError, TypeError, LookupError) as error:
         raise ServerAnswer("the answer is not a stream of OpenAI events", field=url) from error
 

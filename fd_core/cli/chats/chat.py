@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fd_core.cli.chats.conversation import ChatHistory
-from fd_core.cli.planning.speed import AnswerSpeed
+from fd_core.cli.chats.conversation import ChatHistory, kept_history, typed_messages
 from fd_core.cli.report import harmless, plain, reports_errors, say
 from fd_core.cli.settings.flags import CHAT_FLAGS, CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
-from fd_core.cli.settings.typed_messages import kept_history, typed_messages
+from fd_core.config.paths import find_cache_dir
 from fd_core.errors import BadRequest, ConfigError, FdError
 
 if TYPE_CHECKING:
@@ -26,32 +25,22 @@ if TYPE_CHECKING:
 Url = Annotated[
     str | None, typer.Option(help="URL of a running server to use instead of loading a model.", metavar="URL")
 ]
-MaxTokens = Annotated[int | None, typer.Option(help="Longest answer in tokens.", metavar="N", show_default=False)]
+MaxTokens = Annotated[int | None, typer.Option(help="Longest answer in tokens.", metavar="N")]
 Temperature = Annotated[
     float, typer.Option(help="Randomness of sampling, 0 to 2; 0 always takes the most likely token.", metavar="T")
 ]
 TopP = Annotated[float, typer.Option(help="Probability mass to sample from, above 0 and at most 1.", metavar="P")]
-Seed = Annotated[
-    int | None, typer.Option(help="Seed of sampling; the same seed repeats an answer.", metavar="N", show_default=False)
-]
-Model = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="smollm2, a folder, a .gguf file or a Hugging Face name.", metavar="MODEL"),
-]
-
-_HELP = "/help shows what else can be typed, Ctrl-C stops an answer, Ctrl-D leaves"
-_BOTH = "is for a model loaded here, and with --url the server's own settings hold"
+Seed = Annotated[int | None, typer.Option(help="Seed of sampling; the same seed repeats an answer.", metavar="N")]
 
 
 @reports_errors
 @takes_flags(ENGINE_FLAGS, CHAT_FLAGS, (CONFIG_FILE,))
 def chat(
     given: Given,
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False)] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
     url: Url = None,
     system: Annotated[
-        str | None,
-        typer.Option(help="System message at the beginning of the conversation.", metavar="TEXT", show_default=False),
+        str | None, typer.Option(help="System message at the beginning of the conversation.", metavar="TEXT")
     ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.7,
@@ -65,11 +54,18 @@ def chat(
     /system, /save, /load and /quit; Ctrl-C stops an answer. Typed lines are kept in the cache folder for the arrow
     keys, but not those for a server that asks for a key.
     """
+    from fd_core.cli.settings.settings import client_key
+
     options = _sampling(max_tokens, temperature, top_p, seed)
     with _chat_backend(model, url, given, chats=True) as (loop, backend, name):
         if sys.stdin.isatty():
-            print(f"{plain(name)}: {_HELP}", file=sys.stderr)
-        with kept_history(_history(url, given)):
+            print(
+                f"{plain(name)}: /help shows what else can be typed, Ctrl-C stops an answer, Ctrl-D leaves",
+                file=sys.stderr,
+            )
+        # What is said to a server that asks for a key stays there.
+        secret = url is not None and client_key(given, os.environ)
+        with kept_history(None if secret else find_cache_dir() / "chat_history"):
             _converse(loop, backend, ChatHistory(system), options)
 
 
@@ -78,7 +74,10 @@ def chat(
 def complete(
     given: Given,
     prompt: Annotated[str, typer.Argument(help="Text to continue; `-` reads it from the standard input.")],
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="smollm2, a folder, a .gguf file or a Hugging Face name.", metavar="MODEL"),
+    ] = None,
     url: Url = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
@@ -132,15 +131,12 @@ def _remote(
     from fd_core.cli.settings.settings import client_key
 
     keys = ("api_keys", CLIENT_KEY_FILE.field)
-    engine_flags = [
-        flag.flag for flag in (*ENGINE_FLAGS, *CHAT_FLAGS) if flag.field in given and flag.field not in keys
-    ]
-    if engine_flags:
-        raise ConfigError(f"--url and {engine_flags[0]} contradict each other: {engine_flags[0]} {_BOTH}")
+    for flag in (*ENGINE_FLAGS, *CHAT_FLAGS):
+        if flag.field in given and flag.field not in keys:
+            why = "is for a model loaded here, and with --url the server's own settings hold"
+            raise ConfigError(f"--url and {flag.flag} contradict each other: {flag.flag} {why}")
     api = stack.enter_context(loop.entered(ApiClient(url, client_key(given, os.environ))))
-    name = model or next(iter(loop.run(api.models())), None)
-    if name is None:
-        raise FdError("the server serves no model", field=api.url)
+    name = model or loop.run(api.first_model())
     return ServerChatBackend(api, name), f"{name} at {api.url}"
 
 
@@ -154,12 +150,10 @@ def _local(
     where = settings.server.engine
     begun = stack.enter_context(loop.entered(begun_process(settings.engine.backend, wanted=where == "process")))
 
-    from rich.console import Console
-
     from fd_core.cli.chats.chat_backend import EngineChatBackend, no_template
     from fd_core.cli.serving.startup import find_model, running_engine, startup_bars
 
-    with startup_bars(Console(stderr=True)) as bars:
+    with startup_bars() as bars:
         found = find_model(settings.engine, settings.server.chat_template, bars)
         if chats and found.template is None:
             raise no_template(found.config.model)
@@ -210,14 +204,30 @@ def _answer(
     return "".join(pieces), whole
 
 
-def _history(url: str | None, given: Given) -> Path | None:
-    """Return the file of typed lines; None where a key leads to the server: what is said there stays there."""
-    from fd_core.cli.settings.settings import client_key
-    from fd_core.config.paths import find_cache_dir
-
-    return None if url is not None and client_key(given, os.environ) else find_cache_dir() / "chat_history"
-
-
 def _put(text: str) -> None:
     sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+class AnswerSpeed:
+    """Counts the tokens of one answer from when it is made, as they come or all at the end."""
+
+    def __init__(self, seconds: Callable[[], float] = time.perf_counter) -> None:
+        self._seconds = seconds
+        self._asked = seconds()
+        self._first = self._last = 0.0
+        self._tokens = 0
+
+    def count(self, tokens: int) -> None:
+        """Note that so many tokens came just now; 0 if it is not known yet how many."""
+        self._last = self._seconds()
+        self._first = self._first or self._last
+        self._tokens += tokens
+
+    def told(self) -> str | None:
+        """Return tokens, tokens a second after the first one and seconds until then; None if there were none."""
+        if not self._tokens:
+            return None
+        between = self._last - self._first
+        rate = f", {(self._tokens - 1) / between:,.1f} tokens/s" if between > 0 and self._tokens > 1 else ""
+        return f"[{self._tokens:,} tokens{rate}, the first after {self._first - self._asked:.2f} s]"

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fd_core.cli.chats.api_client import ApiClient
 from fd_core.errors import BadRequest, FdError, ModelError
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 TokenCount = Callable[[int], None]
-
-
-def _uncounted(tokens: int) -> None:
-    """Count nothing."""
+"""Receives the number of tokens that came, 0 where only their text is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +47,9 @@ class SamplingOptions:
 
 def no_template(model: str) -> ModelError:
     """Return the error of a model that is to chat and cannot."""
-    return ModelError(
-        f"{model} has no chat template, so it continues texts and does not chat",
-        field="model",
-        hint="use `fdcore complete`, take a model tuned to instructions, or give --chat-template FILE",
-    )
-
-
-class ChatBackend(Protocol):
-    """Generates text chunk by chunk; closing the iterator early stops the generation."""
-
-    def chat(
-        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount = _uncounted
-    ) -> AsyncGenerator[str, None]:
-        """Answer a conversation; `count` is told of tokens when they come, of 0 where only their text is known."""
-
-    def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
-        """Continue a text."""
+    message = f"{model} has no chat template, so it continues texts and does not chat"
+    hint = "use `fdcore complete`, take a model tuned to instructions, or give --chat-template FILE"
+    return ModelError(message, field="model", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +61,7 @@ class EngineChatBackend:
     template: ChatTemplate | None
 
     def chat(
-        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount = _uncounted
+        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount | None = None
     ) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
         if self.template is None:
@@ -90,7 +73,7 @@ class EngineChatBackend:
         return self._generate(self.tokenizer.encode(prompt), options)
 
     async def _generate(
-        self, prompt: list[int], options: SamplingOptions, count: TokenCount = _uncounted
+        self, prompt: list[int], options: SamplingOptions, count: TokenCount | None = None
     ) -> AsyncGenerator[str, None]:
         info = self.client.info
         room = info.max_model_len - len(prompt)
@@ -101,16 +84,13 @@ class EngineChatBackend:
                 f"the text has {len(prompt):,} tokens and the model holds {info.max_model_len:,} with its answer",
                 hint="shorten it, or /reset the chat",
             )
-        spec = RequestSpec(
-            request_id=secrets.token_hex(8),
-            prompt=tuple(prompt),
-            params=options.params(room),
-            eos_token_ids=info.eos_token_ids,
-        )
+        params, ends = options.params(room), info.eos_token_ids
+        spec = RequestSpec(request_id=secrets.token_hex(8), prompt=tuple(prompt), params=params, eos_token_ids=ends)
         text = IncrementalDetokenizer(self.tokenizer)
         async with contextlib.aclosing(cast(AsyncGenerator[Delta, None], self.client.submit(spec))) as deltas:
             async for delta in deltas:
-                count(len(delta.token_ids))
+                if count is not None:
+                    count(len(delta.token_ids))
                 yield text.push(delta.token_ids).text
                 if delta.error is not None:
                     raise FdError(delta.error)
@@ -125,7 +105,7 @@ class ServerChatBackend:
     model: str
 
     def chat(
-        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount = _uncounted
+        self, messages: Sequence[Message], options: SamplingOptions, count: TokenCount | None = None
     ) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
         return self._generate("/v1/chat/completions", {"messages": list(messages)}, options, count)
@@ -137,7 +117,7 @@ class ServerChatBackend:
         return self._generate("/v1/completions", {"prompt": prompt, **longest}, options)
 
     async def _generate(
-        self, path: str, asked: dict[str, Any], options: SamplingOptions, count: TokenCount = _uncounted
+        self, path: str, asked: dict[str, Any], options: SamplingOptions, count: TokenCount | None = None
     ) -> AsyncGenerator[str, None]:
         request = {**asked, "model": self.model, "temperature": options.temperature, "top_p": options.top_p}
         if options.max_tokens is not None:
@@ -146,6 +126,10 @@ class ServerChatBackend:
             request["seed"] = options.seed
         async with contextlib.aclosing(self.api.stream(path, request)) as chunks:
             async for chunk in chunks:
-                if chunk.text or chunk.completion_tokens:
+                if count is not None and (chunk.text or chunk.completion_tokens):
                     count(chunk.completion_tokens or 0)
                 yield chunk.text
+
+
+ChatBackend = EngineChatBackend | ServerChatBackend
+"""Generates text chunk by chunk; closing the iterator early stops the generation."""

@@ -67,8 +67,5 @@ def _asked(models: Sequence[ListedModel]) -> str:
 
 def _none_named(command: str, models: Sequence[ListedModel]) -> ConfigError:
     listed = "; ".join(f"{model.name} ({size_of(model)})" for model in models)
-    return ConfigError(
-        f"no model was named; there is {listed}",
-        field="MODEL",
-        hint=f"type `{command} {models[0].name}`, or name a folder, a .gguf file or a Hugging Face name",
-    )
+    hint = f"type `{command} {models[0].name}`, or name a folder, a .gguf file or a Hugging Face name"
+    return ConfigError(f"no model was named; there is {listed}", field="MODEL", hint=hint)

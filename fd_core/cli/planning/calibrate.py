@@ -10,6 +10,7 @@ import typer
 
 from fd_core.cli.report import reports_errors
 from fd_core.cli.settings.flags import CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
+from fd_core.errors import FdError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 def calibrate(
     given: Given,
     model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", show_default=False, help="Model to measure; smollm2 if none is named."),
+        str | None, typer.Argument(metavar="[MODEL]", help="Model to measure; smollm2 if none is named.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -32,13 +32,11 @@ def calibrate(
             "--output",
             "-o",
             metavar="FILE",
-            show_default=False,
             help="File for the profile; by default one in the cache folder, which is found by its name.",
         ),
     ] = None,
     name: Annotated[
-        str | None,
-        typer.Option(help="Name of the profile; by default MODEL-BACKEND.", metavar="NAME", show_default=False),
+        str | None, typer.Option(help="Name of the profile; by default MODEL-BACKEND.", metavar="NAME")
     ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Time for the steps that are measured.", metavar="SECONDS")
@@ -74,8 +72,7 @@ def calibrate(
     config = require_alone(merge(model, given, os.environ, default_model="smollm2").engine)
     if output is not None:
         require_writable(output, "-o")
-    console = Console()
-    with startup_bars(Console(stderr=True)) as bars:
+    with startup_bars() as bars:
         found = find_model(config, None, bars)
         engine = load_engine(found.config, found.path, progress=bars)
         try:
@@ -88,6 +85,7 @@ def calibrate(
             engine.close()
         profile = _with_surroundings(profile, config.model, given, bars)
     write_profile(profile, path)
+    console = Console()
     _show(console, profile)
     console.print(f"Written to {path}", soft_wrap=True, markup=False, highlight=False)
 
@@ -97,7 +95,6 @@ def _with_surroundings(profile: CostProfile, model: str, given: Given, bars: Pro
     import msgspec
 
     from fd_core.cli.planning.measured_server import serving_times
-    from fd_core.errors import FdError
     from fd_core.simulation.costs.calibrating import ASSUMED_LINKS, ASSUMED_SERVING
     from fd_core.simulation.costs.links import disk_links, transfer_link
 
@@ -142,7 +139,7 @@ def _show(console: Console, profile: CostProfile) -> None:
     console.print(errors)
     terms = Table("What costs", "Time")
     for what, taken in _terms(profile):
-        terms.add_row(what, _time(taken))
+        terms.add_row(what, f"{taken * 1e3:.2f} ms" if taken >= 1e-3 else f"{taken * 1e6:.1f} us")
     console.print(terms)
     console.print(f"Half of the repetitions were within {profile.spread:.1%} of their median.", highlight=False)
 
@@ -150,14 +147,10 @@ def _show(console: Console, profile: CostProfile) -> None:
 def _terms(profile: CostProfile) -> list[tuple[str, float]]:
     step, request = profile.step, profile.request
     curve = step.by_tokens
-    tokens = [
-        (f"{count:g} tokens", seconds)
-        for count, seconds in zip(curve.counts, curve.seconds, strict=True)
-        if count in (8, 64, 512, 2048)
-    ]
+    costs = zip(curve.counts, curve.seconds, strict=True)
     return [
         ("a step, before all else", step.constant + curve.seconds[0]),
-        *tokens,
+        *((f"{count:g} tokens", seconds) for count, seconds in costs if count in (8, 64, 512, 2048)),
         ("the first row that samples", step.by_sampled_rows.seconds[1]),
         ("a row", step.per_row),
         ("1,000 positions read", 1000 * step.per_context_token),
@@ -172,7 +165,3 @@ def _terms(profile: CostProfile) -> list[tuple[str, float]]:
         ("a KV block to another worker", profile.transfer.seconds(profile.bytes_per_block)),
         ("a KV block from the disk", profile.store_read.seconds(profile.bytes_per_block)),
     ]
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

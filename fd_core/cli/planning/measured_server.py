@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -58,21 +57,12 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
-    once = usual([one.seconds for one in short])
-    delivery = max(0.0, usual([one.seconds for one in talking]) - once) / (tokens - 1)
-    per_token = max(0.0, usual([one.seconds for one in long]) - once) / (long[0].prompt - short[0].prompt)
-    receive = max(0.0, once - delivery - per_token * short[0].prompt)
+    once, long_seconds, talking_seconds = (usual([seconds for seconds, _ in kind]) for kind in (short, long, talking))
+    prompt, long_prompt = short[0][1], long[0][1]
+    delivery = max(0.0, talking_seconds - once) / (tokens - 1)
+    per_token = max(0.0, long_seconds - once) / (long_prompt - prompt)
+    receive = max(0.0, once - delivery - per_token * prompt)
     return msgspec.structs.replace(request, receive=receive, receive_per_token=per_token, delivery=delivery)
-
-
-@dataclass(frozen=True, slots=True)
-class _TimedRequest:
-    """One request."""
-
-    seconds: float
-    """Processor time of the server's process."""
-    prompt: int
-    """Tokens of its prompt."""
 
 
 class _ServerUnderTest:
@@ -100,8 +90,8 @@ class _ServerUnderTest:
                 self._connection.close()
             time.sleep(0.1)
 
-    def take(self, text: str, tokens: int) -> _TimedRequest:
-        """Have a text continued by `tokens` tokens, as a stream."""
+    def take(self, text: str, tokens: int) -> tuple[float, int]:
+        """Stream a continuation of `tokens` tokens; return its processor time in seconds and the prompt's tokens."""
         asked = {"prompt": text, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         body = json.dumps(asked | {"stream_options": {"include_usage": True}})
         begun = time.clock_gettime(self._clock)
@@ -112,4 +102,4 @@ class _ServerUnderTest:
         if answer.status != 200:
             raise ValueError(f"HTTP {answer.status}: {' '.join(lines)[:200]}")
         usage = [event["usage"] for line in lines if line.startswith("data: {") if (event := json.loads(line[6:]))]
-        return _TimedRequest(seconds, [each for each in usage if each][-1]["prompt_tokens"])
+        return seconds, [each for each in usage if each][-1]["prompt_tokens"]

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,12 +16,14 @@ import typer
 
 from fd_core.cli.report import INTERRUPTED, interrupts_end_it, reports_errors
 from fd_core.cli.settings.flags import ENGINE_FLAGS, Given, takes_flags
+from fd_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fd_core.simulation.costs.profile import CostProfile
     from fd_core.simulation.planning.bounds import Demand
-    from fd_core.simulation.planning.search import PlanShape
-    from fd_core.simulation.planning.shapes import DeploymentShape
+    from fd_core.simulation.planning.search import PlanSearch, PlanShape, PlanTrial
+    from fd_core.simulation.planning.shapes import DeploymentShape, PlanJob
+    from fd_core.simulation.results.report import ReportedRun
     from fd_core.simulation.results.slo import Slo
     from fd_core.simulation.workloads.workload import Workload
 
@@ -32,11 +35,6 @@ _GIVEN: Final = frozenset(
     }
 )
 _ENGINE: Final = tuple(flag for flag in ENGINE_FLAGS if flag.field in _GIVEN)
-_MOST_RUNS: Final = 10_000
-_MOST_DEVICES: Final = 10_000
-_MOST_JOBS: Final = 1024
-_FOUND_NONE: Final = 1
-"""Exit code if no plan holds the SLO."""
 
 
 @reports_errors
@@ -90,16 +88,14 @@ def plan(
             metavar="MONEY", help="Price of a device for an hour; DEVICE=MONEY for each if there are several kinds."
         ),
     ] = None,
-    max_devices: Annotated[
-        int, typer.Option(metavar="N", min=1, max=_MOST_DEVICES, help="Devices that may be used.")
-    ] = 64,
-    max_runs: Annotated[int, typer.Option(metavar="N", min=1, max=_MOST_RUNS, help="Simulations at most.")] = 300,
+    max_devices: Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Devices that may be used.")] = 64,
+    max_runs: Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Simulations at most.")] = 300,
     time_limit: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="Time that the search may take.")
     ] = 900.0,
     jobs: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, max=_MOST_JOBS, help="Processes. [default: one for each processor core]"),
+        typer.Option(metavar="N", min=1, max=1024, help="Processes. [default: one for each processor core]"),
     ] = None,
     first: Annotated[
         int,
@@ -123,21 +119,18 @@ def plan(
     with interrupts_end_it():
         from rich.console import Console
 
-        from fd_core.cli.planning.simulate import write_output
+        from fd_core.cli.planning.simulate import parse_given, require_outputs, write_output
         from fd_core.simulation.planning.answer import PlanAsked, answer_json, answer_of, page_report, print_answer
         from fd_core.simulation.planning.bounds import demand_of
         from fd_core.simulation.planning.search import PlanSearch
         from fd_core.simulation.planning.shapes import parse_roles, setup_of, shapes_of
         from fd_core.simulation.results.slo import parse_slo
-        from fd_core.simulation.workloads.files import require_writable
         from fd_core.simulation.workloads.workload import read_workload
 
-    for path, flag in ((page, "--page"), (json, "--json")):
-        if path is not None and str(path) != "-":
-            require_writable(path, flag)
+    require_outputs(page, json)
     limits, began = parse_slo(slo), time.monotonic()
     text = _workload_text(workload, trace_file)
-    engine = _parsed(given)
+    engine = parse_given(given)
     profiles, left_out = _profiles(profile or [], devices, model, tp)
     prices = _prices(price or [], profiles)
     shapes = shapes_of(
@@ -153,8 +146,8 @@ def plan(
         longest[shape] = min(group.limits.max_model_len for group in made.groups)
     asked = read_workload(text, seed)
     demand = demand_of(asked)
-    _require_possible(limits, profiles, demand, longest)
-    sizes, kept = _sized(profiles, demand, limits, prices, max_devices, longest)
+    possible = _possible(limits, profiles, demand, longest)
+    sizes, kept = _sized(profiles, demand, limits, prices, max_devices, possible, len(longest))
     search = PlanSearch(
         sizes,
         range(seed, seed + seeds),
@@ -197,32 +190,27 @@ def plan(
     if unfinished == _INTERRUPTED:
         raise typer.Exit(INTERRUPTED)
     if answer.best is None:
-        raise typer.Exit(_FOUND_NONE)
+        raise typer.Exit(1)
 
 
 _INTERRUPTED: Final = "it was interrupted"
 
 
+@dataclass(slots=True)
 class _Searching:
     """Drives a search: makes jobs of its trials, shows how far it is, and stops where it has to."""
 
-    def __init__(
-        self,
-        search: Any,
-        shapes: Sequence[DeploymentShape],
-        engine: dict[str, Any],
-        workload: str,
-        first: int,
-        rate: float,
-        slo: Slo,
-        prices: Mapping[str, float],
-        max_runs: int,
-        deadline: float,
-    ) -> None:
-        self.runs: dict[Any, Any] = {}
-        self._search, self._shapes, self._engine, self._workload = search, shapes, engine, workload
-        self._first, self._rate, self._slo, self._prices = first, rate, slo, prices
-        self._max_runs, self._deadline = max_runs, deadline
+    search: PlanSearch
+    shapes: Sequence[DeploymentShape]
+    engine: dict[str, Any]
+    workload: str
+    first: int
+    rate: float
+    slo: Slo
+    prices: Mapping[str, float]
+    max_runs: int
+    deadline: float
+    runs: dict[PlanTrial, ReportedRun] = field(default_factory=dict)
 
     def go(self, jobs: int, console: Any) -> str:
         """Search; return why it is not finished, nothing if it is."""
@@ -231,7 +219,7 @@ class _Searching:
         from fd_core.cli.planning.plan_processes import OutOfTime, PlanProcesses
         from fd_core.simulation.planning.limiting import slo_margin
 
-        processes = PlanProcesses(jobs, self._deadline)
+        processes = PlanProcesses(jobs, self.deadline)
         columns = (
             SpinnerColumn(),
             BarColumn(20),
@@ -239,15 +227,15 @@ class _Searching:
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
         )
-        trials, margins = self._search.trials(), None
+        trials, margins = self.search.trials(), None
         try:
             with Progress(*columns, console=console, transient=True) as bar:
-                task = bar.add_task("simulations at most", total=self._max_runs)
+                task = bar.add_task("simulations at most", total=self.max_runs)
                 while True:
                     batch = next(trials) if margins is None else trials.send(margins)
                     bar.update(task, description=self._described(batch))
-                    if len(self.runs) + len(batch) > self._max_runs:
-                        return f"it may make {self._max_runs} simulations (--max-runs)"
+                    if len(self.runs) + len(batch) > self.max_runs:
+                        return f"it may make {self.max_runs} simulations (--max-runs)"
                     found = processes.run([self._job(trial) for trial in batch], lambda: bar.advance(task))
                     self.runs |= zip(batch, found, strict=True)
                     margins = [slo_margin(run) for run in found]
@@ -260,56 +248,45 @@ class _Searching:
         finally:
             processes.close()
 
-    def _described(self, batch: Sequence[Any]) -> str:
-        trial, ranking = batch[0], self._search.ranking()
+    def _described(self, batch: Sequence[PlanTrial]) -> str:
+        trial, ranking = batch[0], self.search.ranking()
         best = ""
         if ranking:
-            best = f"; best: {self._shapes[ranking[0]].described(self._search.units[ranking[0]])}"
-        what = "all requests" if trial.whole else f"first {self._first} requests"
+            best = f"; best: {self.shapes[ranking[0]].described(self.search.units[ranking[0]])}"
+        what = "all requests" if trial.whole else f"first {self.first} requests"
         return f"{what}{f', {trial.load:g} times the load' if trial.load != 1 else ''}{best}"
 
-    def _job(self, trial: Any) -> Any:
+    def _job(self, trial: PlanTrial) -> PlanJob:
         from fd_core.simulation.planning.shapes import PlanJob
 
-        shape = self._shapes[trial.shape]
+        shape = self.shapes[trial.shape]
         return PlanJob(
             shape=shape,
             units=trial.units,
-            engine=self._engine,
-            workload=self._workload,
+            engine=self.engine,
+            workload=self.workload,
             seed=trial.seed,
-            requests=None if trial.whole else self._first,
+            requests=None if trial.whole else self.first,
             load=trial.load,
-            rate=round(self._rate * trial.load, 6),
-            slo=self._slo,
-            price=self._prices[shape.profile] * shape.ranks,
+            rate=round(self.rate * trial.load, 6),
+            slo=self.slo,
+            price=self.prices[shape.profile] * shape.ranks,
         )
-
-
-def _parsed(given: Given) -> dict[str, Any]:
-    from fd_core.cli.planning.simulate import parse_given
-
-    return parse_given(given)
 
 
 def _workload_text(workload: str | None, trace_file: str | None) -> str:
-    from fd_core.errors import ConfigError
     from fd_core.simulation.workloads.settings import KINDS
 
     if (workload is None) == (trace_file is None):
-        raise ConfigError(
-            "no workload is named" if workload is None else "a workload and a trace are named; one of them can be",
-            field="WORKLOAD" if workload is None else "--trace",
-            hint="for example poisson:rate=4,requests=1000, or --trace FILE",
-        )
+        message = "no workload is named" if workload is None else "a workload and a trace are named; one of them can be"
+        hint = "for example poisson:rate=4,requests=1000, or --trace FILE"
+        raise ConfigError(message, field="WORKLOAD" if workload is None else "--trace", hint=hint)
     if trace_file is None:
         return str(workload)
     return trace_file if trace_file.partition(":")[0] in KINDS else f"trace:{trace_file}"
 
 
 def _numbers(text: str, flag: str) -> list[int]:
-    from fd_core.errors import ConfigError
-
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isascii() and word.isdecimal() and 1 <= int(word) <= 1 << 20 for word in words):
         raise ConfigError(f"{flag}: {text!r:.60} are not whole numbers from 1", field=flag, hint="for example 64,256")
@@ -320,7 +297,6 @@ def _profiles(
     named: Sequence[str], devices: str | None, model: str | None, tp: str
 ) -> tuple[dict[str, CostProfile], dict[str, str]]:
     """Return the profiles by name, and why combinations of devices and sizes were left out."""
-    from fd_core.errors import ConfigError
     from fd_core.simulation.costs.naming import profile_named
 
     if (devices is None) != (model is None):
@@ -339,18 +315,13 @@ def _profiles(
                 if "is known to calculate" in error.message:
                     raise
     if not found:
-        raise ConfigError(
-            "; ".join(left_out.values()) or "no profile is named",
-            field="--profile",
-            hint="for example --profile h100:llama-70b:tp=4, or --devices h100 --model llama-70b",
-        )
+        hint = "for example --profile h100:llama-70b:tp=4, or --devices h100 --model llama-70b"
+        raise ConfigError("; ".join(left_out.values()) or "no profile is named", field="--profile", hint=hint)
     return found, left_out
 
 
 def _prices(given: Sequence[str], profiles: Mapping[str, CostProfile]) -> dict[str, float]:
     """Return the price of a device of each profile. Raises `ConfigError` if one has none and another has."""
-    from fd_core.errors import ConfigError
-
     by_kind: dict[str, float] = {}
     for text in given:
         kind, _, number = text.rpartition("=")
@@ -365,17 +336,13 @@ def _prices(given: Sequence[str], profiles: Mapping[str, CostProfile]) -> dict[s
         return dict.fromkeys(profiles, 1.0)
     for name, kind in kinds.items():
         if kind not in by_kind and ("" not in by_kind or len(set(kinds.values())) > 1):
-            raise ConfigError(
-                f"{name} has no price, and different devices cannot be compared without",
-                field="--price",
-                hint=f"--price {kind}=2.5 for each kind",
-            )
+            message = f"{name} has no price, and different devices cannot be compared without"
+            raise ConfigError(message, field="--price", hint=f"--price {kind}=2.5 for each kind")
     return {name: by_kind.get(kind, by_kind.get("", 1.0)) for name, kind in kinds.items()}
 
 
 def _most_load(workload: Workload) -> float:
     """Return the largest factor of a load that there can be, of those that are tried."""
-    from fd_core.errors import ConfigError
     from fd_core.simulation.planning.search import LOADS
 
     for load in reversed(LOADS):
@@ -387,16 +354,15 @@ def _most_load(workload: Workload) -> float:
     return 1.0
 
 
-def _require_possible(
+def _possible(
     slo: Slo, profiles: Mapping[str, CostProfile], demand: Demand, longest: Mapping[DeploymentShape, int]
-) -> None:
-    """Raise `ConfigError` for a limit that no profile holds even for requests that are alone."""
-    from fd_core.errors import ConfigError
+) -> list[DeploymentShape]:
+    """Return the shapes that hold every limit for requests that are alone. Raises `ConfigError` if none does."""
     from fd_core.simulation.planning.bounds import least_possible
 
     if not len(demand.new_tokens):
         raise ConfigError("no request comes, so nothing is to be planned", field="WORKLOAD", hint="raise its duration")
-    most = max(longest.values())
+    most, possible = max(longest.values()), list(longest)
     for each in slo.objectives:
         least = {
             shape: least_possible(
@@ -420,6 +386,8 @@ def _require_possible(
                 field="--slo",
                 hint=f"allow more than {least[best]:.4g}, or name faster devices or larger --tp",
             )
+        possible = [shape for shape in possible if least[shape] <= each.limit]
+    return possible
 
 
 def _sized(
@@ -428,26 +396,19 @@ def _sized(
     slo: Slo,
     prices: Mapping[str, float],
     max_devices: int,
-    longest: Mapping[DeploymentShape, int],
+    possible: Sequence[DeploymentShape],
+    kinds: int,
 ) -> tuple[list[PlanShape], list[DeploymentShape]]:
-    """Return the shapes that may hold the SLO, with their bounds. Raises `ConfigError` if there is none."""
-    from fd_core.errors import ConfigError
-    from fd_core.simulation.planning.bounds import fewest_workers, least_possible
+    """Return those of `kinds` shapes that may hold the SLO, with bounds. Raises `ConfigError` if there is none."""
+    from fd_core.simulation.planning.bounds import fewest_workers
     from fd_core.simulation.planning.search import PlanShape
 
     sizes: list[PlanShape] = []
     kept: list[DeploymentShape] = []
     fewest_devices: list[int] = []
-    for shape, length in longest.items():
-        own = profiles[shape.profile]
-        budget = shape.max_num_batched_tokens
-        alone = (
-            least_possible(each, own, demand, budget, slo.attainment or 1.0, length) <= each.limit
-            for each in slo.objectives
-        )
-        if not all(alone):
-            continue
-        mixed, prefill, decode = fewest_workers(own, demand, slo, shape.max_num_seqs, budget)
+    for shape in possible:
+        limits = (shape.max_num_seqs, shape.max_num_batched_tokens)
+        mixed, prefill, decode = fewest_workers(profiles[shape.profile], demand, slo, *limits)
         least = max(-(-prefill // shape.prefill), -(-decode // shape.decode)) if shape.prefill else mixed
         fewest_devices.append(least * shape.devices)
         if least * shape.devices > max_devices:
@@ -457,7 +418,7 @@ def _sized(
     if not kept:
         needed = min(fewest_devices, default=0)
         raise ConfigError(
-            f"{max_devices} devices hold {slo} with none of {len(longest)} kinds of deployment: "
+            f"{max_devices} devices hold {slo} with none of {kinds} kinds of deployment: "
             + (f"{needed} are needed at the very least" if needed else "each is too slow even for a request alone"),
             field="--max-devices" if needed else "--slo",
         )

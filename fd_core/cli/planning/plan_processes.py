@@ -57,8 +57,10 @@ class PlanProcesses:
         results: list[ReportedRun | None] = [None] * len(jobs)
         waiting = deque(range(len(jobs)))
         with selectors.DefaultSelector() as selector:
+            # Each is in a group of its own, since Ctrl-C is for the parent to decide about.
+            command, pipe = [sys.executable, "-P", "-m", "fd_core.cli.planning.plan_processes"], subprocess.PIPE
             while len(self._processes) < min(self._count, len(jobs)):
-                self._processes.append(_started())
+                self._processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0))
             for process in self._processes:
                 selector.register(_pipe(process.stdout), selectors.EVENT_READ, [process, -1, bytearray()])
             for key in list(selector.get_map().values()):
@@ -104,12 +106,6 @@ class PlanProcesses:
             pipe.flush()
         except BrokenPipeError:
             raise _died() from None
-
-
-def _started() -> subprocess.Popen[bytes]:
-    # In a group of its own, since Ctrl-C is for the parent to decide about.
-    command = [sys.executable, "-P", "-m", "fd_core.cli.planning.plan_processes"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

@@ -6,8 +6,9 @@ import gc
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,6 +16,7 @@ import typer
 
 from fd_core.cli.report import interrupts_end_it, reports_errors
 from fd_core.cli.settings.flags import ENGINE_FLAGS, ROUTER_FLAGS, Given, takes_flags
+from fd_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,16 +42,10 @@ _COUNTS: Final = ("workers", "prefill", "decode", "routers")
 """Numbers of `Setup` that may be varied."""
 _LOAD: Final = "load"
 """Factor of the workload that may be varied."""
-_MAX_RUNS: Final = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """A setting that takes several values in turn."""
-
-    name: str
-    values: tuple[tuple[str, Any], ...]
-    """Each as it was written, and what it means."""
+_Choice = tuple[str, tuple[str, Any]]
+"""A setting, and one of its values: as it was written, and what it means."""
 
 
 @reports_errors
@@ -128,12 +124,9 @@ def simulate(
         from fd_core.simulation.results.slo import parse_slo
         from fd_core.simulation.results.tables import print_report
         from fd_core.simulation.setups import Setup
-        from fd_core.simulation.workloads.files import require_writable
         from fd_core.simulation.workloads.workload import read_workload
 
-    for path, flag in ((page, "--page"), (json, "--json")):
-        if path is not None and str(path) != "-":
-            require_writable(path, flag)
+    require_outputs(page, json)
     limits = None if slo is None else parse_slo(slo)
     if by is not None:
         figure_named(by, slo=limits is not None, price=price is not None)
@@ -177,22 +170,30 @@ def simulate(
         write_page(page, report)
 
 
+def require_outputs(page: Path | None, json: Path | None) -> None:
+    """Raise `ConfigError` if a file that receives results cannot be written."""
+    from fd_core.simulation.workloads.files import require_writable
+
+    for path, flag in ((page, "--page"), (json, "--json")):
+        if path is not None and str(path) != "-":
+            require_writable(path, flag)
+
+
 def parse_given(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of flags that were typed. Raises `ConfigError` for one that cannot be."""
-    from fd_core.errors import ConfigError
-
-    found = {}
-    for name, value in given.items():
-        try:
-            found[name] = _FLAGS[name].parse(value)
-        except ValueError as error:
-            raise ConfigError(f"{_FLAGS[name].flag}: {error}", field=_FLAGS[name].flag) from error
-    return found
+    return {name: _parsed(name, value) for name, value in given.items()}
 
 
-def _axis(text: str) -> _Axis:
+def _parsed(name: str, value: Any) -> Any:
+    try:
+        return _FLAGS[name].parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{_FLAGS[name].flag}: {error}", field=_FLAGS[name].flag) from error
+
+
+def _axis(text: str) -> list[_Choice]:
     """Read NAME=V1,V2. Raises `ConfigError` for a setting that cannot be varied."""
-    from fd_core.errors import ConfigError
+    from fd_core.simulation.costs.naming import profile_named
 
     name, mark, listed = text.partition("=")
     name = name.strip().removeprefix("--").replace("-", "_")
@@ -201,23 +202,19 @@ def _axis(text: str) -> _Axis:
         raise ConfigError(
             f"--vary {text!r:.80} names no values", field="--vary", hint="for example max_num_seqs=8,16,32"
         )
-    if name in _FLAGS:
-        return _Axis(name, tuple((word, parse_given({name: word})[name]) for word in words))
-    if name == "profile":
-        from fd_core.simulation.costs.naming import profile_named
-
-        return _Axis(name, tuple((word, profile_named(word)) for word in words))
+    readers: dict[str, Callable[[str], Any]] = {
+        **{flag: partial(_parsed, flag) for flag in _FLAGS},
+        **dict.fromkeys(_COUNTS, int),
+        "profile": profile_named,
+        _LOAD: _factor,
+    }
+    if name not in readers:
+        hint = f"one of {', '.join(sorted(readers))}"
+        raise ConfigError(f"there is no setting {name!r:.60} that can be varied", field="--vary", hint=hint)
     try:
-        if name == _LOAD:
-            return _Axis(name, tuple((word, _factor(word)) for word in words))
-        if name in _COUNTS:
-            return _Axis(name, tuple((word, int(word)) for word in words))
+        return [(name, (word, readers[name](word))) for word in words]
     except ValueError:
         raise ConfigError(f"--vary {name}: {listed!r:.80} are not numbers above 0", field="--vary") from None
-    known = sorted([*_FLAGS, *_COUNTS, "profile", _LOAD])
-    raise ConfigError(
-        f"there is no setting {name!r:.60} that can be varied", field="--vary", hint=f"one of {', '.join(known)}"
-    )
 
 
 def _factor(word: str) -> float:
@@ -227,7 +224,7 @@ def _factor(word: str) -> float:
     return value
 
 
-def _require_known_policies(setup: Setup, axes: Sequence[_Axis]) -> None:
+def _require_known_policies(setup: Setup, axes: Sequence[Sequence[_Choice]]) -> None:
     """Raise `PluginError` for a scheduler or policy that is not there, before anything is simulated."""
     from fd_core.plugins import ROUTER_POLICY, SCHEDULER, SCHEDULING_POLICY, VICTIMS, Kind, installed_plugins
 
@@ -238,15 +235,10 @@ def _require_known_policies(setup: Setup, axes: Sequence[_Axis]) -> None:
         **dict.fromkeys(("policy", "prefill_policy", "decode_policy"), ROUTER_POLICY),
     }
     named = [*setup.engine.items(), *setup.router.items()]
-    named += [(axis.name, value) for axis in axes for _, value in axis.values]
+    named += [(name, value) for axis in axes for name, (_, value) in axis]
     for name, value in named:
         if name in kinds:
             installed_plugins().load(kinds[name], str(value))
-
-
-def _combinations(axes: Sequence[_Axis]) -> Iterator[dict[str, tuple[str, Any]]]:
-    for chosen in itertools.product(*(axis.values for axis in axes)):
-        yield {axis.name: pair for axis, pair in zip(axes, chosen, strict=True)}
 
 
 def _changed(setup: Setup, chosen: Mapping[str, tuple[str, Any]]) -> Setup:
@@ -265,7 +257,7 @@ def _changed(setup: Setup, chosen: Mapping[str, tuple[str, Any]]) -> Setup:
 
 def _run_all(
     setup: Setup,
-    axes: Sequence[_Axis],
+    axes: Sequence[Sequence[_Choice]],
     workload: str,
     seeds: range,
     slo: Slo | None,
@@ -276,19 +268,17 @@ def _run_all(
     """Run every combination with every seed, under a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from fd_core.errors import ConfigError
     from fd_core.plugins import installed_plugins
     from fd_core.simulation.results.report import reported
     from fd_core.simulation.workloads.workload import read_workload
     from fd_core.simulation.world import World
 
-    combinations = list(_combinations(axes))
-    if len(combinations) * len(seeds) > 1 and setup.engine.get("trace"):
+    combinations = [dict(choices) for choices in itertools.product(*axes)]
+    total = len(combinations) * len(seeds)
+    if total > 1 and setup.engine.get("trace"):
         raise ConfigError("several runs would write one trace", field="--trace", hint="leave out --vary and --seeds")
-    if len(combinations) * len(seeds) > _MAX_RUNS:
-        raise ConfigError(
-            f"{len(combinations) * len(seeds):,} runs are asked for; {_MAX_RUNS:,} can be", field="--vary"
-        )
+    if total > 10_000:
+        raise ConfigError(f"{total:,} runs are asked for; 10,000 can be", field="--vary")
     # What contradicts itself is said before anything runs.
     cases = [(chosen, _changed(setup, chosen)) for chosen in combinations]
     for chosen, changed in cases:
@@ -298,13 +288,12 @@ def _run_all(
     gc.set_threshold(50_000, 50, 100)  # a simulation makes little that refers to itself
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=None)
-        for number, (chosen, changed) in enumerate(cases):
+        for chosen, changed in cases:
             for seed in seeds:
-                asked = _scaled(read_workload(workload, seed), chosen)
-                total = asked.num_requests
-                at = number * len(seeds) + seed - seeds.start + 1
-                label = f"run {at} of {len(cases) * len(seeds)}"
-                bar.reset(task, total=total, description=label)
+                asked = read_workload(workload, seed)
+                if _LOAD in chosen:
+                    asked = asked.scaled(chosen[_LOAD][1])
+                bar.reset(task, total=asked.num_requests, description=f"run {len(runs) + 1} of {total}")
                 world = World(changed.deployment(_label(chosen), check=check), installed_plugins(), seed)
 
                 def ended(world: World = world) -> None:
@@ -312,10 +301,9 @@ def _run_all(
                         bar.update(task, completed=len(world.outcomes))
 
                 world.on_event = ended
-                run = world.run(asked)
                 runs.append(
                     reported(
-                        run,
+                        world.run(asked),
                         _label(chosen),
                         _values(chosen, asked),
                         slo=slo,
@@ -324,10 +312,6 @@ def _run_all(
                     )
                 )
     return runs
-
-
-def _scaled(workload: Workload, chosen: Mapping[str, tuple[str, Any]]) -> Workload:
-    return workload.scaled(chosen[_LOAD][1]) if _LOAD in chosen else workload
 
 
 def _label(chosen: Mapping[str, tuple[str, Any]]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Final
@@ -15,10 +17,109 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from fd_core.cli.plugins.plugin_inspection import Finding, Inspection
 from fd_core.errors import ConfigError, PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP
-from fd_core.plugins import Plugins
+from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, Plugins
+
+_FRAMEWORKS: Final = {
+    *("cupy", "flashinfer", "jax", "numba", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "transformers"),
+    *("triton", "vllm"),
+}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that is wrong."""
+
+    cause: str
+    hint: str
+    about: str = ""
+    """Kind and name of the one thing that is concerned, such as `backend mychip`; empty for the whole plugin."""
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """What was seen of one plugin."""
+
+    offers: tuple[str, ...] = ()
+    """Kinds and names, such as `backend mychip`."""
+    names: tuple[str, ...] = ()
+    """The same without their kinds."""
+    answers: tuple[str, ...] = ()
+    """What each backend says about running here."""
+    findings: tuple[Finding, ...] = ()
+
+
+class _Watch:
+    """Sees frameworks that are imported and threads that are started; each is told once."""
+
+    def __init__(self) -> None:
+        self._frameworks, self._threads = _FRAMEWORKS & sys.modules.keys(), set(threading.enumerate())
+
+    def since(self, what: str, hint: str, about: str = "") -> Iterator[Finding]:
+        """Yield what happened since the last call."""
+        imported = _FRAMEWORKS & sys.modules.keys() - self._frameworks
+        started = set(threading.enumerate()) - self._threads
+        self._frameworks |= imported
+        self._threads |= started
+        if imported:
+            yield Finding(f"{what} imports {' and '.join(sorted(imported))}", hint, about)
+        if started:
+            names = " and ".join(sorted(thread.name for thread in started))
+            yield Finding(f"{what} starts a thread ({names})", hint, about)
+
+
+def inspect_plugin(point: importlib.metadata.EntryPoint) -> Inspection:
+    """Discover the plugin behind an entry point, import what it offers and ask its backends; once in a process."""
+    watch = _Watch()
+    plugins = Plugins.discover([point])
+    findings = [Finding(problem.cause, problem.hint) for problem in plugins.problems if problem.kind is None]
+    late = f"every fdcore command discovers plugins: let {point.module} import it inside the functions that need it"
+    findings += watch.since("discovering it", late)
+    own = [origin for origin in plugins.origins if origin.distribution != "fd-core"]
+    offers = [offer for origin in own for offer in plugins.offers(origin)]
+    if not offers and not findings:
+        findings.append(Finding("it offers nothing", "implement one of the hooks in fd_core/hookspecs.py"))
+    answers: list[str] = []
+    for offer in offers:
+        findings += _inspect_offer(offer, watch, answers)
+    return Inspection(
+        offers=tuple(offer.label for offer in offers),
+        names=tuple(offer.name for offer in offers),
+        answers=tuple(answers),
+        findings=tuple(findings),
+    )
+
+
+def _inspect_offer(offer: PluginOffer, watch: _Watch, answers: list[str]) -> Iterator[Finding]:
+    about = offer.label
+    if len(offer.entry.summary.splitlines()) != 1 or not offer.entry.summary.strip():
+        cause = "its summary, which `fdcore plugins` shows, is not one line"
+        yield Finding(cause, f"say in the Entry what {offer.name} is, in one line", about)
+    try:
+        cls = offer.load()
+        if inspect.isabstract(cls):
+            missing = " and ".join(sorted(cls.__abstractmethods__))
+            yield Finding(f"{offer.entry.target} leaves {missing} open", f"implement {missing}", about)
+        if offer.kind is POSTPROCESS and not (cls.serves and isinstance(cls.serves, tuple)):
+            hint = 'write serves = ("torch",) or other names of frameworks or backends in the class'
+            yield Finding(f"{offer.entry.target} does not say what it serves", hint, about)
+        if offer.kind is not BACKEND:
+            return
+        late = (
+            "`--backend auto` and `fdcore env` ask every backend: import it in make_ops, and look for it in probe with "
+            "importlib.util.find_spec or in a process of its own"
+        )
+        yield from watch.since(f"importing {offer.entry.target}", late, about)
+        if getattr(cls, "name", None) != offer.name:
+            cause = f"{offer.entry.target} calls itself {getattr(cls, 'name', None)!r}"
+            yield Finding(cause, f"write name = {offer.name!r} in the class, or correct the name of the Entry", about)
+        availability = offer.probe()
+        yield from watch.since(f"{offer.entry.target}.probe", late, about)
+        if not availability.reason.strip():
+            yield Finding("its probe gives no reason", "give users one line that they understand", about)
+        answers.append(f"{about} {'can' if availability.available else 'cannot'} run here: {availability.reason}")
+    except PluginError as error:
+        yield Finding(str(error.__cause__), error.hint or "", about)
+
 
 _TIMEOUT: Final = 60
 """Seconds that a plugin has to be imported and asked."""
@@ -47,10 +148,6 @@ class Checked(msgspec.Struct, frozen=True):
             for finding in self.seen.findings
         ]
 
-    def with_findings(self, more: Iterable[Finding]) -> Checked:
-        """Return the same with more that is wrong."""
-        return replace(self, seen=replace(self.seen, findings=(*self.seen.findings, *more)))
-
 
 def check_plugins(name: str | None = None) -> list[Checked]:
     """Inspect the installed plugins; return all, or those called `name`.
@@ -58,20 +155,20 @@ def check_plugins(name: str | None = None) -> list[Checked]:
     Raises `PluginError` if no plugin is called so, `ConfigError` if a part of the core is.
     """
     points = sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=str)
-    checked = _with_contested_names([_checked(point) for point in points])
+    checked = list(_with_contested_names([_checked(point) for point in points]))
     if name is None:
         return checked
     return [each for each in checked if each.called(name)] or [_without_entry_point(name, checked)]
 
 
 def _checked(point: EntryPoint) -> Checked:
-    distribution, version = (point.dist.name, point.dist.version) if point.dist else ("unknown distribution", "?")
-    return Checked(distribution, version, f"{point.name} = {point.value}", _inspect_apart(distribution, point.name))
+    name, version = (point.dist.name, point.dist.version) if point.dist else ("unknown distribution", "?")
+    return Checked(name, version, f"{point.name} = {point.value}", _inspect_apart(name, point.name))
 
 
 def _inspect_apart(distribution: str, entry_point: str) -> Inspection:
     """Inspect a plugin in a process of its own, with this one's import path."""
-    command = [sys.executable, "-P", "-m", "fd_core.cli.plugins.plugin_inspection", distribution, entry_point]
+    command = [sys.executable, "-P", "-m", "fd_core.cli.plugins.plugin_check", distribution, entry_point]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     hint = "its own code does this while it is imported or asked: install another version of it or ask its maker"
     try:
@@ -88,7 +185,7 @@ def _inspect_apart(distribution: str, entry_point: str) -> Inspection:
         return Inspection(findings=(Finding(f"it ended the process with code {ended.returncode}{said}", hint),))
 
 
-def _with_contested_names(checked: Sequence[Checked]) -> list[Checked]:
+def _with_contested_names(checked: Sequence[Checked]) -> Iterator[Checked]:
     """Add to each plugin what is wrong with names that others offer as well."""
     core = Plugins.discover([])
     givers: dict[str, list[str]] = {}
@@ -99,14 +196,14 @@ def _with_contested_names(checked: Sequence[Checked]) -> list[Checked]:
         for label in each.seen.offers:
             givers.setdefault(label, []).append(each.distribution)
     hint = "a name that two plugins offer is given to neither: uninstall one of them, or rename your own"
-    return [
-        each.with_findings(
-            Finding(f"the name is offered by {' and '.join(givers[label])}", hint, label)
-            for label in each.seen.offers
-            if len(givers[label]) > 1
-        )
-        for each in checked
-    ]
+    contested = {
+        label: Finding(f"the name is offered by {' and '.join(names)}", hint, label)
+        for label, names in givers.items()
+        if len(names) > 1
+    }
+    for each in checked:
+        more = [contested[label] for label in each.seen.offers if label in contested]
+        yield replace(each, seen=replace(each.seen, findings=(*each.seen.findings, *more)))
 
 
 def _without_entry_point(name: str, checked: Sequence[Checked]) -> Checked:
@@ -132,3 +229,18 @@ def _without_entry_point(name: str, checked: Sequence[Checked]) -> Checked:
 def _same(name: str, other: str) -> bool:
     """Whether two names of distributions are the same to installers."""
     return re.sub(r"[-_.]+", "-", name).lower() == re.sub(r"[-_.]+", "-", other).lower()
+
+
+def _main(distribution: str, entry_point: str) -> None:
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what the plugin prints must not mix with the answer
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=entry_point):
+        if point.dist is not None and point.dist.name == distribution:
+            with os.fdopen(answer, "wb") as file:
+                file.write(msgspec.json.encode(inspect_plugin(point)))
+            return
+    sys.exit(f"{distribution} has no entry point {entry_point}")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

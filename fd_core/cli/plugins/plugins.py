@@ -25,14 +25,28 @@ _DISTRIBUTION: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?
 def plugins(context: typer.Context) -> None:
     """Show what plugins offer, find out what is wrong with one, or begin one."""
     if context.invoked_subcommand is None:
-        _show()
+        list_()
 
 
 @app.command("list")
 @reports_errors
 def list_() -> None:
     """Show what every plugin offers, and the plugins that cannot be used."""
-    _show()
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from fd_core.plugins import KINDS, installed_plugins
+
+    plugins = installed_plugins()
+    console = Console()
+    table = Table("Kind", "Name", "From", "About")
+    for kind in KINDS:
+        for offer in plugins.offered(kind).values():
+            table.add_row(kind.word, offer.name, escape(str(offer.origin)), escape(offer.entry.summary))
+    console.print(table)
+    for problem in plugins.problems:
+        console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)
 
 
 @app.command()
@@ -67,8 +81,7 @@ def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What users will write after the flag that takes it.")],
     kind: Annotated[PluginKind, typer.Option("--kind", help="What the plugin offers.")],
     framework: Annotated[
-        Framework | None,
-        typer.Option("--framework", help="Whose operations a backend begins with. [default: numpy]"),
+        Framework | None, typer.Option("--framework", help="Whose operations a backend begins with. [default: numpy]")
     ] = None,
     into: Annotated[
         Path | None, typer.Option("--into", metavar="DIR", help="Folder of the project. [default: NAME, which is made]")
@@ -93,6 +106,8 @@ def install(
     NAME is one of the project's plugins or any distribution on the package index. Afterwards it shows what the plugin
     offers, and why a part of it cannot run here.
     """
+    from fd_core.plugins import KNOWN_PLUGINS
+
     target = _requirement(name)
     if importlib.util.find_spec("pip") is None:
         raise PluginError(
@@ -100,26 +115,14 @@ def install(
         )
     ended = subprocess.run([sys.executable, "-m", "pip", "install", "--", target], check=False)
     if ended.returncode != 0:
-        raise PluginError(f"pip could not install {target}; its own words are above", hint=_which(name))
+        hint = None if name in KNOWN_PLUGINS else f"the project's own plugins are {', '.join(KNOWN_PLUGINS)}"
+        raise PluginError(f"pip could not install {target}; its own words are above", hint=hint)
     # This process has seen the environment as it was; a fresh one shows it as it is.
-    check = [sys.executable, "-P", "-m", "fd_core.cli", "plugins", "check", _distribution(name)]
+    distribution = KNOWN_PLUGINS.get(name, name.partition("==")[0])
+    check = [sys.executable, "-P", "-m", "fd_core.cli", "plugins", "check", distribution]
     checked = subprocess.run(check, check=False)
     if checked.returncode != 0:
         raise typer.Exit(checked.returncode)
-
-
-def _distribution(name: str) -> str:
-    """Return the distribution that a name to install is of."""
-    from fd_core.plugins import KNOWN_PLUGINS
-
-    return KNOWN_PLUGINS.get(name, name.partition("==")[0])
-
-
-def _which(name: str) -> str | None:
-    """Return what to do where pip cannot install a name: names of the project's plugins, if it is none of them."""
-    from fd_core.plugins import KNOWN_PLUGINS
-
-    return None if name in KNOWN_PLUGINS else f"the project's own plugins are {', '.join(KNOWN_PLUGINS)}"
 
 
 def _requirement(name: str) -> str:
@@ -136,27 +139,6 @@ def _requirement(name: str) -> str:
             raise ConfigError(f"the plugin {name} is not part of this version", field="NAME")
         return str(folder)
     if not _DISTRIBUTION.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} is not the name of a distribution",
-            field="NAME",
-            hint=f"{', '.join(KNOWN_PLUGINS)}, or a name such as fd-mychip or fd-mychip==1.2",
-        )
+        hint = f"{', '.join(KNOWN_PLUGINS)}, or a name such as fd-mychip or fd-mychip==1.2"
+        raise ConfigError(f"{name!r} is not the name of a distribution", field="NAME", hint=hint)
     return name
-
-
-def _show() -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from fd_core.plugins import KINDS, installed_plugins
-
-    plugins = installed_plugins()
-    console = Console()
-    table = Table("Kind", "Name", "From", "About")
-    for kind in KINDS:
-        for offer in plugins.offered(kind).values():
-            table.add_row(kind.word, offer.name, escape(str(offer.origin)), escape(offer.entry.summary))
-    console.print(table)
-    for problem in plugins.problems:
-        console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import difflib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fd_core.cli.report import interrupts_end_it, plain, reports_errors
+from fd_core.errors import ConfigError, FdError
 
 if TYPE_CHECKING:
     import socket
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True)
 
-_FILE_HELP = "TOML file that describes the deployment."
+File = Annotated[Path, typer.Argument(metavar="FILE.toml", help="TOML file that describes the deployment.")]
 
 
 @app.callback()
@@ -39,7 +38,7 @@ def cluster() -> None:
 @app.command()
 @reports_errors
 def serve(
-    file: Annotated[Path, typer.Argument(metavar="FILE.toml", show_default=False, help=_FILE_HELP)],
+    file: File,
     check: Annotated[
         bool, typer.Option("--check", help="Only check the file and the variables that it names.")
     ] = False,
@@ -50,6 +49,8 @@ def serve(
     `min` and `max` grow and shrink with the load. Requests never pass through this command.
     """
     with interrupts_end_it():
+        import asyncio
+
         from rich.console import Console
 
         from fd_core.cli.serving.serve import loop_factory
@@ -86,9 +87,7 @@ def serve(
 
 @app.command()
 @reports_errors
-def status(
-    file: Annotated[Path, typer.Argument(metavar="FILE.toml", show_default=False, help=_FILE_HELP)],
-) -> None:
+def status(file: File) -> None:
     """Show the processes of the deployment that `fdcore cluster serve FILE.toml` runs on this machine."""
     import urllib.error
     import urllib.request
@@ -96,7 +95,6 @@ def status(
     import msgspec
 
     from fd_core.cluster.page import DeploymentStatus
-    from fd_core.errors import FdError
     from fd_core.http.connections.listening import ANY_ADDRESS
 
     config = read_cluster_file(file)
@@ -115,7 +113,6 @@ def read_cluster_file(file: Path) -> ClusterConfig:
     """Return the deployment of a file, with its settings checked. Raises `ConfigError` that names the field."""
     from fd_core.cli.settings.settings import read_table
     from fd_core.cluster.config import cluster_config
-    from fd_core.errors import ConfigError
 
     try:
         config = cluster_config(read_table(file))
@@ -131,8 +128,7 @@ def read_cluster_file(file: Path) -> ClusterConfig:
 def _check_settings(config: ClusterConfig) -> None:
     """Refuse what `fdcore serve` or `fdcore route` would refuse."""
     from fd_core.cli.settings.flags import ENGINE_FLAGS, GATEWAY_FLAGS, ROUTER_FLAGS, SERVER_FLAGS
-    from fd_core.cli.settings.router_settings import merge_route
-    from fd_core.cli.settings.settings import merge
+    from fd_core.cli.settings.settings import merge, merge_route
 
     given = _given(config.router_group, "router", (*GATEWAY_FLAGS, *ROUTER_FLAGS))
     with _named("router.settings"):
@@ -145,14 +141,13 @@ def _check_settings(config: ClusterConfig) -> None:
 
 def _given(group: RouterGroup | WorkerGroup, where: str, flags: Sequence[Flag]) -> dict[str, Any]:
     """Return the settings of a group by field, as a command line would give them."""
-    from fd_core.errors import ConfigError
+    from fd_core.cli.settings.settings import hint_for_key
 
     known = {flag.key: flag for flag in flags}
     for table, keys in (("settings", group.settings), ("secrets", group.secrets)):
         for key in keys:
             if key.replace("_", "-") not in known:
-                close = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else "settings are named like the flags"
+                hint = hint_for_key(key, flags)
                 raise ConfigError(f"there is no setting {key!r}", field=f"{where}.{table}", hint=hint)
     return {known[key.replace("_", "-")].field: value for key, value in group.settings.items()}
 
@@ -160,8 +155,6 @@ def _given(group: RouterGroup | WorkerGroup, where: str, flags: Sequence[Flag]) 
 @contextlib.contextmanager
 def _named(field: str) -> Iterator[None]:
     """Name the table of the file in errors of settings."""
-    from fd_core.errors import ConfigError
-
     try:
         yield
     except ConfigError as error:
@@ -170,30 +163,27 @@ def _named(field: str) -> Iterator[None]:
 
 async def _serve(deployment: Deployment, sock: socket.socket, console: Console) -> None:
     """Run a deployment until it is told to stop, and say what it is once it serves."""
+    import asyncio
+
     from fd_core.cli.serving.summary import show_summary
     from fd_core.cluster.page import DeploymentPage
     from fd_core.http.connections.listening import port_errors, signals_stop
 
-    config, stop, hurry = deployment.config, asyncio.Event(), asyncio.Event()
-    with port_errors(config.host, sock, "port"):
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    with port_errors(deployment.config.host, sock, "port"):
         page = DeploymentPage(deployment, time.monotonic, sock)
     try:
         with signals_stop(stop, hurry):
-            rows = _summary(deployment)
-            await deployment.run(
-                stop, hurry, lambda: show_summary(console, [*_urls(deployment), *rows], "fdcore serves a deployment")
-            )
+            title = "fdcore serves a deployment"
+            await deployment.run(stop, hurry, lambda: show_summary(console, _summary(deployment), title))
     finally:
         await page.close()
-
-
-def _urls(deployment: Deployment) -> list[tuple[str, str]]:
-    return [("URL" if not number else "", f"{url}/v1") for number, url in enumerate(deployment.urls)]
 
 
 def _summary(deployment: Deployment) -> list[tuple[str, str]]:
     config = deployment.config
     return [
+        *(("URL" if not number else "", f"{url}/v1") for number, url in enumerate(deployment.urls)),
         ("Model", config.model),
         ("Launcher", config.launcher),
         *((f"Workers {name}", _workers(group)) for name, group in config.worker_groups.items()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Mapping
@@ -32,13 +31,15 @@ def route(given: Given) -> None:
     register themselves: `fdcore serve MODEL --router URL`.
     The TOML or JSON file of --config takes every setting, by the names that FastDeploy's router uses too.
     """
-    from fd_core.cli.settings.router_settings import ROLE_FLAGS, merge_route
+    from fd_core.cli.settings.settings import ROLE_FLAGS, merge_route
 
     settings = merge_route(given, os.environ)
     outlive_hangups(settings.gateway.api_key_file)
     os.environ.pop("FD_API_KEY", None)
 
     with interrupts_end_it():
+        import asyncio
+
         from rich.console import Console
 
         from fd_core.cli.serving.serve import loop_factory, opened_spans
@@ -71,9 +72,8 @@ def route(given: Given) -> None:
     with sock, contextlib.ExitStack() as stack:
         spans = opened_spans(gateway.otlp_traces_endpoint, "fdcore-route", stack)
         if gateway.router_secret:
-            admin_sock = bind_socket(
-                gateway.admin_host, gateway.admin_port, flag="--admin-port", host_flag="--admin-host"
-            )
+            place = (gateway.admin_host, gateway.admin_port)
+            admin_sock = bind_socket(*place, flag="--admin-port", host_flag="--admin-host")
 
         def ready(url: str) -> None:
             show_summary(console, summary(gateway, settings.router, url, text, uses_prefix), title="fdcore routes")
@@ -117,26 +117,20 @@ def summary(
     from fd_core.cli.serving.summary import clients
 
     admin = f"at {gateway.admin_host} port {gateway.admin_port}, with the secret" if gateway.router_secret else "nobody"
+    workers = [(_WORKERS[role], ", ".join(urls)) for role, urls in gateway.by_role.items() if urls]
+    interval, timeout = router.health_check_interval_secs, router.health_check_timeout_secs
+    checks = f"{router.health_check_endpoint} every {interval:g} s, {timeout:g} s to answer"
     return [
         ("URL", f"{url}/v1"),
         ("Live page", url),
-        *_workers(gateway),
+        *(workers or [("Workers", "those that register")]),
         ("May register", admin),
         ("Policy", ", ".join(f"{router.policy_of(role)} for {role}" for role in gateway.roles)),
         ("Prompts", _prompts(text, uses_prefix)),
         ("Attempts", f"{router.max_attempts} workers or pairs, before the first byte"),
-        (
-            "Health checks",
-            f"{router.health_check_endpoint} every {router.health_check_interval_secs:g} s, "
-            f"{router.health_check_timeout_secs:g} s to answer",
-        ),
+        ("Health checks", checks),
         ("Clients", clients(gateway.host, gateway.api_keys, gateway.api_key_file)),
     ]
-
-
-def _workers(gateway: GatewayConfig) -> list[tuple[str, str]]:
-    given = [(_WORKERS[role], ", ".join(urls)) for role, urls in gateway.by_role.items() if urls]
-    return given or [("Workers", "those that register")]
 
 
 def _prompts(text: ModelText | None, uses_prefix: bool) -> str:

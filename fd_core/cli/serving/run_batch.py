@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from pathlib import Path
@@ -60,6 +59,8 @@ def run_batch(
     if source.resolve() == target.resolve():
         raise ConfigError("the output would replace the input", field="--output", hint="name another file")
     with interrupts_end_it():
+        import asyncio
+
         from rich.console import Console
 
         from fd_core.cli.serving.serve import loop_factory
@@ -75,6 +76,8 @@ def run_batch(
 
 async def _run(settings: Settings, source: Path, answers: AnswerFile, console: Console) -> BatchProgress:
     """Load the model, send what has no answer yet, and show how far it is."""
+    import asyncio
+
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
@@ -84,7 +87,7 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
     from fd_core.server.batches.lines import BatchAnswer, BatchLine, read_requests
     from fd_core.server.batches.running import BatchProgress, run_requests
 
-    longest = settings.server.max_body_bytes
+    server, longest = settings.server, settings.server.max_body_bytes
     try:
         with source.open("rb") as file:
             requests = [BatchLine(each.number, each.custom_id) for each in read_requests(file, longest)]
@@ -95,15 +98,11 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
     progress = BatchProgress(len(requests), sum(each.ok for each in done), sum(not each.ok for each in done))
     async with contextlib.AsyncExitStack() as stack:
         with startup_bars(console) as bars:
-            model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
-            engines = settings.server.data_parallel_size
-            client = await stack.enter_async_context(
-                running_engine(model, settings.server.engine, bars, engines=engines)
-            )
-        server = settings.server
-        chosen = choose_parsers(
-            server.tool_call_parser, server.reasoning_parser, model.template, client.info.architecture
-        )
+            model = await asyncio.to_thread(find_model, settings.engine, server.chat_template, bars)
+            engine = running_engine(model, server.engine, bars, engines=server.data_parallel_size)
+            client = await stack.enter_async_context(engine)
+        names = (server.tool_call_parser, server.reasoning_parser)
+        chosen = choose_parsers(*names, model.template, client.info.architecture)
         app = create_app(server, client, model.tokenizer, model.template, parsers=chosen.parsers)
         stack.callback(app.state.fd.prompt_reader.close)
         stack.callback(app.state.fd.grammars.close)
@@ -125,15 +124,10 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
             progress.failed += not answer.ok
             shown.update(bar, completed=progress.done)
 
-        slots = client.info.max_num_seqs
+        most = client.info.max_num_seqs
+        slots = asyncio.Semaphore(most + most // 2 + 1)
         try:
-            await run_requests(
-                read_requests(file, longest),
-                sent,
-                take,
-                slots=asyncio.Semaphore(slots + slots // 2 + 1),
-                known=answers.known,
-            )
+            await run_requests(read_requests(file, longest), sent, take, slots=slots, known=answers.known)
         except ExceptionGroup as group:
             first = group.exceptions[0]
             if isinstance(first, OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import logging
@@ -16,6 +15,7 @@ from fd_core.cli.settings.flags import CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, 
 from fd_core.errors import EngineDead
 
 if TYPE_CHECKING:
+    import asyncio
     import socket
     from collections.abc import Callable
 
@@ -36,10 +36,7 @@ _LOOK_SECONDS: Final = 0.5
 def serve(
     given: Given,
     model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", show_default=False, help="smollm2, a folder, a .gguf file or a Hugging Face name."
-        ),
+        str | None, typer.Argument(metavar="MODEL", help="smollm2, a folder, a .gguf file or a Hugging Face name.")
     ] = None,
 ) -> None:
     """Serve MODEL with an OpenAI-compatible API.
@@ -62,6 +59,8 @@ def serve(
     }
 
     with interrupts_end_it():
+        import asyncio
+
         from fd_core.config.logs import configure_logs
         from fd_core.http.connections.listening import bind_socket, raise_descriptor_limit
 
@@ -89,9 +88,11 @@ def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack
 
 async def _serve(settings: Settings, listener: socket.socket) -> None:
     """Load, say what was loaded, serve until told to stop, drain."""
+    import asyncio
+
     from fd_core.engine.process.engine_process import begun_process
 
-    where, engines = settings.server.engine, settings.server.data_parallel_size
+    server, where, engines = settings.server, settings.server.engine, settings.server.data_parallel_size
     async with contextlib.AsyncExitStack() as stack:
         # The engine's process imports its framework while this one imports what follows and looks for the model.
         alone = where == "process" and engines == 1
@@ -107,35 +108,29 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         from fd_core.launching.announcing import announce
 
         # What cannot be used is said before anything is fetched or loaded.
-        ServingTls.of(settings.server)
-        HostRules(settings.server.host, settings.server.allowed_hosts, settings.server.allowed_origins)
+        ServingTls.of(server)
+        HostRules(server.host, server.allowed_hosts, server.allowed_origins)
         closing = stack.enter_context(contextlib.ExitStack())
-        spans = opened_spans(settings.server.otlp_traces_endpoint, "fdcore-serve", closing)
+        spans = opened_spans(server.otlp_traces_endpoint, "fdcore-serve", closing)
         console = Console(stderr=True)
         with startup_bars(console) as bars:
-            model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
-            server = asyncio.create_task(asyncio.to_thread(importlib.import_module, "fd_core.server.serve"))
+            model = await asyncio.to_thread(find_model, settings.engine, server.chat_template, bars)
+            serving = asyncio.create_task(asyncio.to_thread(importlib.import_module, "fd_core.server.serve"))
             client = await stack.enter_async_context(running_engine(model, where, bars, engines=engines, begun=begun))
-        serve_http = (await server).serve_http
-        chosen = choose_parsers(
-            settings.server.tool_call_parser,
-            settings.server.reasoning_parser,
-            model.template,
-            client.info.architecture,
-        )
+        names = (server.tool_call_parser, server.reasoning_parser)
+        chosen = choose_parsers(*names, model.template, client.info.architecture)
 
         def ready(url: str) -> None:
-            show_summary(
-                console, summary(client.info, settings.server, url, tools=chosen.tools, reasoning=chosen.reasoning)
-            )
+            rows = summary(client.info, server, url, tools=chosen.tools, reasoning=chosen.reasoning)
+            show_summary(console, rows)
             settle()
             announce(url)
 
         stop = asyncio.Event()
         watching = asyncio.create_task(_stop_when_gone(client, stop))
         closing.callback(watching.cancel)
-        await serve_http(
-            settings.server,
+        await (await serving).serve_http(
+            server,
             client,
             model.tokenizer,
             model.template,
@@ -152,6 +147,8 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
 
 async def _stop_when_gone(client: EngineClient, stop: asyncio.Event) -> None:
     """Set `stop` once no engine will be started in place of one that died: whoever runs the server starts it anew."""
+    import asyncio
+
     while not any(engine.gone for engine in client.engines):
         await asyncio.sleep(_LOOK_SECONDS)
     log.error("an engine is gone for good: the server ends, and what runs on other engines may go on until then")

@@ -31,7 +31,6 @@ _PHASES: Final = {
     "warmup": "Warming up",
     "quantize": "Quantizing",
 }
-_BYTES_PHASES: Final = ("load", "quantize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +82,14 @@ class StartupBars(ProgressSink):
         """Show how far a phase of the engine's start is."""
         if phase not in self._phases:
             self._phases[phase] = self._bars.add_task(_PHASES.get(phase, phase), total=total, amount="")
-        amount = _megabytes(done, total) if phase in _BYTES_PHASES else f"{done}/{total}"
+        amount = _megabytes(done, total) if phase in ("load", "quantize") else f"{done}/{total}"
         self._bars.update(self._phases[phase], completed=done, total=total, amount=amount)
 
 
 @contextlib.contextmanager
-def startup_bars(console: Console) -> Iterator[StartupBars]:
-    """Show bars while the block runs; on anything but a terminal, show none."""
+def startup_bars(console: Console | None = None) -> Iterator[StartupBars]:
+    """Show bars on stderr or `console` while the block runs; on anything but a terminal, show none."""
+    console = console or Console(stderr=True)
     bars = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

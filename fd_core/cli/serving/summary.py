@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fd_core.config import ServerConfig
 from fd_core.config.sizes import format_size
@@ -25,6 +25,7 @@ def summary(
     `tools` and `reasoning` name the parsers of answers.
     """
     tokens = info.num_kv_blocks * info.block_size
+    blocks = f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens hold {tokens:,} tokens"
     names = ", ".join(server.served_model_names or (info.model,))
     return [
         ("URL", f"{url}/v1"),
@@ -37,12 +38,8 @@ def summary(
         ("Scheduler", info.scheduler),
         *([("Postprocess", info.postprocess)] if info.postprocess else []),
         ("dtype", f"{info.dtype} ({info.dtype_reason})" if info.dtype_reason else info.dtype),
-        *([("Weights", _weights(info))] if info.weights else []),
-        (
-            "KV cache",
-            f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens hold {tokens:,} tokens "
-            f"({info.kv_cache_bytes / 1e6:,.0f} MB of {info.kv_dtype})",
-        ),
+        *([("Weights", "; ".join(_weight_use(info, use) for use in info.weights))] if info.weights else []),
+        ("KV cache", f"{blocks} ({info.kv_cache_bytes / 1e6:,.0f} MB of {info.kv_dtype})"),
         ("KV on the host", format_size(info.host_kv_bytes) if info.host_kv_bytes else "none"),
         ("KV store", _store(info)),
         *([("Role", _role(info))] if info.role != "mixed" else []),
@@ -58,9 +55,8 @@ def summary(
 
 def show_summary(console: Console, rows: list[tuple[str, str]], title: str = "fdcore serves") -> None:
     """Print the summary."""
-    table = Table(show_header=False, title=title, title_justify="left")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = (Column(no_wrap=True), Column(overflow="fold"))
+    table = Table(*columns, show_header=False, title=title, title_justify="left")
     for label, value in rows:
         table.add_row(label, value, style="bold red" if value.startswith(_LOUD) else None)
     console.print(table, markup=False, highlight=False)
@@ -87,12 +83,8 @@ def _adapters(info: EngineInfo) -> str:
     return loaded if info.lora_folder is None else f"{loaded}; others may be loaded from {info.lora_folder}"
 
 
-def _weights(info: EngineInfo) -> str:
-    """Say which weights are computed as they are stored, and why the others are not."""
-    return "; ".join(_weight_use(info, use) for use in info.weights)
-
-
 def _weight_use(info: EngineInfo, use: WeightUse) -> str:
+    """Say whether weights are computed as they are stored, and why not."""
     size = f"{use.parameters / 1e6:,.1f} M, {use.nbytes / 1e6:,.0f} MB"
     if use.table:
         return f"embedding in {use.computed} ({size})"

@@ -7,18 +7,111 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Final
 
+import msgspec
 import typer
+from typer.core import TyperCommand
 
-from fd_core.cli.settings import values
-from fd_core.cli.settings.values import Parser
-from fd_core.config import EngineConfig, ServerConfig
+from fd_core.cli.report import say
+from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
 from fd_core.config.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
 from fd_core.config.sizes import format_size
+from fd_core.errors import ConfigError
 from fd_core.router.config import GatewayConfig, RouterConfig
+
+Parser = Callable[[Any], Any]
+
+_SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
+_MAX_FILE_BYTES: Final = 1 << 20
+_MIN_SECRET_CHARS: Final = 16
+
+
+def text(value: Any) -> str:
+    """Return `value` as it is; it must be text and not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{value!r} is not a text")
+    return value
+
+
+def keys(value: Any) -> tuple[str, ...]:
+    """Return API keys from a list or from one text. What is wrong is said without showing the key."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, Sequence) or not parts:
+        raise ValueError("it must be a key or a list of keys")
+    for part in parts:
+        if not isinstance(part, str) or not part or not all("!" <= letter <= "~" for letter in part):
+            raise ValueError("a key must not be empty and may have visible ASCII characters only")
+    return tuple(parts)
+
+
+def keys_in_file(path: Any) -> tuple[str, ...]:
+    """Return the API keys in a file, one a line."""
+    lines = read_text(Path(text(path))).splitlines()
+    return keys([line.strip() for line in lines if line.strip()])
+
+
+def key_file(path: Any) -> str:
+    """Return the path of a file of API keys; what is wrong with it is said before anything is loaded."""
+    from fd_core.http.access.key_file import read_key_file
+
+    try:
+        read_key_file(Path(text(path)))
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return str(path)
+
+
+def secret_in_file(path: Any) -> str:
+    """Return the secret in a file: one line of at least 16 visible ASCII characters. It is never shown."""
+    lines = keys_in_file(path)
+    if len(lines) != 1 or len(lines[0]) < _MIN_SECRET_CHARS:
+        raise ValueError(f"{path} must hold one line of at least {_MIN_SECRET_CHARS} characters")
+    return lines[0]
+
+
+def jinja(value: Any) -> str:
+    """Return a chat template: the text of the file that `value` names, or `value` itself if it is Jinja."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{value!r} is neither a file nor a template")
+    if "{{" in value or "{%" in value:
+        return value
+    return read_text(Path(value))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of at most 1 MiB."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise ValueError(f"{path} is larger than {_MAX_FILE_BYTES:,} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+
+
+def speculation(value: Any) -> SpeculativeConfig:
+    """Read how tokens are drafted: a JSON object, or a table of a settings file.
+
+    Fields that the engine does not know itself go to the drafter, as in
+    `{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}`.
+    """
+    try:
+        table = msgspec.json.decode(value, type=dict[str, Any]) if isinstance(value, str) else dict(value)
+        own = set(SpeculativeConfig.__struct_fields__) - {"options"}
+        options = {name: table.pop(name) for name in list(table) if name not in own}
+        return msgspec.convert({**table, "options": options}, SpeculativeConfig)
+    except (ConfigError, msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{error}; an example is {_SPECULATION}") from None
+
 
 Command = Callable[..., None]
 Given = Mapping[str, Any]
@@ -34,6 +127,9 @@ _DEFAULTS: Final = {
 }
 
 
+_METAVARS: Final = {bool: None, ByteSize: "SIZE", int: "N", float: "SECONDS", str: "NAME"}
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One setting."""
@@ -41,8 +137,8 @@ class Flag:
     field: str
     """Field of one of the settings: `EngineConfig`, `ServerConfig`, `GatewayConfig` or `RouterConfig`."""
     help: str
-    metavar: str | None = None
-    """What stands for the value in the help; None for a switch."""
+    value: str = ""
+    """What stands for the value in the help; after its kind if empty."""
     parser: Parser | None = None
     """Reads values that the field's own type and constraint do not tell how to read."""
     name: str = ""
@@ -55,6 +151,12 @@ class Flag:
     def rule(self) -> Rule:
         """What the field may hold; anything for a flag without a field."""
         return _RULES.get(self.field, Rule(object, False, None))
+
+    @property
+    def metavar(self) -> str | None:
+        """What stands for the value in the help; None for a switch."""
+        kind = ByteSize if isinstance(self.rule.constraint, ByteSize) else self.rule.kind
+        return self.value or _METAVARS[kind]
 
     def parse(self, value: Any) -> Any:
         """Return what `value`, text or a typed value of a settings file, means.
@@ -89,19 +191,15 @@ class Flag:
         shown = format_size(default) if isinstance(constraint, ByteSize) else _shown(default)
         return f"{self.help}{choices} [default: {shown}]"
 
-    @property
-    def annotation(self) -> Any:
-        """The parameter type that makes typer offer the flag."""
-        if self.metavar is None:
-            declared = f"{self.flag}/--no-{self.key}"
-            return Annotated[bool | None, typer.Option(declared, help=self.described, show_default=False)]
-        kind: Any = list[str] if self.repeated else str
-        return Annotated[
-            kind | None,
-            typer.Option(
-                self.flag, *filter(None, (self.short,)), help=self.described, metavar=self.metavar, show_default=False
-            ),
-        ]
+
+@cache
+def _annotation(flag: Flag) -> Any:
+    """Return the parameter type that makes typer offer the flag; many commands have the same flags."""
+    if flag.metavar is None:
+        return Annotated[bool | None, typer.Option(f"{flag.flag}/--no-{flag.key}", help=flag.described)]
+    kind: Any = list[str] if flag.repeated else str
+    names = filter(None, (flag.flag, flag.short))
+    return Annotated[kind | None, typer.Option(*names, help=flag.described, metavar=flag.metavar)]
 
 
 TRANSFER_SECRET_FILE: Final = Flag(
@@ -112,25 +210,24 @@ TRANSFER_SECRET_FILE: Final = Flag(
 """For workers of pairs and for the router that brings them together."""
 
 ENGINE_FLAGS: Final = (
-    Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available.", "NAME"),
+    Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available."),
     Flag("dtype", "Number type in which the model computes.", "TYPE"),
     Flag("quantization", "What weights of linear layers become at loading; `auto` leaves them as stored.", "FORM"),
     Flag("kv_cache_dtype", "Number type of keys and values: auto for the model's own, or int8 to halve them.", "TYPE"),
     Flag(
         "attention_backend",
         "What computes attention on backends that have a choice; auto takes the first that computes right.",
-        "NAME",
     ),
     Flag(
         "max_model_len",
         "Longest request, prompt and output together, in tokens; by default the model's own limit.",
         "TOKENS",
     ),
-    Flag("max_num_seqs", "Requests that run at the same time.", "N"),
+    Flag("max_num_seqs", "Requests that run at the same time."),
     Flag("max_num_batched_tokens", "Most tokens computed in one step; by default the backend's own choice.", "TOKENS"),
     Flag("block_size", "Tokens in one KV block.", "TOKENS"),
-    Flag("num_kv_blocks", "Number of blocks in the KV cache.", "N"),
-    Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi.", "SIZE"),
+    Flag("num_kv_blocks", "Number of blocks in the KV cache."),
+    Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi."),
     Flag(
         "gpu_memory_utilization", "Share of free device memory used for the KV cache, above 0 and at most 1.", "SHARE"
     ),
@@ -143,57 +240,50 @@ ENGINE_FLAGS: Final = (
         repeated=True,
     ),
     Flag("lora_folder", "Folder from which /v1/load_lora_adapter may load adapters; by default none.", "FOLDER"),
-    Flag("max_loras", "Adapters that are loaded at a time.", "N"),
-    Flag("max_lora_rank", "Largest rank of an adapter.", "N"),
-    Flag("scheduler", "What plans steps: continuous or a plugin's scheduler.", "NAME"),
+    Flag("max_loras", "Adapters that are loaded at a time."),
+    Flag("max_lora_rank", "Largest rank of an adapter."),
+    Flag("scheduler", "What plans steps: continuous or a plugin's scheduler."),
     Flag(
-        "scheduling_policy",
-        "Order in which waiting requests are admitted: fcfs, priority, fair or a plugin's policy.",
-        "NAME",
+        "scheduling_policy", "Order in which waiting requests are admitted: fcfs, priority, fair or a plugin's policy."
     ),
     Flag(
         "victim_policy",
         "Which running request is preempted when KV blocks run out: cheapest, youngest or a plugin's policy.",
-        "NAME",
     ),
     Flag(
         "postprocess",
         "What turns sampled tokens into a step's output on the device; by default the postprocessor for the backend's "
         "framework.",
-        "NAME",
     ),
     Flag(
         "pooling", "What of a text becomes its vector: last (token), mean, or auto for what the checkpoint says.", "HOW"
     ),
-    Flag("observer", "Plugin that is told the tokens sampled by each step.", "NAME"),
-    Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice.", "N"),
+    Flag("observer", "Plugin that is told the tokens sampled by each step."),
+    Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice."),
     Flag(
         "output_transport",
         "How step outputs travel from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq too.",
         "HOW",
     ),
-    Flag("watchdog_seconds", "Time after which an unanswered step counts as an engine failure, in seconds.", "SECONDS"),
+    Flag("watchdog_seconds", "Time after which an unanswered step counts as an engine failure, in seconds."),
     Flag(
         "restart_attempts",
         "Failed starts in a row after which an engine that died is given up and the server ends with exit code 5; "
         "0 keeps trying, with pauses of up to 60 s.",
-        "N",
     ),
     Flag(
         "save_preempted_kv",
         "Keep the KV of preempted requests in host memory, so that they resume without recomputing; "
         "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST sets it too.",
     ),
-    Flag("host_kv_memory", "Host memory for KV outside the device, such as 512M or 4Gi; 0 keeps no KV there.", "SIZE"),
+    Flag("host_kv_memory", "Host memory for KV outside the device, such as 512M or 4Gi; 0 keeps no KV there."),
     Flag(
         "kv_store",
         "Location of a store that keeps KV beyond this process: disk:FOLDER, redis://HOST:PORT/DB or a plugin's.",
         "LOCATION",
     ),
     Flag(
-        "kv_store_timeout",
-        "Time that a request waits for stored KV before its prompt is computed instead, in seconds.",
-        "SECONDS",
+        "kv_store_timeout", "Time that a request waits for stored KV before its prompt is computed instead, in seconds."
     ),
     Flag(
         "kv_store_secret_file",
@@ -210,7 +300,6 @@ ENGINE_FLAGS: Final = (
     Flag(
         "kv_connector",
         "How a decode worker fetches KV from prefill workers: tcp, shared_memory, kv_store or a plugin's connector.",
-        "NAME",
     ),
     Flag("transfer_host", "Address on which the prefill worker listens for decode workers.", "ADDRESS"),
     Flag("transfer_port", "Port on which the prefill worker listens for decode workers (0: any free port).", "PORT"),
@@ -218,19 +307,14 @@ ENGINE_FLAGS: Final = (
     Flag(
         "lease_seconds",
         "Silence after which a decode worker gives up a prefill worker and computes the prompt itself, in seconds.",
-        "SECONDS",
     ),
-    Flag("num_threads", "Processor threads of each rank; by default all processors available, shared by ranks.", "N"),
+    Flag("num_threads", "Processor threads of each rank; by default all processors available, shared by ranks."),
     Flag(
-        "tensor_parallel_size",
-        "Ranks that compute the model together, each with a share of every layer.",
-        "N",
-        short="-tp",
+        "tensor_parallel_size", "Ranks that compute the model together, each with a share of every layer.", short="-tp"
     ),
     Flag(
         "pipeline_parallel_size",
         "Ranks that compute the model one after the other, each with some of its layers.",
-        "N",
         short="-pp",
     ),
     Flag(
@@ -249,25 +333,25 @@ ENGINE_FLAGS: Final = (
         'Speculative decoding, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, '
         "suffix, draft_model or a plugin's.",
         "JSON",
-        values.speculation,
+        speculation,
         name="--speculative-config",
     ),
     Flag("structured_output", "Serve answers of a given form: JSON, schemas, regular expressions, choices, grammars."),
-    Flag("max_forced_tokens", "Tokens forced by a grammar that one step takes for one request.", "N"),
-    Flag("revision", "Branch, tag or commit of a Hugging Face model.", "NAME"),
+    Flag("max_forced_tokens", "Tokens forced by a grammar that one step takes for one request."),
+    Flag("revision", "Branch, tag or commit of a Hugging Face model."),
     Flag(
         "kv_events",
         "Report cached prefixes to the router; on by default with --router, otherwise it needs --router-secret-file.",
     ),
     Flag("trace", "File that receives a trace of every step, for `fdcore trace`.", "FILE"),
-    Flag("trace_limit", "Size at which the trace file stops growing; later steps are not in the file.", "SIZE"),
+    Flag("trace_limit", "Size at which the trace file stops growing; later steps are not in the file."),
 )
 
 API_KEY_FILE: Final = Flag(
     "api_key_file",
     "File of API keys with names and limits, as TOML or JSON, or with one key a line; SIGHUP reads it again.",
     "FILE",
-    values.key_file,
+    key_file,
 )
 
 LISTEN_FLAGS: Final = (
@@ -283,7 +367,7 @@ LISTEN_FLAGS: Final = (
         "API key that clients must send; may be repeated. Other users of the machine can see a command line: "
         "--api-key-file or FD_API_KEY keep the key secret.",
         "KEY",
-        values.keys,
+        keys,
         name="--api-key",
         repeated=True,
     ),
@@ -313,31 +397,23 @@ LISTEN_FLAGS: Final = (
         "limit_concurrency",
         "Connections at a time, others are answered with 503; by default what the limit of open files leaves, at most "
         "10000.",
-        "N",
     ),
     Flag(
         "limit_concurrency_per_address",
         "Connections at a time from one address of another machine, such as a proxy, or from one IPv6 network of 64 "
         "bits; by default three quarters of all.",
-        "N",
     ),
-    Flag("timeout_headers", "Time in which the head of a request has to arrive, in seconds.", "SECONDS"),
-    Flag("timeout_keep_alive", "Time for which a connection may wait for its next request, in seconds.", "SECONDS"),
-    Flag(
-        "timeout_body",
-        "Time in which a body has to arrive, in seconds; every 64 KiB received add a second.",
-        "SECONDS",
-    ),
+    Flag("timeout_headers", "Time in which the head of a request has to arrive, in seconds."),
+    Flag("timeout_keep_alive", "Time for which a connection may wait for its next request, in seconds."),
+    Flag("timeout_body", "Time in which a body has to arrive, in seconds; every 64 KiB received add a second."),
     Flag(
         "timeout_write",
         "Time for which a client may leave its answer unread, in seconds; every 64 KiB read add a second.",
-        "SECONDS",
     ),
-    Flag("max_body_bytes", "Largest body of a request, such as 16M.", "SIZE", name="--max-body-size"),
+    Flag("max_body_bytes", "Largest body of a request, such as 16M.", name="--max-body-size"),
     Flag(
         "max_body_memory",
         "Memory for bodies that are arriving, beside the first 64 KiB of each; a request beyond it gets 503.",
-        "SIZE",
     ),
     Flag("ssl_certfile", "File with the TLS certificate and its chain, for https; read again when it changes.", "FILE"),
     Flag("ssl_keyfile", "File with the private key of the certificate, if not in the same file.", "FILE"),
@@ -352,9 +428,8 @@ LISTEN_FLAGS: Final = (
         "drain_delay",
         "Time after Ctrl-C or SIGTERM for which requests are still taken, while /ready already says that the server "
         "leaves, in seconds.",
-        "SECONDS",
     ),
-    Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
+    Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds."),
     Flag(
         "otlp_traces_endpoint",
         "Address at which an OpenTelemetry collector takes traces by OTLP over HTTP; needs `fd-core[otel]`.",
@@ -373,43 +448,38 @@ SERVER_FLAGS: Final = (
         name="--served-model-name",
         repeated=True,
     ),
-    Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", values.jinja),
+    Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", jinja),
     Flag("trust_request_chat_template", "Run chat templates that requests bring, within the bounds of a sandbox."),
     Flag("enable_tokenizer_info_endpoint", "Tell control tokens and the chat template at /tokenizer_info."),
     Flag(
         "tool_call_parser",
         "How the model writes tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, ernie45, deepseek, "
         "deepseek_v31, glm45, gpt_oss, a plugin's parser, auto for what fits its chat template, or none.",
-        "NAME",
     ),
     Flag(
         "reasoning_parser",
         "How the model writes reasoning: qwen3, deepseek_r1, ernie45, mistral, gpt_oss, a plugin's parser, auto for "
         "what fits its chat template, or none.",
-        "NAME",
     ),
     Flag(
         "response_store",
         "Answers of /v1/responses kept in memory, so that later requests can go on from them (0: none).",
-        "N",
     ),
     Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
     Flag(
         "data_parallel_size",
         "Engines behind this server, each with the whole model, processors or a device of its own, and its own KV.",
-        "N",
         short="-dp",
     ),
-    Flag("max_n", "Texts that one request may ask for, all its prompts and choices together.", "N"),
-    Flag("max_logprobs", "Most likely tokens that a request may ask for beside each token.", "N"),
-    Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),
+    Flag("max_n", "Texts that one request may ask for, all its prompts and choices together."),
+    Flag("max_logprobs", "Most likely tokens that a request may ask for beside each token."),
+    Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503."),
     Flag("batch_api", "Keep files and run batches: /v1/files and /v1/batches."),
     Flag("batch_store", "Folder of files and batches; by default one in the cache folder.", "FOLDER"),
-    Flag("batch_store_limit", "Size of all files that are kept.", "SIZE"),
+    Flag("batch_store_limit", "Size of all files that are kept."),
     Flag(
         "batch_store_key_limit",
         "Size of the files of one API key; by default an equal share of all, and at least a quarter.",
-        "SIZE",
     ),
     Flag("metrics_names", "Names in /metrics: fdcore's own, or vLLM's beside them.", "NAMES"),
     Flag(
@@ -422,7 +492,7 @@ SERVER_FLAGS: Final = (
         "router_secret",
         "File with the secret shared by a router and its workers: one line of at least 16 characters.",
         "FILE",
-        values.secret_in_file,
+        secret_in_file,
         name="--router-secret-file",
     ),
     Flag(
@@ -436,15 +506,14 @@ ROUTER_FLAGS: Final = (
         "policy",
         "Policy that chooses among mixed workers: random, round_robin, power_of_two, request_num, process_tokens, "
         "metrics_score, cache_aware, prefix_hash, session or a plugin's.",
-        "NAME",
     ),
-    Flag("prefill_policy", "Policy that chooses the prefill worker of a pair.", "NAME"),
-    Flag("decode_policy", "Policy that chooses the decode worker of a pair.", "NAME"),
+    Flag("prefill_policy", "Policy that chooses the prefill worker of a pair."),
+    Flag("decode_policy", "Policy that chooses the decode worker of a pair."),
     Flag("cache_block_size", "Tokens in a block of the router's prefix index.", "TOKENS"),
-    Flag("max_attempts", "Attempts on different workers, or pairs, that one request gets.", "N"),
-    Flag("max_requests_per_worker", "Requests in flight that one worker may have (0: no bound).", "N"),
-    Flag("health_check_interval_secs", "Seconds between two health checks of a worker.", "SECONDS"),
-    Flag("health_check_timeout_secs", "Seconds within which a worker has to answer a health check.", "SECONDS"),
+    Flag("max_attempts", "Attempts on different workers, or pairs, that one request gets."),
+    Flag("max_requests_per_worker", "Requests in flight that one worker may have (0: no bound)."),
+    Flag("health_check_interval_secs", "Seconds between two health checks of a worker."),
+    Flag("health_check_timeout_secs", "Seconds within which a worker has to answer a health check."),
 )
 """Settings of `RouterConfig` that have a flag; a settings file takes all of them."""
 
@@ -460,35 +529,24 @@ GATEWAY_FLAGS: Final = (
         "Model whose tokenizer the workers use, or `bytes` for the null backend; without it a worker names the model.",
         "MODEL",
     ),
-    Flag(
-        "worker_api_keys",
-        "File with the API key of the workers.",
-        "FILE",
-        values.keys_in_file,
-        name="--worker-key-file",
-    ),
+    Flag("worker_api_keys", "File with the API key of the workers.", "FILE", keys_in_file, name="--worker-key-file"),
     Flag(
         "worker_ca_certs", "File with the authorities of the workers' certificates, if not those of the system.", "FILE"
     ),
     Flag(
-        "read_seconds",
-        "Seconds of silence within a request after which its worker has failed.",
-        "SECONDS",
-        name="--read-timeout",
+        "read_seconds", "Seconds of silence within a request after which its worker has failed.", name="--read-timeout"
     ),
     Flag(
         "unreachable_seconds",
         "Seconds after which an answer ends whose worker is silent and is not reached by health checks.",
-        "SECONDS",
         name="--unreachable-timeout",
     ),
     Flag("admin_host", "Address on which workers register.", "ADDRESS"),
     Flag("admin_port", "Port on which workers register (0: any free port).", "PORT"),
 )
-"""Settings of `GatewayConfig`."""
 
 CLIENT_KEY_FILE: Final = Flag(
-    "client_keys", "File whose first line is the API key to send.", "FILE", values.keys_in_file, name="--api-key-file"
+    "client_keys", "File whose first line is the API key to send.", "FILE", keys_in_file, name="--api-key-file"
 )
 """For a command that is itself a client."""
 CHAT_FLAGS: Final = (
@@ -497,7 +555,7 @@ CHAT_FLAGS: Final = (
 )
 """Settings of the server's side that matter to a command which talks to a model or a server."""
 
-CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", values.text)
+CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", text)
 
 
 def _shown(default: Any) -> str:
@@ -518,7 +576,7 @@ def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
             if name != "given"
         ]
         added = [
-            inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag.annotation)
+            inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(flag))
             for flag in flags
         ]
 
@@ -533,3 +591,50 @@ def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
         return command
 
     return decorate
+
+
+_IN_PLACE: Final[Mapping[tuple[str, ...], str]] = {
+    ("--model", "--model-path", "-m", "-hf", "--hf-repo"): "the model has no flag, as in fdcore serve MODEL",
+    ("--ctx-size", "-c", "--context-length"): "--max-model-len is the longest context in tokens",
+    ("--mem-fraction-static",): "--gpu-memory-utilization is the share of the device's memory",
+    ("--max-running-requests", "--parallel", "-np"): "--max-num-seqs is how many requests run at a time",
+    ("--chunked-prefill-size",): "--max-num-batched-tokens is the most tokens of a step",
+    ("--disable-radix-cache",): "--no-enable-prefix-caching switches the prefix cache off",
+    ("--page-size",): "--block-size is how many tokens a KV block holds",
+    ("--num-gpu-blocks-override",): "--num-kv-blocks is the number of KV blocks",
+    ("--kv-cache-ratio",): "no share of the KV blocks is set aside for prompts: requests get blocks as they need them",
+    ("--swap-space",): "--host-kv-memory is the memory for KV outside the device, as in --host-kv-memory 4Gi",
+    ("--enable-chunked-prefill",): "prompts are always computed in parts, of at most --max-num-batched-tokens",
+    ("--kv-transfer-config",): "--role and --kv-connector say how workers hand KV over",
+    ("--disaggregation-mode", "--splitwise-role"): "--role is prefill, decode or mixed",
+    ("--tp", "--tp-size"): "--tensor-parallel-size is how many ranks share a model",
+    ("--pp", "--pp-size"): "--pipeline-parallel-size is how many stages share a model",
+    ("--dp", "--dp-size"): "--data-parallel-size is how many engines serve a model",
+    ("--threads", "-t"): "--num-threads is how many threads compute",
+    ("--n-gpu-layers", "--gpu-layers", "-ngl"): "one backend computes all layers, and --backend names it",
+    ("--flash-attn", "-fa"): "--attention-backend names what computes attention",
+    ("--worker-urls",): "--worker URL names a worker, and may be repeated",
+    ("--metrics-port",): "metrics are told at /metrics, on the port of the server",
+    ("--engine-worker-queue-port", "--cache-queue-port"): "the processes of a server need no ports",
+    ("--enable-auto-tool-choice",): "models whose calls --tool-call-parser can read choose tools without it",
+    ("--trust-remote-code",): "code that comes with a model is never run",
+    ("--disable-log-requests", "--enable-log-requests"): (
+        "prompts are never logged; --access-log logs one line for each request"
+    ),
+    ("--disable-uvicorn-access-log",): "requests are logged only where --access-log is given",
+    ("--uvicorn-log-level",): "--log-level is that of the whole server",
+}
+REASONS: Final = {flag: reason for flags, reason in _IN_PLACE.items() for flag in flags}
+"""What is said of each flag."""
+
+
+class ServingCommand(TyperCommand):
+    """A command for which people have flags of another server at hand."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line, unless it has a flag of another server."""
+        for flag in (arg.partition("=")[0] for arg in args):
+            if flag in REASONS:
+                say(ConfigError(f"it is not a flag of fdcore: {REASONS[flag]}", field=flag))
+                raise typer.Exit(ConfigError.exit_code)
+        return super().parse_args(ctx, args)

@@ -1,4 +1,4 @@
-"""Settings merged once: flags win over the environment, the environment over a file, the file over the defaults."""
+"""Settings of servers and routers, merged once: flags win over the environment, that over a file, it over defaults."""
 
 from __future__ import annotations
 
@@ -8,24 +8,35 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from fd_core.cli.settings.flags import CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Flag, Given
-from fd_core.cli.settings.values import read_text
+from fd_core.cli.settings.flags import (
+    CLIENT_KEY_FILE,
+    CONFIG_FILE,
+    ENGINE_FLAGS,
+    GATEWAY_FLAGS,
+    ROUTER_FLAGS,
+    SERVER_FLAGS,
+    Flag,
+    Given,
+    read_text,
+)
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.config.constraints import parse_switch
 from fd_core.errors import ConfigError
+from fd_core.router.config import GatewayConfig, RouterConfig, router_config
+from fd_core.router.workers import Role
 
 _FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)}
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
-_EXCLUSIVE: Final = (("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization"),)
+_EXCLUSIVE: Final = ("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization")
 """Settings of which one source may give only one."""
 
 
-@dataclass(frozen=True, slots=True)
-class OlderSwitch:
+class OlderSwitch(NamedTuple):
     """A variable that is not named like a flag, and what its two values mean."""
 
     variable: str
@@ -62,8 +73,8 @@ def merge(
     `given` maps fields to what was typed; `config` in it names the file. `default_model` is used if none is named,
     or else `ask_model` is called. Raises `ConfigError` naming the flag, variable or key at fault.
     """
-    path = settings_path(given, environment)
-    merged = merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
+    path = _settings_path(given, environment)
+    merged = _merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
     model = model or environment.get("FD_MODEL") or merged.get("model") or default_model
     merged.pop("model", None)
     if not model and ask_model is not None:
@@ -84,18 +95,17 @@ def client_key(given: Given, environment: Mapping[str, str]) -> str | None:
     return keys[0] if keys else None
 
 
-def settings_path(given: Given, environment: Mapping[str, str]) -> Path | None:
-    """Return the settings file that was named, if one was."""
+def _settings_path(given: Given, environment: Mapping[str, str]) -> Path | None:
     path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
     return Path(path) if path else None
 
 
-def merge_layers(
+def _merge_layers(
     flags: Mapping[str, Flag],
     file: Mapping[str, Any],
     given: Given,
     environment: Mapping[str, str],
-    older: Mapping[Flag, Any] | None = None,
+    older: Mapping[Flag, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Let the environment and then the command line win over what a file says; return values by field.
 
@@ -105,13 +115,10 @@ def merge_layers(
     variables = {flag: environment[flag.variable] for flag in flags.values() if environment.get(flag.variable)}
     typed = {flag: given[name] for name, flag in flags.items() if name in given}
     merged = dict(file)
-    for layer in (
-        _read_layer(variables | dict(older or {}), lambda flag: flag.variable),
-        _read_layer(typed, lambda flag: flag.flag),
-    ):
-        for group in _EXCLUSIVE:
-            if not layer.keys().isdisjoint(group):
-                merged = {name: value for name, value in merged.items() if name not in group}
+    of_environment = _read_layer({**variables, **older}, lambda flag: flag.variable)
+    for layer in (of_environment, _read_layer(typed, lambda flag: flag.flag)):
+        if not layer.keys().isdisjoint(_EXCLUSIVE):
+            merged = {name: value for name, value in merged.items() if name not in _EXCLUSIVE}
         merged |= layer
     return merged
 
@@ -122,28 +129,23 @@ def _with_kv_events(settings: Settings) -> Settings:
     if engine.kv_events is None and server.router is not None and engine.enable_prefix_caching:
         return replace(settings, engine=msgspec.structs.replace(engine, kv_events=True))
     if engine.kv_events and not engine.enable_prefix_caching:
-        raise ConfigError(
-            "without prefix caching there are no cached prefixes to report",
-            field="--kv-events",
-            hint="leave out --no-enable-prefix-caching",
-        )
+        message = "without prefix caching there are no cached prefixes to report"
+        raise ConfigError(message, field="--kv-events", hint="leave out --no-enable-prefix-caching")
     if engine.kv_events and not server.router_secret:
-        raise ConfigError(
-            "cached prefixes are reported only to a router that knows the server's secret",
-            field="--kv-events",
-            hint="give --router-secret-file, to `fdcore serve` and to the router",
-        )
+        message = "cached prefixes are reported only to a router that knows the server's secret"
+        hint = "give --router-secret-file, to `fdcore serve` and to the router"
+        raise ConfigError(message, field="--kv-events", hint=hint)
     return settings
 
 
 def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
     older: dict[Flag, Any] = {}
-    for switch in OLDER_SWITCHES:
-        flag, variable = _FLAGS[switch.field], switch.variable
+    for variable, field, no, yes in OLDER_SWITCHES:
+        flag = _FLAGS[field]
         if not environment.get(variable) or environment.get(flag.variable):
             continue
         try:
-            older[flag] = switch.yes if parse_switch(environment[variable]) else switch.no
+            older[flag] = yes if parse_switch(environment[variable]) else no
         except ValueError as error:
             raise ConfigError(f"{variable}: {error}", field=variable) from None
     return older
@@ -157,14 +159,10 @@ def _read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[
             layer[flag.field] = flag.parse(value)
         except ValueError as error:
             raise ConfigError(f"{called(flag)}: {error}", field=called(flag)) from error
-    for group in _EXCLUSIVE:
-        both = [called(_FLAGS[name]) for name in group if name in layer]
-        if len(both) > 1:
-            raise ConfigError(
-                f"{both[0]} and {both[1]} contradict each other: each sets the size of the KV cache",
-                field=both[0],
-                hint="give one of them",
-            )
+    both = [called(_FLAGS[name]) for name in _EXCLUSIVE if name in layer]
+    if len(both) > 1:
+        message = f"{both[0]} and {both[1]} contradict each other: each sets the size of the KV cache"
+        raise ConfigError(message, field=both[0], hint="give one of them")
     return layer
 
 
@@ -204,6 +202,12 @@ def take_settings(
     return _read_layer(raw, lambda flag: f"{flag.key} in {path}")
 
 
+def hint_for_key(key: str, flags: Iterable[Flag]) -> str:
+    """Return what to write in place of a key that is not one of `flags`."""
+    close = difflib.get_close_matches(key.replace("_", "-"), [flag.key for flag in flags], n=1)
+    return f"did you mean {close[0]!r}?" if close else "settings are named like the flags"
+
+
 def _file_layer(path: Path) -> dict[str, Any]:
     table = read_table(path)
     model = table.pop("model", None)
@@ -211,10 +215,72 @@ def _file_layer(path: Path) -> dict[str, Any]:
         raise ConfigError(f"model in {path}: {model!r} is not a text", field="--config")
     layer = take_settings(table, path, _FLAGS.values())
     for key in table:
-        close = difflib.get_close_matches(key.replace("_", "-"), [flag.key for flag in _FLAGS.values()], n=1)
-        raise ConfigError(
-            f"{path}: there is no setting {key!r}",
-            field="--config",
-            hint=f"did you mean {close[0]!r}?" if close else "settings are named like the flags",
-        )
+        hint = hint_for_key(key, _FLAGS.values())
+        raise ConfigError(f"{path}: there is no setting {key!r}", field="--config", hint=hint)
     return layer if model is None else {**layer, "model": model}
+
+
+_ROUTE_FLAGS: Final = {flag.field: flag for flag in (*ROUTER_FLAGS, *GATEWAY_FLAGS)}
+_OF_ROUTER: Final = frozenset(flag.field for flag in ROUTER_FLAGS)
+_ALSO: Final = {
+    "workers": "worker",
+    "api-keys": "api-key",
+    "prefills": "prefill",
+    "decodes": "decode",
+    "prefill-workers": "prefill",
+    "decode-workers": "decode",
+}
+ROLE_FLAGS: Final[Mapping[Role, str]] = {"mixed": "--worker", "prefill": "--prefill", "decode": "--decode"}
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSettings:
+    """Settings of a gateway and of its router."""
+
+    gateway: GatewayConfig
+    router: RouterConfig
+
+
+def merge_route(given: Given, environment: Mapping[str, str]) -> RouteSettings:
+    """Merge every source. Raises `ConfigError` naming the flag, variable or key at fault."""
+    path = _settings_path(given, environment)
+    file, of_file = _route_file_layer(path) if path else ({}, RouterConfig())
+    merged = _merge_layers(_ROUTE_FLAGS, file, given, environment)
+    router = msgspec.structs.replace(of_file, **{name: merged.pop(name) for name in _OF_ROUTER & merged.keys()})
+    gateway = GatewayConfig(**merged)
+    _check_workers(gateway)
+    return RouteSettings(gateway, router)
+
+
+def _check_workers(gateway: GatewayConfig) -> None:
+    """Raise `ConfigError` if a worker has two roles, or if no request could be served."""
+    roles: dict[str, Role] = {}
+    for role, urls in gateway.by_role.items():
+        for url in {url.strip().rstrip("/") for url in urls}:
+            if url in roles:
+                message = f"{url} is given as a {roles[url]} worker and as a {role} worker"
+                hint = "give each worker once, with the role that it was started with"
+                raise ConfigError(message, field=ROLE_FLAGS[role], hint=hint)
+            roles[url] = role
+    if gateway.router_secret:
+        return
+    if not roles:
+        hint = "give http://HOST:PORT of each, or --router-secret-file so that they can register"
+        raise ConfigError("there is no worker to send requests to", field="--worker", hint=hint)
+    sides: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))
+    for role, other in sides:
+        if role in roles.values() and other not in roles.values():
+            flag = ROLE_FLAGS[other]
+            message = f"a {role} worker is one side of a pair, and there is no {other} worker"
+            hint = f"give {flag} http://HOST:PORT, or --router-secret-file so that one can register"
+            raise ConfigError(message, field=flag, hint=hint)
+
+
+def _route_file_layer(path: Path) -> tuple[dict[str, Any], RouterConfig]:
+    """Read a TOML or JSON file: keys named like the flags, and those of the router itself."""
+    table = read_table(path)
+    layer = take_settings(table, path, (flag for flag in _ROUTE_FLAGS.values() if flag.field not in _OF_ROUTER), _ALSO)
+    try:
+        return layer, router_config(table)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", field="--config", hint=error.hint) from error

@@ -24,7 +24,8 @@ def page(trace: TraceContents, title: str) -> str:
     """Return the page as HTML text; `title` is what the browser's tab shows."""
     requests = _request_ids(trace)
     number = {request_id: index for index, request_id in enumerate(requests)}
-    sections = columns(trace) | _chunks(trace) | cells(trace)
+    chunks = [(index, *chunk) for index, position in enumerate(trace.positions) for chunk in position.line.chunks]
+    sections = columns(trace) | _named("chunk", ("Step", "Slot", "Tokens"), chunks, np.int32) | cells(trace)
     sections |= _residencies(trace, number) | _loads(trace, number) | _decisions(trace, number)
     blob, places = _joined(sections)
     facts: dict[str, Any] = {
@@ -161,12 +162,6 @@ def _named(prefix: str, names: Sequence[str], rows: npt.ArrayLike, dtype: npt.DT
     """Return the columns of `rows`, one array each."""
     table = np.array(rows, dtype).reshape(-1, len(names))
     return {f"{prefix}{name}": np.ascontiguousarray(table[:, index]) for index, name in enumerate(names)}
-
-
-def _chunks(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
-    """Prefills: int32 step, slot, tokens of each."""
-    rows = [(index, *chunk) for index, position in enumerate(trace.positions) for chunk in position.line.chunks]
-    return _named("chunk", ("Step", "Slot", "Tokens"), rows, np.int32)
 
 
 def _joined(sections: dict[str, npt.NDArray[Any]]) -> tuple[bytes, dict[str, tuple[str, int, int]]]:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from fd_core.cli.report import reports_errors
+from fd_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fd_core.engine.tracing.reader import TraceContents
-
-
-class TraceFormat(enum.StrEnum):
-    """What `fdcore trace` writes."""
-
-    HTML = "html"
-    PERFETTO = "perfetto"
 
 
 @reports_errors
@@ -33,9 +26,9 @@ def trace(
         ),
     ] = None,
     written: Annotated[
-        TraceFormat,
+        Literal["html", "perfetto"],
         typer.Option("--format", help="html: one page for a browser; perfetto: JSON for ui.perfetto.dev."),
-    ] = TraceFormat.HTML,
+    ] = "html",
     last: Annotated[int, typer.Option(metavar="N", min=1, help="Show the last N steps.")] = 100_000,
 ) -> None:
     """Render a trace as one HTML page that needs no network, or as JSON for the Perfetto viewer.
@@ -43,35 +36,26 @@ def trace(
     Both show slots over time, budget, KV blocks, preemptions and returns, KV loaded and recomputed, speculation, queue
     and step time. A trace that is cut off or damaged is shown as far as it can be read.
     """
+    from fd_core.cli.trace_page.pack import page
+    from fd_core.engine.tracing.perfetto import perfetto_json
     from fd_core.engine.tracing.reader import read_trace
-    from fd_core.errors import ConfigError
 
-    suffix = ".html" if written is TraceFormat.HTML else ".perfetto.json"
+    suffix = ".html" if written == "html" else ".perfetto.json"
     target = output if output is not None else file.with_suffix(suffix)
     if target.resolve() == file.resolve():
         raise ConfigError("the output would replace the trace", field="--output", hint="name another file")
     read = read_trace(file, last)
     try:
-        target.write_bytes(_rendered(read, file.name, written))
+        target.write_bytes(page(read, file.name).encode() if written == "html" else perfetto_json(read))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"cannot write {target}: {reason}", field="--output") from error
+        message = f"cannot write {target}: {(error.strerror or str(error)).lower()}"
+        raise ConfigError(message, field="--output") from error
     for problem in read.problems:
         print(f"note: {problem}")
     for summary in (_phases_summary(read), _kv_summary(read)):
         if summary:
             print(summary)
     print(f"{target}: {len(read.positions):,} steps, {target.stat().st_size / 1e6:.1f} MB")
-
-
-def _rendered(read: TraceContents, name: str, written: TraceFormat) -> bytes:
-    if written is TraceFormat.PERFETTO:
-        from fd_core.engine.tracing.perfetto import perfetto_json
-
-        return perfetto_json(read)
-    from fd_core.cli.trace_page.pack import page
-
-    return page(read, name).encode()
 
 
 def _phases_summary(read: TraceContents) -> str:

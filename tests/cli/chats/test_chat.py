@@ -115,7 +115,7 @@ def test_a_refusal_without_end_is_read_to_a_limit():
         endless.router.add_route("*", "/{tail:.*}", _endless)
         async with TestServer(endless) as server, ApiClient(str(server.make_url(""))) as client:
             with pytest.raises(ServerAnswer, match="answered 500: xxx"):
-                await asyncio.wait_for(client.models(), 20)
+                await asyncio.wait_for(client.first_model(), 20)
             with pytest.raises(ServerAnswer, match="answered 500: xxx"):
                 await asyncio.wait_for(anext(client.stream("/v1/completions", {})), 20)
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fd_core.cli.chats.conversation import ChatHistory
-from fd_core.cli.planning.speed import AnswerSpeed
-from fd_core.cli.settings.typed_messages import typed_messages
+from fd_core.cli.chats.chat import AnswerSpeed
+from fd_core.cli.chats.conversation import ChatHistory, typed_messages
 from fd_core.errors import ConfigError
 from tests.server.fakes import FakeClient, live
 
@@ -138,7 +137,7 @@ def test_a_message_may_have_several_lines(
         except StopIteration:
             raise EOFError from None
 
-    monkeypatch.setattr("fd_core.cli.settings.typed_messages._line", line)
+    monkeypatch.setattr("fd_core.cli.chats.conversation._line", line)
     assert [message.removesuffix("\n") for message in typed_messages()] == [
         message.removesuffix("\n") for message in messages
     ]
@@ -152,7 +151,7 @@ def test_ctrl_c_forgets_a_message_of_several_lines_and_leaves_elsewhere(monkeypa
             raise next_one
         return str(next_one)
 
-    monkeypatch.setattr("fd_core.cli.settings.typed_messages._line", line)
+    monkeypatch.setattr("fd_core.cli.chats.conversation._line", line)
     assert list(typed_messages()) == ["two"]
 
 

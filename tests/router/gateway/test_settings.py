@@ -8,7 +8,7 @@ import pytest
 
 from fd_core.cli.serving.route import summary
 from fd_core.cli.settings.flags import GATEWAY_FLAGS, ROUTER_FLAGS
-from fd_core.cli.settings.router_settings import merge_route
+from fd_core.cli.settings.settings import merge_route
 from fd_core.errors import ConfigError
 from fd_core.router.config import GatewayConfig, RouterConfig
 from fd_core.router.gateway.requests.model_text import find_text

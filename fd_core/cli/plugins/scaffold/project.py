@@ -26,7 +26,6 @@ from fd_core.plugins import KNOWN_PLUGINS, Plugins
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 _LONGEST_NAME: Final = 40
-_RESERVED: Final = ("auto",)
 
 _FILES: Final[Mapping[str, str]] = {
     "pyproject.toml": "pyproject.toml",
@@ -68,18 +67,19 @@ def write_project(
             hint = "take another name, or name the folder with --into: nothing there is overwritten"
             raise ConfigError(f"{folder} is there already", field="NAME", hint=hint)
     own = {f"$package/{file}": template for file, (template, _) in recipe.files.items()}
-    files = {
-        folder / _filled(file, words): _text(_filled(template, words), words)
-        for file, template in {**_FILES, **own}.items()
-    }
+    templates = resources.files(__package__).joinpath("templates")
+    files = {}
+    for file, template in {**_FILES, **own}.items():
+        source = templates.joinpath(f"{_filled(template, words)}.tmpl").read_text(encoding="utf-8") if template else ""
+        files[folder / _filled(file, words)] = _filled(source, words)
     there = [str(path) for path in files if path.exists() or path.is_symlink()]
     if there:
         raise ConfigError(f"{there[0]} is there already, and nothing is overwritten", field="--into")
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
+            with path.open("x", encoding="utf-8") as new:
+                new.write(text)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}", field="--into") from error
     commands = (f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", f"fdcore plugins check {name}")
@@ -89,12 +89,9 @@ def write_project(
 def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
     """Raise `ConfigError` for a name that cannot be a plugin, a package and a distribution, or that is taken."""
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
-        raise ConfigError(
-            f"{name!r} cannot be the name of a {recipe.kind.word}",
-            field="NAME",
-            hint=f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip",
-        )
-    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in _RESERVED:
+        hint = f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip"
+        raise ConfigError(f"{name!r} cannot be the name of a {recipe.kind.word}", field="NAME", hint=hint)
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name == "auto":
         raise ConfigError(f"{name!r} is a reserved word", field="NAME", hint="take another, such as mychip")
     if name in Plugins.discover([]).offered(recipe.kind):
         raise ConfigError(f"{name} is a {recipe.kind.word} of fd_core itself", field="NAME", hint="take another name")
@@ -137,10 +134,3 @@ def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
 
 def _filled(text: str, words: Mapping[str, str]) -> str:
     return Template(text).substitute(words)
-
-
-def _text(template: str, words: Mapping[str, str]) -> str:
-    if not template:
-        return ""
-    source = resources.files(__package__).joinpath("templates", f"{template}.tmpl").read_text(encoding="utf-8")
-    return _filled(source, words)

@@ -36,7 +36,6 @@ class ScaffoldRecipe:
     what: str
     """What people call it."""
     module: str
-    """Module of its class."""
     suffix: str
     """Behind the name, the name of its class."""
     files: Mapping[str, tuple[str, str]]
@@ -46,9 +45,7 @@ class ScaffoldRecipe:
     about: str = ""
     """How the README's first sentence goes on."""
     prove: str = "pytest   # does it keep its contract?"
-    """The command that runs the kit."""
-    use: str
-    """The command that serves with it."""
+    use: str = "fdcore serve smollm2 $flag $name"
     guide: str
 
 
@@ -69,7 +66,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             summary="$name, driven by $title",
             about=": models on $name, computed by $title.\nAs written it runs on the processor and says *emulated*",
             prove="fdcore conformance $name   # does the backend behave as every other? --quick takes a minute",
-            use="fdcore serve smollm2 --backend $name",
             guide="write-a-backend.md",
         ),
         PluginKind.SCHEDULER: ScaffoldRecipe(
@@ -80,7 +76,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             files={"scheduler.py": ("scheduler.py", "the scheduler: what each step computes")},
             summary="requests enter and leave together",
             prove="fdcore conformance --scheduler $name   # does it keep the law? --quick takes a minute",
-            use="fdcore serve smollm2 --scheduler $name",
             guide="write-a-scheduler.md",
         ),
         PluginKind.POSTPROCESS: ScaffoldRecipe(
@@ -91,7 +86,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             files={"postprocess.py": ("postprocess.py", "the postprocessor: the token matrix of a step")},
             summary="looks up what a row delivers",
             prove="fdcore conformance --postprocess $name   # does it keep the law?",
-            use="fdcore serve smollm2 --postprocess $name",
             guide="write-a-postprocessor.md",
         ),
         PluginKind.STORE: ScaffoldRecipe(
@@ -132,7 +126,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             files={"parser.py": ("tool_parser.py", "the parser: which parts of an answer are calls")},
             summary="calls on lines that begin with CALL",
             prove="fdcore conformance --tool-parser $name   # does it keep the law?",
-            use="fdcore serve smollm2 --tool-call-parser $name",
             guide="write-a-parser.md",
         ),
         PluginKind.REASONING_PARSER: ScaffoldRecipe(
@@ -143,7 +136,6 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             files={"parser.py": ("reasoning_parser.py", "the parser: which part of an answer is reasoning")},
             summary="from THINK: to ANSWER:",
             prove="fdcore conformance --reasoning-parser $name   # does it keep the law?",
-            use="fdcore serve smollm2 --reasoning-parser $name",
             guide="write-a-parser.md",
         ),
     }
