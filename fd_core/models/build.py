@@ -14,7 +14,6 @@ from fd_core.errors import ModelError
 from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.quantization import head_format, quantized
-from fd_core.models.rope import RopeSpec, rope_tables
 from fd_core.models.sharding import (
     LinearShare,
     attention_shares,
@@ -23,7 +22,16 @@ from fd_core.models.sharding import (
     stage_layers,
     vocabulary_share,
 )
-from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, VectorSpec
+from fd_core.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+    VectorSpec,
+    rope_tables,
+)
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
 from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
@@ -54,13 +62,13 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
     for layer in spec.layers:
         first, other = spec.layers[0].attention, layer.attention
         if (first.num_kv_heads, first.head_dim) != (other.num_kv_heads, other.head_dim):
-            raise ModelError("layers whose keys and values differ in size are not supported", field="model")
+            raise ModelError("layers whose keys and values differ in size are not supported")
     return sum(math.prod(shape) for shape in expected.values())
 
 
 def _mismatch(checkpoint: Checkpoint, spec: DecoderSpec, what: str, names: Sequence[str]) -> ModelError:
     more = f", and {len(names) - 1} more" if len(names) > 1 else ""
-    return ModelError(f"{checkpoint.path} is not a complete {spec.architecture}: {what}{more}", field="model")
+    return ModelError(f"{checkpoint.path} is not a complete {spec.architecture}: {what}{more}")
 
 
 def build_decoder(

@@ -15,8 +15,7 @@ from typing import Literal
 from fd_core.config.paths import find_cache_dir
 from fd_core.errors import ModelError
 from fd_core.models.fetching import hub, packaged
-from fd_core.models.fetching.cache import ProgressSink
-from fd_core.models.fetching.packaged import PackagedModel
+from fd_core.models.fetching.packaged import PackagedModel, ProgressSink
 
 KNOWN = (
     PackagedModel(
@@ -128,9 +127,7 @@ def _hub_cache(cache_dir: Path | None) -> Path | None:
 
 def _refuse_offline(name: str, offline: bool) -> None:
     if offline:
-        raise ModelError(
-            f"{name} is not cached and the network is not to be used", field="model", hint=f"fdcore models pull {name}"
-        )
+        raise ModelError(f"{name} is not cached and the network is not to be used", hint=f"fdcore models pull {name}")
 
 
 def _refuse_revision(name: str, revision: str | None) -> None:
@@ -144,7 +141,7 @@ def _unknown(name: str, cache_dir: Path | None) -> ModelError:
         "or a Hugging Face name such as HuggingFaceTB/SmolLM2-135M-Instruct"
     )
     what = "no such file" if name.endswith(".gguf") or "/" in name else "no such model"
-    return ModelError(f"{what}: {name!r}{_did_you_mean(name, cache_dir)}", field="model", hint=accepted)
+    return ModelError(f"{what}: {name!r}{_did_you_mean(name, cache_dir)}", hint=accepted)
 
 
 def _did_you_mean(name: str, cache_dir: Path | None) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fd_core.structured.arguments import KeywordGrammar, TaggedGrammar
-from fd_core.structured.bounds import require_schema, require_small
 from fd_core.structured.lark import LarkText, in_regex
+from fd_core.structured.schemas import require_schema, require_small
 from fd_core.text.parsing.contract import CallForm, FreePart
 
 

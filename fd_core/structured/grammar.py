@@ -10,9 +10,9 @@ import msgspec
 from llguidance import LLMatcher
 
 from fd_core.errors import BadRequest
-from fd_core.structured.bounds import MAX_CHOICES, require_few_repeats, require_schema, require_small
 from fd_core.structured.calls import CallAsked, chosen_calls, demanded_calls
 from fd_core.structured.lark import JSON_STYLE, as_lark, literal
+from fd_core.structured.schemas import MAX_CHOICES, require_few_repeats, require_schema, require_small
 from fd_core.structured.tags import structural_tag
 from fd_core.text.parsing.contract import FreePart
 

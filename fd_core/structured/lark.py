@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from fd_core.errors import BadRequest
-from fd_core.structured.bounds import MAX_DEPTH
+from fd_core.structured.schemas import MAX_DEPTH
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as most programs print it on one line. With one way to write white space, most of what a schema demands is

@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 
 from fd_core.errors import BadRequest
 from fd_core.structured.arguments import TaggedGrammar
-from fd_core.structured.bounds import MAX_TAGS, require_few_repeats, require_schema, require_shallow, require_small
 from fd_core.structured.lark import ANY_TEXT, LarkText, as_lark, slashed
+from fd_core.structured.schemas import MAX_TAGS, require_few_repeats, require_schema, require_shallow, require_small
 from fd_core.text.parsing.contract import TaggedArguments
 
 _STYLES: Final = {

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource
-from fd_core.text.token_bytes import Decoding, byte_level, sentencepiece
+from fd_core.text.tokenizer import Decoding, byte_level, sentencepiece
 
 log = logging.getLogger(__name__)
 

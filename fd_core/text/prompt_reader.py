@@ -16,9 +16,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from fd_core.errors import BadRequest, FdError, ModelError
+from fd_core.models.catalog import resolve_model
+from fd_core.models.fetching.packaged import ProgressSink
+from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.fair_thread import FairThread
-from fd_core.text.tokenizer import Tokenizer
+from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from fd_core.types.checks import check_ids
 
 _INLINE_CHARS: Final = 8192
@@ -284,3 +287,31 @@ def _not_empty(field: str, ids: Sequence[int]) -> tuple[int, ...]:
 
 def _empty(field: str) -> BadRequest:
     return BadRequest(f"{field} is empty; at least one token is needed", field=field, code="empty_prompt")
+
+
+BYTES: Final = "bytes"
+"""Name of the tokenizer of workers on the null backend."""
+
+
+class ModelText(NamedTuple):
+    """The tokenizer and the chat template of a model."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+def find_text(name: str, *, offline: bool, progress: ProgressSink | None = None) -> ModelText:
+    """Return the tokenizer and the chat template of a model; with `offline` only of one that is on this machine.
+
+    Raises `ModelError`, also for a chat template that is not valid.
+    """
+    if name == BYTES:
+        tokenizer = byte_tokenizer()
+    else:
+        checkpoint = open_checkpoint(resolve_model(name, offline=offline, progress=progress).path)
+        try:
+            tokenizer = load_tokenizer(checkpoint)
+        finally:
+            checkpoint.close()
+    return ModelText(name, tokenizer, ChatTemplate.of(tokenizer))

@@ -11,7 +11,7 @@ from typer.main import get_command
 from fd_core.cli.app import app
 from fd_core.cli.settings.router_settings import RouteSettings, merge_route
 from fd_core.cli.settings.settings import Settings, merge
-from fd_core.router.gateway.pages import PAGES
+from fd_core.router.gateway.gate import PAGES
 from fd_core.server.api.health import router as health_pages
 from tests.deploy.manifests import DEPLOY, FILES, NAMESPACE, Object, flag, matches, objects, of_kind, pods, programs
 

@@ -14,10 +14,9 @@ from fd_core.engine.building.builder import load_engine
 from fd_core.structured.calls import CallAsked, demanded_calls
 from fd_core.testing.models.checkpoints import LONG_CASE, write_checkpoint
 from fd_core.text.parsing.contract import ToolParser
-from fd_core.text.parsing.formats.glm import GlmTools
 from fd_core.text.parsing.formats.harmony import HarmonyTools
 from fd_core.text.parsing.formats.pythonic import PythonicTools
-from fd_core.text.parsing.formats.qwen_coder import QwenCoderTools
+from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
 from fd_core.types import RequestSpec, SamplingParams
 from tests.engine.helpers import run
 from tests.structured.test_calls import calls_of, tokenizer

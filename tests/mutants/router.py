@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 ACCOUNTING = "router/selection.py"
-AFFINITY = "router/affinity.py"
+AFFINITY = "router/policies.py"
 ATTEMPTS = "router/attempts.py"
 HOLDERS = "router/prefix_index.py"
 INDEX = "router/prefix_index.py"

@@ -17,20 +17,21 @@ from fd_core.errors import BadRequest, ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.structured.calls import CallAsked, chosen_calls, demanded_calls
-from fd_core.structured.compiler import GrammarCompiler
-from fd_core.structured.vocabulary import grammar_vocabulary
+from fd_core.structured.compiler import GrammarCompiler, grammar_vocabulary
 from fd_core.text.parsing.contract import ToolParser
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Thought, joined
-from fd_core.text.parsing.formats.deepseek import DeepSeekTools, DeepSeekV31Tools
-from fd_core.text.parsing.formats.glm import GlmTools
 from fd_core.text.parsing.formats.harmony import HarmonyTools
-from fd_core.text.parsing.formats.hermes import ErnieTools, HermesTools
-from fd_core.text.parsing.formats.llama import LlamaJsonTools
-from fd_core.text.parsing.formats.mistral import MistralTools
+from fd_core.text.parsing.formats.json_calls import (
+    DeepSeekTools,
+    DeepSeekV31Tools,
+    ErnieTools,
+    HermesTools,
+    LlamaJsonTools,
+    MistralTools,
+)
 from fd_core.text.parsing.formats.pythonic import PythonicTools
-from fd_core.text.parsing.formats.qwen_coder import QwenCoderTools
-from fd_core.text.token_bytes import Decoding, byte_level
-from fd_core.text.tokenizer import Tokenizer, load_tokenizer
+from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
+from fd_core.text.tokenizer import Decoding, Tokenizer, byte_level, load_tokenizer
 
 JSON_FORMATS = [HermesTools, ErnieTools, LlamaJsonTools, MistralTools, DeepSeekTools, DeepSeekV31Tools, HarmonyTools]
 OTHER_FORMATS = [PythonicTools, GlmTools, QwenCoderTools]

@@ -30,8 +30,7 @@ def tokenize(
     from rich.console import Console
 
     from fd_core.cli.serving.startup import startup_bars
-    from fd_core.router.gateway.requests.model_text import find_text
-    from fd_core.text.prompt_reader import PromptReader
+    from fd_core.text.prompt_reader import PromptReader, find_text
 
     given = sys.stdin.read() if text is None else text
     with startup_bars(Console(stderr=True)) as bars:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fd_core.errors import ModelError
-from fd_core.models.fetching.cache import ProgressSink, report_growth, require_room
+from fd_core.models.fetching.packaged import ProgressSink, report_growth, require_room
 from fd_core.models.loading.files import read_json_object
 
 # Top-level safetensors, configuration and tokenizer, and named chat templates: never pickles, never code.
@@ -99,7 +99,6 @@ def _wanted_files(name: str, info: Any) -> dict[str, int]:
         found = ", ".join(sorted(file for file in sizes if file.endswith((".bin", ".pt", ".pth", ".gguf")))[:5])
         raise ModelError(
             f"{name} on Hugging Face has no safetensors; weights found: {found or 'none'}",
-            field="model",
             hint="download a .gguf file yourself and name it, or choose a repository with safetensors",
         )
     return wanted
@@ -152,6 +151,4 @@ def _explained(name: str, revision: str | None, error: Exception) -> ModelError:
     else:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         hint = f"check the network; {local}"
-    return ModelError(
-        f"no folder {name!r} here, and it cannot be had from Hugging Face: {reason}", field="model", hint=hint
-    )
+    return ModelError(f"no folder {name!r} here, and it cannot be had from Hugging Face: {reason}", hint=hint)

@@ -156,7 +156,7 @@ class Checkpoint(ABC):
         try:
             return self._views[name]
         except KeyError:
-            raise ModelError(f"{self.path} has no tensor {name!r}", field="model") from None
+            raise ModelError(f"{self.path} has no tensor {name!r}") from None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -167,7 +167,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     path = Path(path)
     if not path.exists():
-        raise ModelError(f"model path does not exist: {path}", field="model")
+        raise ModelError(f"model path does not exist: {path}")
     if path.is_dir():
         return _open_folder(path)
     suffix = path.suffix.lower()
@@ -176,14 +176,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
         return GgufCheckpoint(path)
     if suffix in PICKLE_SUFFIXES:
-        raise ModelError(f"refused to open pickled weights: {path}", field="model", hint=PICKLE_HINT)
+        raise ModelError(f"refused to open pickled weights: {path}", hint=PICKLE_HINT)
     if suffix == ".safetensors":
         raise ModelError(
-            f"{path} holds weights only",
-            field="model",
-            hint="name the folder that also has config.json and tokenizer.json",
+            f"{path} holds weights only", hint="name the folder that also has config.json and tokenizer.json"
         )
-    raise ModelError(f"not a model: {path}", field="model", hint="name a folder with safetensors, or a .gguf file")
+    raise ModelError(f"not a model: {path}", hint="name a folder with safetensors, or a .gguf file")
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -197,12 +195,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         return open_checkpoint(ggufs[0])
     if ggufs:
         names = ", ".join(entry.name for entry in ggufs)
-        raise ModelError(f"{folder} holds several GGUF files: {names}", field="model", hint="name one of them")
+        raise ModelError(f"{folder} holds several GGUF files: {names}", hint="name one of them")
     pickles = [entry.name for entry in files if entry.suffix.lower() in PICKLE_SUFFIXES]
     if pickles:
-        raise ModelError(
-            f"{folder} holds only pickled weights: {', '.join(pickles[:5])}", field="model", hint=PICKLE_HINT
-        )
-    raise ModelError(
-        f"no weights in {folder}", field="model", hint="a model folder holds *.safetensors and config.json"
-    )
+        raise ModelError(f"{folder} holds only pickled weights: {', '.join(pickles[:5])}", hint=PICKLE_HINT)
+    raise ModelError(f"no weights in {folder}", hint="a model folder holds *.safetensors and config.json")

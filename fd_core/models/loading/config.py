@@ -111,7 +111,7 @@ class ModelConfig:
     def refuse(self, field: str, why: str) -> None:
         """Raise if the field is present and neither false, 0 nor empty."""
         if self._get(field):
-            raise ModelError(f"{self.origin}: {self.prefix}{field} is set, but {why}", field="model")
+            raise ModelError(f"{self.origin}: {self.prefix}{field} is set, but {why}")
 
     def _integer(self, field: str, default: int | None, least: int, expected: str) -> int:
         value = self._get(field, default)
@@ -125,4 +125,4 @@ class ModelConfig:
 
     def _wrong(self, field: str, expected: str, value: object) -> ModelError:
         found = "it is missing" if value is None else f"found {str(value)[:60]!r}"
-        return ModelError(f"{self.origin}: {self.prefix}{field} must be {expected}; {found}", field="model")
+        return ModelError(f"{self.origin}: {self.prefix}{field} must be {expected}; {found}")

@@ -111,7 +111,7 @@ def _place(file: MappedFile, infos: Iterable[_TensorInfo], start: int) -> dict[s
 
 
 def _bad(path: Path, what: str) -> ModelError:
-    return ModelError(f"{path} is not a usable GGUF file: {what}", field="model")
+    return ModelError(f"{path} is not a usable GGUF file: {what}")
 
 
 class _Cursor:

@@ -35,7 +35,7 @@ def read_vector_settings(path: Path | None) -> VectorSettings:
     if judge is not None and not (
         isinstance(judge, list) and len(judge) == 2 and all(isinstance(each, str) for each in judge)
     ):
-        raise ModelError(f"{path}/config.json: classifier_from_token must be two tokens: no and yes", field="model")
+        raise ModelError(f"{path}/config.json: classifier_from_token must be two tokens: no and yes")
     said = tuple(judge) if judge is not None else None
     modules = path / "modules.json"
     if not modules.is_file():
@@ -45,7 +45,7 @@ def read_vector_settings(path: Path | None) -> VectorSettings:
     try:
         listed = msgspec.json.decode(read_limited(modules), type=list[dict[str, Any]])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ModelError(f"{modules} is not a list of modules: {error}", field="model") from error
+        raise ModelError(f"{modules} is not a list of modules: {error}") from error
     for module in listed:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
@@ -55,17 +55,16 @@ def read_vector_settings(path: Path | None) -> VectorSettings:
         elif kind != "Transformer":
             raise ModelError(
                 f"{modules}: the module {kind[:40]!r} is not served",
-                field="model",
                 hint="served are Transformer, Pooling and Normalize",
             )
     if pooling is None:
-        raise ModelError(f"{modules} names no module for pooling", field="model")
+        raise ModelError(f"{modules} names no module for pooling")
     return VectorSettings(pooling=pooling, normalize=normalize, judge=said)
 
 
 def _pooling(file: Path, folder: Path) -> Literal["last", "mean"]:
     if folder.resolve() not in file.resolve().parents:
-        raise ModelError(f"{folder}/modules.json names a folder outside the model's", field="model")
+        raise ModelError(f"{folder}/modules.json names a folder outside the model's")
     settings: dict[str, Any] = read_json_object(file)
     prefix = "pooling_mode_"
     modes = [name.removeprefix(prefix) for name, on in settings.items() if name.startswith(prefix) and on is True]
@@ -74,7 +73,6 @@ def _pooling(file: Path, folder: Path) -> Literal["last", "mean"]:
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelError(
             f"{file}: pooling by {' and '.join(modes) or 'nothing'} is not served",
-            field="model",
             hint="served are the last token and the mean",
         )
     return _MODES[modes[0]]

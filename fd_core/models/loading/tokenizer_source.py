@@ -153,7 +153,7 @@ def end_tokens(named: Mapping[str, Any], tokenizer: TokenizerSource | None, rows
     for origin, value in named.items():
         for name in _listed(value):
             if name is not None and (end := _end_id(name, known)) is None:
-                raise ModelError(f"{origin}: eos_token_id must be token ids; found {str(name)[:60]!r}", field="model")
+                raise ModelError(f"{origin}: eos_token_id must be token ids; found {str(name)[:60]!r}")
             ids.append(None if name is None else end)
     ids += [_end_id(name, known) for value in of_tokenizer for name in _listed(value)]
     if tokenizer is not None:

@@ -11,8 +11,8 @@ from msgspec import Meta
 
 from fd_core.http.errors import invalid
 from fd_core.server.preprocess.evaluation_fields import EvaluationFields
-from fd_core.structured.bounds import MAX_CHOICES
 from fd_core.structured.grammar import ChoiceForm, FormAsked, Schema, SchemaForm, TagForm, TextForm
+from fd_core.structured.schemas import MAX_CHOICES
 
 _ANY_OBJECT: Final = SchemaForm(schema={"type": "object"})
 Choices = Annotated[list[str], Meta(max_length=MAX_CHOICES)]

@@ -12,8 +12,8 @@ from fd_core.http.errors import invalid
 from fd_core.server.preprocess.api_limits import MAX_TOOL_NAME
 from fd_core.server.preprocess.tool_fields import Tool, ToolChoice
 from fd_core.server.state.state import ServerState
+from fd_core.text.chat_template import shown_tool
 from fd_core.text.parsing.answer import AnswerReading
-from fd_core.text.tool_prompt import shown_tool
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 

@@ -10,8 +10,8 @@ from fd_core.engine.process.messages import EngineInfo
 from fd_core.errors import BadRequest
 from fd_core.http.errors import invalid, unavailable
 from fd_core.server.preprocess.structured_fields import StructuredFields, form_asked
+from fd_core.structured.compiler import vocabulary_table
 from fd_core.structured.grammar import FormAsked
-from fd_core.structured.vocabulary import vocabulary_table
 from fd_core.structured.workers.messages import FormOutcome
 from fd_core.structured.workers.pool import CompilePool
 from fd_core.text.tokenizer import Tokenizer

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import json
 import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cache
 from typing import ClassVar, Final, TypeVar
 
+from fd_core.text.parsing.contract import ToolParser, ToolSchemas
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
 SPACE: Final = " \t\r\n"
@@ -271,6 +273,19 @@ class TextReader(abc.ABC):
             if not text.strip(SPACE):
                 return
         self.say_content(text)
+
+
+class ToolReader(TextReader, ToolParser):
+    """A text in which tools are called."""
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        ToolParser.__init__(self, tools)
+        TextReader.__init__(self)
+
+
+def escaped(text: str) -> str:
+    """Return a text as it stands in a string of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 @cache

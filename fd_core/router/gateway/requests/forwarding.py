@@ -24,9 +24,16 @@ from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import unavailable
 from fd_core.http.spans import RequestSpan, span_name
 from fd_core.router.attempts import Attempts, is_refusal
-from fd_core.router.gateway.requests.answers import AUTO_HEADERS, error_event, error_response, lost, refusal, to_client
-from fd_core.router.gateway.requests.connector import was_stale
-from fd_core.router.gateway.requests.pairs import outcome_of, ticket_headers
+from fd_core.router.gateway.requests.answers import (
+    AUTO_HEADERS,
+    error_event,
+    error_response,
+    lost,
+    outcome_of,
+    refusal,
+    ticket_headers,
+    to_client,
+)
 from fd_core.router.gateway.requests.relaying import (
     TROUBLE,
     SilenceTimer,
@@ -34,6 +41,7 @@ from fd_core.router.gateway.requests.relaying import (
     WorkerLost,
     is_own_lack,
     read_up_to,
+    was_stale,
 )
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
