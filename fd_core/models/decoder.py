@@ -237,15 +237,13 @@ class DecoderModel:
             q = ops.attention_inputs(x, attention.norm, attention.qkv, heads, kv, step, lora)
             a = ops.attention(q, heads, kv, step)
             x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
-            x = self._feed_forward(x, layer.feed_forward, loras, step)
+            block = layer.feed_forward
+            if isinstance(block, Moe):
+                x = ops.moe_residual(x, block.norm, block.experts, decoder.activation)
+            else:
+                inner = ops.mlp_inputs(x, block.norm, block.gate_up, decoder.activation, _of_step(loras.gate_up, step))
+                x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
         return x
-
-    def _feed_forward(self, x: Array, block: Mlp | Moe, loras: LayerLoras, step: StepInput) -> Array:
-        ops, activation = self.ops, self.decoder.activation
-        if isinstance(block, Moe):
-            return ops.moe_residual(x, block.norm, block.experts, activation)
-        inner = ops.mlp_inputs(x, block.norm, block.gate_up, activation, _of_step(loras.gate_up, step))
-        return ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
 
 
 def _of_step(deltas: Any | None, step: StepInput) -> Lora | None:

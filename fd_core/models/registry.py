@@ -100,7 +100,10 @@ def gemma3(config: ModelConfig) -> Traits:
     """Describe `Gemma3ForCausalLM`: sliding layers with a rope of their own, norms before and after each block."""
     config.refuse("use_bidirectional_attention", "a decoder sees only earlier tokens")
     num_layers = config.count("num_hidden_layers")
-    types = config.layer_types(num_layers) or _default_types(config, num_layers)
+    types = config.layer_types(num_layers)
+    if types is None:
+        pattern = config.count("sliding_window_pattern", _PATTERN)
+        types = tuple(f"{'sliding' if (layer + 1) % pattern else 'full'}_attention" for layer in range(num_layers))
     full, sliding = _ropes(config)
     window = config.count("sliding_window")
     bias = config.flag("attention_bias")
@@ -119,11 +122,6 @@ def gemma3(config: ModelConfig) -> Traits:
         attention_softcap=config.optional_number("attn_logit_softcapping"),
         softcap=config.optional_number("final_logit_softcapping"),
     )
-
-
-def _default_types(config: ModelConfig, num_layers: int) -> tuple[str, ...]:
-    pattern = config.count("sliding_window_pattern", _PATTERN)
-    return tuple("sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers))
 
 
 def _ropes(config: ModelConfig) -> tuple[RopeSpec, RopeSpec]:
@@ -230,7 +228,13 @@ def load_model(
     spec = spec_of(checkpoint)
     if max_positions is None:
         max_positions = spec.max_positions
-        _check_tables(spec, checkpoint)
+        pairs = sum(len(rope.inverse_frequencies) for rope in {layer.attention.rope for layer in spec.layers})
+        needed = max_positions * pairs * 8
+        if needed > max(_ROPE_BYTES, checkpoint.total_bytes):
+            raise ModelError(
+                f"{checkpoint.path}: the tables of max_position_embeddings {max_positions} take {needed} bytes",
+                hint="name a shorter length with --max-model-len",
+            )
     if max_positions > spec.max_positions:
         raise ConfigError(
             f"max_model_len is {max_positions}, the model was made for {spec.max_positions} tokens",
@@ -252,16 +256,6 @@ def load_model(
         state_size=spec.embedding.shape[1],
         generates=not spec.architecture.endswith("Model"),
     )
-
-
-def _check_tables(spec: DecoderSpec, checkpoint: Checkpoint) -> None:
-    pairs = sum(len(rope.inverse_frequencies) for rope in {layer.attention.rope for layer in spec.layers})
-    needed = spec.max_positions * pairs * 8
-    if needed > max(_ROPE_BYTES, checkpoint.total_bytes):
-        raise ModelError(
-            f"{checkpoint.path}: the tables of max_position_embeddings {spec.max_positions} take {needed} bytes",
-            hint="name a shorter length with --max-model-len",
-        )
 
 
 def spec_of(checkpoint: Checkpoint) -> DecoderSpec:

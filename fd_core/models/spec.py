@@ -336,11 +336,17 @@ def decoder_spec(
     hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers")
     tied = config.flag("tie_word_embeddings", traits.tied)
+    layers, count = [], 0
+    for index in range(num_layers):
+        layers.append(_layer(config, traits, index))
+        count += sum(1 for _ in layers[-1].tensors())
+        if most_tensors is not None and count > most_tensors:
+            raise ModelError(f"{config.origin}: {num_layers} layers need more tensors than there are in the files")
     return DecoderSpec(
         architecture=architecture,
         embedding=VectorSpec("model.embed_tokens.weight", (vocab, hidden)),
         embedding_scale=traits.embedding_scale,
-        layers=_layers(config, traits, num_layers, math.inf if most_tensors is None else most_tensors),
+        layers=tuple(layers),
         final_norm=VectorSpec("model.norm.weight", (hidden,)),
         head=None if tied else VectorSpec("lm_head.weight", (vocab, hidden)),
         head_bias=VectorSpec("lm_head.bias", (vocab,)) if traits.head_bias else None,
@@ -351,16 +357,6 @@ def decoder_spec(
         max_positions=config.count("max_position_embeddings"),
         ignored=(r"\.rotary_emb\.inv_freq$", *((r"^lm_head\.weight$",) if tied else ()), *traits.ignored),
     )
-
-
-def _layers(config: ModelConfig, traits: Traits, num_layers: int, most: float) -> tuple[LayerSpec, ...]:
-    layers, count = [], 0
-    for index in range(num_layers):
-        layers.append(_layer(config, traits, index))
-        count += sum(1 for _ in layers[-1].tensors())
-        if count > most:
-            raise ModelError(f"{config.origin}: {num_layers} layers need more tensors than there are in the files")
-    return tuple(layers)
 
 
 def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:

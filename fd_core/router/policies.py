@@ -62,7 +62,10 @@ class Candidates(Sequence[Candidate]):
     a thousand workers compares columns instead: arrays of shape [n], read-only, one element for each candidate.
     """
 
-    __slots__ = ("_expected_hits", "_hits", "_loads", "_made", "_whole", "_worked_out", "workers")
+    __slots__ = (
+        *("_expected_hits", "_hits", "_loads", "_made", "_whole", "_worked_out"),
+        *("prefill_tokens", "requests", "waiting", "workers"),
+    )
 
     def __init__(
         self,
@@ -75,6 +78,12 @@ class Candidates(Sequence[Candidate]):
         """`loads` has shape [fields of `WorkerLoad`, n]; `worked_out` is what `once` has found for these workers."""
         self.workers: Final = workers
         self._loads = loads
+        self.requests: Numbers = loads[0]
+        """Requests in flight of each."""
+        self.waiting: Numbers = loads[1]
+        """Requests in flight whose answer has not begun, of each."""
+        self.prefill_tokens: Numbers = loads[2]
+        """Prompt tokens that each has to compute for requests whose answer has not begun."""
         self._hits = hits
         self._expected_hits = hits if expected_hits is None else expected_hits
         for given in (loads, hits, expected_hits):
@@ -93,24 +102,6 @@ class Candidates(Sequence[Candidate]):
         made = cls(tuple(each.worker for each in whole), loads, hits, expected)
         made._whole = whole
         return made
-
-    @property
-    def requests(self) -> Numbers:
-        """Requests in flight of each."""
-        requests: Numbers = self._loads[0]
-        return requests
-
-    @property
-    def waiting(self) -> Numbers:
-        """Requests in flight whose answer has not begun, of each."""
-        waiting: Numbers = self._loads[1]
-        return waiting
-
-    @property
-    def prefill_tokens(self) -> Numbers:
-        """Prompt tokens that each has to compute for requests whose answer has not begun."""
-        tokens: Numbers = self._loads[2]
-        return tokens
 
     @property
     def hits(self) -> Numbers:
@@ -255,7 +246,6 @@ class RoundRobin(RouterPolicy):
 
 
 def _by_url(workers: tuple[RouterWorker, ...]) -> tuple[list[str], list[int]]:
-    """Return all addresses in order, and the places of their workers."""
     places = sorted(range(len(workers)), key=lambda place: workers[place].url)
     return [workers[place].url for place in places], places
 

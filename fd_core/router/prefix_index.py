@@ -31,7 +31,6 @@ class Holders:
         self._of: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """Distinct blocks."""
         return len(self._of)
 
     def bit(self, worker: Hashable) -> int:

@@ -60,7 +60,6 @@ class ReportedKV:
         self._registry = registry
         self._places = places
         self._mirrors: dict[RouterWorker, list[_Mirror]] = {}
-        """What each engine of a worker holds."""
         self._sizes: dict[Hashable, int] = {}
         """Tokens in a block of each engine that reports, by its name in `Places`."""
         self._further: dict[RouterWorker, tuple[Hashable, ...]] = {}
@@ -133,19 +132,16 @@ class ReportedKV:
         """
         tokens = np.zeros(len(self._places), np.int64)
         if self._found is None or len(self._found.sizes) != len(tokens):
-            self._found = self._engines_that_report()
-        sizes, owners, further = self._found
+            sizes = np.zeros(len(tokens), np.int64)
+            sizes[self._places.among(self._sizes)] = [*self._sizes.values()]
+            owners = [worker for worker, names in self._further.items() for _ in names]
+            further = [name for names in self._further.values() for name in names]
+            self._found = _EnginesThatReport(sizes, self._places.among(owners), self._places.among(further))
+        found = self._found
         for size, holders in self._holders.items():
-            np.copyto(tokens, holders.unbroken(prompt.keys(size)) * size, where=sizes == size)
-        np.maximum.at(tokens, owners, tokens[further])
-        return tokens, sizes == 0
-
-    def _engines_that_report(self) -> _EnginesThatReport:
-        sizes = np.zeros(len(self._places), np.int64)
-        sizes[self._places.among(self._sizes)] = [*self._sizes.values()]
-        owners = [worker for worker, names in self._further.items() for _ in names]
-        further = [name for names in self._further.values() for name in names]
-        return _EnginesThatReport(sizes, self._places.among(owners), self._places.among(further))
+            np.copyto(tokens, holders.unbroken(prompt.keys(size)) * size, where=found.sizes == size)
+        np.maximum.at(tokens, found.owners, tokens[found.further])
+        return tokens, found.sizes == 0
 
     def num_blocks(self, worker: RouterWorker) -> int | None:
         """Return how many blocks `worker` holds; None if it does not report."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -21,7 +21,7 @@ import msgspec
 
 from fd_core.kv.breaker import BreakerState
 from fd_core.router.config import RouterConfig
-from fd_core.router.placement import PARTS, Placement, Placer
+from fd_core.router.placement import PARTS, Placer
 from fd_core.router.policies import RouterPolicy
 from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex
 from fd_core.router.reported import ReportedKV
@@ -56,7 +56,8 @@ class Router:
         Raises `ConfigError` for numbers out of range.
         """
         self.config = config
-        self._registry = Registry(config)
+        self.registry = Registry(config)
+        """Every worker, what it says of itself, and its health."""
         self._places = Places()
         self._loads = WorkerLoads(self._on_idle, self._places)
         self._index = PrefixIndex(
@@ -66,12 +67,12 @@ class Router:
             role: policy_class(config.policy_of(role))(config) for role in ROLES
         }
         self._in_flight = PrefixesInFlight(self._places)
-        self.reported_kv = ReportedKV(self._registry, config.max_index_blocks, self._places)
+        self.reported_kv = ReportedKV(self.registry, config.max_index_blocks, self._places)
         """The KV that workers report to hold."""
         self._placer = Placer(
             config,
             self._policies,
-            self._registry,
+            self.registry,
             self._loads,
             self._index,
             self._in_flight,
@@ -86,19 +87,16 @@ class Router:
         self._next_sweep = 0.0
 
     def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> RouterWorker:
-        """Add a worker, or one that came back, and return its incarnation. It gets requests once a check has passed.
-
-        `instance` names the worker's process, if known: registering the same process again changes nothing.
-        Raises `BadRequest` for an address or a role that cannot be used.
-        """
-        before = self._registry.at(url)
-        worker = self._registry.register(url, role, now, instance=instance)
-        self._replaced(before, worker)
+        """Add a worker, see `Registry.register`. It gets requests once a check has passed."""
+        before = self.registry.at(url)
+        worker = self.registry.register(url, role, now, instance=instance)
+        if before is not None and before != worker:
+            self._forget(before)
         return worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
         """Give a worker no more requests; it is gone once its last one ends. None if no worker has that address."""
-        worker = self._registry.deregister(url, now)
+        worker = self.registry.deregister(url, now)
         if worker is not None and self._loads.of(worker) == IDLE:
             self._on_idle(worker)
         return worker
@@ -113,42 +111,23 @@ class Router:
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        """Take the result of one health check; return the incarnation that has the address from here on.
+        """Take the result of one health check, see `Registry.health`. Counters are never touched.
 
-        `instance` names the process that answered, `role` and `kv_port` are what it said of itself. A worker that says
-        another role than it was registered with is not chosen, nor is a prefill worker without a port for its KV.
-        Results for an incarnation that was replaced change nothing. Counters are never touched.
+        A worker that says another role than it was registered with is not chosen, nor is a prefill worker without a
+        port for its KV.
         """
-        after = self._registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
-        self._replaced(worker, after)
+        after = self.registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
+        if worker != after:
+            self._forget(worker)
         return after
-
-    def leaving(self, worker: RouterWorker) -> None:
-        """Note that `worker` says that it shuts down: it is chosen only where no other one can be, until it is gone."""
-        self._registry.leaving(worker)
 
     def emptied(self, worker: RouterWorker) -> None:
         """Forget the prefixes that `worker` served: its cache is empty, while its requests stay with it."""
         self._index.remove(worker)
 
-    def member(self, worker: RouterWorker) -> Member | None:
-        """Return what is known of an incarnation; None if it is gone or was replaced."""
-        return self._registry.member(worker)
-
-    def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
-        """Note the models that `worker` serves: it gets no request for a model that only other workers serve.
-
-        Prompts of `adapters`, which are some of them, are compared with prompts of the same adapter only.
-        """
-        self._registry.serves(worker, models, adapters)
-
-    def at(self, url: str) -> RouterWorker | None:
-        """Return the incarnation that has this address."""
-        return self._registry.at(url)
-
     def workers(self) -> tuple[RouterWorker, ...]:
         """Return every incarnation whose health is to be checked: all that are there, draining ones too."""
-        return tuple(member.worker for member in self._registry)
+        return tuple(member.worker for member in self.registry)
 
     def ready(self) -> bool:
         """Whether anybody can serve requests: a mixed worker, a pair, or a decode worker alone."""
@@ -195,7 +174,7 @@ class Router:
         """Record the prefix for the worker that gave the answer: it ended well, so whoever failed on it is to blame."""
         if self._did_well(selection, selection.decode, now):
             for suspect in selection.suspects:
-                member = self.member(suspect)
+                member = self.registry.member(suspect)
                 if member is not None:
                     member.circuit.convict(now)
 
@@ -234,7 +213,7 @@ class Router:
                 kv_port=member.kv_port,
                 unfit=member.unfit,
             )
-            for member in self._registry
+            for member in self.registry
         )
         return RouterSnapshot(
             workers=workers,
@@ -251,7 +230,11 @@ class Router:
     def _attempt(
         self, request: RouteRequest, tried: frozenset[str], now: float, rng: float, after: Selection | None = None
     ) -> Selection | NoWorker:
-        self._sweep(now)
+        if now >= self._next_sweep:
+            self._next_sweep = now + self.config.eviction_interval_secs
+            self._index.sweep(now)
+            for policy in self._policies.values():
+                policy.sweep(now)
         placement = self._placer.place(request, tried, now, rng)
         if isinstance(placement, NoWorker):
             return self._refuse(placement)
@@ -263,7 +246,12 @@ class Router:
         }
         for worker, load in held.items():
             self._loads.add(worker, load)
-        self._count_selected(placement)
+        for worker in workers:
+            for counts in self._counts(worker):
+                counts.selected += 1
+                if worker is first:
+                    counts.prompt_blocks += len(placement.keys)
+                    counts.hit_blocks += placement.hits
         chosen = Selection(
             request,
             workers,
@@ -308,7 +296,7 @@ class Router:
             return False, None
         selection.verdicts[worker] = verdict
         self._count(worker, verdict)
-        return True, self._registry.member(worker)
+        return True, self.registry.member(worker)
 
     def _on_release(self, selection: Selection) -> None:
         self._in_flight.end(selection.prefill, selection.keys)
@@ -317,19 +305,15 @@ class Router:
             verdict = selection.verdicts.get(worker)
             if verdict is None:
                 self._count(worker, "unused" if ended_well else "left")
-            member = self._registry.member(worker)
+            member = self.registry.member(worker)
             if member is None:
                 self._leave(worker)
             elif verdict != "served" and worker in selection.trials:
                 member.circuit.withdraw()
 
     def _on_idle(self, worker: RouterWorker) -> None:
-        if self._registry.idle(worker):
+        if self.registry.idle(worker):
             self._forget(worker)
-
-    def _replaced(self, before: RouterWorker | None, after: RouterWorker) -> None:
-        if before is not None and before != after:
-            self._forget(before)
 
     def _forget(self, worker: RouterWorker) -> None:
         """Forget an incarnation; requests that run there stay counted until their selections give them back."""
@@ -345,29 +329,13 @@ class Router:
         if self._loads.of(worker) == IDLE and worker not in self._in_flight:
             self._places.leave(worker)
 
-    def _sweep(self, now: float) -> None:
-        if now < self._next_sweep:
-            return
-        self._next_sweep = now + self.config.eviction_interval_secs
-        self._index.sweep(now)
-        for policy in self._policies.values():
-            policy.sweep(now)
-
-    def _count_selected(self, placement: Placement) -> None:
-        for member in placement.members:
-            for counts in self._counts(member.worker):
-                counts.selected += 1
-                if member is placement.members[0]:
-                    counts.prompt_blocks += len(placement.keys)
-                    counts.hit_blocks += placement.hits
-
     def _count(self, worker: RouterWorker, outcome: str) -> None:
         for counts in self._counts(worker):
             setattr(counts, outcome, getattr(counts, outcome) + 1)
 
     def _counts(self, worker: RouterWorker) -> Iterable[SelectionCounts]:
         """Return the counts that a selection of `worker` changes: those of its role and, while it is there, its own."""
-        if self._registry.member(worker) is None:
+        if self.registry.member(worker) is None:
             return (self._by_role[worker.role],)
         return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
 

@@ -150,7 +150,21 @@ class GrammarCompiler:
 
         Raises `GrammarError` if it cannot be compiled within its bounds.
         """
-        return _required(self._find(grammar))
+        with self._lock:
+            found = self._cache.get(grammar)
+            if found is not None:
+                self._cache.move_to_end(grammar)
+        if found is not None and _usable(found):
+            self._tally.add("cache_hits")
+            return _required(found)
+        compiled = self._compile(grammar)
+        with self._lock:
+            if grammar not in self._cache:
+                self._cached_bytes += len(grammar)
+            self._cache[grammar] = compiled
+            while len(self._cache) > _MAX_CACHED or (self._cached_bytes > _MAX_CACHED_BYTES and len(self._cache) > 1):
+                self._cached_bytes -= len(self._cache.popitem(last=False)[0])
+        return _required(compiled)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher at the beginning of its text; see `compiled`."""
@@ -166,23 +180,6 @@ class GrammarCompiler:
     def stats(self) -> CompilerStats:
         """Return counters and gauges."""
         return self._tally.read(CompilerStats, cached=len(self._cache))
-
-    def _find(self, grammar: str) -> CompiledGrammar | GrammarError:
-        with self._lock:
-            found = self._cache.get(grammar)
-            if found is not None:
-                self._cache.move_to_end(grammar)
-        if found is not None and _usable(found):
-            self._tally.add("cache_hits")
-            return found
-        compiled = self._compile(grammar)
-        with self._lock:
-            if grammar not in self._cache:
-                self._cached_bytes += len(grammar)
-            self._cache[grammar] = compiled
-            while len(self._cache) > _MAX_CACHED or (self._cached_bytes > _MAX_CACHED_BYTES and len(self._cache) > 1):
-                self._cached_bytes -= len(self._cache.popitem(last=False)[0])
-        return compiled
 
     def _compile(self, grammar: str) -> CompiledGrammar | GrammarError:
         vocabulary = self._ready_vocabulary()

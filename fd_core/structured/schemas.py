@@ -48,6 +48,11 @@ _MAX_STEPS: Final = 100_000
 """Pairs of schemas, properties and values of one schema that are compared: about a tenth of a second."""
 
 
+def wrong(place: str, reason: str) -> BadRequest:
+    """Return the error for what stands at `place` of a request."""
+    return BadRequest(f"{place}: {reason}", field=place)
+
+
 def compilable(schema: Any, field: str) -> Any:
     """Return a schema that the compiler reads as JSON Schema means it.
 
@@ -89,11 +94,11 @@ def _read(value: Any, place: str, options: _Options) -> Any:
 def _require_right(schema: Mapping[str, Any], place: str) -> None:
     for word in ("const", "enum"):
         if (number := _inexact(schema.get(word))) is not None:
-            raise _wrong(f"{place}.{word}", f"{number} has more digits than can be written exactly")
+            raise wrong(f"{place}.{word}", f"{number} has more digits than can be written exactly")
     least, required = schema.get("minProperties"), schema.get("required")
     named = len(set(map(str, required))) if isinstance(required, list | tuple) else 0
     if isinstance(least, int | float) and least > named + 1:
-        raise _wrong(
+        raise wrong(
             f"{place}.minProperties",
             f"{least} different names cannot be held; list all but one of them in required, which has {named}",
         )
@@ -102,13 +107,7 @@ def _require_right(schema: Mapping[str, Any], place: str) -> None:
         fars = [schema[each] for each in high if _is_number(schema.get(each))]
         whole = _is_number(near) and near == math.floor(near) and sign * near >= 0
         if whole and schema.get("type") != "integer" and any(0 < sign * (far - near) < 1 for far in fars):
-            raise _wrong(
-                f"{place}.{low}", f"{near} itself cannot be left out where less than 1 lies between the bounds"
-            )
-
-
-def _wrong(place: str, reason: str) -> BadRequest:
-    return BadRequest(f"{place}: {reason}", field=place)
+            raise wrong(f"{place}.{low}", f"{near} itself cannot be left out where less than 1 lies between the bounds")
 
 
 def _is_number(value: Any) -> bool:
@@ -130,7 +129,7 @@ def _inwards(bound: float, place: str, *, up: bool) -> float:
     """
     if abs(bound) > _LARGEST:
         if (bound > 0) == up:
-            raise _wrong(place, f"beyond this bound no number can be written; {_LARGEST} is the largest")
+            raise wrong(place, f"beyond this bound no number can be written; {_LARGEST} is the largest")
         return -_LARGEST if up else _LARGEST
     if isinstance(bound, float):
         return bound
@@ -163,7 +162,7 @@ class _Options:
                 return len(set().union(*(each or () for each in finite))) == sum(len(each or ()) for each in finite)
             return len(found) <= _MAX_OPTIONS and all(self._apart(*pair, _MAX_HOPS) for pair in combinations(found, 2))
         except _TooManySteps:
-            raise _wrong(
+            raise wrong(
                 place,
                 f"its options take more than {_MAX_STEPS:,} steps to tell apart; give each a required property with "
                 "another const, or use anyOf",
@@ -267,12 +266,12 @@ def require_schema(schema: Any, field: str) -> Any:
     Raises `BadRequest` that names the place, if it is none, goes beyond the bounds or cannot be held.
     """
     if not isinstance(schema, Mapping | bool):
-        raise BadRequest(f"{field}: a schema is a JSON object, not {type(schema).__name__}", field=field)
+        raise wrong(field, f"a schema is a JSON object, not {type(schema).__name__}")
     require_shallow(schema, field)
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"{field}: the schema is not JSON: {error}", field=field) from None
+        raise wrong(field, f"the schema is not JSON: {error}") from None
     require_small(text, "the schema", field)
     _require_small_multiples(schema, field)
     _require_quick(schema, field)
@@ -283,11 +282,9 @@ def require_small(text: str, what: str, field: str) -> None:
     """Raise `BadRequest` for a text that is empty, or longer than a grammar may be."""
     size = len(text.encode("utf-8", "replace"))
     if not size:
-        raise BadRequest(f"{field}: {what} is empty", field=field)
+        raise wrong(field, f"{what} is empty")
     if size > MAX_GRAMMAR_BYTES:
-        raise BadRequest(
-            f"{field}: {what} takes {size:,} bytes; at most {MAX_GRAMMAR_BYTES:,} are allowed", field=field
-        )
+        raise wrong(field, f"{what} takes {size:,} bytes; at most {MAX_GRAMMAR_BYTES:,} are allowed")
 
 
 def require_shallow(value: Any, field: str) -> None:
@@ -295,7 +292,7 @@ def require_shallow(value: Any, field: str) -> None:
     level, depth = [value], 0
     while level:
         if depth > MAX_DEPTH:
-            raise BadRequest(f"{field}: the schema is nested deeper than {MAX_DEPTH} levels", field=field)
+            raise wrong(field, f"the schema is nested deeper than {MAX_DEPTH} levels")
         inner: list[Any] = []
         for each in level:
             if isinstance(each, Mapping):
@@ -319,10 +316,7 @@ def require_few_repeats(pattern: str, field: str) -> None:
             last *= max(int(part[1]), int(part[2] or 0), 1)
             groups[-1] = max(groups[-1], last)
             if last > MAX_REPEATS:
-                raise BadRequest(
-                    f"{field}: its nested repetitions multiply to {last:,}; at most {MAX_REPEATS:,} are allowed",
-                    field=field,
-                )
+                raise wrong(field, f"its nested repetitions multiply to {last:,}; at most {MAX_REPEATS:,} are allowed")
         else:
             last = 1
 
@@ -332,9 +326,8 @@ def _require_quick(value: Any, place: str) -> None:
         known, required = value.get("properties"), value.get("required")
         named = {each for each in required if isinstance(each, str)} if isinstance(required, list | tuple) else set()
         if isinstance(known, Mapping) and (optional := len(known.keys() - named)) > MAX_OPTIONAL:
-            raise BadRequest(
-                f"{place}.properties: {optional:,} of them are not required; at most {MAX_OPTIONAL:,} are allowed",
-                field=f"{place}.properties",
+            raise wrong(
+                f"{place}.properties", f"{optional:,} of them are not required; at most {MAX_OPTIONAL:,} are allowed"
             )
         for name, inner in value.items():
             if name == "pattern" and isinstance(inner, str):
@@ -353,10 +346,10 @@ def _require_small_multiples(schema: Any, field: str) -> None:
     for place, value in _multiples(schema, field):
         common = math.lcm(common, int("".join(map(str, Decimal(repr(value)).as_tuple().digits))) or 1)
         if common > MAX_MULTIPLE:
-            raise BadRequest(
-                f"{place}: multiples of {value} take too many states; the least common multiple of all `multipleOf` "
+            raise wrong(
+                place,
+                f"multiples of {value} take too many states; the least common multiple of all `multipleOf` "
                 f"may be {MAX_MULTIPLE:,}",
-                field=place,
             )
 
 

@@ -104,23 +104,14 @@ class ChatTemplate:
         `ModelError` for a template that does not compile or goes beyond the limits.
         """
         chosen = self.for_tools if tools else self
-        if chosen is not self:
-            return chosen.render(
-                messages,
-                tools,
-                add_generation_prompt,
-                template_kwargs,
-                continue_final_message=continue_final_message,
-                documents=documents,
-            )
-        if not self.source and self.named:
+        if not chosen.source and chosen.named:
             raise BadRequest(
                 "the model has several chat templates and no default; name one of them in chat_template: "
-                f"{', '.join(sorted(self.named))}",
+                f"{', '.join(sorted(chosen.named))}",
                 field="chat_template",
             )
         turns = flatten_messages(messages)
-        if documents and "documents" not in self.source:
+        if documents and "documents" not in chosen.source:
             raise BadRequest("the chat template has no place for documents", field="documents")
         ours = {
             "tools": list(tools) if tools else None,
@@ -142,7 +133,7 @@ class ChatTemplate:
             readings = _readings_of_calls(turns)
         for reading in readings:
             try:
-                return self._render(reading, own | ours, continue_final_message)
+                return chosen._render(reading, own | ours, continue_final_message)
             except (BadRequest, ModelError) as error:
                 failures.append(error)
         raise failures[0]

@@ -83,8 +83,6 @@ def build(source: GgmlTokenizerSource) -> tuple[Tokenizer, Decoding]:
 
 
 class _Metadata:
-    """The vocabulary, checked once."""
-
     def __init__(self, source: GgmlTokenizerSource) -> None:
         self.origin = source.origin
         self.values = source.metadata
@@ -141,13 +139,8 @@ class _Metadata:
 
 def _byte_level(metadata: _Metadata) -> tuple[Tokenizer, Decoding]:
     pre = _pre(metadata)
-    model = models.BPE(
-        vocab=metadata.ids,
-        merges=metadata.merges(),
-        fuse_unk=False,
-        ignore_merges=pre.whole_words,
-    )
-    tokenizer = Tokenizer(model)
+    merges = metadata.merges()
+    tokenizer = Tokenizer(models.BPE(vocab=metadata.ids, merges=merges, fuse_unk=False, ignore_merges=pre.whole_words))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]

@@ -42,7 +42,6 @@ class Tokenizer:
     bos_id: int | None = None
     eos_id: int | None = None
     chat_template: str | None = None
-    """The default template."""
     named_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name, such as `tool_use`."""
 
@@ -171,9 +170,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     Raises `ModelError` if there is none, if it is damaged, or if its kind is not supported.
     """
     source = checkpoint.tokenizer
-    if isinstance(source, GgmlTokenizerSource):
-        return _from_ggml(source)
-    return _from_json(source)
+    return _from_ggml(source) if isinstance(source, GgmlTokenizerSource) else _from_json(source)
 
 
 def _from_json(source: JsonTokenizerSource) -> Tokenizer:

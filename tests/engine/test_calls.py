@@ -11,7 +11,7 @@ import pytest
 
 from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
-from fd_core.structured.calls import CallAsked, demanded_calls
+from fd_core.structured.grammar import CallAsked, demanded_calls
 from fd_core.testing.models.checkpoints import LONG_CASE, write_checkpoint
 from fd_core.text.parsing.contract import ToolParser
 from fd_core.text.parsing.formats.harmony import HarmonyTools

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as Backend
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.structured.calls import CallAsked, chosen_calls, demanded_calls
 from fd_core.structured.compiler import GrammarCompiler, grammar_vocabulary
+from fd_core.structured.grammar import CallAsked, chosen_calls, demanded_calls
 from fd_core.text.parsing.contract import ToolParser
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Thought, joined
 from fd_core.text.parsing.formats.harmony import HarmonyTools

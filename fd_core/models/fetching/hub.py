@@ -92,7 +92,6 @@ def cached(cache: Path | None) -> list[tuple[str, int, Path]]:
 
 
 def _wanted_files(name: str, info: Any) -> dict[str, int]:
-    """Return the files to download and their sizes in bytes."""
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
     wanted = {file: size for file, size in sizes.items() if _is_wanted(file)}
     if not any(file.endswith(".safetensors") for file in wanted):

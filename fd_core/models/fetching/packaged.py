@@ -169,22 +169,14 @@ class PackagedModel:
         return cache / "models" / self.name / Path(self.member).name
 
 
-def find(model: PackagedModel, cache: Path) -> Path | None:
-    """Return the model's path if the cache holds it whole and unchanged, else None."""
-    path = find_unchecked(model, cache)
-    try:
-        return path if path is not None and sha256_of(path) == model.sha256 else None
-    except OSError:
-        return None
-
-
-def find_unchecked(model: PackagedModel, cache: Path) -> Path | None:
-    """Return the model's path if the cache holds a file of its size, else None."""
+def find(model: PackagedModel, cache: Path, *, checked: bool = True) -> Path | None:
+    """Return the model's path if the cache holds it whole and unchanged, else None; unless `checked`, by its size alone."""
     path = model.path(cache)
     try:
-        return path if path.stat().st_size == model.size else None
+        whole = path.stat().st_size == model.size and (not checked or sha256_of(path) == model.sha256)
     except OSError:
         return None
+    return path if whole else None
 
 
 def fetch(model: PackagedModel, cache: Path, progress: ProgressSink) -> Path:

@@ -107,9 +107,10 @@ def _by_linear(
         name = name if name.startswith("model.") or name == "lm_head" else f"model.{name}"
         if not match or name not in linears:
             served = sorted({each.rpartition(".")[2] for each in linears})
+            layers = len({each.split(".")[2] for each in linears})
             raise _wrong(
                 f"{path}: tensor {tensor_name[:200]!r} changes nothing that adapters of this model may change",
-                f"adapters are served for {', '.join(served)} of this model's {_layers_of(linears)} layers",
+                f"adapters are served for {', '.join(served)} of this model's {layers} layers",
             )
         if side in found.setdefault(name, {}):
             raise _wrong(f"{path}: tensor {tensor_name[:200]!r} is there twice")
@@ -117,10 +118,6 @@ def _by_linear(
     if not found:
         raise _wrong(f"{path} has no tensors")
     return found
-
-
-def _layers_of(linears: Mapping[str, Any]) -> int:
-    return len({name.split(".")[2] for name in linears})
 
 
 def _check_targets(config: ModelConfig, path: Path, found: Mapping[str, Any], linears: Mapping[str, Any]) -> None:

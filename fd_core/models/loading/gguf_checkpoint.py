@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
@@ -57,22 +56,8 @@ _GEMMA_BLOCK = _BLOCK | {
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _CORRECTION = "exp_probs_b"
 
-# Rope factors are part of the config; see `gguf_config`.
-_NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
+_ROPE_FACTORS = "rope_freqs.weight"
 _PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)\.(weight|bias)")
-
-
-def views_of(tensors: Iterable[StoredTensor], config: Mapping[str, Any]) -> dict[str, TensorView]:
-    """Return the view of every tensor by its Hugging Face name; `ModelError` for a name that is not known."""
-    views: dict[str, TensorView] = {}
-    for tensor in tensors:
-        if tensor.name in _NOT_WEIGHTS:
-            continue
-        for name, view in _views(tensor, config).items():
-            if name in views:
-                raise ModelError(f"{tensor.file.path}: two tensors stand for {name!r}")
-            views[name] = view
-    return views
 
 
 def _views(tensor: StoredTensor, config: Mapping[str, Any]) -> dict[str, TensorView]:
@@ -107,7 +92,9 @@ def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any]) -> 
                 f"{tensor.file.path}: tensor {tensor.name!r} has {tensor.shape[0]} rows, which {heads} heads "
                 "cannot share"
             )
-        return TensorView(tensor.shape, tensor, rows=_unpermuted(tensor.shape[0], heads))
+        # The order of rows that turns (pair, half) of each head back into (half, pair).
+        rows = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return TensorView(tensor.shape, tensor, rows=rows)
     return TensorView(tensor.shape, tensor)
 
 
@@ -118,11 +105,6 @@ def _as_row(stored: Weight) -> RawTensor:
 
 def _minus_one(stored: Weight) -> RawTensor:
     return RawTensor("F32", stored.to_float32() - np.float32(1))
-
-
-def _unpermuted(rows: int, heads: int) -> npt.NDArray[np.intp]:
-    """Return the order of rows that turns (pair, half) of each head back into (half, pair)."""
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 _EXPANDED_TYPES: Final = frozenset(
@@ -142,7 +124,14 @@ class GgufCheckpoint(Checkpoint):
         values, tensors = read_gguf(path)
         self._metadata = ModelConfig(values, origin=str(path))
         config = config_from(self._metadata, tensors)
-        views = views_of(tensors.values(), config)
+        views: dict[str, TensorView] = {}
+        for tensor in tensors.values():
+            if tensor.name == _ROPE_FACTORS:  # part of the config
+                continue
+            for name, view in _views(tensor, config).items():
+                if name in views:
+                    raise ModelError(f"{path}: two tensors stand for {name!r}")
+                views[name] = view
         for view in views.values():
             if view.tensor.dtype not in SUPPORTED_TYPES:
                 raise ModelError(
@@ -276,7 +265,7 @@ def _common(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
 
 
 def _rope_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict[str, Any] | None:
-    if "rope_freqs.weight" in tensors:
+    if _ROPE_FACTORS in tensors:
         return _llama3_scaling(shape, tensors, head_dim)
     kind = shape.text("rope.scaling.type", "none")
     if kind == "none":
@@ -292,12 +281,15 @@ def _rope_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict[s
 
 def _llama3_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict[str, Any]:
     """Recover Llama 3's scaling parameters from the factors that the converter computed from them."""
-    tensor = tensors["rope_freqs.weight"]
+    tensor = tensors[_ROPE_FACTORS]
     if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
         raise ModelError(f"{shape.origin}: tensor 'rope_freqs.weight' has no usable form")
     factors = tensor.view("<f4")
     factor = float(factors.max())
-    expected = _llama3_factors(_number(shape, "rope.freq_base", 10000.0), head_dim, factor)
+    # By how much Llama 3 divides each rope frequency (low 1, high 4, original context 8192).
+    wavelength = 2 * math.pi * _number(shape, "rope.freq_base", 10000.0) ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+    expected = 1.0 / ((1.0 - smooth) / factor + smooth)
     if not np.allclose(factors, expected, rtol=1e-3):
         raise ModelError(f"{shape.origin}: the rope factors in 'rope_freqs.weight' are not those of Llama 3")
     return {
@@ -307,13 +299,6 @@ def _llama3_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-
-
-def _llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return by how much Llama 3 divides each rope frequency (low 1, high 4, original context 8192)."""
-    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
-    return np.asarray(1.0 / ((1.0 - smooth) / factor + smooth))
 
 
 def _llama(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:

@@ -111,11 +111,14 @@ class SafetensorsCheckpoint(Checkpoint):
     """Tensors mapped from the shards that the index names, or from the one file there is."""
 
     def __init__(self, folder: Path) -> None:
-        config = _read_config(folder)
+        config_path = folder / "config.json"
+        if not config_path.is_file():
+            raise ModelError(f"{folder} has no config.json")
+        config = read_json_object(config_path)
         tensors = _open_shards(folder)
         # A model that was saved without its output projection has no `model.` before its names.
         bare = "embed_tokens.weight" in tensors
-        views = quantized_views(config, str(folder / "config.json"), tensors)
+        views = quantized_views(config, str(config_path), tensors)
         views = {f"model.{name}": view for name, view in views.items()} if bare else views
         super().__init__(folder, config, views, tensors.values())
 
@@ -134,13 +137,6 @@ class SafetensorsCheckpoint(Checkpoint):
             f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
             hint=f"supported are {', '.join(RAW_TYPES)}, and what a quantization_config in config.json describes",
         )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{folder} has no config.json")
-    return read_json_object(path)
 
 
 def _open_shards(folder: Path) -> dict[str, StoredTensor]:

@@ -47,7 +47,6 @@ class JsonTokenizerSource:
     settings: Mapping[str, Any]
     """The content of tokenizer_config.json with that of the older files merged in, or an empty mapping."""
     chat_template: str | None
-    """The default template."""
     named_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name, such as `tool_use`."""
 
@@ -87,7 +86,6 @@ class GgmlTokenizerSource:
     origin: Path
     metadata: Mapping[str, Any]
     chat_template: str | None
-    """The default template."""
     named_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name, such as `tool_use`."""
 

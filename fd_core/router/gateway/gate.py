@@ -67,7 +67,6 @@ class RouterGate:
                 log_access(request.remote or "-", request.method, request.path, status, seconds, record)
 
     async def _guarded(self, request: web.BaseRequest, record: RequestRecord) -> web.StreamResponse:
-        """Return an answer, whatever happens."""
         added = {"X-Request-Id": record.request_id}
         answer: web.StreamResponse
         try:
@@ -157,7 +156,6 @@ class RouterGate:
         exchange = Exchange(
             state=self._state,
             request=request,
-            request_id=record.request_id,
             added=added,
             # What was authorized is what is sent: no second reading of an encoded path.
             target=quote(request.path) + ("?" + query if (query := request.rel_url.raw_query_string) else ""),

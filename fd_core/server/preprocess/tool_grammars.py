@@ -10,8 +10,7 @@ import msgspec
 from fd_core.http.errors import invalid
 from fd_core.server.preprocess.tools import OfferedTools
 from fd_core.server.state.state import ServerState
-from fd_core.structured.calls import CallAsked
-from fd_core.structured.grammar import CallsForm, FormAsked
+from fd_core.structured.grammar import CallAsked, CallsForm, FormAsked
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.types import Reasoning, SamplingParams

@@ -41,7 +41,7 @@ class TextReader(abc.ABC):
         self._ended = self._cut_off = False
         self._events: list[Event] = []
         self._calls = 0
-        self._open = self._arguments = self._after_call = False
+        self.call_open = self._arguments = self._after_call = False
         self._space_behind = ""
         """White space behind a marker, which is content if content follows."""
         self.space_before = ""
@@ -92,7 +92,7 @@ class TextReader(abc.ABC):
     def begin_call(self, name: str) -> None:
         """Yield the beginning of a call."""
         self._events.append(CallBegun(self._calls, name))
-        self._open, self._arguments = True, False
+        self.call_open, self._arguments = True, False
 
     def say_arguments(self, text: str) -> None:
         """Yield more of the arguments of the call that is open."""
@@ -106,12 +106,7 @@ class TextReader(abc.ABC):
             self.say_arguments("{}")
         self._events.append(CallEnded(self._calls))
         self._calls += 1
-        self._open, self._after_call = False, True
-
-    @property
-    def call_open(self) -> bool:
-        """Whether a call has begun and not ended."""
-        return self._open
+        self.call_open, self._after_call = False, True
 
     def drop(self, text: str) -> None:
         """Say nothing of text that belongs to the format."""

@@ -40,8 +40,6 @@ BYTES_PER_TOKEN: Final = 4
 
 
 class _Body(msgspec.Struct):
-    """The fields that matter here, of whatever type they are."""
-
     prompt: Any = None
     messages: Any = None
     system: Any = None
@@ -203,7 +201,6 @@ _FORMATS: Final[Mapping[str, BodyFormat[Any]]] = {
     **dict.fromkeys(("/v1/score", "/score"), embeddings.SCORE),
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), embeddings.RERANK),
 }
-"""Formats of the paths that take tokens."""
 
 
 class Cost(NamedTuple):

@@ -171,10 +171,8 @@ class GatewayState:
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     pairing: PairingLog = field(default_factory=PairingLog)
     supervisor: Supervisor = field(default_factory=Supervisor)
-    """Runs the background tasks."""
     drain: Drain = field(default_factory=Drain)
     spans: RequestSpans | None = None
-    """Makes the spans of requests; None makes none."""
     worker_secret: bytes = field(init=False)
     """Signs the tenants of requests: the digest of the workers' key, as they keep it."""
 

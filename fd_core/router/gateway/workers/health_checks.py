@@ -84,7 +84,9 @@ class HealthChecks:
         workers = self._router.workers()
         self._forget_others({worker.url for worker in workers})
         for worker in workers:
-            if worker not in self._running and (due or _state(self._router.member(worker)) is WorkerState.UNKNOWN):
+            if worker not in self._running and (
+                due or _state(self._router.registry.member(worker)) is WorkerState.UNKNOWN
+            ):
                 self._running[worker] = self._state.supervisor.start(
                     _TASK, partial(self._check_or_fail, worker), part=worker.url, repeat=False
                 )
@@ -101,7 +103,7 @@ class HealthChecks:
         ok, reached, begun = False, False, time.monotonic()
         instance, role, port, leaving = None, None, None, False
         offers, why = False, ""
-        before = _state(self._router.member(worker))
+        before = _state(self._router.registry.member(worker))
         try:
             async with self._state.session.get(
                 worker.url + self._router.config.health_check_endpoint, timeout=self._timeout, allow_redirects=False
@@ -126,10 +128,10 @@ class HealthChecks:
             self._unreached.reached(worker.url)
             return  # a check that outlasts its own limit tells that this process stood still
         after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
-        member = self._router.member(after)
+        member = self._router.registry.member(after)
         state = _state(member)
         if ok and leaving and member is not None and not member.leaving:
-            self._router.leaving(after)
+            self._router.registry.leaving(after)
             log.info("worker %s is shutting down", after.url)
         if offers:
             self._on_offer(after)
@@ -140,31 +142,20 @@ class HealthChecks:
         if reached:
             # A worker that answers at all, even that it is not healthy, may still go on with the requests that it has.
             self._unreached.reached(worker.url)
-            if ok:
-                await self._learn_models(after, now)
+            if ok and now - self._asked.get(after, -math.inf) >= _MODELS_SECONDS:
+                self._asked[after] = now
+                models = await served(self._state, after)
+                if models is not None:
+                    self._router.registry.serves(after, *models)
             return
         if state is WorkerState.UNHEALTHY:
             # Requests that wait for their first byte are better served elsewhere.
             self._state.timeouts.expire_first_bytes(worker)
         if self._unreached.missed(worker.url, begun, now):
             patience = self._state.config.unreachable_seconds
-            cut = self._state.timeouts.expire_streams(worker, patience)
-            if cut:
-                log.warning(
-                    "health checks have not reached worker %s for %g s: %d answers were ended",
-                    worker.url,
-                    patience,
-                    cut,
-                )
-
-    async def _learn_models(self, worker: RouterWorker, now: float) -> None:
-        """Ask which models a worker serves, for each new incarnation and every `_MODELS_SECONDS`."""
-        if now - self._asked.get(worker, -math.inf) < _MODELS_SECONDS:
-            return
-        self._asked[worker] = now
-        models = await served(self._state, worker)
-        if models is not None:
-            self._router.serves(worker, *models)
+            if cut := self._state.timeouts.expire_streams(worker, patience):
+                told = "health checks have not reached worker %s for %g s: %d answers were ended"
+                log.warning(told, worker.url, patience, cut)
 
     def _forget_others(self, urls: set[str]) -> None:
         self._unreached.keep(urls)
@@ -203,8 +194,6 @@ _TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 
 
 class _List(msgspec.Struct):
-    """A worker's list of models, each as the worker describes it."""
-
     data: list[dict[str, Any]]
 
 

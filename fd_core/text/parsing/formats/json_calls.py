@@ -305,7 +305,6 @@ class MistralTools(JsonCallReader):
             yield from self.json_calls() if first and first in "[{`" else self._named()
 
     def _named(self) -> Steps[None]:
-        """Read a name and its arguments."""
         self.mark(self.space_before)
         yield from self.space()
         name = yield from self.match(_NAME)

@@ -182,7 +182,6 @@ class PythonicTools(ToolReader):
 
 
 def _number(word: str) -> str | None:
-    """Return a number of Python's as JSON writes it, None for what is no number."""
     if _NUMBER.fullmatch(word):
         return word
     try:
