@@ -101,9 +101,14 @@ class Placer:
     def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
         """Choose workers for a request that failed on the addresses `tried`."""
         self._forget_what_changed(now)
-        pools = self._eligible(request, tried, now)
+        pools = self._untried(request, tried, now)
         if isinstance(pools, NoWorker):
             return pools
+        if limit := self.config.max_requests_per_worker:
+            free = _where(pools, lambda pool: (self.loads.at(pool.places)[0] < limit).tolist())
+            if {*_modes(pools)}.isdisjoint(_modes(free)):  # decode workers are not to pay for a full prefill side
+                return NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
+            pools = free
         options = [PARTS[mode] for mode in _modes(pools)]
         # Where there is a choice, the mode that has fewer requests for each of its workers.
         roles = min(options, key=lambda roles: self._crowding(pools, roles)) if len(options) > 1 else options[0]
@@ -125,16 +130,6 @@ class Placer:
         """Whether a mixed or a decode worker is healthy and fit for its role."""
         fit = [one for one in self.registry if one.state is WorkerState.HEALTHY and not one.unfit]
         return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
-
-    def _eligible(self, request: RouteRequest, tried: frozenset[str], now: float) -> Pools | NoWorker:
-        """Return the workers that may be chosen, by role, or the first reason that leaves too few of them."""
-        pools = self._untried(request, tried, now)
-        if isinstance(pools, NoWorker) or not (limit := self.config.max_requests_per_worker):
-            return pools
-        free = _where(pools, lambda pool: (self.loads.at(pool.places)[0] < limit).tolist())
-        if {*_modes(pools)}.isdisjoint(_modes(free)):  # decode workers are not to pay for a prefill side that is full
-            return NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
-        return free
 
     def _forget_what_changed(self, now: float) -> None:
         if self._version == self.registry.version and now < self._until:

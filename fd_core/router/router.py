@@ -238,7 +238,9 @@ class Router:
         placement = self._placer.place(request, tried, now, rng)
         if isinstance(placement, NoWorker):
             return self._refuse(placement)
-        trials = frozenset(member.worker for member in placement.members if _is_trial(member, now))
+        for member in placement.members:
+            member.circuit.admit(now)
+        trials = frozenset(member.worker for member in placement.members if member.circuit.state == "half_open")
         first, *_ = workers = tuple(member.worker for member in placement.members)
         held = {
             worker: WorkerLoad(requests=1, waiting=1, prefill_tokens=placement.missing if worker is first else 0)
@@ -338,12 +340,6 @@ class Router:
         if self.registry.member(worker) is None:
             return (self._by_role[worker.role],)
         return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
-
-
-def _is_trial(member: Member, now: float) -> bool:
-    """Pass the circuit breaker; return whether this is the one request that tries the worker again."""
-    member.circuit.admit(now)
-    return member.circuit.state == "half_open"
 
 
 _PROMPT_BLOCKS: Final = counter("prompt_blocks", "Prompt blocks looked up in what workers hold.")

@@ -62,6 +62,7 @@ class ChatTemplate:
     now: Callable[[], datetime] = datetime.now
     named: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name; `tool_use` replaces the default one where tools are given."""
+    _others: dict[str, ChatTemplate] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self | None:
@@ -173,10 +174,6 @@ class ChatTemplate:
         if name not in self._others and source:
             self._others[name] = replace(self, source=source, named={})
         return self._others.get(name)
-
-    @cached_property
-    def _others(self) -> dict[str, ChatTemplate]:
-        return {}
 
     def mentions(self, variable: str) -> bool:
         """Return True if one of the model's templates reads a variable."""

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -44,6 +44,7 @@ class Tokenizer:
     chat_template: str | None = None
     named_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name, such as `tool_use`."""
+    _tables: dict[tuple[str, ...], list[bytes]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -145,10 +146,6 @@ class Tokenizer:
                 table[token_id] = self.byte_table[token_id]
             self._tables[kept] = table
         return self._tables[kept]
-
-    @cached_property
-    def _tables(self) -> dict[tuple[str, ...], list[bytes]]:
-        return {}
 
     @cached_property
     def _tokens(self) -> list[str]:
@@ -288,19 +285,16 @@ class Decoding:
     drops_first_space: bool = False
 
 
-@cache
-def _alphabet() -> dict[str, int]:
-    """Return GPT-2's printable stand-ins: visible Latin-1 stands for itself, the rest is moved above U+0100."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in set(visible)]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_HIDDEN = sorted({*range(256)}.difference(_VISIBLE))
+_ALPHABET = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
+"""GPT-2's printable stand-ins: visible Latin-1 stands for itself, the rest is moved above U+0100."""
 
 
 def byte_level(token: str) -> bytes:
     """Return the bytes of a byte-level token; a token with other characters stands for its own UTF-8."""
-    alphabet = _alphabet()
     try:
-        return bytes([alphabet[character] for character in token])
+        return bytes([_ALPHABET[character] for character in token])
     except KeyError:
         return token.encode("utf-8", "replace")
 

@@ -170,7 +170,7 @@ class PackagedModel:
 
 
 def find(model: PackagedModel, cache: Path, *, checked: bool = True) -> Path | None:
-    """Return the model's path if the cache holds it whole and unchanged, else None; unless `checked`, by its size alone."""
+    """Return the model's path if the cache holds it whole and unchanged, else None; `checked` reads it."""
     path = model.path(cache)
     try:
         whole = path.stat().st_size == model.size and (not checked or sha256_of(path) == model.sha256)

@@ -50,11 +50,6 @@ class TensorView:
     joined: Callable[[], Weight] | None = None
     """Reads a weight that several stored tensors make, of which `tensor` is one; None where it is `tensor`."""
 
-    def restored(self, stored: Weight) -> Weight:
-        """Return the Hugging Face tensor."""
-        ordered = stored if self.rows is None else stored.take_rows(self.rows)
-        return ordered if self.undo is None else self.undo(ordered)
-
 
 class Checkpoint(ABC):
     """An open checkpoint: its config, its tensors by Hugging Face name, its tokenizer.
@@ -96,7 +91,9 @@ class Checkpoint(ABC):
     def read_weight(self, name: str, formats: Collection[str]) -> Weight:
         """Read the weight of a linear layer: as it was quantized if that format is among `formats`, else as `read`."""
         view = self._view(name)
-        weight = view.restored(self._stored_weight(view.tensor) if view.joined is None else view.joined())
+        stored = self._stored_weight(view.tensor) if view.joined is None else view.joined()
+        ordered = stored if view.rows is None else stored.take_rows(view.rows)
+        weight = ordered if view.undo is None else view.undo(ordered)
         return weight if isinstance(weight, PackedTensor) and weight.format in formats else weight.expanded()
 
     @cached_property

@@ -82,7 +82,13 @@ class HealthChecks:
         for worker in [worker for worker, task in self._running.items() if task.done()]:
             del self._running[worker]
         workers = self._router.workers()
-        self._forget_others({worker.url for worker in workers})
+        urls = {worker.url for worker in workers}
+        self._unreached.keep(urls)
+        for url in self._complaints.keys() - urls:
+            del self._complaints[url]
+        self._state.supervisor.keep(_TASK, urls)
+        for worker in self._asked.keys() - set(workers):
+            del self._asked[worker]
         for worker in workers:
             if worker not in self._running and (
                 due or _state(self._router.registry.member(worker)) is WorkerState.UNKNOWN
@@ -113,7 +119,8 @@ class HealthChecks:
                 instance = answer.headers.get("X-Instance", "")[:128] or None
                 leaving = DRAINING_HEADER in answer.headers
                 offers = ok and OFFER_HEADER in answer.headers
-                role = _role(answer.headers.get(ROLE_HEADER))
+                role = answer.headers.get(ROLE_HEADER)
+                role = role if role is None or role in ROLES else "strange"
                 port = _port(answer.headers.get(KV_PORT_HEADER, ""))
         except (*TROUBLE, ValueError) as error:
             why = f": {str(error) or type(error).__name__}"
@@ -157,14 +164,6 @@ class HealthChecks:
                 told = "health checks have not reached worker %s for %g s: %d answers were ended"
                 log.warning(told, worker.url, patience, cut)
 
-    def _forget_others(self, urls: set[str]) -> None:
-        self._unreached.keep(urls)
-        for url in self._complaints.keys() - urls:
-            del self._complaints[url]
-        self._state.supervisor.keep(_TASK, urls)
-        for worker in self._asked.keys() - set(self._router.workers()):
-            del self._asked[worker]
-
     def _complain(self, worker: RouterWorker, unfit: str) -> None:
         """Log once that a healthy worker cannot be used, and forget it when the worker can."""
         if unfit == self._complaints.get(worker.url, ""):
@@ -178,11 +177,6 @@ class HealthChecks:
 
 def _state(member: Member | None) -> WorkerState:
     return WorkerState.GONE if member is None else member.state
-
-
-def _role(said: str | None) -> str | None:
-    """Return a role that exists, `strange` for any other word, None if the worker named none."""
-    return said if said is None or said in ROLES else "strange"
 
 
 def _port(said: str) -> int | None:
