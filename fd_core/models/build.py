@@ -41,10 +41,7 @@ ProgressSink = Callable[[int, int], None]
 
 
 def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
-    """Compare the checkpoint with the spec and return the number of parameters; nothing is read.
-
-    Raises `ModelError` for a missing, misshapen or unexpected tensor, and for layers whose KV differs in size.
-    """
+    """Return the number of parameters; `ModelError` for missing, misshapen or unexpected tensors, or uneven KV."""
     expected = dict(spec.tensors())
     names = set(checkpoint.names())
     missing = [name for name in expected if name not in names]
@@ -80,10 +77,7 @@ def build_decoder(
     progress: ProgressSink | None,
     quantization: str = "auto",
 ) -> tuple[Decoder, tuple[WeightUse, ...]]:
-    """Read and prepare the weights of a spec that `check_tensors` accepted, and tell how they are computed.
-
-    All of them, or those of the stage that `ops` computes.
-    """
+    """Read and prepare the weights of a spec, or of the stage that `ops` computes, and tell how they are computed."""
     of_stage = spec.layers[stage_layers(spec, ops.stage)]
     reader = _Reader(replace(spec, layers=of_stage), checkpoint, ops, max_positions, progress, quantization)
     table = reader.table() if ops.stage.first else None

@@ -104,10 +104,7 @@ def resolve_model(
 
 
 def list_models(*, cache_dir: Path | None = None, checked: bool = True) -> list[ListedModel]:
-    """Return the models with a short name, then those of Hugging Face's cache; no network is touched.
-
-    Not `checked`, a file of the right size counts as the model, which saves reading it.
-    """
+    """Return the models with a short name, then those cached from Hugging Face; unless `checked`, size is enough."""
     cache = find_cache_dir(cache_dir)
     listed = [
         ListedModel(each.name, each.about, each.size, packaged.find(each, cache, checked=checked)) for each in KNOWN

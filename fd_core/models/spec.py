@@ -329,10 +329,7 @@ def gate_up_down(prefix: str, hidden: int, intermediate: int, bias: bool = False
 def decoder_spec(
     architecture: str, config: ModelConfig, traits: Traits, most_tensors: int | None = None
 ) -> DecoderSpec:
-    """Spell out a decoder with Hugging Face's tensor names.
-
-    Raises `ModelError` for a config that asks for more than `most_tensors`, before more of them are described.
-    """
+    """Spell out a decoder with Hugging Face's tensor names; `ModelError` where it needs more than `most_tensors`."""
     hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers")
     tied = config.flag("tie_word_embeddings", traits.tied)

@@ -97,10 +97,7 @@ class ReportedKV:
         return True
 
     def apply(self, worker: RouterWorker, event: KVEvent) -> bool:
-        """Follow one event of `worker`; return whether its reports still count.
-
-        Raises `ValueError` for an event that does not fit the events before it, and for more blocks than allowed.
-        """
+        """Follow an event; return whether reports still count. `ValueError` if it does not fit, or for too many."""
         mirrors = self._mirrors.get(worker)
         if mirrors is None:
             return False
@@ -126,10 +123,7 @@ class ReportedKV:
         self._num_events.pop(worker, None)
 
     def leading_tokens(self, prompt: HashedPrompt) -> tuple[Numbers, npt.NDArray[np.bool_]]:
-        """Return how many leading tokens of a prompt each worker holds, and who is silent, both by place.
-
-        A silent worker does not report, and has 0.
-        """
+        """Return how many leading tokens each worker holds, and who is silent (and has 0), both by place."""
         tokens = np.zeros(len(self._places), np.int64)
         if self._found is None or len(self._found.sizes) != len(tokens):
             sizes = np.zeros(len(tokens), np.int64)

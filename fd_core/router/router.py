@@ -51,10 +51,7 @@ class Router:
     """
 
     def __init__(self, config: RouterConfig, policy_class: Callable[[str], type[RouterPolicy]]) -> None:
-        """`policy_class` finds a policy by name, as `Plugins.load` does, and may raise `PluginError`.
-
-        Raises `ConfigError` for numbers out of range.
-        """
+        """`policy_class` finds a policy by name, or raises `PluginError`. `ConfigError` for numbers out of range."""
         self.config = config
         self.registry = Registry(config)
         """Every worker, what it says of itself, and its health."""
@@ -142,10 +139,7 @@ class Router:
         return self._attempt(request, frozenset(), now, rng)
 
     def retry(self, selection: Selection, now: float, rng: float) -> Selection | NoWorker:
-        """Choose again for a request whose attempt failed and was released, among workers that have not failed on it.
-
-        Raises `RuntimeError` if the attempt still counts: its own stream has to release it first.
-        """
+        """Choose again among workers not tried, after an attempt that was released; otherwise raises `RuntimeError`."""
         if not selection.released:
             raise RuntimeError("the failed attempt must be released before the next one is chosen")
         if selection.started:
@@ -162,10 +156,7 @@ class Router:
         return following
 
     def prefilled(self, selection: Selection, now: float) -> None:
-        """Record the prefix for the prefill side of a pair: it computed the prompt, whatever becomes of the answer.
-
-        Raises `ValueError` if the selection is no pair.
-        """
+        """Record the prefix for the prefill side, whatever becomes of the answer; `ValueError` if there is no pair."""
         if selection.mode != "pd":
             raise ValueError("a mixed worker has no prefill side of its own")
         self._did_well(selection, selection.prefill, now)

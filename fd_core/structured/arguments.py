@@ -372,10 +372,7 @@ class KeywordGrammar(_Values):
 
 
 def _with_commas(lark: LarkText, parts: Sequence[tuple[str, bool]], another: str | None) -> str:
-    """Return the expression of `parts` in their order, where needed ones cannot be left out, then of any number more.
-
-    A comma stands between two of them.
-    """
+    """Return the expression of `parts` in order, needed ones in any case, then of more of `another`, with commas."""
     behind = f'(", " {another})*' if another else ""
     first = f"({another} {behind})?" if another else ""  # where nothing stands before
     for rule, needed in reversed(parts):

@@ -111,10 +111,7 @@ class CompiledGrammar:
         return self._first is not None and not self._matcher.validate_tokens([self._first])
 
     def anew(self) -> CompiledGrammar:
-        """Compile the grammar again, with a lexer that nobody else has.
-
-        Raises `GrammarError` if that takes longer than a step may be held up.
-        """
+        """Compile it again, with a lexer of its own; `GrammarError` if that may hold a step up for too long."""
         if self._seconds > _MAX_ANEW_SECONDS:
             raise GrammarError(
                 "what requests of the same grammar share of it has become too large, and it takes too long to compile "
@@ -146,10 +143,7 @@ class GrammarCompiler:
         return _usable(self._cache.get(grammar))
 
     def compiled(self, grammar: str) -> CompiledGrammar:
-        """Return a grammar, compiling it if need be; one whose lexer is exhausted is compiled anew.
-
-        Raises `GrammarError` if it cannot be compiled within its bounds.
-        """
+        """Return a grammar, compiled anew if its lexer is exhausted; `GrammarError` if that goes beyond the bounds."""
         with self._lock:
             found = self._cache.get(grammar)
             if found is not None:

@@ -67,10 +67,7 @@ class LarkText:
         return self.rule(f"%json {json.dumps({'x-guidance': JSON_STYLE, **schema})}")
 
     def grammar(self, text: str, field: str = "grammar") -> str:
-        """Return a grammar of its own, in Lark's syntax or as `SamplingParams.grammar`, as a part of this one.
-
-        Raises `BadRequest` that names `field` for a grammar that has such parts itself.
-        """
+        """Return a grammar of its own as a part of this one; `BadRequest` with `field` if it has parts itself."""
         name, parts = f"inner_{len(self._inner)}", [{"lark_grammar": text}]
         if text.startswith("{"):
             parts = json.loads(text)["grammars"]

@@ -149,10 +149,7 @@ class _Options:
         """Pairs that were compared, by identity, with the depth at which they were not found apart; -1 if they were."""
 
     def are_apart(self, options: Any, place: str) -> bool:
-        """Return True if no value can fit two of the options, as far as that can be seen.
-
-        Raises `BadRequest` where too many steps are needed.
-        """
+        """Return True if no value fits two options, as far as is seen; `BadRequest` where that takes too many steps."""
         if not isinstance(options, list | tuple):
             return False
         found = [self._resolved(each) for each in options]
@@ -261,10 +258,7 @@ _PATTERN_PARTS: Final = re.compile(
 
 
 def require_schema(schema: Any, field: str) -> Any:
-    """Return a schema as the compiler reads it.
-
-    Raises `BadRequest` that names the place, if it is none, goes beyond the bounds or cannot be held.
-    """
+    """Return a schema as the compiler reads it; `BadRequest` with the place of what is none, or out of bounds."""
     if not isinstance(schema, Mapping | bool):
         raise wrong(field, f"a schema is a JSON object, not {type(schema).__name__}")
     require_shallow(schema, field)

@@ -396,10 +396,7 @@ def with_tools(
 
 
 def shown_tool(tool: Any) -> dict[str, Any]:
-    """Return a tool of OpenAI's as templates expect it, without what only clients and servers read.
-
-    Raises `TypeError` for what is no tool.
-    """
+    """Return a tool as templates expect it, without what clients and servers read; `TypeError` if it is none."""
     if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
         raise TypeError("a tool is an object with a function")
     function = tool["function"]

@@ -214,10 +214,7 @@ def _merges_from_scores(metadata: _Metadata) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: _Metadata) -> None:
-    """Register tokens that are matched as a whole in the text: control tokens and those defined by the user.
-
-    All at once: the library rebuilds its matcher at every call.
-    """
+    """Register control tokens and those defined by the user, all at once: each call rebuilds the library's matcher."""
     control, defined = [], []
     for token, kind in zip(metadata.tokens, metadata.types, strict=True):
         if kind in (_CONTROL, _UNKNOWN):

@@ -78,10 +78,7 @@ _CONCAT, _COUNTED, _MADE, _OPERAND, _SPEND = "#concat", "#counted", "#made", "#o
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment for chat templates: Hugging Face's options, filters and tags, and nothing that is unbounded.
-
-    Compile and render within `template_budget.metered`.
-    """
+    """Jinja with Hugging Face's options, filters and tags, and nothing unbounded; for use within `metered`."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
     concat = staticmethod(joined)

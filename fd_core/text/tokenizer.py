@@ -32,10 +32,7 @@ _FEW_IDS = 1 << 17
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Encodes and decodes text. Immutable and safe to share between threads.
-
-    Ids at or beyond `vocab_size` (a model's embedding may be padded) stand for no text.
-    """
+    """Encodes and decodes text; immutable, safe between threads. Ids at or beyond `vocab_size` stand for no text."""
 
     backend: tokenizers.Tokenizer
     decoding: Decoding
@@ -162,10 +159,7 @@ def _panicked(error: BaseException) -> bool:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Build the tokenizer that a checkpoint carries.
-
-    Raises `ModelError` if there is none, if it is damaged, or if its kind is not supported.
-    """
+    """Build the tokenizer of a checkpoint; `ModelError` if there is none, it is damaged or of an unknown kind."""
     source = checkpoint.tokenizer
     return _from_ggml(source) if isinstance(source, GgmlTokenizerSource) else _from_json(source)
 

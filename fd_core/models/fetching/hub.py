@@ -70,10 +70,7 @@ def fetch(name: str, revision: str | None, cache: Path | None, progress: Progres
 
 
 def cached(cache: Path | None) -> list[tuple[str, int, Path]]:
-    """Return name, size in bytes and folder of each cached repository that holds a whole model.
-
-    What cannot be read, such as the cache of another user, does not count.
-    """
+    """Return name, size in bytes and folder of each cached repository that can be read and holds a whole model."""
     import huggingface_hub
     from huggingface_hub import constants
 

@@ -25,10 +25,7 @@ from fd_core.errors import ModelError
 
 
 class ProgressSink:
-    """Receives the progress of one task at a time: `start`, any number of `advance`, `finish`.
-
-    The base class shows nothing.
-    """
+    """Receives progress of one task at a time: `start`, any number of `advance`, `finish`. This one shows nothing."""
 
     def start(self, description: str, total_bytes: int | None) -> None:
         """Begin a task; `total_bytes` is None where it is not known."""
@@ -41,10 +38,7 @@ class ProgressSink:
 
 
 def report_growth(folder: Path, sink: ProgressSink, wait: Callable[[float], bool]) -> None:
-    """Report the bytes that appear in a folder as progress until `wait(seconds)` says that the work has ended.
-
-    For work done by others, such as a package installer, that says nothing of its progress.
-    """
+    """Report bytes that others, such as an installer, add to a folder, until `wait(seconds)` says that they ended."""
     seen = 0
     ended = False
     while not ended:
@@ -117,10 +111,7 @@ def scratch(folder: Path) -> Iterator[Path]:
 
 
 def require_room(folder: Path, needed: int, what: str, setting: str) -> None:
-    """Raise `ModelError` that names `setting` unless the disk of `folder` has `needed` bytes left.
-
-    The folder need not exist yet.
-    """
+    """Raise `ModelError` that names `setting` unless the disk of `folder`, which need not exist, has `needed` bytes."""
     there = next((each for each in (folder, *folder.parents) if each.exists()), None)
     if there is None:
         return

@@ -146,10 +146,7 @@ class VectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_vector_settings(path: Path | None) -> VectorSettings:
-    """Read them from a model's folder; anything else has the default.
-
-    Raises `ModelError` for modules of sentence-transformers that are not served.
-    """
+    """Read them from a model's folder, else return the default; `ModelError` for modules that are not served."""
     if path is None or not path.is_dir():
         return VectorSettings()
     config = read_json_object(path / "config.json") if (path / "config.json").is_file() else {}

@@ -56,10 +56,7 @@ _TensorInfo = tuple[str, tuple[int, ...], int, int]
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Parse the header of a GGUF file; return its metadata and where its tensors lie, by name.
-
-    Raises `ModelError` if anything in the header does not fit the file.
-    """
+    """Return the metadata and the tensors of a GGUF file by name; `ModelError` if its header does not fit the file."""
     file = MappedFile(path)
     cursor = _Cursor(file)
     if cursor.take(4, "the magic number") != _MAGIC:

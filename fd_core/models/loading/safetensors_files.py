@@ -45,10 +45,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Check the header of a safetensors file and return where its tensors lie, by name.
-
-    Raises `ModelError` if anything in the header does not fit the file.
-    """
+    """Return where the tensors of a safetensors file lie; `ModelError` if its header does not fit the file."""
     file = MappedFile(path)
     length = int.from_bytes(file.buffer(0, 8, "the header's length"), "little")
     if length > _MAX_HEADER:

@@ -105,10 +105,7 @@ _REASONING: Final = (
 
 
 def parsers_for(template: str | None, knows_tools: bool, architecture: str = "") -> ParserNames:
-    """Return the parsers for a chat template's source; `knows_tools` says whether it writes tools itself.
-
-    A template that does not is helped out in the hermes form, see `fd_core.text.chat_template`.
-    """
+    """Return the parsers for a template's source; one that does not write tools itself, `knows_tools`, gets hermes."""
     if template is None:
         return ParserNames(None, None)
     tools = next((name for mark, name in _TOOLS if mark in template), None)

@@ -142,10 +142,7 @@ class TextReader(abc.ABC):
             self.forget()
 
     def say_read(self, *, cut: bool = True) -> None:
-        """Say what was read since the place that was kept, without markers: it turned out to be content.
-
-        With `cut`, text that the end cut off is not said: it would have become markup.
-        """
+        """Say what was read since `mark`, without markers; with `cut`, not if the end cut off what may be markup."""
         if self._kept is not None and not (cut and self.at_end and self._cut_off):
             read = "".join(self._kept_before) + self._text[self._kept : self._at]
             if read.strip(SPACE):

@@ -52,10 +52,7 @@ class SilenceTimer:
 
 
 class WorkerTimeouts:
-    """Requests that wait for workers, by the address of the worker: a request may outlive an incarnation.
-
-    A wait that expires raises `TimeoutError` where it waits, as a deadline does.
-    """
+    """Requests that wait for workers, by address, as incarnations change; an expired wait raises `TimeoutError`."""
 
     def __init__(self) -> None:
         self._first_bytes: dict[str, set[SilenceTimer]] = {}

@@ -233,10 +233,7 @@ class CostReader:
         self.prompt_reader.close()
 
     async def cost(self, path: str, content_type: str, body: bytes, limit: int | None) -> Cost:
-        """Return what a request to `path` takes; `limit` is that of its key.
-
-        Raises `ApiError` or `BadRequest` for what no worker serves: it must not take anything.
-        """
+        """Return what a request takes of its key's `limit`; `ApiError` or `BadRequest` if no worker serves it."""
         body_format = _FORMATS.get(path)
         if body_format is None:
             return Cost(0, 0)

@@ -39,10 +39,7 @@ class JsonCallReader(ToolReader):
     """Reads objects that are calls."""
 
     def json_calls(self, *, known: bool = False) -> Steps[None]:
-        """Read calls that follow one another, with a list or a block of code around them.
-
-        What is no call is content, see `json_call`.
-        """
+        """Read calls that follow one another, with a list or a block of code around them; the rest is content."""
         called = False
         while True:
             self.mark("" if called else self.space_before)

@@ -133,10 +133,7 @@ _VALUE_END: Final = "</parameter>"
 
 
 class QwenCoderTools(TaggedCallReader):
-    """Qwen3-Coder and later: a function and its parameters between tags with names.
-
-    The markers around a call may be missing, as the models sometimes leave them out.
-    """
+    """Qwen3-Coder: parameters between tags with names. Models sometimes leave out the markers around a call."""
 
     markers = (_BEGIN, _END, _CALL, _CALL_END, _KEY, _VALUE_END)
     tagged = TaggedArguments(_KEY, ">\n", f"\n{_VALUE_END}\n", (f"\n{_VALUE_END}", _VALUE_END))
