@@ -41,7 +41,10 @@ def rope_spec(config: ModelConfig, head_dim: int, *, theta: float, interleaved: 
 def scaled_rope_spec(
     config: ModelConfig, part: ModelConfig | None, head_dim: int, *, theta: float, interleaved: bool = False
 ) -> RopeSpec:
-    """Return the frequencies for a part of the config such as `{"rope_type": "linear", "factor": 8}`."""
+    """Return the frequencies for a part of the config such as `{"rope_type": "linear", "factor": 8}`.
+
+    Su et al., "RoFormer" (2021); linear scaling, Llama 3.1's scaling by wavelength, and YaRN (Peng et al., 2023).
+    """
     part = part or ModelConfig({})
     kind = part.text("rope_type", part.text("type", "default"))
     if kind not in _SUPPORTED:

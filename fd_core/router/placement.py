@@ -14,8 +14,14 @@ from fd_core.errors import PluginError
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Candidates, RouterPolicy, RoutingContext
-from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
-from fd_core.router.reported import HashedPrompt, ReportedKV
+from fd_core.router.prefix_index import (
+    HashedPrompt,
+    PrefixesInFlight,
+    PrefixIndex,
+    ReportedKV,
+    block_hasher,
+    block_keys,
+)
 from fd_core.router.selection import Mode, NoWorker, Numbers, Places, RouteRequest, WorkerLoads
 from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, WorkerState
 
@@ -189,13 +195,7 @@ class Placer:
         return requests / sum(len(pools[role]) for role in roles)
 
     def _choose(
-        self,
-        role: Role,
-        pool: WorkerPool,
-        request: RouteRequest,
-        keys: tuple[bytes, ...],
-        now: float,
-        random: float,
+        self, role: Role, pool: WorkerPool, request: RouteRequest, keys: tuple[bytes, ...], now: float, random: float
     ) -> tuple[Member, Candidate]:
         policy = self.policies[role]
         loads, seen = self.loads.at(pool.places), keys if policy.uses_prefix else ()

@@ -23,8 +23,7 @@ from fd_core.kv.breaker import BreakerState
 from fd_core.router.config import RouterConfig
 from fd_core.router.placement import PARTS, Placer
 from fd_core.router.policies import RouterPolicy
-from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex
-from fd_core.router.reported import ReportedKV
+from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, ReportedKV
 from fd_core.router.selection import (
     IDLE,
     Mode,

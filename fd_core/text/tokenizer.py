@@ -269,7 +269,7 @@ _SPACE = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How tokens become bytes.
+    """How tokens become bytes, so that text can be decoded token by token.
 
     `to_bytes` is `byte_level` or `sentencepiece`. With `drops_first_space`, a text that begins at the first token
     loses one leading space, which the encoder put there.
@@ -286,7 +286,7 @@ _ALPHABET = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, 
 
 
 def byte_level(token: str) -> bytes:
-    """Return the bytes of a byte-level token; a token with other characters stands for its own UTF-8."""
+    """Return the bytes of a token in GPT-2's alphabet; one with other characters stands for its own UTF-8."""
     try:
         return bytes([_ALPHABET[character] for character in token])
     except KeyError:
@@ -294,7 +294,7 @@ def byte_level(token: str) -> bytes:
 
 
 def sentencepiece(token: str) -> bytes:
-    """Return the bytes of a SentencePiece-style token."""
+    """Return the bytes of a SentencePiece-style token: `▁` is a space, `<0xAB>` a byte that has no token."""
     byte = _BYTE_TOKEN.fullmatch(token)
     if byte:
         return bytes([int(byte.group(1), 16)])

@@ -22,10 +22,7 @@ import numpy.typing as npt
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.files import StoredTensor, digest_of
-from fd_core.models.loading.tokenizer_source import (
-    TokenizerSource,
-    end_tokens,
-)
+from fd_core.models.loading.tokenizer_source import TokenizerSource, end_tokens
 from fd_core.ops.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})

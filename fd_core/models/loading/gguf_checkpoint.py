@@ -26,11 +26,7 @@ from fd_core.models.loading.gguf_format import PACKED_TYPES, read_gguf, unpack_b
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, TokenizerSource
 from fd_core.ops.weights import RAW_TYPES, RawTensor, Weight
 
-_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -194,7 +190,10 @@ def token_id(metadata: ModelConfig, key: str) -> int | None:
 
 
 def config_from(metadata: ModelConfig, tensors: Tensors) -> dict[str, Any]:
-    """Return the config in Hugging Face's terms; `ModelError` if the architecture is not supported."""
+    """Return the config in Hugging Face's terms; `ModelError` if the architecture is not supported.
+
+    Values that a GGUF file leaves out are those that llama.cpp fixes for the architecture.
+    """
     path = metadata.origin
     kind = metadata.text("general.type", "model")
     if kind != "model":

@@ -227,7 +227,7 @@ _END: Final = "</tool_call>"
 
 
 class HermesTools(JsonCallReader):
-    """Hermes, Qwen 2.5 and 3, and SmolLM, which puts a list of calls between the markers."""
+    """Objects between markers: Hermes, Qwen 2.5 and 3, and SmolLM, which puts a list of calls there."""
 
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END)
     around: ClassVar[tuple[str, ...]] = ()
@@ -282,7 +282,7 @@ _NAME: Final = re.compile(r"[\w.-]+")
 
 
 class MistralTools(JsonCallReader):
-    """Mistral's models, older tokenizers and newer ones."""
+    """Mistral: a list of calls, or with newer tokenizers a name and `[ARGS]` before each call's arguments."""
 
     markers = (_TOOL_CALLS, _ARGS, _CALL_ID)
     bare_ids = True
@@ -327,7 +327,7 @@ _FENCES: Final = (f"{_FENCE}json", _FENCE)
 
 
 class DeepSeekTools(JsonCallReader):
-    """DeepSeek V3, R1 and V3.1; reads both forms."""
+    """DeepSeek: arguments between control tokens, in a block of code (V3, R1) or bare (V3.1); reads both forms."""
 
     markers = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEP)
 
