@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fd_core.models.sharding import LinearShare, adaptable_shares, head_shares, stage_layers
 from fd_core.models.spec import DecoderSpec, LinearSpec
@@ -24,19 +24,13 @@ _RANK_ALIGN = 16
 """Ranks that a pack may round up to."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerLoras:
-    """What adapters add to the linears of one layer, see `Ops.place_loras`; None where none of them does."""
+class LayerLoras(NamedTuple):
+    """What adapters add to each of `LayerSpec.adaptable`, see `Ops.place_loras`; None where none of them does."""
 
     qkv: Any | None = None
     output: Any | None = None
     gate_up: Any | None = None
     down: Any | None = None
-
-    @property
-    def in_order(self) -> tuple[Any | None, ...]:
-        """The same, in the order of `LayerSpec.adaptable`."""
-        return self.qkv, self.output, self.gate_up, self.down
 
 
 def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWeights:
@@ -90,7 +84,7 @@ def layer_loras(
         placed: list[Any | None] = []
         for linear, share in zip(layer.adaptable, adaptable_shares(layer, ops.parallel), strict=True):
             deltas = [None if weights is None else weights[index][len(placed)] for weights in places]
-            last = None if before is None else before[index].in_order[len(placed)]
+            last = None if before is None else before[index][len(placed)]
             placed.append(ops.place_loras(deltas, _ins(linear, share), _outs(linear, share), last))
         loras.append(LayerLoras(*placed))
     return tuple(loras)

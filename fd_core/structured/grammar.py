@@ -29,64 +29,6 @@ class CallAsked(NamedTuple):
     """False leaves open what cannot be enforced of the schema."""
 
 
-def demanded_calls(
-    calls: Sequence[CallAsked],
-    control_tokens: Mapping[str, int],
-    *,
-    several: bool,
-    space: bool = False,
-    before: Sequence[FreePart] = (),
-    markers: Sequence[str] = (),
-    instead: tuple[str, str] | None = None,
-    answer_begin: str = "",
-) -> str:
-    """Return the grammar of an answer that is one of `calls`, or more than one if `several` and the format allows it.
-
-    White space may stand before it if `space`, and any number of messages `before`, whose text has none of `markers`.
-    `instead` is the grammar of an answer without calls, which stands behind `answer_begin`, and the field that asked
-    for it. Raises `BadRequest` that names the place of a schema that cannot be held.
-    """
-    lark = LarkText(control_tokens)
-    answers = _calls(lark, calls, several)
-    if instead is not None:
-        answers = f"({answers} | {lark.spelled(answer_begin)} {lark.grammar(*instead)})"
-    parts = [*(["SPACE?"] if space else []), *_messages(lark, before, markers), answers]
-    return _small(lark, " ".join(parts) + ("\nSPACE: /[ \\n]{1,2}/" if space else ""))
-
-
-def chosen_calls(
-    calls: Sequence[CallAsked],
-    control_tokens: Mapping[str, int],
-    *,
-    before: Sequence[FreePart] = (),
-    answer_begin: str = "",
-    markers: Sequence[str] = (),
-) -> str:
-    """Return the grammar of an answer that is free but for `calls`, see `demanded_calls`.
-
-    With `answer_begin`, an answer is calls behind any number of messages `before`, or in their place free text behind
-    `answer_begin`. Where control tokens begin calls, free text has none of `markers`.
-    """
-    lark = LarkText(control_tokens)
-    form = calls[0].form
-    free = lark.terminal(lark.free_text(markers))
-    if answer_begin:
-        said = f"{lark.spelled(answer_begin)} {free}"
-        return _small(lark, " ".join([*_messages(lark, before, markers), f"({_calls(lark, calls, True)} | {said})"]))
-    if not form.anywhere:
-        free = lark.terminal(rf"/([^{in_regex(form.opening[0])}\s<]|<[^|])(?s:.*)/")
-        return _small(lark, f"{_calls(lark, calls, True)} | {free}?")
-    if not lark.begins_with_control(form.trigger):
-        markers, free = (), lark.terminal(lark.free_text())
-    return _small(lark, f"{_amid_text(lark, calls, markers)}* {free}")
-
-
-def _small(lark: LarkText, start: str) -> str:
-    text = lark.text(start)
-    require_small(text, "the grammar of all tools together", "tools")
-    return text
-
-
 def _messages(lark: LarkText, messages: Sequence[FreePart], markers: Sequence[str]) -> list[str]:
     texts = [
         f"{lark.spelled(each.begin)} {lark.text_up_to(each.end, without=markers)} {lark.spelled(each.behind)}"
@@ -131,23 +73,6 @@ def _behind(lark: LarkText, call: CallAsked) -> str:
     if form == "python":
         return f"{KeywordGrammar(lark, schema, call.place).arguments()} {end}"
     return f"{TaggedGrammar(lark, schema, call.place, form).arguments()} {end}"
-
-
-__all__ = [
-    "CallsForm",
-    "ChoiceForm",
-    "Form",
-    "FormAsked",
-    "Schema",
-    "SchemaForm",
-    "TagForm",
-    "TextForm",
-    "choice",
-    "context_free",
-    "json_schema",
-    "regex",
-    "structural_tag",
-]
 
 
 def json_schema(
@@ -241,35 +166,51 @@ class TagForm(msgspec.Struct, frozen=True, tag="tag"):
 
 
 class CallsForm(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
-    """Calls of tools that have to be made, or that the model chooses to make; see `fd_core.structured.grammar`."""
+    """Calls of tools that have to be made, or that the model chooses to make."""
 
     calls: list[CallAsked]
     control_tokens: dict[str, int]
     is_demanded: bool
     before: Sequence[FreePart] = ()
+    """Any number of these messages may come first; their text has none of `markers`."""
     markers: Sequence[str] = ()
+    """Free text has none of them where control tokens begin calls."""
     answer_begin: str = ""
+    """What stands before an answer without calls."""
     several: bool = False
+    """Whether more than one call may be made, if the format allows it."""
     space: bool = False
+    """Whether white space may stand before calls that are demanded."""
     instead: FormAsked | None = None
     """A form that an answer without calls has."""
 
     def grammar(self, field: str) -> str:
-        """Return the grammar. Raises `BadRequest`."""
-        before, markers, begin = self.before, self.markers, self.answer_begin
-        if not self.is_demanded:
-            return chosen_calls(self.calls, self.control_tokens, before=before, markers=markers, answer_begin=begin)
+        """Return the grammar. Raises `BadRequest` that names the place of a schema that cannot be held."""
+        lark = LarkText(self.control_tokens)
+        text = lark.text(self._demanded(lark) if self.is_demanded else self._chosen(lark))
+        require_small(text, "the grammar of all tools together", "tools")
+        return text
+
+    def _demanded(self, lark: LarkText) -> str:
         other = None if self.instead is None else (self.instead.grammar(), self.instead.field)
-        return demanded_calls(
-            self.calls,
-            self.control_tokens,
-            several=self.several,
-            space=self.space,
-            before=before,
-            markers=markers,
-            instead=other,
-            answer_begin=begin if other else "",
-        )
+        answers = _calls(lark, self.calls, self.several)
+        if other is not None:
+            answers = f"({answers} | {lark.spelled(self.answer_begin)} {lark.grammar(*other)})"
+        parts = [*(["SPACE?"] if self.space else []), *_messages(lark, self.before, self.markers), answers]
+        return " ".join(parts) + ("\nSPACE: /[ \\n]{1,2}/" if self.space else "")
+
+    def _chosen(self, lark: LarkText) -> str:
+        form, markers = self.calls[0].form, self.markers
+        free = lark.terminal(lark.free_text(markers))
+        if self.answer_begin:
+            said = f"{lark.spelled(self.answer_begin)} {free}"
+            return " ".join([*_messages(lark, self.before, markers), f"({_calls(lark, self.calls, True)} | {said})"])
+        if not form.anywhere:
+            free = lark.terminal(rf"/([^{in_regex(form.opening[0])}\s<]|<[^|])(?s:.*)/")
+            return f"{_calls(lark, self.calls, True)} | {free}?"
+        if not lark.begins_with_control(form.trigger):
+            markers, free = (), lark.terminal(lark.free_text())
+        return f"{_amid_text(lark, self.calls, markers)}* {free}"
 
 
 Form = SchemaForm | TextForm | ChoiceForm | TagForm | CallsForm

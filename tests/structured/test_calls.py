@@ -17,7 +17,7 @@ from fd_core.errors import BadRequest, ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.structured.compiler import GrammarCompiler, grammar_vocabulary
-from fd_core.structured.grammar import CallAsked, chosen_calls, demanded_calls
+from fd_core.structured.grammar import CallAsked, CallsForm
 from fd_core.text.parsing.contract import ToolParser
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Thought, joined
 from fd_core.text.parsing.formats.harmony import HarmonyTools
@@ -134,10 +134,16 @@ def asked(parser: type[ToolParser], schemas: dict[str, Any]) -> list[CallAsked]:
 
 def grammar(parser: type[ToolParser], control: bool, schemas: dict[str, Any], chosen: bool = False) -> str:
     known = {each: tokenizer(special(parser, control)).control_tokens[each] for each in special(parser, control)}
-    options = {"before": parser.before_calls, "markers": parser.markers}
-    if chosen:
-        return chosen_calls(asked(parser, schemas), known, answer_begin=parser.answer_begin, **options)
-    return demanded_calls(asked(parser, schemas), known, several=True, **options)
+    form = CallsForm(
+        calls=asked(parser, schemas),
+        control_tokens=known,
+        is_demanded=not chosen,
+        before=parser.before_calls,
+        markers=parser.markers,
+        answer_begin=parser.answer_begin,
+        several=True,
+    )
+    return form.grammar("tools")
 
 
 def walk(made: str, markers: tuple[str, ...], dice: random.Random, *begins: str, limit: int = 600) -> tuple[str, bool]:

@@ -306,10 +306,6 @@ def _llama(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     return {"mlp_bias": False}
 
 
-def _qwen(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
-    return {"use_sliding_window": False}
-
-
 def _qwen3_moe(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     return {
         "use_sliding_window": False,
@@ -357,8 +353,8 @@ def _ernie_moe(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
 
 _ARCHITECTURES: Mapping[str, tuple[str, str, Callable[[ModelConfig, Tensors], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", "llama", _llama),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2", _qwen),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3", _qwen),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", lambda *_: {"use_sliding_window": False}),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", lambda *_: {"use_sliding_window": False}),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
     "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5", _ernie),
