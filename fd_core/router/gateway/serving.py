@@ -61,7 +61,7 @@ async def serve_gateway(
     """Serve until SIGINT, SIGTERM or `stop`; then drain and return.
 
     `text` is how the workers read text; if it is None and `learns`, a worker is asked which model it serves, and that
-    model is looked for on this machine. `ticket_key`, from `pairs.ticket_key`, is needed for pairs. `spans` make spans
+    model is looked for on this machine. `ticket_key`, see `answers.ticket_key`, is needed for pairs. `spans` make spans
     of requests, and are closed by whoever opened them. Workers register on `admin_sock` if it is given.
     Drain: /ready says at once that the router leaves, after `config.drain_delay` new requests get 503, running ones go
     on for `config.drain_seconds`; a second signal does not wait.
