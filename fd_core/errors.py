@@ -14,11 +14,12 @@ _MAX_MESSAGE = 1500
 class FdError(Exception):
     """Base of every error whose text is written for the user.
 
-    `field` names the flag, file or request field at fault; `hint` says what to do about it; `code` names the mistake of
-    a request for programs, as OpenAI's errors do.
+    `field` names the flag, file or request field at fault, and of a `ModelError` is `model` unless it is given; `hint`
+    says what to do about it; `code` names the mistake of a request for programs, as OpenAI's errors do.
     """
 
     exit_code = 1
+    _usual_field: str | None = None
 
     def __init__(
         self, message: str, *, field: str | None = None, hint: str | None = None, code: str | None = None
@@ -27,7 +28,7 @@ class FdError(Exception):
         message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}..."
         super().__init__(message)
         self.message = message
-        self.field = field
+        self.field = self._usual_field if field is None else field
         self.hint = hint
         self.code = code
 
@@ -45,6 +46,7 @@ class ModelError(FdError):
     """A model is unknown, unreadable, damaged or not supported."""
 
     exit_code = 3
+    _usual_field = "model"
 
 
 class PluginError(FdError):

@@ -25,10 +25,8 @@ from fd_core.plugins import DRAFTER, POSTPROCESS, installed_plugins
 from fd_core.runner.drafting import Drafter, make_drafter
 from fd_core.runner.postprocess.contract import require_fit
 from fd_core.runner.runner import Runner
-from fd_core.structured.compiler import GrammarCompiler
-from fd_core.structured.vocabulary import grammar_vocabulary
-from fd_core.text.byte_tokenizer import byte_tokenizer
-from fd_core.text.tokenizer import Tokenizer, load_tokenizer
+from fd_core.structured.compiler import GrammarCompiler, grammar_vocabulary
+from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import msgspec
 from fd_core.config import EngineConfig
 from fd_core.config.paths import user_path
 from fd_core.errors import BadRequest, ConfigError, ModelError
-from fd_core.models.adapter_weights import adapters_bytes
+from fd_core.models.decoder import adapters_bytes
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import spec_of

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import BadRequest
-from fd_core.models.loading.pooling import VectorSettings
+from fd_core.models.loading.config import VectorSettings
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,6 @@ from fd_core.errors import ModelError
 from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.quantization import head_format, quantized
-from fd_core.models.rope import RopeSpec, rope_tables
 from fd_core.models.sharding import (
     LinearShare,
     attention_shares,
@@ -23,7 +23,16 @@ from fd_core.models.sharding import (
     stage_layers,
     vocabulary_share,
 )
-from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, VectorSpec
+from fd_core.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+    VectorSpec,
+    rope_tables,
+)
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
 from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
@@ -32,10 +41,7 @@ ProgressSink = Callable[[int, int], None]
 
 
 def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
-    """Compare the checkpoint with the spec and return the number of parameters; nothing is read.
-
-    Raises `ModelError` for a missing, misshapen or unexpected tensor, and for layers whose KV differs in size.
-    """
+    """Return the number of parameters; `ModelError` for missing, misshapen or unexpected tensors, or uneven KV."""
     expected = dict(spec.tensors())
     names = set(checkpoint.names())
     missing = [name for name in expected if name not in names]
@@ -54,13 +60,13 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
     for layer in spec.layers:
         first, other = spec.layers[0].attention, layer.attention
         if (first.num_kv_heads, first.head_dim) != (other.num_kv_heads, other.head_dim):
-            raise ModelError("layers whose keys and values differ in size are not supported", field="model")
+            raise ModelError("layers whose keys and values differ in size are not supported")
     return sum(math.prod(shape) for shape in expected.values())
 
 
 def _mismatch(checkpoint: Checkpoint, spec: DecoderSpec, what: str, names: Sequence[str]) -> ModelError:
     more = f", and {len(names) - 1} more" if len(names) > 1 else ""
-    return ModelError(f"{checkpoint.path} is not a complete {spec.architecture}: {what}{more}", field="model")
+    return ModelError(f"{checkpoint.path} is not a complete {spec.architecture}: {what}{more}")
 
 
 def build_decoder(
@@ -71,56 +77,50 @@ def build_decoder(
     progress: ProgressSink | None,
     quantization: str = "auto",
 ) -> tuple[Decoder, tuple[WeightUse, ...]]:
-    """Read and prepare the weights of a spec that `check_tensors` accepted, and tell how they are computed.
-
-    All of them, or those of the stage that `ops` computes.
-    """
+    """Read and prepare the weights of a spec, or of the stage that `ops` computes, and tell how they are computed."""
     of_stage = spec.layers[stage_layers(spec, ops.stage)]
     reader = _Reader(replace(spec, layers=of_stage), checkpoint, ops, max_positions, progress, quantization)
     table = reader.table() if ops.stage.first else None
     tokens = vocabulary_share(spec.embedding.shape[0], ops.parallel)
     head = reader.head(table, tokens) if ops.stage.last else None
-    layers = tuple(reader.layer(layer.attention, layer.feed_forward) for layer in of_stage)
+    layers = []
+    for each in of_stage:
+        attention, block = reader.attention(each.attention), each.feed_forward
+        layers.append(Layer(attention, reader.mlp(block) if isinstance(block, MlpSpec) else reader.moe(block)))
     final_norm = reader.norm(spec.final_norm)
     decoder = Decoder(
-        table, spec.embedding_scale, layers, final_norm, head, spec.activation, spec.softcap, tokens is not None
+        table, spec.embedding_scale, tuple(layers), final_norm, head, spec.activation, spec.softcap, tokens is not None
     )
-    return decoder, reader.uses()
+    return decoder, summed_uses([reader.uses])
 
 
+@dataclass
 class _Reader:
     """Reads one tensor at a time, so that no more than a layer's weights exist twice."""
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        checkpoint: Checkpoint,
-        ops: Ops,
-        max_positions: int,
-        progress: ProgressSink | None,
-        quantization: str,
-    ) -> None:
-        self._spec = spec
-        self._checkpoint = checkpoint
-        self._ops = ops
-        self._max_positions = max_positions
-        self._progress = progress
-        self._quantization = quantization
-        self._parallel = ops.parallel
-        self._done = 0
-        self._total = sum(math.prod(shape) for _, shape in spec.tensors())
-        self._ropes: dict[RopeSpec, Rope] = {}
-        self._uses: list[WeightUse] = []
+    spec: DecoderSpec
+    checkpoint: Checkpoint
+    ops: Ops
+    max_positions: int
+    progress: ProgressSink | None
+    quantization: str
+    done: int = 0
+    ropes: dict[RopeSpec, Rope] = field(default_factory=dict)
+    uses: list[WeightUse] = field(default_factory=list)
+
+    @cached_property
+    def total(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.spec.tensors())
 
     def read(self, name: str) -> RawTensor:
         """Read a tensor and report progress, elements counted as their share of the files' bytes."""
-        tensor = self._checkpoint.read(name)
+        tensor = self.checkpoint.read(name)
         self._report(tensor)
         return tensor
 
     def read_weight(self, name: str) -> Weight:
         """Read the weight of a linear layer in the form in which it is computed, and report progress."""
-        weight = self._computed(name, self._quantization)
+        weight = self._computed(name, self.quantization)
         self.count(name, weight)
         self._report(weight)
         return weight
@@ -128,60 +128,50 @@ class _Reader:
     def _computed(self, name: str, form: str) -> Weight:
         """Return a weight in a format, or with `auto` as it is stored if the pack computes that."""
         if form == "auto":
-            return self._checkpoint.read_weight(name, self._ops.weight_formats)
-        return quantized(self._checkpoint, name, form)
+            return self.checkpoint.read_weight(name, self.ops.weight_formats)
+        return quantized(self.checkpoint, name, form)
 
     def _report(self, weight: Weight) -> None:
-        self._done += math.prod(weight.shape)
-        if self._progress is not None:
-            whole = self._checkpoint.total_bytes
-            self._progress(whole * self._done // self._total, whole)
+        self.done += math.prod(weight.shape)
+        if self.progress is not None:
+            whole = self.checkpoint.total_bytes
+            self.progress(whole * self.done // self.total, whole)
 
     def count(self, name: str, weight: Weight, *, table: bool = False) -> None:
         """Note in which form a weight is stored and computed."""
         elements = math.prod(weight.shape)
-        form, nbytes = self._ops.dtype, elements * ITEM_BYTES[self._ops.dtype]
+        form, nbytes = self.ops.dtype, elements * ITEM_BYTES[self.ops.dtype]
         if isinstance(weight, PackedTensor):
-            form, nbytes = weight.format, nbytes if self._ops.expands_weights else weight.nbytes
-        self._uses.append(WeightUse(self._checkpoint.stored_format(name), form, table, elements, nbytes))
-
-    def uses(self) -> tuple[WeightUse, ...]:
-        """Return what was counted, the most parameters first."""
-        return summed_uses([self._uses])
+            form, nbytes = weight.format, nbytes if self.ops.expands_weights else weight.nbytes
+        self.uses.append(WeightUse(self.checkpoint.stored_format(name), form, table, elements, nbytes))
 
     def table(self) -> Array:
         """Read the embedding."""
-        embedding = self.read(self._spec.embedding.name)
-        self.count(self._spec.embedding.name, embedding, table=True)
-        return self._ops.prepare_embedding(embedding)
+        embedding = self.read(self.spec.embedding.name)
+        self.count(self.spec.embedding.name, embedding, table=True)
+        return self.ops.prepare_embedding(embedding)
 
     def head(self, table: Array | None, tokens: slice | None) -> Array:
         """Read the output projection, which may be the embedding `table`; with `tokens`, their rows only."""
-        head, bias = self._spec.head, self._spec.head_bias
+        head, bias = self.spec.head, self.spec.head_bias
         if head is None and bias is None and tokens is None and table is not None:
             # A pack may look rows up in one form and multiply by another.
-            weight = self._computed(self._spec.embedding.name, head_format(self._quantization))
+            weight = self._computed(self.spec.embedding.name, head_format(self.quantization))
             if isinstance(weight, PackedTensor):
-                self.count(self._spec.embedding.name, weight)
-            return self._ops.tied_head(table, weight)
-        head_name = self._spec.embedding.name if head is None else head.name
-        weight = self._computed(head_name, head_format(self._quantization))
+                self.count(self.spec.embedding.name, weight)
+            return self.ops.tied_head(table, weight)
+        head_name = self.spec.embedding.name if head is None else head.name
+        weight = self._computed(head_name, head_format(self.quantization))
         self.count(head_name, weight)
         if head is not None:
             self._report(weight)
         rows = tokens or slice(None)
         biases = None if bias is None else [self.read(bias.name).take_rows(rows)]
-        return self._ops.prepare_linear([weight.take_rows(rows)], biases)
-
-    def layer(self, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> Layer:
-        return Layer(
-            self.attention(attention),
-            self.mlp(feed_forward) if isinstance(feed_forward, MlpSpec) else self.moe(feed_forward),
-        )
+        return self.ops.prepare_linear([weight.take_rows(rows)], biases)
 
     def attention(self, spec: AttentionSpec) -> Attention:
-        queries, kv = head_shares(spec, self._parallel)
-        qkv, output = attention_shares(spec, self._parallel)
+        queries, kv = head_shares(spec, self.ops.parallel)
+        qkv, output = attention_shares(spec, self.ops.parallel)
         heads = Heads(
             num_heads=queries.stop - queries.start,
             num_kv_heads=kv.stop - kv.start,
@@ -191,7 +181,7 @@ class _Reader:
             q_norm=self.optional_norm(spec.q_norm),
             k_norm=self.optional_norm(spec.k_norm),
             # A window that no sequence outgrows hides nothing.
-            window=None if spec.window is None or spec.window >= self._max_positions else spec.window,
+            window=None if spec.window is None or spec.window >= self.max_positions else spec.window,
             softcap=spec.softcap,
         )
         return Attention(
@@ -207,21 +197,21 @@ class _Reader:
         return Mlp(self.norm(spec.norm), gate_up, down, self.optional_norm(spec.post_norm))
 
     def feed_forward(self, gate_up: LinearSpec, down: LinearSpec) -> tuple[Array, Array]:
-        rows, columns = feed_forward_shares(down, self._parallel)
+        rows, columns = feed_forward_shares(down, self.ops.parallel)
         return self.linear(gate_up, rows, gated=True), self.linear(down, columns)
 
     def moe(self, spec: MoeSpec) -> Moe:
         bias = spec.correction_bias
-        rows, columns = feed_forward_shares(spec.experts[0][1], self._parallel)
+        rows, columns = feed_forward_shares(spec.experts[0][1], self.ops.parallel)
         ups, downs = ([pair[i] for pair in spec.experts] for i in range(2))
         shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
         experts = Experts(
-            router=self._ops.prepare_vector(self.values(spec.router)),
-            gate_up=self._ops.prepare_experts([self.weights(up, rows) for up in ups], gated=True),
-            down=self._ops.prepare_experts([self.weights(down, columns) for down in downs], gated=False),
+            router=self.ops.prepare_vector(self.values(spec.router)),
+            gate_up=self.ops.prepare_experts([self.weights(up, rows) for up in ups], gated=True),
+            down=self.ops.prepare_experts([self.weights(down, columns) for down in downs], gated=False),
             top_k=spec.top_k,
             normalize=spec.normalize,
-            correction_bias=None if bias is None else self._ops.prepare_vector(self.values(bias).reshape(-1)),
+            correction_bias=None if bias is None else self.ops.prepare_vector(self.values(bias).reshape(-1)),
             norm_floor=spec.norm_floor,
             shared_gate_up=shared[0],
             shared_down=shared[1],
@@ -230,14 +220,14 @@ class _Reader:
 
     def rope(self, spec: RopeSpec) -> Rope:
         """Return the tables, computed once for all layers that share them."""
-        if spec not in self._ropes:
-            self._ropes[spec] = rope_tables(spec, self._max_positions, self._ops)
-        return self._ropes[spec]
+        if spec not in self.ropes:
+            self.ropes[spec] = rope_tables(spec, self.max_positions, self.ops)
+        return self.ropes[spec]
 
     def norm(self, spec: VectorSpec) -> Norm:
         """Read a norm, its offset folded into the weight."""
-        weight = self.values(spec) + np.float32(self._spec.norm_offset)
-        return Norm(self._ops.prepare_vector(weight), self._spec.eps)
+        weight = self.values(spec) + np.float32(self.spec.norm_offset)
+        return Norm(self.ops.prepare_vector(weight), self.spec.eps)
 
     def optional_norm(self, spec: VectorSpec | None) -> Norm | None:
         return None if spec is None else self.norm(spec)
@@ -245,14 +235,14 @@ class _Reader:
     def linear(self, spec: LinearSpec, share: LinearShare, *, gated: bool = False) -> Array:
         """Read this rank's share of a linear. Parts of a sum over ranks have their bias from rank 0 alone."""
         biases, rows = None, share.rows
-        if spec.bias and (share.columns is None or self._parallel.rank == 0):
+        if spec.bias and (share.columns is None or self.ops.parallel.rank == 0):
             read = [self.read(f"{name}.bias") for name in spec.names]
             biases = read if rows is None else [each.take_rows(part) for each, part in zip(read, rows, strict=True)]
-        return self._ops.prepare_linear(self.weights(spec, share), biases, gated=gated)
+        return self.ops.prepare_linear(self.weights(spec, share), biases, gated=gated)
 
     def weights(self, spec: LinearSpec, share: LinearShare) -> list[Weight]:
         weights, rows = [self.read_weight(f"{name}.weight") for name in spec.names], share.rows
-        if self._parallel.size == 1:
+        if self.ops.parallel.size == 1:
             return weights
         if share.columns is not None:
             return [weight.take_columns(share.columns) for weight in weights]

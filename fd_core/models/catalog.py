@@ -15,8 +15,7 @@ from typing import Literal
 from fd_core.config.paths import find_cache_dir
 from fd_core.errors import ModelError
 from fd_core.models.fetching import hub, packaged
-from fd_core.models.fetching.cache import ProgressSink
-from fd_core.models.fetching.packaged import PackagedModel
+from fd_core.models.fetching.packaged import PackagedModel, ProgressSink
 
 KNOWN = (
     PackagedModel(
@@ -31,7 +30,6 @@ KNOWN = (
         size=98_362_432,
     ),
 )
-"""Models with a short name."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -97,17 +95,20 @@ def resolve_model(
                 message = error.message + _did_you_mean(name, cache_dir)
                 raise ModelError(message, field=error.field, hint=error.hint) from error
         return ResolvedModel(name, found, "hub")
-    raise _unknown(name, cache_dir)
+    accepted = (
+        f"accepted are {', '.join(model.name for model in KNOWN)}, a folder with safetensors, a .gguf file, "
+        "or a Hugging Face name such as HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
+    what = "no such file" if name.endswith(".gguf") or "/" in name else "no such model"
+    raise ModelError(f"{what}: {name!r}{_did_you_mean(name, cache_dir)}", hint=accepted)
 
 
 def list_models(*, cache_dir: Path | None = None, checked: bool = True) -> list[ListedModel]:
-    """Return the models with a short name, then those of Hugging Face's cache; no network is touched.
-
-    Not `checked`, a file of the right size counts as the model, which saves reading it.
-    """
+    """Return the models with a short name, then those cached from Hugging Face; unless `checked`, size is enough."""
     cache = find_cache_dir(cache_dir)
-    find = packaged.find if checked else packaged.find_unchecked
-    listed = [ListedModel(model.name, model.about, model.size, find(model, cache)) for model in KNOWN]
+    listed = [
+        ListedModel(each.name, each.about, each.size, packaged.find(each, cache, checked=checked)) for each in KNOWN
+    ]
     listed += [
         ListedModel(name, "from Hugging Face", size, path) for name, size, path in hub.cached(_hub_cache(cache_dir))
     ]
@@ -128,23 +129,12 @@ def _hub_cache(cache_dir: Path | None) -> Path | None:
 
 def _refuse_offline(name: str, offline: bool) -> None:
     if offline:
-        raise ModelError(
-            f"{name} is not cached and the network is not to be used", field="model", hint=f"fdcore models pull {name}"
-        )
+        raise ModelError(f"{name} is not cached and the network is not to be used", hint=f"fdcore models pull {name}")
 
 
 def _refuse_revision(name: str, revision: str | None) -> None:
     if revision is not None:
         raise ModelError(f"{name} has no revisions; they belong to Hugging Face names", field="revision")
-
-
-def _unknown(name: str, cache_dir: Path | None) -> ModelError:
-    accepted = (
-        f"accepted are {', '.join(model.name for model in KNOWN)}, a folder with safetensors, a .gguf file, "
-        "or a Hugging Face name such as HuggingFaceTB/SmolLM2-135M-Instruct"
-    )
-    what = "no such file" if name.endswith(".gguf") or "/" in name else "no such model"
-    return ModelError(f"{what}: {name!r}{_did_you_mean(name, cache_dir)}", field="model", hint=accepted)
 
 
 def _did_you_mean(name: str, cache_dir: Path | None) -> str:

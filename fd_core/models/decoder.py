@@ -8,13 +8,95 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from fd_core.models.adapter_weights import AdapterWeights, LayerLoras, layer_loras, prepare_adapter
-from fd_core.models.sharding import head_shares, stage_layers
-from fd_core.models.spec import DecoderSpec
+from fd_core.models.sharding import LinearShare, adaptable_shares, head_shares, stage_layers
+from fd_core.models.spec import DecoderSpec, LinearSpec
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
-from fd_core.ops.weights import Adapter, WeightUse
+from fd_core.ops.parallel import Parallel
+from fd_core.ops.weights import Adapter, LowRank, WeightUse
+
+AdapterWeights = tuple[tuple[Any | None, ...], ...]
+"""For each layer what `Ops.prepare_lora` made for each of its adaptable linears; None where one is left alone."""
+_GATE_UP = 2
+"""Place of gate and up among the adaptable linears of a layer."""
+_RANK_ALIGN = 16
+"""Ranks that a pack may round up to."""
+
+
+class LayerLoras(NamedTuple):
+    """What adapters add to each of `LayerSpec.adaptable`, see `Ops.place_loras`; None where none of them does."""
+
+    qkv: Any | None = None
+    output: Any | None = None
+    gate_up: Any | None = None
+    down: Any | None = None
+
+
+def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWeights:
+    """Prepare an adapter that was read for `spec`: the part of it that belongs to this rank's part of each linear.
+
+    Where products are added up over ranks, each rank first adds what its inputs give to its own product.
+    """
+
+    def prepared(linear: LinearSpec, share: LinearShare, *, gated: bool) -> Any | None:
+        rows = share.rows or (slice(None),) * len(linear.names)
+        parts = [adapter.deltas.get(name) for name in linear.names]
+        if all(part is None for part in parts):
+            return None
+        mine = [None if each is None else _cut(each, of, share.columns) for each, of in zip(parts, rows, strict=True)]
+        return ops.prepare_lora(mine, _outs(linear, share), gated=gated)
+
+    with ops.replaceable_weights():
+        return tuple(
+            tuple(
+                prepared(linear, share, gated=index == _GATE_UP)
+                for index, (linear, share) in enumerate(
+                    zip(layer.adaptable, adaptable_shares(layer, ops.parallel), strict=True)
+                )
+            )
+            for layer in spec.layers
+        )
+
+
+def _cut(delta: LowRank, rows: slice, columns: slice | None) -> LowRank:
+    return LowRank(delta.down if columns is None else delta.down[:, columns], delta.up[rows])
+
+
+def _ins(linear: LinearSpec, share: LinearShare) -> int:
+    """Return how many inputs of a linear a rank has."""
+    return linear.ins if share.columns is None else len(range(linear.ins)[share.columns])
+
+
+def _outs(linear: LinearSpec, share: LinearShare) -> list[int]:
+    """Return how many columns of its parts' products a rank has."""
+    if share.rows is None:
+        return list(linear.outs)
+    return [len(range(out)[rows]) for out, rows in zip(linear.outs, share.rows, strict=True)]
+
+
+def layer_loras(
+    spec: DecoderSpec, places: Sequence[AdapterWeights | None], ops: Ops, before: Sequence[LayerLoras] | None
+) -> tuple[LayerLoras, ...]:
+    """Return what the adapters in the places 1 and up add to each layer; `before` is what they added until now."""
+    loras = []
+    for index, layer in enumerate(spec.layers):
+        placed: list[Any | None] = []
+        for linear, share in zip(layer.adaptable, adaptable_shares(layer, ops.parallel), strict=True):
+            deltas = [None if weights is None else weights[index][len(placed)] for weights in places]
+            last = None if before is None else before[index][len(placed)]
+            placed.append(ops.place_loras(deltas, _ins(linear, share), _outs(linear, share), last))
+        loras.append(LayerLoras(*placed))
+    return tuple(loras)
+
+
+def adapters_bytes(spec: DecoderSpec, count: int, rank: int, item_bytes: int, parallel: Parallel) -> int:
+    """Return the bytes that `count` adapters of rank `rank` take where this part of the model is computed."""
+    elements = 0
+    for layer in spec.layers:
+        for linear, share in zip(layer.adaptable, adaptable_shares(layer, parallel), strict=True):
+            elements += len(linear.names) * (_ins(linear, share) + sum(_outs(linear, share)))
+    return count * -(-rank // _RANK_ALIGN) * _RANK_ALIGN * elements * item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +231,13 @@ class DecoderModel:
             q = ops.attention_inputs(x, attention.norm, attention.qkv, heads, kv, step, lora)
             a = ops.attention(q, heads, kv, step)
             x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
-            x = self._feed_forward(x, layer.feed_forward, loras, step)
+            block = layer.feed_forward
+            if isinstance(block, Moe):
+                x = ops.moe_residual(x, block.norm, block.experts, decoder.activation)
+            else:
+                inner = ops.mlp_inputs(x, block.norm, block.gate_up, decoder.activation, _of_step(loras.gate_up, step))
+                x = ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
         return x
-
-    def _feed_forward(self, x: Array, block: Mlp | Moe, loras: LayerLoras, step: StepInput) -> Array:
-        ops, activation = self.ops, self.decoder.activation
-        if isinstance(block, Moe):
-            return ops.moe_residual(x, block.norm, block.experts, activation)
-        inner = ops.mlp_inputs(x, block.norm, block.gate_up, activation, _of_step(loras.gate_up, step))
-        return ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
 
 
 def _of_step(deltas: Any | None, step: StepInput) -> Lora | None:

@@ -19,15 +19,7 @@ def fd_register_router_policies() -> list[Entry]:
         Entry(
             "metrics_score", "fd_core.router.policies:MetricsScore", "the fewest running and weighed waiting requests"
         ),
-        Entry(
-            "cache_aware",
-            "fd_core.router.affinity:CacheAware",
-            "the longest cached prefix, weighed against load",
-        ),
-        Entry(
-            "prefix_hash",
-            "fd_core.router.affinity:PrefixHash",
-            "consistent hashing of prefixes, bounded by load",
-        ),
-        Entry("session", "fd_core.router.affinity:SessionAffinity", "the worker that the session had before"),
+        Entry("cache_aware", "fd_core.router.policies:CacheAware", "the longest cached prefix, weighed against load"),
+        Entry("prefix_hash", "fd_core.router.policies:PrefixHash", "consistent hashing of prefixes, bounded by load"),
+        Entry("session", "fd_core.router.policies:SessionAffinity", "the worker that the session had before"),
     ]

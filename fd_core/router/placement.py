@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,14 @@ from fd_core.errors import PluginError
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Candidates, RouterPolicy, RoutingContext
-from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
-from fd_core.router.reported import HashedPrompt, ReportedKV
+from fd_core.router.prefix_index import (
+    HashedPrompt,
+    PrefixesInFlight,
+    PrefixIndex,
+    ReportedKV,
+    block_hasher,
+    block_keys,
+)
 from fd_core.router.selection import Mode, NoWorker, Numbers, Places, RouteRequest, WorkerLoads
 from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, WorkerState
 
@@ -47,7 +53,6 @@ class WorkerPool:
 
 
 Pools = Mapping[Role, WorkerPool]
-"""Workers by role."""
 _MODELS = 64
 """Models for which it is kept who may be chosen."""
 _SHORTEST_WAIT = 1.0
@@ -102,10 +107,17 @@ class Placer:
     def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
         """Choose workers for a request that failed on the addresses `tried`."""
         self._forget_what_changed(now)
-        pools = self._eligible(request, tried, now)
+        pools = self._untried(request, tried, now)
         if isinstance(pools, NoWorker):
             return pools
-        roles = PARTS[self._mode(pools)]
+        if limit := self.config.max_requests_per_worker:
+            free = _where(pools, lambda pool: (self.loads.at(pool.places)[0] < limit).tolist())
+            if {*_modes(pools)}.isdisjoint(_modes(free)):  # decode workers are not to pay for a full prefill side
+                return NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
+            pools = free
+        options = [PARTS[mode] for mode in _modes(pools)]
+        # Where there is a choice, the mode that has fewer requests for each of its workers.
+        roles = min(options, key=lambda roles: self._crowding(pools, roles)) if len(options) > 1 else options[0]
         keys: tuple[bytes, ...] = ()
         if any(self.policies[role].uses_prefix for role in roles):
             keys = block_keys(self.hasher, request.tokens, request.salt, self._adapter(request))
@@ -114,7 +126,9 @@ class Placer:
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
             member, chosen = self._choose(role, pools[role], request, keys, now, number)
             if not members:  # who computes the prompt
-                hits, missing = chosen.hits, self._missing(request, chosen)
+                hits = chosen.hits
+                left = request.length - chosen.expected_hits * self.config.cache_block_size
+                missing = min(request.length, max(1, left))  # the last token always is
             members.append(member)
         return Placement(tuple(members), keys, hits, missing)
 
@@ -122,16 +136,6 @@ class Placer:
         """Whether a mixed or a decode worker is healthy and fit for its role."""
         fit = [one for one in self.registry if one.state is WorkerState.HEALTHY and not one.unfit]
         return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
-
-    def _eligible(self, request: RouteRequest, tried: frozenset[str], now: float) -> Pools | NoWorker:
-        """Return the workers that may be chosen, by role, or the first reason that leaves too few of them."""
-        pools = self._untried(request, tried, now)
-        if isinstance(pools, NoWorker) or not (limit := self.config.max_requests_per_worker):
-            return pools
-        free = _where(pools, lambda pool: (self.loads.at(pool.places)[0] < limit).tolist())
-        if {*_modes(pools)}.isdisjoint(_modes(free)):  # decode workers are not to pay for a prefill side that is full
-            return NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
-        return free
 
     def _forget_what_changed(self, now: float) -> None:
         if self._version == self.registry.version and now < self._until:
@@ -165,13 +169,15 @@ class Placer:
         return untried
 
     def _healthy(self, request: RouteRequest, now: float) -> Pools | NoWorker:
-        """Return who is there, serves the model and is healthy."""
         found: dict[Role, list[Member]] = {role: [] for role in ROLES}
         for member in self.registry:
             if member.state is not WorkerState.DRAINING:
                 found[member.worker.role].append(member)
         serving = found if request.model is None else _serving(request.model, found)
-        pools = {role: self._pool(members) for role, members in serving.items()}
+        pools: dict[Role, WorkerPool] = {}
+        for role, members in serving.items():
+            workers = tuple(member.worker for member in members)
+            pools[role] = WorkerPool(tuple(members), workers, self.places.among(workers))
         if request.home is not None:
             at_home = _where(pools, lambda pool: [one == request.home or one.role == "prefill" for one in pool.workers])
             pools = at_home if _sufficient(at_home) else pools
@@ -184,27 +190,12 @@ class Placer:
             return NoWorker("none_healthy", "no worker is healthy", max(wait, _SHORTEST_WAIT))
         return healthy
 
-    def _pool(self, members: Sequence[Member]) -> WorkerPool:
-        workers = tuple(member.worker for member in members)
-        return WorkerPool(tuple(members), workers, self.places.among(workers))
-
-    def _mode(self, pools: Pools) -> Mode:
-        """Return the mode that has fewer requests for each of its workers, if there is a choice."""
-        modes = _modes(pools)
-        return min(modes, key=lambda mode: self._crowding(pools, PARTS[mode])) if len(modes) > 1 else modes[0]
-
     def _crowding(self, pools: Pools, roles: tuple[Role, ...]) -> float:
         requests = sum(int(self.loads.at(pools[role].places)[0].sum()) for role in roles)
         return requests / sum(len(pools[role]) for role in roles)
 
     def _choose(
-        self,
-        role: Role,
-        pool: WorkerPool,
-        request: RouteRequest,
-        keys: tuple[bytes, ...],
-        now: float,
-        random: float,
+        self, role: Role, pool: WorkerPool, request: RouteRequest, keys: tuple[bytes, ...], now: float, random: float
     ) -> tuple[Member, Candidate]:
         policy = self.policies[role]
         loads, seen = self.loads.at(pool.places), keys if policy.uses_prefix else ()
@@ -218,10 +209,8 @@ class Placer:
         try:
             return pool.members[candidates.index(chosen)], chosen
         except ValueError:
-            name = self.config.policy_of(role)
-            raise PluginError(
-                f"router policy {name} chose {chosen!r:.200}, which is not one of the candidates"
-            ) from None
+            what = f"router policy {self.config.policy_of(role)} chose {chosen!r:.200}"
+            raise PluginError(f"{what}, which is not one of the candidates") from None
 
     def _held(self, request: RouteRequest, keys: tuple[bytes, ...], now: float) -> Numbers:
         """Return how many leading blocks each worker holds, by place.
@@ -239,11 +228,6 @@ class Placer:
         """Return the adapter that a request asks for, empty if no worker says that its model is one."""
         name = request.model or ""
         return name if name in self._adapters else ""
-
-    def _missing(self, request: RouteRequest, chosen: Candidate) -> int:
-        """Return the prompt tokens that the chosen worker has to compute: at least one, since the last always is."""
-        left = request.length - chosen.expected_hits * self.config.cache_block_size
-        return min(request.length, max(1, left))
 
 
 def _serving(model: str, pools: Mapping[Role, list[Member]]) -> dict[Role, list[Member]]:

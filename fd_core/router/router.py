@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
 
+import msgspec
+
+from fd_core.kv.breaker import BreakerState
 from fd_core.router.config import RouterConfig
-from fd_core.router.placement import PARTS, Placement, Placer
+from fd_core.router.placement import PARTS, Placer
 from fd_core.router.policies import RouterPolicy
-from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex
-from fd_core.router.reported import ReportedKV
+from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, ReportedKV
 from fd_core.router.selection import (
     IDLE,
     Mode,
@@ -32,8 +35,8 @@ from fd_core.router.selection import (
     WorkerLoad,
     WorkerLoads,
 )
-from fd_core.router.snapshot import RouterSnapshot, SelectionCounts, WorkerSnapshot
-from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker
+from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, WorkerState
+from fd_core.types.metrics import counter, gauge
 
 _FAILURES: Final = 2
 """Workers that may fail on one request: what a second one fails on as well is the request's fault."""
@@ -47,12 +50,10 @@ class Router:
     """
 
     def __init__(self, config: RouterConfig, policy_class: Callable[[str], type[RouterPolicy]]) -> None:
-        """`policy_class` finds a policy by name, as `Plugins.load` does, and may raise `PluginError`.
-
-        Raises `ConfigError` for numbers out of range.
-        """
+        """`policy_class` finds a policy by name, or raises `PluginError`. `ConfigError` for numbers out of range."""
         self.config = config
-        self._registry = Registry(config)
+        self.registry = Registry(config)
+        """Every worker, what it says of itself, and its health."""
         self._places = Places()
         self._loads = WorkerLoads(self._on_idle, self._places)
         self._index = PrefixIndex(
@@ -62,12 +63,12 @@ class Router:
             role: policy_class(config.policy_of(role))(config) for role in ROLES
         }
         self._in_flight = PrefixesInFlight(self._places)
-        self.reported_kv = ReportedKV(self._registry, config.max_index_blocks, self._places)
+        self.reported_kv = ReportedKV(self.registry, config.max_index_blocks, self._places)
         """The KV that workers report to hold."""
         self._placer = Placer(
             config,
             self._policies,
-            self._registry,
+            self.registry,
             self._loads,
             self._index,
             self._in_flight,
@@ -82,19 +83,16 @@ class Router:
         self._next_sweep = 0.0
 
     def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> RouterWorker:
-        """Add a worker, or one that came back, and return its incarnation. It gets requests once a check has passed.
-
-        `instance` names the worker's process, if known: registering the same process again changes nothing.
-        Raises `BadRequest` for an address or a role that cannot be used.
-        """
-        before = self._registry.at(url)
-        worker = self._registry.register(url, role, now, instance=instance)
-        self._replaced(before, worker)
+        """Add a worker, see `Registry.register`. It gets requests once a check has passed."""
+        before = self.registry.at(url)
+        worker = self.registry.register(url, role, now, instance=instance)
+        if before is not None and before != worker:
+            self._forget(before)
         return worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
         """Give a worker no more requests; it is gone once its last one ends. None if no worker has that address."""
-        worker = self._registry.deregister(url, now)
+        worker = self.registry.deregister(url, now)
         if worker is not None and self._loads.of(worker) == IDLE:
             self._on_idle(worker)
         return worker
@@ -109,42 +107,23 @@ class Router:
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        """Take the result of one health check; return the incarnation that has the address from here on.
+        """Take the result of one health check, see `Registry.health`. Counters are never touched.
 
-        `instance` names the process that answered, `role` and `kv_port` are what it said of itself. A worker that says
-        another role than it was registered with is not chosen, nor is a prefill worker without a port for its KV.
-        Results for an incarnation that was replaced change nothing. Counters are never touched.
+        A worker that says another role than it was registered with is not chosen, nor is a prefill worker without a
+        port for its KV.
         """
-        after = self._registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
-        self._replaced(worker, after)
+        after = self.registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
+        if worker != after:
+            self._forget(worker)
         return after
-
-    def leaving(self, worker: RouterWorker) -> None:
-        """Note that `worker` says that it shuts down: it is chosen only where no other one can be, until it is gone."""
-        self._registry.leaving(worker)
 
     def emptied(self, worker: RouterWorker) -> None:
         """Forget the prefixes that `worker` served: its cache is empty, while its requests stay with it."""
         self._index.remove(worker)
 
-    def member(self, worker: RouterWorker) -> Member | None:
-        """Return what is known of an incarnation; None if it is gone or was replaced."""
-        return self._registry.member(worker)
-
-    def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
-        """Note the models that `worker` serves: it gets no request for a model that only other workers serve.
-
-        Prompts of `adapters`, which are some of them, are compared with prompts of the same adapter only.
-        """
-        self._registry.serves(worker, models, adapters)
-
-    def at(self, url: str) -> RouterWorker | None:
-        """Return the incarnation that has this address."""
-        return self._registry.at(url)
-
     def workers(self) -> tuple[RouterWorker, ...]:
         """Return every incarnation whose health is to be checked: all that are there, draining ones too."""
-        return tuple(member.worker for member in self._registry)
+        return tuple(member.worker for member in self.registry)
 
     def ready(self) -> bool:
         """Whether anybody can serve requests: a mixed worker, a pair, or a decode worker alone."""
@@ -159,10 +138,7 @@ class Router:
         return self._attempt(request, frozenset(), now, rng)
 
     def retry(self, selection: Selection, now: float, rng: float) -> Selection | NoWorker:
-        """Choose again for a request whose attempt failed and was released, among workers that have not failed on it.
-
-        Raises `RuntimeError` if the attempt still counts: its own stream has to release it first.
-        """
+        """Choose again among workers not tried, after an attempt that was released; otherwise raises `RuntimeError`."""
         if not selection.released:
             raise RuntimeError("the failed attempt must be released before the next one is chosen")
         if selection.started:
@@ -179,10 +155,7 @@ class Router:
         return following
 
     def prefilled(self, selection: Selection, now: float) -> None:
-        """Record the prefix for the prefill side of a pair: it computed the prompt, whatever becomes of the answer.
-
-        Raises `ValueError` if the selection is no pair.
-        """
+        """Record the prefix for the prefill side, whatever becomes of the answer; `ValueError` if there is no pair."""
         if selection.mode != "pd":
             raise ValueError("a mixed worker has no prefill side of its own")
         self._did_well(selection, selection.prefill, now)
@@ -191,7 +164,7 @@ class Router:
         """Record the prefix for the worker that gave the answer: it ended well, so whoever failed on it is to blame."""
         if self._did_well(selection, selection.decode, now):
             for suspect in selection.suspects:
-                member = self.member(suspect)
+                member = self.registry.member(suspect)
                 if member is not None:
                     member.circuit.convict(now)
 
@@ -230,7 +203,7 @@ class Router:
                 kv_port=member.kv_port,
                 unfit=member.unfit,
             )
-            for member in self._registry
+            for member in self.registry
         )
         return RouterSnapshot(
             workers=workers,
@@ -247,11 +220,17 @@ class Router:
     def _attempt(
         self, request: RouteRequest, tried: frozenset[str], now: float, rng: float, after: Selection | None = None
     ) -> Selection | NoWorker:
-        self._sweep(now)
+        if now >= self._next_sweep:
+            self._next_sweep = now + self.config.eviction_interval_secs
+            self._index.sweep(now)
+            for policy in self._policies.values():
+                policy.sweep(now)
         placement = self._placer.place(request, tried, now, rng)
         if isinstance(placement, NoWorker):
             return self._refuse(placement)
-        trials = frozenset(member.worker for member in placement.members if _is_trial(member, now))
+        for member in placement.members:
+            member.circuit.admit(now)
+        trials = frozenset(member.worker for member in placement.members if member.circuit.state == "half_open")
         first, *_ = workers = tuple(member.worker for member in placement.members)
         held = {
             worker: WorkerLoad(requests=1, waiting=1, prefill_tokens=placement.missing if worker is first else 0)
@@ -259,7 +238,12 @@ class Router:
         }
         for worker, load in held.items():
             self._loads.add(worker, load)
-        self._count_selected(placement)
+        for worker in workers:
+            for counts in self._counts(worker):
+                counts.selected += 1
+                if worker is first:
+                    counts.prompt_blocks += len(placement.keys)
+                    counts.hit_blocks += placement.hits
         chosen = Selection(
             request,
             workers,
@@ -304,7 +288,7 @@ class Router:
             return False, None
         selection.verdicts[worker] = verdict
         self._count(worker, verdict)
-        return True, self._registry.member(worker)
+        return True, self.registry.member(worker)
 
     def _on_release(self, selection: Selection) -> None:
         self._in_flight.end(selection.prefill, selection.keys)
@@ -313,19 +297,15 @@ class Router:
             verdict = selection.verdicts.get(worker)
             if verdict is None:
                 self._count(worker, "unused" if ended_well else "left")
-            member = self._registry.member(worker)
+            member = self.registry.member(worker)
             if member is None:
                 self._leave(worker)
             elif verdict != "served" and worker in selection.trials:
                 member.circuit.withdraw()
 
     def _on_idle(self, worker: RouterWorker) -> None:
-        if self._registry.idle(worker):
+        if self.registry.idle(worker):
             self._forget(worker)
-
-    def _replaced(self, before: RouterWorker | None, after: RouterWorker) -> None:
-        if before is not None and before != after:
-            self._forget(before)
 
     def _forget(self, worker: RouterWorker) -> None:
         """Forget an incarnation; requests that run there stay counted until their selections give them back."""
@@ -341,34 +321,136 @@ class Router:
         if self._loads.of(worker) == IDLE and worker not in self._in_flight:
             self._places.leave(worker)
 
-    def _sweep(self, now: float) -> None:
-        if now < self._next_sweep:
-            return
-        self._next_sweep = now + self.config.eviction_interval_secs
-        self._index.sweep(now)
-        for policy in self._policies.values():
-            policy.sweep(now)
-
-    def _count_selected(self, placement: Placement) -> None:
-        for member in placement.members:
-            for counts in self._counts(member.worker):
-                counts.selected += 1
-                if member is placement.members[0]:
-                    counts.prompt_blocks += len(placement.keys)
-                    counts.hit_blocks += placement.hits
-
     def _count(self, worker: RouterWorker, outcome: str) -> None:
         for counts in self._counts(worker):
             setattr(counts, outcome, getattr(counts, outcome) + 1)
 
     def _counts(self, worker: RouterWorker) -> Iterable[SelectionCounts]:
         """Return the counts that a selection of `worker` changes: those of its role and, while it is there, its own."""
-        if self._registry.member(worker) is None:
+        if self.registry.member(worker) is None:
             return (self._by_role[worker.role],)
         return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
 
 
-def _is_trial(member: Member, now: float) -> bool:
-    """Pass the circuit breaker; return whether this is the one request that tries the worker again."""
-    member.circuit.admit(now)
-    return member.circuit.state == "half_open"
+_PROMPT_BLOCKS: Final = counter("prompt_blocks", "Prompt blocks looked up in what workers hold.")
+_HIT_BLOCKS: Final = counter("hit_blocks", "Prompt blocks that the chosen worker was believed to hold.")
+
+
+class SelectionCounts(msgspec.Struct):
+    """What became of selections, of one worker or of all workers of a role; every count only grows."""
+
+    selected: Annotated[int, counter("selected", "Attempts given to the worker.")] = 0
+    served: Annotated[int, counter("served", "Attempts whose answer ended well.")] = 0
+    failed: Annotated[int, counter("failed", "Attempts that failed.")] = 0
+    declined: Annotated[
+        int, counter("declined", "Attempts that the worker had no room for, or whose model it does not serve.")
+    ] = 0
+    unused: Annotated[
+        int,
+        counter(
+            "unused", "Answers that ended well without this prefill worker: the decode worker had the prompt's KV."
+        ),
+    ] = 0
+    left: Annotated[
+        int,
+        counter(
+            "left", "Attempts that ended without a verdict, as when a client leaves or the pair's other side fails."
+        ),
+    ] = 0
+    prompt_blocks: Annotated[int, _PROMPT_BLOCKS] = 0
+    hit_blocks: Annotated[int, _HIT_BLOCKS] = 0
+
+
+OUTCOMES: Final = ("served", "failed", "declined", "unused", "left")
+"""Fields of `SelectionCounts` of which each ended attempt is in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """One incarnation of a worker."""
+
+    worker: RouterWorker
+    state: WorkerState
+    since: float
+    """When the worker came into that state, by the clock that is passed in."""
+    circuit: BreakerState
+    load: WorkerLoad
+    tally: SelectionCounts
+    """Counts since this incarnation came."""
+    index_blocks: Annotated[int, gauge("index_blocks", "Prompt blocks that the worker is believed to hold.")]
+    """Blocks of prompts that the worker served, of the router's block size."""
+    held_blocks: int | None
+    """Blocks that the worker reports to hold, of its own block size; None if it does not report."""
+    kv_events: Annotated[int, counter("kv_events", "KV events taken from the worker.")]
+    kv_port: int | None
+    """Port on which a prefill worker listens for decode workers, if it named one."""
+    unfit: str
+    """Why the worker is not chosen for its role although it is healthy, in words."""
+
+    @property
+    def healthy(self) -> Annotated[bool, gauge("healthy", "1 while health checks of the worker pass, 0 otherwise.")]:
+        """Whether health checks pass."""
+        return self.state is WorkerState.HEALTHY
+
+    @property
+    def circuit_closed(
+        self,
+    ) -> Annotated[
+        bool, gauge("circuit_closed", "1 while the worker's circuit breaker lets requests through, else 0.")
+    ]:
+        """Whether the circuit breaker lets requests through."""
+        return self.circuit == "closed"
+
+    @property
+    def tells_kv(
+        self,
+    ) -> Annotated[bool, gauge("tells_kv", "1 while the worker reports the KV that it holds, else 0.")]:
+        """Whether the worker reports what it holds."""
+        return self.held_blocks is not None
+
+    @property
+    def reported_blocks(
+        self,
+    ) -> Annotated[int, gauge("held_blocks", "KV blocks, of the worker's own size, that the worker reports to hold.")]:
+        """Blocks that the worker reports to hold; 0 if it does not report."""
+        return self.held_blocks or 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSnapshot:
+    """The whole router."""
+
+    workers: tuple[WorkerSnapshot, ...]
+    departed: tuple[tuple[RouterWorker, WorkerLoad], ...]
+    """Earlier incarnations on which requests have not ended yet."""
+    index_blocks: int
+    """Blocks that take memory in the prefix index."""
+    total: WorkerLoad
+    """Load of all incarnations, departed ones included."""
+    roles: dict[Role, SelectionCounts]
+    """Counts of all workers there ever were, by role."""
+    modes: Annotated[
+        dict[Mode, int],
+        counter("attempts", "Attempts on a mixed worker, a pair or a decode worker.", label="mode"),
+    ]
+    refused: Annotated[dict[str, int], counter("refused", "Requests that got no worker, by reason.", label="reason")]
+    retries: Annotated[int, counter("retries", "Attempts on another worker after one that failed.")]
+    faults: Annotated[
+        int, counter("faults", "Releases and verdicts that came twice or too late: 0 if the gateway is right.")
+    ]
+
+    @property
+    def tally(self) -> SelectionCounts:
+        """Counts of all workers there ever were."""
+        columns = zip(*map(msgspec.structs.astuple, self.roles.values()), strict=True)
+        return SelectionCounts(*map(sum, columns))
+
+    @property
+    def prompt_blocks(self) -> Annotated[int, _PROMPT_BLOCKS]:
+        """Blocks of all prompts that were looked up."""
+        return self.tally.prompt_blocks
+
+    @property
+    def hit_blocks(self) -> Annotated[int, _HIT_BLOCKS]:
+        """Blocks of all prompts that the chosen worker was believed to hold."""
+        return self.tally.hit_blocks

@@ -233,7 +233,6 @@ class Selection:
     started: bool = False
     """Whether the answer has begun; then the request may not be retried."""
     released: bool = False
-    """Whether everything was given back."""
     verdicts: dict[RouterWorker, Verdict] = field(default_factory=dict)
 
     @property

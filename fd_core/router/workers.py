@@ -52,14 +52,7 @@ class RouterWorker(msgspec.Struct, frozen=True, cache_hash=True):
 class Circuit(Breaker):
     """A worker's circuit breaker; a request that was let through may also end without a verdict on the worker."""
 
-    def __init__(
-        self,
-        *,
-        first: float = 1.0,
-        longest: float = 30.0,
-        patience: int = 3,
-        on_turn: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, *, first: float, longest: float, patience: int, on_turn: Callable[[], None]) -> None:
         """`on_turn` is called whenever the state changes."""
         self._on_turn = on_turn
         super().__init__(first=first, longest=longest, patience=patience)
@@ -182,14 +175,17 @@ class Registry:
         return worker
 
     def leaving(self, worker: RouterWorker) -> None:
-        """Note that `worker` says that it shuts down."""
+        """Note that `worker` says that it shuts down: it is chosen only where no other one can be, until it is gone."""
         member = self.member(worker)
         if member is not None and not member.leaving:
             member.leaving = True
             self._changed()
 
-    def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str]) -> None:
-        """Note the models that `worker` serves, and which of them are adapters."""
+    def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
+        """Note the models that `worker` serves: it gets no request for a model that only other workers serve.
+
+        Prompts of `adapters`, which are some of them, are compared with prompts of the same adapter only.
+        """
         member, known = self.member(worker), (frozenset(models), frozenset(adapters))
         if member is not None and (member.models, member.adapters) != known:
             member.models, member.adapters = known

@@ -92,7 +92,7 @@ class SimulatedGateway:
 
     def learn(self, worker: SimulatedWorker) -> None:
         """Take in what a worker has to say of the prefixes that its device holds, where the policy can use it."""
-        known = self.router.at(worker.url)
+        known = self.router.registry.at(worker.url)
         client, reported = worker.client, self.router.reported_kv
         if known is None or client is None or client.kv_log is None or not self.router.uses_prefix(known):
             return
@@ -160,7 +160,7 @@ class SimulatedGateway:
         now, ok = self._timeline.now, health.role is not None
         after = self.router.health(known, ok, now, instance=health.instance, role=health.role, kv_port=health.kv_port)
         if health.leaving:
-            self.router.leaving(after)
+            self.router.registry.leaving(after)
         self._unreachable(after, health.instance is not None, now)
 
     def _reached(self, worker: SimulatedWorker) -> bool:
@@ -170,7 +170,7 @@ class SimulatedGateway:
         if reached:
             self._unreached.reached(known.url)
             return
-        silent, member = self._unreached.missed(known.url, now, now), self.router.member(known)
+        silent, member = self._unreached.missed(known.url, now, now), self.router.registry.member(known)
         unhealthy = member is not None and member.state is WorkerState.UNHEALTHY
         for attempt in [*self._attempts[known.url]]:
             if silent if attempt.selection.started else unhealthy:

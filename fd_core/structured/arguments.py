@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from fd_core.errors import BadRequest
 from fd_core.structured.lark import LarkText, in_regex, literal, slashed
+from fd_core.structured.schemas import wrong
 from fd_core.text.parsing.argument_types import KINDS, json_of, kind_of, kinds_of, referred
 from fd_core.text.parsing.contract import TaggedArguments
 
@@ -66,8 +66,6 @@ _PLAIN_PATTERN: Final = re.compile(r"(?:[^\\^$]|\\.|\[\^?(?:[^\\\]]|\\.)+\])*", 
 
 
 class _Fields(NamedTuple):
-    """What an object may have."""
-
     known: Mapping[str, Any]
     required: frozenset[str]
     more: Any
@@ -93,33 +91,33 @@ class _Values:
         known = dict(known) if isinstance(known, Mapping) else {}
         required = schema.get("required") or ()
         if not isinstance(required, list | tuple) or not all(isinstance(each, str) for each in required):
-            raise self.refusal(f"{place}.required", "it has to be a list of names")
+            raise wrong(f"{place}.required", "it has to be a list of names")
         for name in required:
             if name not in known:
                 known[name] = more
         return _Fields(known, frozenset(required), None if more is False else more)
 
-    def arguments(self) -> _Fields:
+    def argument_fields(self) -> _Fields:
         """Return what the arguments of the tool may be."""
         schema = referred(self.root, self.root)
         found = self.fields(schema, self.place) if schema.get("type", "object") == "object" else None
         if found is None:
             other = next((word for word in _told(schema) if word not in _OBJECT), "type")
-            raise self.refusal(f"{self.place}.{other}", "it cannot be held in the way in which this model writes calls")
+            raise wrong(f"{self.place}.{other}", "it cannot be held in the way in which this model writes calls")
         return found
 
     def follow(self, schema: Any, place: str) -> Any:
         """Return the schema that is meant by a reference, or by a list of one."""
         self._parts += 1
         if self._parts > _MAX_PARTS:
-            raise self.refusal(self.place, f"the schema has more than {_MAX_PARTS:,} parts")
+            raise wrong(self.place, f"the schema has more than {_MAX_PARTS:,} parts")
         if not isinstance(schema, Mapping | bool):
-            raise self.refusal(place, "a schema is a JSON object")
+            raise wrong(place, "a schema is a JSON object")
         found = referred(schema, self.root)
         if found is False or (found == {} and schema not in ({}, True)):
-            raise self.refusal(place, "no value fits it, or its $ref leads nowhere")
+            raise wrong(place, "no value fits it, or its $ref leads nowhere")
         if isinstance(schema, Mapping) and found is not schema and not _REFERENCE.issuperset(_told(schema)):
-            raise self.refusal(place, "a $ref has to stand alone, as this model writes calls")
+            raise wrong(place, "a $ref has to stand alone, as this model writes calls")
         found = {} if found is True else found
         inner = found.get("allOf")
         if isinstance(inner, list) and len(inner) == 1 and _LIST_OF_ONE.issuperset(_told(found)):
@@ -130,7 +128,7 @@ class _Values:
         """Return the schemas of the strings that a schema allows, and those of its other values."""
         schema = self.follow(schema, place)
         if level > _MAX_LEVELS:
-            raise self.refusal(place, "the schema refers to itself without end")
+            raise wrong(place, "the schema refers to itself without end")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         union = next((word for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)), None)
         if isinstance(values, list):
@@ -155,7 +153,7 @@ class _Values:
         if not isinstance(names, list):
             names = ["string", *sorted(KINDS - {"string"})]
         if (unknown := next((name for name in names if name not in (*KINDS, "integer")), None)) is not None:
-            raise self.refusal(f"{place}.type", f"{str(unknown)[:40]!r} is no type")
+            raise wrong(f"{place}.type", f"{str(unknown)[:40]!r} is no type")
         rest = [name for name in names if name != "string"]
         only = {word: value for word, value in schema.items() if word not in _OF_STRINGS}
         return (
@@ -167,7 +165,7 @@ class _Values:
         named = schema.get("type")
         names = [named] if isinstance(named, str) else named
         if not isinstance(names, list) or "string" in names:
-            raise self.refusal(place, "it says of strings what this model's way to write calls cannot be held to")
+            raise wrong(place, "it says of strings what this model's way to write calls cannot be held to")
         return [], [schema]
 
     def texts(self, schema: Mapping[str, Any]) -> list[str] | None:
@@ -185,7 +183,7 @@ class _Values:
             found.append(self._pattern(pattern, f"{place}.pattern"))
         if (kind := schema.get("format")) is not None:
             if kind not in _FORMATS:
-                raise self.refusal(f"{place}.format", f"{str(kind)[:40]!r} cannot be held as this model writes calls")
+                raise wrong(f"{place}.format", f"{str(kind)[:40]!r} cannot be held as this model writes calls")
             found.append(f"/{_FORMATS[kind]}/")
         return found
 
@@ -194,16 +192,12 @@ class _Values:
         shared = {word: self.root[word] for word in _DEFINITIONS if word in self.root}
         return self.lark.json({**shared, **schema} if isinstance(schema, Mapping) else schema)
 
-    def refusal(self, place: str, words: str) -> BadRequest:
-        """Return the error for a part of the schema."""
-        return BadRequest(f"{place}: {words}", field=place)
-
     def _pattern(self, pattern: str, place: str) -> str:
         """Return the terminal for what a pattern of JSON Schema, which may match anywhere, is found in."""
         begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
         inner = pattern[begins : len(pattern) - ends]
         if not _PLAIN_PATTERN.fullmatch(inner) or ((begins or ends) and "|" in inner):
-            raise self.refusal(place, "'^' and '$' can stand at its beginning and end, around all of it")
+            raise wrong(place, "'^' and '$' can stand at its beginning and end, around all of it")
         return f"/{'' if begins else '(?s:.*)'}({slashed(inner)}){'' if ends else '(?s:.*)'}/"
 
 
@@ -211,75 +205,73 @@ def _told(schema: Mapping[str, Any]) -> set[str]:
     return {word for word in schema if not word.startswith("x-")}
 
 
-class TaggedGrammar:
+class TaggedGrammar(_Values):
     """Arguments one by one between markers."""
 
-    def __init__(self, lark: LarkText, form: TaggedArguments) -> None:
-        self._lark = lark
-        self._form = form
+    def __init__(self, lark: LarkText, schema: Mapping[str, Any], place: str, form: TaggedArguments) -> None:
+        super().__init__(lark, schema, place)
+        self.form = form
 
-    def arguments(self, schema: Mapping[str, Any], place: str) -> str:
+    def arguments(self) -> str:
         """Return the expression for all arguments. Raises `BadRequest`."""
-        values, lark, form = _Values(self._lark, schema, place), self._lark, self._form
-        known, required, more = values.arguments()
+        lark, form, place = self.lark, self.form, self.place
+        known, required, more = self.argument_fields()
         parts = []
         for name, inner in known.items():
             where = f"{place}.properties.{name}"
             if not name or any(mark in name for mark in (form.before_value[0], form.before_value, *form.ends)):
-                raise values.refusal(where, "this model cannot write arguments of such a name")
+                raise wrong(where, "this model cannot write arguments of such a name")
             key = f"{lark.spelled(form.before_key)} {literal(name)} {lark.spelled(form.before_value)}"
-            argument = lark.rule(f"{key} {self._value(values, inner, where)}")
+            argument = lark.rule(f"{key} {self._value(inner, where)}")
             parts.append(argument if name in required else f"{argument}?")
         if more is not None:
             others = "".join(f" & ~{literal(name)}" for name in known)
             key = f"{lark.spelled(form.before_key)} {lark.terminal(f'/[A-Za-z0-9_-]+/{others}')}"
-            value = self._value(values, more, f"{place}.additionalProperties")
+            value = self._value(more, f"{place}.additionalProperties")
             parts.append(f"{lark.rule(f'{key} {lark.spelled(form.before_value)} {value}')}*")
         return " ".join(parts)
 
-    def _value(self, values: _Values, schema: Any, place: str) -> str:
+    def _value(self, schema: Any, place: str) -> str:
         """Return the rule for a value and what stands behind it."""
-        strings, others = values.split(schema, place)
-        kinds = kinds_of(schema, values.root) - {"string"}
+        strings, others = self.split(schema, place)
+        kinds = kinds_of(schema, self.root) - {"string"}
         options: list[str] = []
         if strings:
             # A lexeme goes on as far as any can. So where text may be a string or something else, each is one lexeme
             # with what stands behind it, or they differ in their first character.
             unlike = dict(_LIKE)
             for other in others:
-                options += self._beside_strings(values, other, unlike)
+                options += self._beside_strings(other, unlike)
             apart = "".join(f" & ~{unlike[kind]}" for kind in sorted(kinds)) + r' & ~/\s*"(?s:.*)/' * bool(kinds)
             for string in strings:
-                options += self._strings(values, string, apart, kinds, place)
+                options += self._strings(string, apart, kinds, place)
         elif others:
             merged = others[0] if len(others) == 1 else {"anyOf": others}
-            options.append(f"{values.json(merged)} {self._lark.spelled(self._form.after_value)}")
+            options.append(f"{self.json(merged)} {self.lark.spelled(self.form.after_value)}")
         if not options:
-            raise values.refusal(place, "no value fits it")
-        return self._lark.either(options)
+            raise wrong(place, "no value fits it")
+        return self.lark.either(options)
 
-    def _beside_strings(self, values: _Values, schema: Mapping[str, Any], unlike: dict[str, str]) -> Iterator[str]:
+    def _beside_strings(self, schema: Mapping[str, Any], unlike: dict[str, str]) -> Iterator[str]:
         """Yield expressions for what is no string, and tell how strings have to differ from it."""
-        end, kind, listed = self._form.after_value, schema.get("type"), values.texts(schema)
+        end, kind, listed = self.form.after_value, schema.get("type"), self.texts(schema)
         if listed is None and isinstance(kind, list):
             for each in kind:
-                yield from self._beside_strings(values, {**schema, "type": each}, unlike)
+                yield from self._beside_strings({**schema, "type": each}, unlike)
         elif listed is not None and not any(isinstance(each, list | dict) for each in listed):
-            yield from (self._lark.text_before(end, literal(json.dumps(each))) for each in listed)
+            yield from (self.lark.text_before(end, literal(json.dumps(each))) for each in listed)
         elif listed is None and kind in _SCALARS and not _BOUNDS.intersection(schema):
-            yield self._lark.text_before(end, _SCALARS[kind])
+            yield self.lark.text_before(end, _SCALARS[kind])
         else:
             if kind in ("integer", "number"):
                 unlike["number"] = r"/\s*[-0-9](?s:.*)/"
-            yield f"{values.json(schema)} {self._lark.spelled(end)}"
+            yield f"{self.json(schema)} {self.lark.spelled(end)}"
 
-    def _strings(
-        self, values: _Values, schema: Mapping[str, Any], apart: str, kinds: frozenset[str], place: str
-    ) -> Iterator[str]:
-        lark, form = self._lark, self._form
-        texts = values.texts(schema)
+    def _strings(self, schema: Mapping[str, Any], apart: str, kinds: frozenset[str], place: str) -> Iterator[str]:
+        lark, form = self.lark, self.form
+        texts = self.texts(schema)
         if texts is None:
-            terminals = values.terminals(schema, place)
+            terminals = self.terminals(schema, place)
             # What ends a value is excluded as a whole, but a regular expression that does so beside another one takes
             # more states than a lexer may have: there its first character is excluded.
             begin = in_regex(form.ends[-1][0])
@@ -288,44 +280,35 @@ class TaggedGrammar:
             return
         for text in texts:
             if any(end in text for end in form.ends):
-                raise values.refusal(place, f"this model cannot write the value {text[:40]!r} within a call")
+                raise wrong(place, f"this model cannot write the value {text[:40]!r} within a call")
             if not kinds or json_of(text, kinds | {"string"}) == json.dumps(text, ensure_ascii=False):
                 yield lark.text_before(form.after_value, literal(text))
 
 
-class KeywordGrammar:
+class KeywordGrammar(_Values):
     """Arguments as those of a function of Python's. Inside of what only JSON Schema can say, values are JSON."""
 
-    def __init__(self, lark: LarkText) -> None:
-        self._lark = lark
+    def __init__(self, lark: LarkText, schema: Mapping[str, Any], place: str) -> None:
+        super().__init__(lark, schema, place)
+        self._referred: dict[str, str] = {}
+        """Rules of what is referred to, so that a schema may contain itself."""
 
-    def arguments(self, schema: Mapping[str, Any], place: str) -> str:
+    def arguments(self) -> str:
         """Return the expression for all arguments. Raises `BadRequest`."""
-        values, lark = _Values(self._lark, schema, place), self._lark
-        known, required, more = values.arguments()
-        writer = _PythonValues(lark, values)
+        lark, place = self.lark, self.place
+        known, required, more = self.argument_fields()
         parts = []
         for name, inner in known.items():
             where = f"{place}.properties.{name}"
             if not _NAME.fullmatch(name):
-                raise values.refusal(where, "this model cannot write arguments of such a name")
-            parts.append((lark.rule(f'{literal(name)} "=" {writer.value(inner, where)}'), name in required))
+                raise wrong(where, "this model cannot write arguments of such a name")
+            parts.append((lark.rule(f'{literal(name)} "=" {self.value(inner, where)}'), name in required))
         another = None
         if more is not None:
             others = "".join(f" & ~{literal(name)}" for name in known)
-            value = writer.value(more, f"{place}.additionalProperties")
+            value = self.value(more, f"{place}.additionalProperties")
             another = lark.rule(f'{lark.terminal(f"/{_NAME.pattern}/{others}")} "=" {value}')
         return _with_commas(lark, parts, another)
-
-
-class _PythonValues:
-    """Values of one tool's arguments."""
-
-    def __init__(self, lark: LarkText, values: _Values) -> None:
-        self._lark = lark
-        self._values = values
-        self._referred: dict[str, str] = {}
-        """Rules of what is referred to, so that a schema may contain itself."""
 
     def value(self, schema: Any, place: str, level: int = 0) -> str:
         """Return the rule of a value."""
@@ -335,30 +318,30 @@ class _PythonValues:
         if not isinstance(reference, str):
             return self._value(schema, place, level)
         if reference not in self._referred:
-            name = self._referred[reference] = self._lark.later()
-            self._lark.tell(name, self._value(schema, place, level + 1))
+            name = self._referred[reference] = self.lark.later()
+            self.lark.tell(name, self._value(schema, place, level + 1))
         return self._referred[reference]
 
     def _value(self, schema: Any, place: str, level: int) -> str:
-        strings, others = self._values.split(schema, place)
+        strings, others = self.split(schema, place)
         options: list[str] = []
         for string in strings:
-            texts = self._values.texts(string)
+            texts = self.texts(string)
             if texts is not None:
                 options += [literal(json.dumps(text, ensure_ascii=False)) for text in texts]
             elif any(word in string for word in _OF_STRINGS):
-                options.append(self._values.json({word: string[word] for word in _JSON_STRING if word in string}))
+                options.append(self.json({word: string[word] for word in _JSON_STRING if word in string}))
             else:
-                options.append(self._lark.terminal(_QUOTED))
+                options.append(self.lark.terminal(_QUOTED))
         for other in others:
             options += self._other(other, place, level)
         if not options:
-            raise self._values.refusal(place, "no value fits it")
-        return self._lark.either(options)
+            raise wrong(place, "no value fits it")
+        return self.lark.either(options)
 
     def _other(self, schema: Mapping[str, Any], place: str, level: int) -> Iterator[str]:
         """Yield expressions for what is no string."""
-        values, listed, kind = self._values, self._values.texts(schema), schema.get("type")
+        listed, kind = self.texts(schema), schema.get("type")
         if listed is not None and not any(isinstance(each, list | dict) for each in listed):
             yield from (literal(repr(each)) for each in listed)
         elif listed is None and isinstance(kind, list):
@@ -369,13 +352,13 @@ class _PythonValues:
         elif kind == "array" and _ARRAY.issuperset(_told(schema)) and level < _MAX_LEVELS:
             item = self.value(schema.get("items", {}), f"{place}.items", level + 1)
             yield f'"[" ({item} (", " {item})*)? "]"'
-        elif kind == "object" and level < _MAX_LEVELS and (fields := values.fields(schema, place)):
+        elif kind == "object" and level < _MAX_LEVELS and (fields := self.fields(schema, place)):
             yield f'"{{" {self._fields(fields, place, level)} "}}"'
         else:
-            yield values.json(schema)
+            yield self.json(schema)
 
     def _fields(self, fields: _Fields, place: str, level: int) -> str:
-        lark = self._lark
+        lark = self.lark
         parts = []
         for name, inner in fields.known.items():
             value = self.value(inner, f"{place}.properties.{name}", level + 1)
@@ -389,10 +372,7 @@ class _PythonValues:
 
 
 def _with_commas(lark: LarkText, parts: Sequence[tuple[str, bool]], another: str | None) -> str:
-    """Return the expression of `parts` in their order, where needed ones cannot be left out, then of any number more.
-
-    A comma stands between two of them.
-    """
+    """Return the expression of `parts` in order, needed ones in any case, then of more of `another`, with commas."""
     behind = f'(", " {another})*' if another else ""
     first = f"({another} {behind})?" if another else ""  # where nothing stands before
     for rule, needed in reversed(parts):

@@ -4,39 +4,75 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from llguidance import LLMatcher
 
-from fd_core.errors import BadRequest
-from fd_core.structured.bounds import MAX_CHOICES, require_few_repeats, require_schema, require_small
-from fd_core.structured.calls import CallAsked, chosen_calls, demanded_calls
-from fd_core.structured.lark import JSON_STYLE, as_lark, literal
+from fd_core.structured.arguments import KeywordGrammar, TaggedGrammar
+from fd_core.structured.lark import JSON_STYLE, LarkText, as_lark, in_regex, literal
+from fd_core.structured.schemas import MAX_CHOICES, require_few_repeats, require_schema, require_small, wrong
 from fd_core.structured.tags import structural_tag
-from fd_core.text.parsing.contract import FreePart
-
-__all__ = [
-    "CallsForm",
-    "ChoiceForm",
-    "Form",
-    "FormAsked",
-    "Schema",
-    "SchemaForm",
-    "TagForm",
-    "TextForm",
-    "choice",
-    "context_free",
-    "json_object",
-    "json_schema",
-    "regex",
-    "structural_tag",
-]
+from fd_core.text.parsing.contract import CallForm, FreePart
 
 
-def json_object() -> str:
-    """Return the grammar of any JSON object."""
-    return json_schema({"type": "object"})
+class CallAsked(NamedTuple):
+    """A tool that may be called."""
+
+    form: CallForm
+    schema: dict[str, Any]
+    """Of the arguments."""
+    place: str
+    """Of the schema in the request."""
+    name: str = ""
+    is_strict: bool = True
+    """False leaves open what cannot be enforced of the schema."""
+
+
+def _messages(lark: LarkText, messages: Sequence[FreePart], markers: Sequence[str]) -> list[str]:
+    texts = [
+        f"{lark.spelled(each.begin)} {lark.text_up_to(each.end, without=markers)} {lark.spelled(each.behind)}"
+        for each in messages
+    ]
+    return [f"{lark.either(texts)}*"] if texts else []
+
+
+def _calls(lark: LarkText, calls: Sequence[CallAsked], several: bool) -> str:
+    """Return the rule of one call or several, with what stands around all of them."""
+    form = calls[0].form
+    return lark.rule(f"{lark.spelled(form.opening)} {_inner(lark, calls, several)}")
+
+
+def _inner(lark: LarkText, calls: Sequence[CallAsked], several: bool) -> str:
+    form = calls[0].form
+    call = lark.either(f"{lark.spelled(each.form.begin)} {_behind(lark, each)}" for each in calls)
+    again = f" ({lark.spelled(form.between)} {call})*" if several and form.between is not None else ""
+    return f"{call}{again} {lark.spelled(form.closing)}"
+
+
+def _amid_text(lark: LarkText, calls: Sequence[CallAsked], markers: Sequence[str]) -> str:
+    """Return the rule of text up to a call, or up to all of them where something stands around them, and of those."""
+    opening = calls[0].form.opening
+    if opening:
+        return lark.rule(f"{lark.text_up_to(opening, without=markers)} {_inner(lark, calls, True)}")
+    behind: dict[str, list[str]] = {}
+    for each in calls:
+        trigger, begin = each.form.trigger, each.form.begin
+        rest = lark.spelled(begin.removeprefix(trigger))
+        behind.setdefault(trigger, []).append(f"{rest} {_behind(lark, each)}")
+    return lark.either(
+        f"{lark.text_up_to(trigger, without=markers)} {lark.either(rest)}" for trigger, rest in behind.items()
+    )
+
+
+def _behind(lark: LarkText, call: CallAsked) -> str:
+    schema = require_schema(call.schema, call.place)
+    form, end = call.form.arguments, lark.spelled(call.form.end)
+    if form == "json":
+        return f"{lark.json({'type': 'object', **schema})} {end}"
+    if form == "python":
+        return f"{KeywordGrammar(lark, schema, call.place).arguments()} {end}"
+    return f"{TaggedGrammar(lark, schema, call.place, form).arguments()} {end}"
 
 
 def json_schema(
@@ -48,13 +84,13 @@ def json_schema(
     wherever white space is allowed. Raises `BadRequest` that names `field`.
     """
     if schema is False:
-        raise BadRequest(f"{field}: no value fits the schema false", field=field)
+        raise wrong(field, "no value fits the schema false")
     text = json.dumps(require_schema(schema, field))
     style: Any = JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults=style)
     except ValueError as error:
-        raise BadRequest(f"{field}: the schema cannot be used: {error}", field=field) from None
+        raise wrong(field, f"the schema cannot be used: {error}") from None
 
 
 def regex(pattern: str, *, field: str = "regex") -> str:
@@ -67,7 +103,7 @@ def regex(pattern: str, *, field: str = "regex") -> str:
 def choice(texts: Sequence[str], *, field: str = "choice") -> str:
     """Return the grammar of a few given texts. Raises `BadRequest` if there are none, too many or too long ones."""
     if not 1 <= len(texts) <= MAX_CHOICES:
-        raise BadRequest(f"{field}: there are {len(texts)} choices; allowed are 1 to {MAX_CHOICES}", field=field)
+        raise wrong(field, f"there are {len(texts)} choices; allowed are 1 to {MAX_CHOICES}")
     require_small("".join(texts), "all choices together", field)
     return LLMatcher.grammar_from_lark("start: " + " | ".join(literal(text) for text in dict.fromkeys(texts)))
 
@@ -130,35 +166,51 @@ class TagForm(msgspec.Struct, frozen=True, tag="tag"):
 
 
 class CallsForm(msgspec.Struct, frozen=True, kw_only=True, tag="calls"):
-    """Calls of tools that have to be made, or that the model chooses to make; see `fd_core.structured.calls`."""
+    """Calls of tools that have to be made, or that the model chooses to make."""
 
     calls: list[CallAsked]
     control_tokens: dict[str, int]
     is_demanded: bool
     before: Sequence[FreePart] = ()
+    """Any number of these messages may come first; their text has none of `markers`."""
     markers: Sequence[str] = ()
+    """Free text has none of them where control tokens begin calls."""
     answer_begin: str = ""
+    """What stands before an answer without calls."""
     several: bool = False
+    """Whether more than one call may be made, if the format allows it."""
     space: bool = False
+    """Whether white space may stand before calls that are demanded."""
     instead: FormAsked | None = None
     """A form that an answer without calls has."""
 
     def grammar(self, field: str) -> str:
-        """Return the grammar. Raises `BadRequest`."""
-        before, markers, begin = self.before, self.markers, self.answer_begin
-        if not self.is_demanded:
-            return chosen_calls(self.calls, self.control_tokens, before=before, markers=markers, answer_begin=begin)
+        """Return the grammar. Raises `BadRequest` that names the place of a schema that cannot be held."""
+        lark = LarkText(self.control_tokens)
+        text = lark.text(self._demanded(lark) if self.is_demanded else self._chosen(lark))
+        require_small(text, "the grammar of all tools together", "tools")
+        return text
+
+    def _demanded(self, lark: LarkText) -> str:
         other = None if self.instead is None else (self.instead.grammar(), self.instead.field)
-        return demanded_calls(
-            self.calls,
-            self.control_tokens,
-            several=self.several,
-            space=self.space,
-            before=before,
-            markers=markers,
-            instead=other,
-            answer_begin=begin if other else "",
-        )
+        answers = _calls(lark, self.calls, self.several)
+        if other is not None:
+            answers = f"({answers} | {lark.spelled(self.answer_begin)} {lark.grammar(*other)})"
+        parts = [*(["SPACE?"] if self.space else []), *_messages(lark, self.before, self.markers), answers]
+        return " ".join(parts) + ("\nSPACE: /[ \\n]{1,2}/" if self.space else "")
+
+    def _chosen(self, lark: LarkText) -> str:
+        form, markers = self.calls[0].form, self.markers
+        free = lark.terminal(lark.free_text(markers))
+        if self.answer_begin:
+            said = f"{lark.spelled(self.answer_begin)} {free}"
+            return " ".join([*_messages(lark, self.before, markers), f"({_calls(lark, self.calls, True)} | {said})"])
+        if not form.anywhere:
+            free = lark.terminal(rf"/([^{in_regex(form.opening[0])}\s<]|<[^|])(?s:.*)/")
+            return f"{_calls(lark, self.calls, True)} | {free}?"
+        if not lark.begins_with_control(form.trigger):
+            markers, free = (), lark.terminal(lark.free_text())
+        return f"{_amid_text(lark, self.calls, markers)}* {free}"
 
 
 Form = SchemaForm | TextForm | ChoiceForm | TagForm | CallsForm

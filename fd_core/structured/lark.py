@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from fd_core.errors import BadRequest
-from fd_core.structured.bounds import MAX_DEPTH
+from fd_core.structured.schemas import MAX_DEPTH, wrong
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as most programs print it on one line. With one way to write white space, most of what a schema demands is
@@ -66,10 +67,7 @@ class LarkText:
         return self.rule(f"%json {json.dumps({'x-guidance': JSON_STYLE, **schema})}")
 
     def grammar(self, text: str, field: str = "grammar") -> str:
-        """Return a grammar of its own, in Lark's syntax or as `SamplingParams.grammar`, as a part of this one.
-
-        Raises `BadRequest` that names `field` for a grammar that has such parts itself.
-        """
+        """Return a grammar of its own as a part of this one; `BadRequest` with `field` if it has parts itself."""
         name, parts = f"inner_{len(self._inner)}", [{"lark_grammar": text}]
         if text.startswith("{"):
             parts = json.loads(text)["grammars"]
@@ -102,7 +100,7 @@ class LarkText:
 
     def free_text(self, without: Sequence[str] = (), free: str = ANY_TEXT) -> str:
         """Return the terminal of texts of `free` without any of `without`."""
-        return f"{free} & ~{containing(*without)}" if without else free
+        return f"{free} & ~/(?s:.*)({'|'.join(map(in_regex, without))})(?s:.*)/" if without else free
 
     def text_before(self, end: str, free: str) -> str:
         """Return the expression of a text of `free`, which must not hold what makes out `end`, and of `end`."""
@@ -135,17 +133,12 @@ def as_lark(text: str, field: str) -> str:
     """Return a grammar in Lark's syntax, or in GBNF, as Lark. Raises `BadRequest` that names `field`."""
     if "::=" not in text:
         return text
-    if _nesting(text) > MAX_DEPTH:
-        raise BadRequest(f"{field}: parentheses are nested deeper than {MAX_DEPTH} levels", field=field)
+    if max(accumulate((character == "(") - (character == ")") for character in text)) > MAX_DEPTH:
+        raise wrong(field, f"parentheses are nested deeper than {MAX_DEPTH} levels")
     try:
         return str(any_to_lark(text))
     except Exception as error:  # noqa: BLE001 - the library raises whatever its parser runs into
-        raise BadRequest(f"{field}: the GBNF cannot be read: {error or type(error).__name__}", field=field) from None
-
-
-def containing(*texts: str) -> str:
-    """Return the terminal of all texts that contain one of `texts`."""
-    return f"/(?s:.*)({'|'.join(map(in_regex, texts))})(?s:.*)/"
+        raise wrong(field, f"the GBNF cannot be read: {error or type(error).__name__}") from None
 
 
 def in_regex(text: str) -> str:
@@ -156,11 +149,3 @@ def in_regex(text: str) -> str:
 def slashed(pattern: str) -> str:
     """Return a regular expression as it stands between slashes."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")
-
-
-def _nesting(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        deepest = max(deepest, depth)
-    return deepest

@@ -51,11 +51,7 @@ class TokenMatcher:
     """Follows one text. Used by one thread at a time."""
 
     def __init__(
-        self,
-        grammar: CompiledGrammar | None,
-        ends: Sequence[int],
-        vocab_size: int,
-        reasoning: Reasoning | None = None,
+        self, grammar: CompiledGrammar | None, ends: Sequence[int], vocab_size: int, reasoning: Reasoning | None = None
     ) -> None:
         """`ends` are the ids that end the text. Raises `GrammarError` if no id can end a text of a grammar."""
         self._compiled = grammar

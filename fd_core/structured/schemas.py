@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from itertools import combinations
 from typing import Any, Final
 
@@ -44,6 +46,11 @@ _MAX_OPTIONS: Final = 64
 _MAX_HOPS: Final = 8
 _MAX_STEPS: Final = 100_000
 """Pairs of schemas, properties and values of one schema that are compared: about a tenth of a second."""
+
+
+def wrong(place: str, reason: str) -> BadRequest:
+    """Return the error for what stands at `place` of a request."""
+    return BadRequest(f"{place}: {reason}", field=place)
 
 
 def compilable(schema: Any, field: str) -> Any:
@@ -87,11 +94,11 @@ def _read(value: Any, place: str, options: _Options) -> Any:
 def _require_right(schema: Mapping[str, Any], place: str) -> None:
     for word in ("const", "enum"):
         if (number := _inexact(schema.get(word))) is not None:
-            raise _wrong(f"{place}.{word}", f"{number} has more digits than can be written exactly")
+            raise wrong(f"{place}.{word}", f"{number} has more digits than can be written exactly")
     least, required = schema.get("minProperties"), schema.get("required")
     named = len(set(map(str, required))) if isinstance(required, list | tuple) else 0
     if isinstance(least, int | float) and least > named + 1:
-        raise _wrong(
+        raise wrong(
             f"{place}.minProperties",
             f"{least} different names cannot be held; list all but one of them in required, which has {named}",
         )
@@ -100,13 +107,7 @@ def _require_right(schema: Mapping[str, Any], place: str) -> None:
         fars = [schema[each] for each in high if _is_number(schema.get(each))]
         whole = _is_number(near) and near == math.floor(near) and sign * near >= 0
         if whole and schema.get("type") != "integer" and any(0 < sign * (far - near) < 1 for far in fars):
-            raise _wrong(
-                f"{place}.{low}", f"{near} itself cannot be left out where less than 1 lies between the bounds"
-            )
-
-
-def _wrong(place: str, reason: str) -> BadRequest:
-    return BadRequest(f"{place}: {reason}", field=place)
+            raise wrong(f"{place}.{low}", f"{near} itself cannot be left out where less than 1 lies between the bounds")
 
 
 def _is_number(value: Any) -> bool:
@@ -128,7 +129,7 @@ def _inwards(bound: float, place: str, *, up: bool) -> float:
     """
     if abs(bound) > _LARGEST:
         if (bound > 0) == up:
-            raise _wrong(place, f"beyond this bound no number can be written; {_LARGEST} is the largest")
+            raise wrong(place, f"beyond this bound no number can be written; {_LARGEST} is the largest")
         return -_LARGEST if up else _LARGEST
     if isinstance(bound, float):
         return bound
@@ -148,10 +149,7 @@ class _Options:
         """Pairs that were compared, by identity, with the depth at which they were not found apart; -1 if they were."""
 
     def are_apart(self, options: Any, place: str) -> bool:
-        """Return True if no value can fit two of the options, as far as that can be seen.
-
-        Raises `BadRequest` where too many steps are needed.
-        """
+        """Return True if no value fits two options, as far as is seen; `BadRequest` where that takes too many steps."""
         if not isinstance(options, list | tuple):
             return False
         found = [self._resolved(each) for each in options]
@@ -161,7 +159,7 @@ class _Options:
                 return len(set().union(*(each or () for each in finite))) == sum(len(each or ()) for each in finite)
             return len(found) <= _MAX_OPTIONS and all(self._apart(*pair, _MAX_HOPS) for pair in combinations(found, 2))
         except _TooManySteps:
-            raise _wrong(
+            raise wrong(
                 place,
                 f"its options take more than {_MAX_STEPS:,} steps to tell apart; give each a required property with "
                 "another const, or use anyOf",
@@ -239,3 +237,122 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
     given = schema.get("type")
     names = {given} if isinstance(given, str) else set(map(str, given)) if isinstance(given, list | tuple) else set()
     return names | {"integer"} if "number" in names else names
+
+
+MAX_GRAMMAR_BYTES: Final = 128 * 1024
+"""Of a schema, a regex, a grammar or all choices together."""
+MAX_DEPTH: Final = 64
+"""Levels of nested objects and lists in a schema, or of parentheses in a grammar."""
+MAX_CHOICES: Final = 4096
+MAX_TAGS: Final = 256
+MAX_MULTIPLE: Final = 20_000
+"""Least common multiple of all `multipleOf` in a schema, without decimal points: it takes as many states."""
+MAX_OPTIONAL: Final = 1000
+"""Properties of one object that may be left out: compiling takes the square of their number."""
+MAX_REPEATS: Final = 50_000
+"""Product of nested repetitions in a regular expression."""
+_PATTERN_PARTS: Final = re.compile(
+    r"\\[pPxu]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d{1,9}),?(\d{0,9})\}|[()]|.", re.DOTALL
+)
+"""What a regular expression consists of: escapes, classes, repetitions, parentheses and characters."""
+
+
+def require_schema(schema: Any, field: str) -> Any:
+    """Return a schema as the compiler reads it; `BadRequest` with the place of what is none, or out of bounds."""
+    if not isinstance(schema, Mapping | bool):
+        raise wrong(field, f"a schema is a JSON object, not {type(schema).__name__}")
+    require_shallow(schema, field)
+    try:
+        text = json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise wrong(field, f"the schema is not JSON: {error}") from None
+    require_small(text, "the schema", field)
+    _require_small_multiples(schema, field)
+    _require_quick(schema, field)
+    return compilable(schema, field)
+
+
+def require_small(text: str, what: str, field: str) -> None:
+    """Raise `BadRequest` for a text that is empty, or longer than a grammar may be."""
+    size = len(text.encode("utf-8", "replace"))
+    if not size:
+        raise wrong(field, f"{what} is empty")
+    if size > MAX_GRAMMAR_BYTES:
+        raise wrong(field, f"{what} takes {size:,} bytes; at most {MAX_GRAMMAR_BYTES:,} are allowed")
+
+
+def require_shallow(value: Any, field: str) -> None:
+    """Raise `BadRequest` for values nested too deeply, without recursion."""
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise wrong(field, f"the schema is nested deeper than {MAX_DEPTH} levels")
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, Mapping):
+                inner += each.values()
+            elif isinstance(each, list | tuple):
+                inner += each
+        level, depth = inner, depth + 1
+
+
+def require_few_repeats(pattern: str, field: str) -> None:
+    """Raise `BadRequest` for a regular expression, or a grammar, whose nested repetitions multiply beyond the bound."""
+    groups, last = [1], 1  # the largest product within each open group, and of what stands before this place
+    for part in _PATTERN_PARTS.finditer(pattern):
+        if part[0] == "(":
+            groups.append(1)
+            last = 1
+        elif part[0] == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] = max(groups[-1], last)
+        elif part[1] is not None:
+            last *= max(int(part[1]), int(part[2] or 0), 1)
+            groups[-1] = max(groups[-1], last)
+            if last > MAX_REPEATS:
+                raise wrong(field, f"its nested repetitions multiply to {last:,}; at most {MAX_REPEATS:,} are allowed")
+        else:
+            last = 1
+
+
+def _require_quick(value: Any, place: str) -> None:
+    if isinstance(value, Mapping):
+        known, required = value.get("properties"), value.get("required")
+        named = {each for each in required if isinstance(each, str)} if isinstance(required, list | tuple) else set()
+        if isinstance(known, Mapping) and (optional := len(known.keys() - named)) > MAX_OPTIONAL:
+            raise wrong(
+                f"{place}.properties", f"{optional:,} of them are not required; at most {MAX_OPTIONAL:,} are allowed"
+            )
+        for name, inner in value.items():
+            if name == "pattern" and isinstance(inner, str):
+                require_few_repeats(inner, f"{place}.pattern")
+            elif name == "patternProperties" and isinstance(inner, Mapping):
+                for pattern in inner:
+                    require_few_repeats(str(pattern), f"{place}.patternProperties")
+            _require_quick(inner, f"{place}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _require_quick(inner, f"{place}[{index}]")
+
+
+def _require_small_multiples(schema: Any, field: str) -> None:
+    common = 1
+    for place, value in _multiples(schema, field):
+        common = math.lcm(common, int("".join(map(str, Decimal(repr(value)).as_tuple().digits))) or 1)
+        if common > MAX_MULTIPLE:
+            raise wrong(
+                place,
+                f"multiples of {value} take too many states; the least common multiple of all `multipleOf` "
+                f"may be {MAX_MULTIPLE:,}",
+            )
+
+
+def _multiples(value: Any, place: str) -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if name == "multipleOf" and isinstance(inner, int | float) and math.isfinite(inner):
+                yield f"{place}.multipleOf", inner
+            yield from _multiples(inner, f"{place}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _multiples(inner, f"{place}[{index}]")

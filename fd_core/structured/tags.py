@@ -7,8 +7,15 @@ from typing import Any, Final, NamedTuple
 
 from fd_core.errors import BadRequest
 from fd_core.structured.arguments import TaggedGrammar
-from fd_core.structured.bounds import MAX_TAGS, require_few_repeats, require_schema, require_shallow, require_small
 from fd_core.structured.lark import ANY_TEXT, LarkText, as_lark, slashed
+from fd_core.structured.schemas import (
+    MAX_TAGS,
+    require_few_repeats,
+    require_schema,
+    require_shallow,
+    require_small,
+    wrong,
+)
 from fd_core.text.parsing.contract import TaggedArguments
 
 _STYLES: Final = {
@@ -36,6 +43,10 @@ def structural_tag(tag: Mapping[str, Any], *, field: str = "structural_tag") -> 
     text = lark.text(start)
     require_small(text, "the tags together", field)
     return text
+
+
+def _unfit(place: str, words: str) -> BadRequest:
+    return BadRequest(f"{place} {words}", field=place)
 
 
 class _Tag(NamedTuple):
@@ -80,11 +91,11 @@ class _Formats:
         kind = given.get("type")
         if not isinstance(kind, str) or kind not in self._makers:
             known = ", ".join(self._makers)
-            raise BadRequest(f"{place}.type is {str(kind)[:40]!r}; served are {known}", field=f"{place}.type")
+            raise _unfit(f"{place}.type", f"is {str(kind)[:40]!r}; served are {known}")
         fields, make = self._makers[kind]
         for name in given:
             if name not in ("type", *fields.split()):
-                raise BadRequest(f"{place}.{name} is not served", field=f"{place}.{name}")
+                raise _unfit(f"{place}.{name}", "is not served")
         return make(given, place, ends, last)
 
     def structure(self, given: Any, place: str) -> _Tag:
@@ -93,7 +104,7 @@ class _Formats:
         schema = given.get("schema", True)
         end = given.get("end", "")
         if not isinstance(end, str):
-            raise BadRequest(f"{place}.end must be a text", field=f"{place}.end")
+            raise _unfit(f"{place}.end", "must be a text")
         schema = require_schema(schema, f"{place}.schema")
         behind = f"{self._lark.json(schema)} {self._lark.spelled(end)}"
         return _Tag(_text(given.get("begin"), f"{place}.begin"), behind, place)
@@ -107,7 +118,7 @@ class _Formats:
         for tag in tags:
             trigger = max((each for each in triggers if tag.begin.startswith(each)), key=len, default=None)
             if trigger is None:
-                raise BadRequest(f"{tag.place}.begin begins with none of the triggers", field=f"{tag.place}.begin")
+                raise _unfit(f"{tag.place}.begin", "begins with none of the triggers")
             begun[trigger].append(f"{self._lark.spelled(tag.begin.removeprefix(trigger))} {tag.behind}")
         excludes = _texts(given.get("excludes"), f"{place}.excludes", optional=True)
         first = [f"{self._lark.spelled(tag.begin)} {tag.behind}" for tag in tags]
@@ -125,24 +136,24 @@ class _Formats:
         style = given.get("style", "json")
         if style not in _STYLES:
             served = ", ".join(_STYLES)
-            raise BadRequest(f"{place}.style is {str(style)[:40]!r}; served are {served}", field=f"{place}.style")
+            raise _unfit(f"{place}.style", f"is {str(style)[:40]!r}; served are {served}")
         if given.get("any_order"):
-            raise BadRequest(f"{place}.any_order is not served: properties come in order", field=f"{place}.any_order")
+            raise _unfit(f"{place}.any_order", "is not served: properties come in order")
         schema = require_schema(schema, where)
         form = _STYLES[style]
         if form is None or not isinstance(schema, Mapping):
             return f"{self._lark.json(schema)} {self._end(ends)}"
-        return f"{TaggedGrammar(self._lark, form).arguments(schema, where)} {self._end(ends)}"
+        return f"{TaggedGrammar(self._lark, schema, where, form).arguments()} {self._end(ends)}"
 
     def _qwen(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
         return self._json({**given, "style": "qwen_xml"}, place, ends, last)
 
     def _any_text(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
         if given.get("max_tokens") is not None:
-            raise BadRequest(f"{place}.max_tokens is not served; max_chars is", field=f"{place}.max_tokens")
+            raise _unfit(f"{place}.max_tokens", "is not served; max_chars is")
         most = given.get("max_chars")
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= 100_000):
-            raise BadRequest(f"{place}.max_chars must be 0 to 100000", field=f"{place}.max_chars")
+            raise _unfit(f"{place}.max_chars", "must be 0 to 100000")
         free = ANY_TEXT if most is None else f"/(?s:.{{0,{most}}})/"
         excludes = _texts(given.get("excludes"), f"{place}.excludes", optional=True)
         return self._free(excludes, place, ends, last or most is not None, free)
@@ -175,7 +186,7 @@ class _Formats:
         if given["type"] == "repeat":
             least, most = (self._count(given, name, place) for name in ("min", "max"))
             if least < 0 or (most < least and most != -1):
-                raise BadRequest(f"{place}.max must not be below min; -1 sets no limit", field=f"{place}.max")
+                raise _unfit(f"{place}.max", "must not be below min; -1 sets no limit")
             times = f"{{{least},{'' if most == -1 else most}}}"
         else:
             times = {"optional": "?", "plus": "+", "star": "*"}[given["type"]]
@@ -191,7 +202,7 @@ class _Formats:
     def _separated(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
         separator = given.get("separator")
         if not isinstance(separator, str):
-            raise BadRequest(f"{place}.separator must be a text", field=f"{place}.separator")
+            raise _unfit(f"{place}.separator", "must be a text")
         needed, once = (_flag(given, name, place) for name in ("at_least_one", "stop_after_first"))
         tag = self._lark.either(f"{self._lark.spelled(tag.begin)} {tag.behind}" for tag in self._tags(given, place))
         tags = tag if once else f"{tag} ({self._lark.spelled(separator)} {tag})*"
@@ -202,7 +213,7 @@ class _Formats:
         for index, rule in enumerate(_sequence(given.get("rules"), f"{place}.rules")):
             where = f"{place}.rules[{index}]"
             if not isinstance(rule, list | tuple) or len(rule) != 2:
-                raise BadRequest(f"{where} must be a list of a text and a format", field=where)
+                raise _unfit(where, "must be a list of a text and a format")
             begun.setdefault(_text(rule[0], f"{where}[0]"), []).append(self.part(rule[1], f"{where}[1]", (), False))
         excludes = _texts(given.get("excludes"), f"{place}.excludes", optional=True)
         once = given.get("loop", True) is False
@@ -216,19 +227,19 @@ class _Formats:
             where = f"{place}.tags[{index}]"
             each = _mapping(each, where)
             if each.get("type", "tag") != "tag":
-                raise BadRequest(f"{where}.type must be 'tag'", field=f"{where}.type")
+                raise _unfit(f"{where}.type", "must be 'tag'")
             tags.append(self._tag(each, where, False))
         return tags
 
     def _tag(self, given: Mapping[str, Any], place: str, last: bool) -> _Tag:
         begin, end = given.get("begin"), given.get("end", "")
         if not isinstance(begin, str):
-            raise BadRequest(f"{place}.begin must be a text; tokens are not served", field=f"{place}.begin")
+            raise _unfit(f"{place}.begin", "must be a text; tokens are not served")
         ends = [end] if isinstance(end, str) else end
         if not isinstance(ends, list) or not ends or not all(isinstance(each, str) for each in ends):
-            raise BadRequest(f"{place}.end must be a text or texts; tokens are not served", field=f"{place}.end")
+            raise _unfit(f"{place}.end", "must be a text or texts; tokens are not served")
         if "" in ends and len(ends) > 1:
-            raise BadRequest(f"{place}.end: no text of several may be empty", field=f"{place}.end")
+            raise wrong(f"{place}.end", "no text of several may be empty")
         found = [each for each in ends if each]
         return _Tag(begin, self.part(given.get("content"), f"{place}.content", found, last and not found), place)
 
@@ -263,9 +274,7 @@ class _Formats:
         if ends:
             return self._lark.text_up_to(*ends, without=excludes, free=free)
         if not last:
-            raise BadRequest(
-                f"{place}: nothing says where its text ends; put it last, or into a tag with an end", field=place
-            )
+            raise wrong(place, "nothing says where its text ends; put it last, or into a tag with an end")
         return self._lark.terminal(self._lark.free_text(excludes, free))
 
     def _end(self, ends: Sequence[str]) -> str:
@@ -275,25 +284,25 @@ class _Formats:
     def _count(given: Mapping[str, Any], name: str, place: str) -> int:
         value = given.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= 10_000:
-            raise BadRequest(f"{place}.{name} must be a whole number up to 10000", field=f"{place}.{name}")
+            raise _unfit(f"{place}.{name}", "must be a whole number up to 10000")
         return value
 
 
 def _mapping(value: Any, place: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise BadRequest(f"{place} must be a JSON object", field=place)
+        raise _unfit(place, "must be a JSON object")
     return value
 
 
 def _sequence(value: Any, place: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_TAGS:
-        raise BadRequest(f"{place} must be a list of 1 to {MAX_TAGS} entries", field=place)
+        raise _unfit(place, f"must be a list of 1 to {MAX_TAGS} entries")
     return value
 
 
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str) or not value:
-        raise BadRequest(f"{place} must be a text that is not empty", field=place)
+        raise _unfit(place, "must be a text that is not empty")
     return value
 
 
@@ -306,5 +315,5 @@ def _texts(value: Any, place: str, optional: bool = False) -> list[str]:
 def _flag(given: Mapping[str, Any], name: str, place: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise BadRequest(f"{place}.{name} must be true or false", field=f"{place}.{name}")
+        raise _unfit(f"{place}.{name}", "must be true or false")
     return value

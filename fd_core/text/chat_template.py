@@ -22,7 +22,6 @@ from fd_core.errors import BadRequest, ModelError
 from fd_core.models.loading.tokenizer_source import DEFAULT_TEMPLATE
 from fd_core.text.sandbox import Sandbox
 from fd_core.text.template_budget import TooMuch, metered, the_budget
-from fd_core.text.tool_prompt import with_tools
 
 if TYPE_CHECKING:
     from fd_core.text.tokenizer import Tokenizer
@@ -63,6 +62,7 @@ class ChatTemplate:
     now: Callable[[], datetime] = datetime.now
     named: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name; `tool_use` replaces the default one where tools are given."""
+    _others: dict[str, ChatTemplate] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self | None:
@@ -97,7 +97,7 @@ class ChatTemplate:
         `messages` are OpenAI's: `role`, `content` (text, None or parts of type text), `tool_calls` and so on.
         `template_kwargs` are variables of the template's own, such as `enable_thinking`. With `continue_final_message`
         the prompt ends with the content of the last message. `documents` are for templates that have a place for them;
-        a template that knows no tools gets them as texts, see `fd_core.text.tool_prompt`.
+        a template that knows no tools gets them as texts, see `fd_core.text.chat_template`.
 
         Arguments of calls are what a model wrote: those that are no JSON are shown as text, and where the template
         cannot show them, as an object that holds them.
@@ -105,23 +105,14 @@ class ChatTemplate:
         `ModelError` for a template that does not compile or goes beyond the limits.
         """
         chosen = self.for_tools if tools else self
-        if chosen is not self:
-            return chosen.render(
-                messages,
-                tools,
-                add_generation_prompt,
-                template_kwargs,
-                continue_final_message=continue_final_message,
-                documents=documents,
-            )
-        if not self.source and self.named:
+        if not chosen.source and chosen.named:
             raise BadRequest(
                 "the model has several chat templates and no default; name one of them in chat_template: "
-                f"{', '.join(sorted(self.named))}",
+                f"{', '.join(sorted(chosen.named))}",
                 field="chat_template",
             )
         turns = flatten_messages(messages)
-        if documents and "documents" not in self.source:
+        if documents and "documents" not in chosen.source:
             raise BadRequest("the chat template has no place for documents", field="documents")
         ours = {
             "tools": list(tools) if tools else None,
@@ -143,7 +134,7 @@ class ChatTemplate:
             readings = _readings_of_calls(turns)
         for reading in readings:
             try:
-                return self._render(reading, own | ours, continue_final_message)
+                return chosen._render(reading, own | ours, continue_final_message)
             except (BadRequest, ModelError) as error:
                 failures.append(error)
         raise failures[0]
@@ -183,10 +174,6 @@ class ChatTemplate:
         if name not in self._others and source:
             self._others[name] = replace(self, source=source, named={})
         return self._others.get(name)
-
-    @cached_property
-    def _others(self) -> dict[str, ChatTemplate]:
-        return {}
 
     def mentions(self, variable: str) -> bool:
         """Return True if one of the model's templates reads a variable."""
@@ -362,3 +349,65 @@ def _as_object(arguments: Any) -> dict[str, Any]:
 
 def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+_SHOWN: Final = ("name", "description", "parameters")
+
+_HEAD: Final = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+)
+_TAIL: Final = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+
+
+def with_tools(
+    turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, calls: bool = True
+) -> list[dict[str, Any]]:
+    """Return the turns with the tools in the system message.
+
+    With `calls`, calls are written into the assistant's texts, and what tools answered into the user's. `turns` are
+    flattened, see `fd_core.text.chat_template.flatten_messages`. Raises `BadRequest` for calls that are not JSON.
+    """
+    written: list[dict[str, Any]] = [] if calls else [dict(turn) for turn in turns]
+    for turn in turns if calls else ():
+        role = turn["role"]
+        if role == "tool":
+            answer = f"<tool_response>\n{turn['content']}\n</tool_response>"
+            if written and written[-1].get("tool") is True:
+                written[-1]["content"] += f"\n{answer}"
+            else:
+                written.append({"role": "user", "content": answer, "tool": True})
+        elif turn.get("tool_calls"):
+            spoken = "\n".join(_call(call) for call in turn["tool_calls"])
+            written.append({"role": role, "content": f"{turn['content']}\n{spoken}" if turn["content"] else spoken})
+        else:
+            written.append(dict(turn))
+    if tools:
+        signatures = _HEAD + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _TAIL
+        if written and written[0]["role"] == "system":
+            written[0]["content"] = f"{written[0]['content']}\n\n{signatures}"
+        else:
+            written.insert(0, {"role": "system", "content": signatures})
+    return written
+
+
+def shown_tool(tool: Any) -> dict[str, Any]:
+    """Return a tool as templates expect it, without what clients and servers read; `TypeError` if it is none."""
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
+        raise TypeError("a tool is an object with a function")
+    function = tool["function"]
+    shown = {name: function[name] for name in _SHOWN if function.get(name) is not None}
+    return {"type": "function", "function": shown}
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    try:
+        spoken = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRequest("messages: a tool call needs a name and arguments", field="messages") from error
+    return f"<tool_call>\n{spoken}\n</tool_call>"

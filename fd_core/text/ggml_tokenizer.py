@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource
-from fd_core.text.token_bytes import Decoding, byte_level, sentencepiece
+from fd_core.text.tokenizer import Decoding, byte_level, sentencepiece
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +83,6 @@ def build(source: GgmlTokenizerSource) -> tuple[Tokenizer, Decoding]:
 
 
 class _Metadata:
-    """The vocabulary, checked once."""
-
     def __init__(self, source: GgmlTokenizerSource) -> None:
         self.origin = source.origin
         self.values = source.metadata
@@ -141,13 +139,8 @@ class _Metadata:
 
 def _byte_level(metadata: _Metadata) -> tuple[Tokenizer, Decoding]:
     pre = _pre(metadata)
-    model = models.BPE(
-        vocab=metadata.ids,
-        merges=metadata.merges(),
-        fuse_unk=False,
-        ignore_merges=pre.whole_words,
-    )
-    tokenizer = Tokenizer(model)
+    merges = metadata.merges()
+    tokenizer = Tokenizer(models.BPE(vocab=metadata.ids, merges=merges, fuse_unk=False, ignore_merges=pre.whole_words))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
@@ -221,10 +214,7 @@ def _merges_from_scores(metadata: _Metadata) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: _Metadata) -> None:
-    """Register tokens that are matched as a whole in the text: control tokens and those defined by the user.
-
-    All at once: the library rebuilds its matcher at every call.
-    """
+    """Register control tokens and those defined by the user, all at once: each call rebuilds the library's matcher."""
     control, defined = [], []
     for token, kind in zip(metadata.tokens, metadata.types, strict=True):
         if kind in (_CONTROL, _UNKNOWN):

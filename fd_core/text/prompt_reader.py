@@ -16,9 +16,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from fd_core.errors import BadRequest, FdError, ModelError
+from fd_core.models.catalog import resolve_model
+from fd_core.models.fetching.packaged import ProgressSink
+from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.fair_thread import FairThread
-from fd_core.text.tokenizer import Tokenizer
+from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from fd_core.types.checks import check_ids
 
 _INLINE_CHARS: Final = 8192
@@ -77,10 +80,7 @@ class PromptReader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A name for how texts and conversations become tokens, equal in processes that read alike.
-
-        It is made of what comes out for samples, so that it does not depend on the files that the tokenizer is from.
-        """
+        """How texts become tokens, by what comes out for samples: a name that is equal where they are read alike."""
         ids = [self._tokenizer.encode(_SAMPLE_TEXT, add_special=special) for special in (True, False)]
         if self._template is not None:
             try:
@@ -135,10 +135,7 @@ class PromptReader:
         return _not_empty(field, self._encode(text, add_special, field, counted=counted) if text else ())
 
     def completion(self, prompt: object, add_special: bool = True, field: str = "prompt") -> list[PromptText]:
-        """Return the prompts of a completions request, given in `field`: a text, texts, ids, or lists of ids.
-
-        Raises `BadRequest` for empty prompts, mixed kinds, and ids out of the vocabulary.
-        """
+        """Return prompts given as a text, texts, ids or lists of ids; `BadRequest` for empty, mixed or unknown ones."""
         given = split_prompts(prompt, field)
         return [
             PromptText(self.text(each, add_special, field), each)
@@ -260,10 +257,7 @@ def template_kwargs(
 
 
 def split_prompts(prompt: object, field: str = "prompt") -> list[str] | list[list[int]]:
-    """Return the prompts of a completions request, all texts or all lists of ids, each not empty.
-
-    Raises `BadRequest` for anything else.
-    """
+    """Return the prompts of a completions request, all texts or all ids, none of them empty; raises `BadRequest`."""
     given: list[Any] = [prompt] if not isinstance(prompt, list) or (prompt and _is_ids(prompt)) else prompt
     if not given or any(each in ("", []) for each in given):
         raise _empty(field)
@@ -284,3 +278,28 @@ def _not_empty(field: str, ids: Sequence[int]) -> tuple[int, ...]:
 
 def _empty(field: str) -> BadRequest:
     return BadRequest(f"{field} is empty; at least one token is needed", field=field, code="empty_prompt")
+
+
+BYTES: Final = "bytes"
+"""Name of the tokenizer of workers on the null backend."""
+
+
+class ModelText(NamedTuple):
+    """The tokenizer and the chat template of a model."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+def find_text(name: str, *, offline: bool, progress: ProgressSink | None = None) -> ModelText:
+    """Return the tokenizer and template of a model, if `offline` of one on this machine; raises `ModelError`."""
+    if name == BYTES:
+        tokenizer = byte_tokenizer()
+    else:
+        checkpoint = open_checkpoint(resolve_model(name, offline=offline, progress=progress).path)
+        try:
+            tokenizer = load_tokenizer(checkpoint)
+        finally:
+            checkpoint.close()
+    return ModelText(name, tokenizer, ChatTemplate.of(tokenizer))

@@ -78,10 +78,7 @@ _CONCAT, _COUNTED, _MADE, _OPERAND, _SPEND = "#concat", "#counted", "#made", "#o
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment for chat templates: Hugging Face's options, filters and tags, and nothing that is unbounded.
-
-    Compile and render within `template_budget.metered`.
-    """
+    """Jinja with Hugging Face's options, filters and tags, and nothing unbounded; for use within `metered`."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
     concat = staticmethod(joined)
@@ -131,7 +128,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**" and not (_bits(left) * _magnitude(right) <= 4096):
             raise TooMuch("a power is too large")
         if operator == "*":
-            _check_product(left, right)
+            for value, times in ((left, right), (right, left)):
+                if isinstance(value, str | list | tuple) and isinstance(times, int):
+                    _check_growth(value, len(value) * max(0, times))
         if operator == "+" and isinstance(left, str | list | tuple):
             _check_growth(left, len(left) + _length(right))
         return the_budget().made(super().call_binop(context, operator, left, right))
@@ -457,12 +456,6 @@ def _check_pieces(text: str) -> None:
     """Raise `TooMuch` for a text that may have too many words or lines, each of which is a value of its own."""
     if len(text) > 2 * MAX_ITEMS:
         the_budget().make(16 * len(text))
-
-
-def _check_product(left: Any, right: Any) -> None:
-    for value, times in ((left, right), (right, left)):
-        if isinstance(value, str | list | tuple) and isinstance(times, int):
-            _check_growth(value, len(value) * max(0, times))
 
 
 def _check_width(value: Any) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.files import parse_json_object
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, JsonTokenizerSource, token_text
-from fd_core.text.token_bytes import Decoding, decoding_of
 
 # Texts are encoded one by one: the library's own threads would only take the cores of a step.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,19 +32,16 @@ _FEW_IDS = 1 << 17
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Encodes and decodes text. Immutable and safe to share between threads.
-
-    Ids at or beyond `vocab_size` (a model's embedding may be padded) stand for no text.
-    """
+    """Encodes and decodes text; immutable, safe between threads. Ids at or beyond `vocab_size` stand for no text."""
 
     backend: tokenizers.Tokenizer
     decoding: Decoding
     bos_id: int | None = None
     eos_id: int | None = None
     chat_template: str | None = None
-    """The default template."""
     named_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name, such as `tool_use`."""
+    _tables: dict[tuple[str, ...], list[bytes]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -146,10 +145,6 @@ class Tokenizer:
         return self._tables[kept]
 
     @cached_property
-    def _tables(self) -> dict[tuple[str, ...], list[bytes]]:
-        return {}
-
-    @cached_property
     def _tokens(self) -> list[str]:
         vocabulary: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
         tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
@@ -164,14 +159,9 @@ def _panicked(error: BaseException) -> bool:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Build the tokenizer that a checkpoint carries.
-
-    Raises `ModelError` if there is none, if it is damaged, or if its kind is not supported.
-    """
+    """Build the tokenizer of a checkpoint; `ModelError` if there is none, it is damaged or of an unknown kind."""
     source = checkpoint.tokenizer
-    if isinstance(source, GgmlTokenizerSource):
-        return _from_ggml(source)
-    return _from_json(source)
+    return _from_ggml(source) if isinstance(source, GgmlTokenizerSource) else _from_json(source)
 
 
 def _from_json(source: JsonTokenizerSource) -> Tokenizer:
@@ -271,3 +261,78 @@ def _from_ggml(source: GgmlTokenizerSource) -> Tokenizer:
         chat_template=source.chat_template,
         named_templates=source.named_templates,
     )
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How tokens become bytes, so that text can be decoded token by token.
+
+    `to_bytes` is `byte_level` or `sentencepiece`. With `drops_first_space`, a text that begins at the first token
+    loses one leading space, which the encoder put there.
+    """
+
+    to_bytes: Callable[[str], bytes]
+    drops_first_space: bool = False
+
+
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_HIDDEN = sorted({*range(256)}.difference(_VISIBLE))
+_ALPHABET = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
+"""GPT-2's printable stand-ins: visible Latin-1 stands for itself, the rest is moved above U+0100."""
+
+
+def byte_level(token: str) -> bytes:
+    """Return the bytes of a token in GPT-2's alphabet; one with other characters stands for its own UTF-8."""
+    try:
+        return bytes([_ALPHABET[character] for character in token])
+    except KeyError:
+        return token.encode("utf-8", "replace")
+
+
+def sentencepiece(token: str) -> bytes:
+    """Return the bytes of a SentencePiece-style token: `▁` is a space, `<0xAB>` a byte that has no token."""
+    byte = _BYTE_TOKEN.fullmatch(token)
+    if byte:
+        return bytes([int(byte.group(1), 16)])
+    return token.replace(_SPACE, " ").encode("utf-8", "replace")
+
+
+def decoding_of(decoder: Any) -> Decoding | None:
+    """Read the family from the `decoder` of a tokenizer.json; None if it is neither."""
+    if not isinstance(decoder, Mapping):
+        return None
+    steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
+    if not isinstance(steps, list):
+        return None
+    kinds = {str(step.get("type")): step for step in steps if isinstance(step, Mapping)}
+    if "ByteLevel" in kinds:
+        return Decoding(byte_level)
+    if "Metaspace" in kinds:
+        scheme = kinds["Metaspace"].get("prepend_scheme", "always")
+        return Decoding(sentencepiece, drops_first_space=scheme != "never")
+    if "ByteFallback" in kinds:
+        strip = kinds.get("Strip", {})
+        return Decoding(sentencepiece, drops_first_space=bool(strip.get("start")))
+    return None
+
+
+END_ID = 256
+_END = "<|end|>"
+_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return the tokenizer of the null model: ids 0 to 255 stand for the bytes, 256 ends a text."""
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(_END, special=True)])
+    return Tokenizer(backend=backend, decoding=Decoding(byte_level), eos_id=END_ID, chat_template=_TEMPLATE)

@@ -7,8 +7,7 @@ import pytest
 from fd_core.cli.serving.startup import choose_parsers
 from fd_core.errors import PluginError
 from fd_core.text.chat_template import ChatTemplate
-from fd_core.text.parsing.formats.hermes import HermesTools
-from fd_core.text.parsing.formats.llama import LlamaJsonTools
+from fd_core.text.parsing.formats.json_calls import HermesTools, LlamaJsonTools
 from fd_core.text.parsing.thinking import QwenReasoning
 
 QWEN = ChatTemplate("{{ tools }}<tool_call></tool_call><think></think>")

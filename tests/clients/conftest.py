@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.thinking import QwenReasoning
 from fd_core.types import RequestSpec
 from tests.server.fakes import FakeClient, LiveServer, live

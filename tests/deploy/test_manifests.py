@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from fd_core.cli.app import app
 from fd_core.cli.settings.settings import RouteSettings, Settings, merge, merge_route
-from fd_core.router.gateway.pages import PAGES
+from fd_core.router.gateway.gate import PAGES
 from fd_core.server.api.admin import router as health_pages
 from tests.deploy.manifests import DEPLOY, FILES, NAMESPACE, Object, flag, matches, objects, of_kind, pods, programs
 

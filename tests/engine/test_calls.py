@@ -11,13 +11,12 @@ import pytest
 
 from fd_core.config import EngineConfig
 from fd_core.engine.building.builder import load_engine
-from fd_core.structured.calls import CallAsked, demanded_calls
+from fd_core.structured.grammar import CallAsked, CallsForm
 from fd_core.testing.models.checkpoints import LONG_CASE, write_checkpoint
 from fd_core.text.parsing.contract import ToolParser
-from fd_core.text.parsing.formats.glm import GlmTools
 from fd_core.text.parsing.formats.harmony import HarmonyTools
 from fd_core.text.parsing.formats.pythonic import PythonicTools
-from fd_core.text.parsing.formats.qwen_coder import QwenCoderTools
+from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
 from fd_core.types import RequestSpec, SamplingParams
 from tests.engine.helpers import run
 from tests.structured.test_calls import calls_of, tokenizer
@@ -50,7 +49,11 @@ def test_calls_of_a_random_model_keep_their_schemas(parser: type[ToolParser], tm
     words.backend.save(str(model / "tokenizer.json"))
     calls = [CallAsked(parser.form(name), schema, name) for name, schema in SCHEMAS.items()]  # type: ignore[arg-type]
     control = words.control_tokens
-    made = [demanded_calls(some, control, several=False, markers=parser.markers) for some in (calls, calls[:1])]
+    forms = [
+        CallsForm(calls=some, control_tokens=control, is_demanded=True, markers=parser.markers)
+        for some in (calls, calls[:1])
+    ]
+    made = [form.grammar("tools") for form in forms]
     specs = [
         RequestSpec(
             request_id=str(seed),

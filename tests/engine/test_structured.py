@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fd_core.config import SpeculativeConfig
 from fd_core.engine.core import Engine
 from fd_core.structured import grammar
-from fd_core.text.byte_tokenizer import byte_tokenizer
+from fd_core.text.tokenizer import byte_tokenizer
 from fd_core.types import FinishReason, RequestSpec, SamplingParams
 from tests.engine.helpers import EOS, null_engine, run
 from tests.engine.structured import GRAMMARS, THINK, matches, structured_specs

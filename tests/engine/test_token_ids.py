@@ -17,7 +17,7 @@ from fd_core.engine.core import Engine
 from fd_core.engine.llm import LLM
 from fd_core.errors import BadRequest
 from fd_core.testing.models.checkpoints import ENGINE_CASE, write_checkpoint
-from fd_core.text.byte_tokenizer import byte_tokenizer
+from fd_core.text.tokenizer import byte_tokenizer
 from fd_core.types import FinishReason, Pooling, PrefillJob, Reasoning, RequestSpec, SamplingParams
 
 ROWS = 257

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.types import RequestSpec
 from tests.server.fakes import FakeClient, LiveServer, live
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fd_core.testing.models.checkpoints import CASES, write_checkpoint
-from fd_core.text.byte_tokenizer import byte_tokenizer
+from fd_core.text.tokenizer import byte_tokenizer
 
 __all__ = ["gguf_file", "model_folder", "whole_folder"]
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from fd_core.http.connections.listening import settle
-from fd_core.router.gateway.requests.model_text import ModelText, find_text
 from fd_core.router.gateway.requests.route_requests import RouteRequestReader
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
+from fd_core.text.prompt_reader import ModelText, find_text
 from tests.hostile.bodies import BODIES, CHAT, COMPLETIONS, MB, MESSAGE
 from tests.hostile.event_loop import LONGEST_STALL, Beats, least, post, stall
 from tests.server.fakes import FakeClient, LiveServer, live

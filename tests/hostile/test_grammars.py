@@ -10,7 +10,7 @@ import pytest
 
 from fd_core.errors import BadRequest
 from fd_core.structured import grammar
-from fd_core.structured.bounds import MAX_OPTIONAL, MAX_REPEATS
+from fd_core.structured.schemas import MAX_OPTIONAL, MAX_REPEATS
 from tests.speed import slowdown
 
 CATASTROPHE = "^(a{1000}){1000}$"

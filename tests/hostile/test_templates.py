@@ -13,10 +13,10 @@ import pytest
 from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.server.preprocess.prompts import chat_prompt
 from fd_core.server.schemas.requests import ChatRequest
-from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.template_budget import MAX_BYTES
+from fd_core.text.tokenizer import byte_tokenizer
 from tests.hostile.limits import MEGABYTE, at_length, tried
 from tests.speed import slowdown
 

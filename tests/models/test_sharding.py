@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.models.adapter_weights import adapters_bytes
+from fd_core.models.decoder import adapters_bytes
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 READER = "text/parsing/reader.py"
-JSON = "text/parsing/json_calls.py"
+JSON = "text/parsing/formats/json_calls.py"
 THINKING = "text/parsing/thinking.py"
 ANSWER = "text/parsing/answer.py"
-TAGGED = "text/parsing/tagged.py"
+TAGGED = "text/parsing/formats/tagged.py"
 PYTHONIC = "text/parsing/formats/pythonic.py"
 
 _SAME = "8.1: what is said of the pieces is what is said of the whole"
@@ -118,7 +118,7 @@ MUTANTS = (
     mutant(
         "text-of-a-value-is-not-escaped",
         _ALL,
-        (TAGGED, "say=lambda text: self.say_arguments(_escaped(text))", "say=self.say_arguments"),
+        (TAGGED, "say=lambda text: self.say_arguments(escaped(text))", "say=self.say_arguments"),
     ),
     mutant(
         "reasoning-that-the-prompt-closed-goes-on",

@@ -110,7 +110,7 @@ MUTANTS = (
     mutant(
         "a-stage-leaves-its-last-layer-out",
         "4: stages change no text",
-        ("models/build.py", "for layer in of_stage)", "for layer in of_stage[: max(1, len(of_stage) - 1)])"),
+        ("models/build.py", "for each in of_stage:", "for each in of_stage[: max(1, len(of_stage) - 1)]:"),
     ),
     mutant(
         "a-stage-hands-on-before-it-has-computed",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 ACCOUNTING = "router/selection.py"
-AFFINITY = "router/affinity.py"
+AFFINITY = "router/policies.py"
 ATTEMPTS = "router/attempts.py"
 HOLDERS = "router/prefix_index.py"
 INDEX = "router/prefix_index.py"
 PLACEMENT = "router/placement.py"
-REPORTED_KV = "router/reported.py"
+REPORTED_KV = "router/prefix_index.py"
 ROUTER = "router/router.py"
 SELECTION = "router/selection.py"
 WORKERS = "router/workers.py"
@@ -156,8 +156,8 @@ MUTANTS = (
         _SERVED,
         (
             ROUTER,
-            "        self._count_selected(placement)\n",
-            "        self._count_selected(placement)\n        self._index.record(first, placement.keys, now)\n",
+            "        self._modes[chosen.mode] += 1\n",
+            "        self._modes[chosen.mode] += 1\n        self._index.record(first, placement.keys, now)\n",
         ),
     ),
     mutant(
@@ -228,8 +228,8 @@ MUTANTS = (
         _BACK,
         (
             ROUTER,
-            "        self._replaced(worker, after)\n",
-            "        self._replaced(worker, after)\n        self._loads._by_worker.pop(worker, None)\n",
+            "        if worker != after:\n",
+            "        self._loads._by_worker.pop(worker, None)\n        if worker != after:\n",
         ),
         (ACCOUNTING, "left = self._by_worker[worker].minus(load)", "left = self.of(worker).minus(load)"),
         (ACCOUNTING, "        del self._by_worker[worker]\n", "        self._by_worker.pop(worker, None)\n"),

@@ -117,7 +117,7 @@ def test_a_trial_that_fails_where_another_worker_serves_waits_twice_as_long() ->
         router.failed(trial, bad, 4.0)
     with chosen(router.retry(trial, 4.0, 0.0)) as second:
         router.served(second, 4.0)
-    member = router.member(bad)
+    member = router.registry.member(bad)
     assert member is not None and member.circuit.remaining(4.0) == 8.0
 
 

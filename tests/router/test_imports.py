@@ -10,7 +10,7 @@ LIGHT = {"fd_core", "msgspec", "numpy", "typing_extensions"}
 
 def test_the_core_imports_nothing_heavy() -> None:
     code = (
-        "import sys, fd_core.router.router, fd_core.router.affinity\n"
+        "import sys, fd_core.router.router, fd_core.router.policies\n"
         "print(*{name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

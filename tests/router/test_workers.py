@@ -119,7 +119,7 @@ def test_a_role_that_there_is_not_is_refused() -> None:
 
 
 def test_a_trial_without_a_verdict_lets_another_one_try() -> None:
-    circuit = Circuit(first=1.0)
+    circuit = Circuit(first=1.0, longest=30.0, patience=3, on_turn=lambda: None)
     circuit.failure(0.0, severe=True)
     assert circuit.admit(1.0) and not circuit.ready(1.0)
     circuit.withdraw()

@@ -30,8 +30,7 @@ from fd_core.scheduling.running.slots import SlotStats
 from fd_core.server.serve import serve_http
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.token_bytes import Decoding, byte_level
-from fd_core.text.tokenizer import Tokenizer
+from fd_core.text.tokenizer import Decoding, Tokenizer, byte_level
 from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, TokenLogprobs
 from tests.text.small_tokenizers import byte_characters
 

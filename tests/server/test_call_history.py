@@ -10,7 +10,7 @@ import pytest
 from fd_core.server.messages.schemas import InputBlock
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.thinking import QwenReasoning
 from tests.server import fakes
 from tests.server.fakes import FakeClient, LiveServer, live

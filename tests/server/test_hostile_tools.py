@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.parsing.formats.glm import GlmTools
 from fd_core.text.parsing.formats.harmony import HarmonyTools
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.formats.pythonic import PythonicTools
-from fd_core.text.parsing.formats.qwen_coder import QwenCoderTools
+from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
 from tests.server.fakes import FakeClient, LiveServer, live
 from tests.speed import slowdown
 

@@ -16,10 +16,10 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.launch import open_client
 from fd_core.plugins import installed_plugins
-from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.thinking import DeepSeekR1Reasoning
+from fd_core.text.tokenizer import byte_tokenizer
 from tests.engine.faults import Faults
 from tests.server.fakes import LiveServer, live, samples
 from tests.server.test_null_engine import rests

@@ -17,7 +17,7 @@ from fd_core.errors import BadRequest
 from fd_core.server.preprocess.structured_fields import StructuredFields
 from fd_core.structured.grammar import json_schema
 from fd_core.structured.schemas import compilable
-from fd_core.text.byte_tokenizer import byte_tokenizer
+from fd_core.text.tokenizer import byte_tokenizer
 from tests.engine.structured import SCHEMA
 from tests.server.fakes import FakeClient, LiveServer, live, samples
 from tests.server.test_null_engine import null_client, rests

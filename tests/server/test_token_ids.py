@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from fd_core.text.byte_tokenizer import byte_tokenizer
-from fd_core.text.tokenizer import Tokenizer
+from fd_core.text.tokenizer import Tokenizer, byte_tokenizer
 from tests.server.fakes import FakeClient, LiveServer, live
 
 ROWS = 257

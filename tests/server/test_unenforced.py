@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.parsing.formats.hermes import HermesTools
-from fd_core.text.parsing.formats.qwen_coder import QwenCoderTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
+from fd_core.text.parsing.formats.tagged import QwenCoderTools
 from tests.server.fakes import FakeClient, LiveServer, live
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

@@ -9,12 +9,9 @@ from llguidance import LLParserLimits
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from fd_core.structured.compiler import LIMITS, GrammarCompiler
+from fd_core.structured.compiler import LIMITS, GrammarCompiler, grammar_vocabulary
 from fd_core.structured.matcher import TokenMatcher, mask_words
-from fd_core.structured.vocabulary import grammar_vocabulary
-from fd_core.text.byte_tokenizer import END_ID, byte_tokenizer
-from fd_core.text.token_bytes import Decoding, byte_level
-from fd_core.text.tokenizer import Tokenizer
+from fd_core.text.tokenizer import END_ID, Decoding, Tokenizer, byte_level, byte_tokenizer
 from fd_core.types import Reasoning
 
 __all__ = ["BYTES", "END_ID", "VOCABULARY", "allowed", "bytes_compiler", "ids", "matcher", "text_of", "wordy_tokenizer"]

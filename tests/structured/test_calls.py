@@ -16,21 +16,22 @@ from tokenizers import Tokenizer as Backend
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.structured.calls import CallAsked, chosen_calls, demanded_calls
-from fd_core.structured.compiler import GrammarCompiler
-from fd_core.structured.vocabulary import grammar_vocabulary
+from fd_core.structured.compiler import GrammarCompiler, grammar_vocabulary
+from fd_core.structured.grammar import CallAsked, CallsForm
 from fd_core.text.parsing.contract import ToolParser
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Thought, joined
-from fd_core.text.parsing.formats.deepseek import DeepSeekTools, DeepSeekV31Tools
-from fd_core.text.parsing.formats.glm import GlmTools
 from fd_core.text.parsing.formats.harmony import HarmonyTools
-from fd_core.text.parsing.formats.hermes import ErnieTools, HermesTools
-from fd_core.text.parsing.formats.llama import LlamaJsonTools
-from fd_core.text.parsing.formats.mistral import MistralTools
+from fd_core.text.parsing.formats.json_calls import (
+    DeepSeekTools,
+    DeepSeekV31Tools,
+    ErnieTools,
+    HermesTools,
+    LlamaJsonTools,
+    MistralTools,
+)
 from fd_core.text.parsing.formats.pythonic import PythonicTools
-from fd_core.text.parsing.formats.qwen_coder import QwenCoderTools
-from fd_core.text.token_bytes import Decoding, byte_level
-from fd_core.text.tokenizer import Tokenizer, load_tokenizer
+from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
+from fd_core.text.tokenizer import Decoding, Tokenizer, byte_level, load_tokenizer
 
 JSON_FORMATS = [HermesTools, ErnieTools, LlamaJsonTools, MistralTools, DeepSeekTools, DeepSeekV31Tools, HarmonyTools]
 OTHER_FORMATS = [PythonicTools, GlmTools, QwenCoderTools]
@@ -133,10 +134,16 @@ def asked(parser: type[ToolParser], schemas: dict[str, Any]) -> list[CallAsked]:
 
 def grammar(parser: type[ToolParser], control: bool, schemas: dict[str, Any], chosen: bool = False) -> str:
     known = {each: tokenizer(special(parser, control)).control_tokens[each] for each in special(parser, control)}
-    options = {"before": parser.before_calls, "markers": parser.markers}
-    if chosen:
-        return chosen_calls(asked(parser, schemas), known, answer_begin=parser.answer_begin, **options)
-    return demanded_calls(asked(parser, schemas), known, several=True, **options)
+    form = CallsForm(
+        calls=asked(parser, schemas),
+        control_tokens=known,
+        is_demanded=not chosen,
+        before=parser.before_calls,
+        markers=parser.markers,
+        answer_begin=parser.answer_begin,
+        several=True,
+    )
+    return form.grammar("tools")
 
 
 def walk(made: str, markers: tuple[str, ...], dice: random.Random, *begins: str, limit: int = 600) -> tuple[str, bool]:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
 from fd_core.structured import grammar
-from fd_core.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError
+from fd_core.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError, grammar_vocabulary
 from fd_core.structured.matcher import TokenMatcher
-from fd_core.structured.vocabulary import grammar_vocabulary
 from fd_core.types import Reasoning
 from tests.structured.bytewise import (
     END_ID,

@@ -9,7 +9,7 @@ from fd_core.plugins import installed_plugins
 from fd_core.testing.kit.law import RULES, LawBroken
 from fd_core.testing.parsers import REASONING_PARSER, TOOL_PARSER, ParserTarget, find_parser, kit_cases, target
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
 from tests.testing.wrong.parsing import WRONG
 
 KINDS = (TOOL_PARSER, REASONING_PARSER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.text.byte_tokenizer import END_ID, byte_tokenizer
+from fd_core.text.tokenizer import END_ID, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

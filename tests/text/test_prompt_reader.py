@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fd_core.errors import BadRequest
-from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.prompt_reader import PromptReader, PromptText, split_prompts, template_kwargs
+from fd_core.text.tokenizer import byte_tokenizer
 
 BYTES = byte_tokenizer()
 TEMPLATE = ChatTemplate.of(BYTES)

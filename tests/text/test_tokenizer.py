@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from small_tokenizers import byte_level_metadata, folder, ggml, sentencepiece_metadata
 
 from fd_core.errors import BadRequest, ModelError
-from fd_core.text.byte_tokenizer import byte_tokenizer
-from fd_core.text.tokenizer import Tokenizer, load_tokenizer
+from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "1 2", "12 3", "Ġ 1"]
 

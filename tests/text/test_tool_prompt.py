@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fd_core.errors import BadRequest
-from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.chat_template import ChatTemplate, shown_tool
 from fd_core.text.parsing.events import CallBegun
-from fd_core.text.parsing.formats.hermes import HermesTools
-from fd_core.text.tool_prompt import shown_tool
+from fd_core.text.parsing.formats.json_calls import HermesTools
 
 PLAIN = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}

@@ -186,7 +186,7 @@ def _members(router: Router, count: int) -> list[RouterWorker]:
     for number in range(count):
         worker = router.register(f"http://fd-core-mixed-{number}.fd-core-mixed.llm.svc:8000", "mixed", 0.0)
         made.append(router.health(worker, True, 0.0, instance=_instance(worker)))
-        router.serves(made[-1], ["a model"])
+        router.registry.serves(made[-1], ["a model"])
     return made
 
 

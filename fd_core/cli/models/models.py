@@ -129,8 +129,7 @@ def tokenize(
 ) -> None:
     """Show the tokens of TEXT, one a line: id and what it stands for. The number of tokens goes to standard error."""
     from fd_core.cli.serving.startup import startup_bars
-    from fd_core.router.gateway.requests.model_text import find_text
-    from fd_core.text.prompt_reader import PromptReader
+    from fd_core.text.prompt_reader import PromptReader, find_text
 
     given = sys.stdin.read() if text is None else text
     with startup_bars() as bars:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fd_core.router.config import GatewayConfig, RouterConfig
-    from fd_core.router.gateway.requests.model_text import ModelText
     from fd_core.router.workers import Role
+    from fd_core.text.prompt_reader import ModelText
 
 
 _WORKERS: Final[Mapping[Role, str]] = {"mixed": "Workers", "prefill": "Prefill", "decode": "Decode"}
@@ -49,7 +49,7 @@ def route(given: Given) -> None:
         from fd_core.http.connections.listening import bind_socket, raise_descriptor_limit, settle, url_of
         from fd_core.launching.announcing import announce
         from fd_core.plugins import ROUTER_POLICY, installed_plugins
-        from fd_core.router.gateway.requests.pairs import ticket_key
+        from fd_core.router.gateway.requests.answers import ticket_key
         from fd_core.router.gateway.serving import serve_gateway
         from fd_core.router.router import Router
 
@@ -104,7 +104,7 @@ def _text(name: str | None, console: Console) -> ModelText | None:
     if name is None:
         return None
     from fd_core.cli.serving.startup import startup_bars
-    from fd_core.router.gateway.requests.model_text import find_text
+    from fd_core.text.prompt_reader import find_text
 
     with startup_bars(console) as bars:
         return find_text(name, offline=False, progress=bars)

@@ -14,10 +14,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from fd_core.config import EngineConfig
 from fd_core.engine.building.assets import find_assets
-from fd_core.models.fetching.cache import ProgressSink
+from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.text.chat_template import ChatTemplate
-from fd_core.text.parsing.answer import Parsers
-from fd_core.text.parsing.choosing import parsers_for
+from fd_core.text.parsing.answer import Parsers, parsers_for
 from fd_core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

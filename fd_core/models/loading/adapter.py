@@ -51,16 +51,14 @@ def read_adapter(folder: Path, linears: Mapping[str, tuple[int, int]], max_rank:
     """
     config_path, path = folder / _CONFIG, folder / _WEIGHTS
     if not config_path.is_file():
-        raise ModelError(f"{folder} is not a LoRA adapter: it has no {_CONFIG}", field="lora_modules")
+        raise _wrong(f"{folder} is not a LoRA adapter: it has no {_CONFIG}")
     values = read_json_object(config_path)
     config = ModelConfig(values, origin=str(config_path))
     rank = _check_config(config, max_rank)
     if not path.is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         what = f"{folder} has no {_WEIGHTS}"
-        raise ModelError(
-            what, field="lora_modules", hint=PICKLE_HINT if pickled else "save it with PEFT's save_pretrained()"
-        )
+        raise _wrong(what, PICKLE_HINT if pickled else "save it with PEFT's save_pretrained()")
     alpha = config.number("lora_alpha", 8.0)
     scale = alpha / (math.sqrt(rank) if config.flag("use_rslora") else rank)
     stored = read_safetensors(path)
@@ -70,7 +68,7 @@ def read_adapter(folder: Path, linears: Mapping[str, tuple[int, int]], max_rank:
     deltas = {}
     for name in sorted(found):
         if lack := {"A", "B"} - found[name].keys():
-            raise ModelError(f"{path}: {name} has no lora_{lack.pop()}", field="lora_modules")
+            raise _wrong(f"{path}: {name} has no lora_{lack.pop()}")
         out, ins = linears[name]
         down = _read(path, found[name]["A"], (rank, ins), digest)
         deltas[name] = LowRank(down, _read(path, found[name]["B"], (out, rank), digest, scale))
@@ -81,27 +79,20 @@ def _check_config(config: ModelConfig, max_rank: int) -> int:
     """Return the rank."""
     kind = config.text("peft_type", "LORA")
     if kind != "LORA":
-        raise ModelError(f"{config.origin}: peft_type {kind[:40]!r} is not served; LORA is", field="lora_modules")
+        raise _wrong(f"{config.origin}: peft_type {kind[:40]!r} is not served; LORA is")
     for field, why in _REFUSED.items():
         config.refuse(field, why)
     if (bias := config.text("bias", "none")) != "none":
-        raise ModelError(
-            f"{config.origin}: bias is {bias[:40]!r}, but trained biases are not served", field="lora_modules"
-        )
+        raise _wrong(f"{config.origin}: bias is {bias[:40]!r}, but trained biases are not served")
     init = config.values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGED_BASE):
-        raise ModelError(
+        raise _wrong(
             f"{config.origin}: init_lora_weights is {init[:40]!r}, which changes the base model's weights as well",
-            field="lora_modules",
-            hint="convert it to a plain one: PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)",
+            "convert it to a plain one: PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     rank = config.count("r")
     if rank > max_rank:
-        raise ModelError(
-            f"{config.origin}: the rank r is {rank}, the limit is {max_rank}",
-            field="lora_modules",
-            hint="raise --max-lora-rank",
-        )
+        raise _wrong(f"{config.origin}: the rank r is {rank}, the limit is {max_rank}", "raise --max-lora-rank")
     return rank
 
 
@@ -116,21 +107,17 @@ def _by_linear(
         name = name if name.startswith("model.") or name == "lm_head" else f"model.{name}"
         if not match or name not in linears:
             served = sorted({each.rpartition(".")[2] for each in linears})
-            raise ModelError(
+            layers = len({each.split(".")[2] for each in linears})
+            raise _wrong(
                 f"{path}: tensor {tensor_name[:200]!r} changes nothing that adapters of this model may change",
-                field="lora_modules",
-                hint=f"adapters are served for {', '.join(served)} of this model's {_layers_of(linears)} layers",
+                f"adapters are served for {', '.join(served)} of this model's {layers} layers",
             )
         if side in found.setdefault(name, {}):
-            raise ModelError(f"{path}: tensor {tensor_name[:200]!r} is there twice", field="lora_modules")
+            raise _wrong(f"{path}: tensor {tensor_name[:200]!r} is there twice")
         found[name][side] = tensor
     if not found:
-        raise ModelError(f"{path} has no tensors", field="lora_modules")
+        raise _wrong(f"{path} has no tensors")
     return found
-
-
-def _layers_of(linears: Mapping[str, Any]) -> int:
-    return len({name.split(".")[2] for name in linears})
 
 
 def _check_targets(config: ModelConfig, path: Path, found: Mapping[str, Any], linears: Mapping[str, Any]) -> None:
@@ -142,28 +129,25 @@ def _check_targets(config: ModelConfig, path: Path, found: Mapping[str, Any], li
     for target in map(str, targets):
         wanted = [name for name in linears if name.endswith(f".{target}")]
         if not wanted:
-            raise ModelError(
-                f"{config.origin}: target_modules names {target[:80]!r}, which adapters of this model cannot change",
-                field="lora_modules",
+            raise _wrong(
+                f"{config.origin}: target_modules names {target[:80]!r}, which adapters of this model cannot change"
             )
         for name in wanted:
             if name not in found and (not layers or int(name.split(".")[2]) in layers):
-                raise ModelError(
+                raise _wrong(
                     f"{path}: {name} is among target_modules, but it has no tensors",
-                    field="lora_modules",
-                    hint="the adapter was made for another model, or its file is cut",
+                    "the adapter was made for another model, or its file is cut",
                 )
 
 
 def _read(path: Path, tensor: StoredTensor, shape: tuple[int, int], digest: Any, scale: float = 1.0) -> Floats:
     code = RAW_TYPES.get(tensor.dtype)
     if code is None:
-        raise ModelError(f"{path}: tensor {tensor.name!r} is stored as {tensor.dtype}", field="lora_modules")
+        raise _wrong(f"{path}: tensor {tensor.name!r} is stored as {tensor.dtype}")
     if tensor.shape != shape:
-        raise ModelError(
+        raise _wrong(
             f"{path}: tensor {tensor.name!r} has shape {tensor.shape}; this model, and r in {_CONFIG}, ask for {shape}",
-            field="lora_modules",
-            hint="the adapter was made for another model, or its files do not belong together",
+            "the adapter was made for another model, or its files do not belong together",
         )
     data = tensor.view(code)
     digest.update(f"{tensor.name} {tensor.dtype} {shape}\n".encode())
@@ -171,5 +155,9 @@ def _read(path: Path, tensor: StoredTensor, shape: tuple[int, int], digest: Any,
     with np.errstate(over="ignore"):
         values = RawTensor(tensor.dtype, data).to_float32() * np.float32(scale)
     if not np.isfinite(values).all():
-        raise ModelError(f"{path}: tensor {tensor.name!r} has values that are NaN or inf", field="lora_modules")
+        raise _wrong(f"{path}: tensor {tensor.name!r} has values that are NaN or inf")
     return values
+
+
+def _wrong(what: str, hint: str | None = None) -> ModelError:
+    return ModelError(what, field="lora_modules", hint=hint)

@@ -22,10 +22,7 @@ import numpy.typing as npt
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.files import StoredTensor, digest_of
-from fd_core.models.loading.tokenizer_source import (
-    TokenizerSource,
-    end_tokens,
-)
+from fd_core.models.loading.tokenizer_source import TokenizerSource, end_tokens
 from fd_core.ops.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
@@ -49,11 +46,6 @@ class TensorView:
     """The name of the form in which several tensors are stored; empty where it is the type of `tensor`."""
     joined: Callable[[], Weight] | None = None
     """Reads a weight that several stored tensors make, of which `tensor` is one; None where it is `tensor`."""
-
-    def restored(self, stored: Weight) -> Weight:
-        """Return the Hugging Face tensor."""
-        ordered = stored if self.rows is None else stored.take_rows(self.rows)
-        return ordered if self.undo is None else self.undo(ordered)
 
 
 class Checkpoint(ABC):
@@ -96,7 +88,9 @@ class Checkpoint(ABC):
     def read_weight(self, name: str, formats: Collection[str]) -> Weight:
         """Read the weight of a linear layer: as it was quantized if that format is among `formats`, else as `read`."""
         view = self._view(name)
-        weight = view.restored(self._stored_weight(view.tensor) if view.joined is None else view.joined())
+        stored = self._stored_weight(view.tensor) if view.joined is None else view.joined()
+        ordered = stored if view.rows is None else stored.take_rows(view.rows)
+        weight = ordered if view.undo is None else view.undo(ordered)
         return weight if isinstance(weight, PackedTensor) and weight.format in formats else weight.expanded()
 
     @cached_property
@@ -156,7 +150,7 @@ class Checkpoint(ABC):
         try:
             return self._views[name]
         except KeyError:
-            raise ModelError(f"{self.path} has no tensor {name!r}", field="model") from None
+            raise ModelError(f"{self.path} has no tensor {name!r}") from None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -167,7 +161,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     path = Path(path)
     if not path.exists():
-        raise ModelError(f"model path does not exist: {path}", field="model")
+        raise ModelError(f"model path does not exist: {path}")
     if path.is_dir():
         return _open_folder(path)
     suffix = path.suffix.lower()
@@ -176,14 +170,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
         return GgufCheckpoint(path)
     if suffix in PICKLE_SUFFIXES:
-        raise ModelError(f"refused to open pickled weights: {path}", field="model", hint=PICKLE_HINT)
+        raise ModelError(f"refused to open pickled weights: {path}", hint=PICKLE_HINT)
     if suffix == ".safetensors":
         raise ModelError(
-            f"{path} holds weights only",
-            field="model",
-            hint="name the folder that also has config.json and tokenizer.json",
+            f"{path} holds weights only", hint="name the folder that also has config.json and tokenizer.json"
         )
-    raise ModelError(f"not a model: {path}", field="model", hint="name a folder with safetensors, or a .gguf file")
+    raise ModelError(f"not a model: {path}", hint="name a folder with safetensors, or a .gguf file")
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -197,12 +189,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         return open_checkpoint(ggufs[0])
     if ggufs:
         names = ", ".join(entry.name for entry in ggufs)
-        raise ModelError(f"{folder} holds several GGUF files: {names}", field="model", hint="name one of them")
+        raise ModelError(f"{folder} holds several GGUF files: {names}", hint="name one of them")
     pickles = [entry.name for entry in files if entry.suffix.lower() in PICKLE_SUFFIXES]
     if pickles:
-        raise ModelError(
-            f"{folder} holds only pickled weights: {', '.join(pickles[:5])}", field="model", hint=PICKLE_HINT
-        )
-    raise ModelError(
-        f"no weights in {folder}", field="model", hint="a model folder holds *.safetensors and config.json"
-    )
+        raise ModelError(f"{folder} holds only pickled weights: {', '.join(pickles[:5])}", hint=PICKLE_HINT)
+    raise ModelError(f"no weights in {folder}", hint="a model folder holds *.safetensors and config.json")

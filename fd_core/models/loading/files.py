@@ -29,7 +29,7 @@ class MappedFile:
                 np.memmap(path, dtype=np.uint8, mode="r") if self.size else np.empty(0, np.uint8)
             )
         except OSError as error:
-            raise ModelError(f"cannot read {path}: {error.strerror or error}", field="model") from error
+            raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
 
     def buffer(self, offset: int, length: int, what: str) -> memoryview:
         """Return the bytes of a range without a copy; `ModelError` naming `what` if they are not in the file."""
@@ -41,7 +41,6 @@ class MappedFile:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ModelError(
                 f"{self.path}: {what} needs bytes {offset} to {offset + length}, but the file has {self.size}",
-                field="model",
                 hint="the file is damaged or its download was cut short",
             )
 
@@ -119,10 +118,10 @@ def read_limited(path: Path, limit: int = _LIMIT) -> bytes:
     try:
         size = path.stat().st_size
         if size > limit:
-            raise ModelError(f"{path} has {size} bytes, the limit is {limit}", field="model")
+            raise ModelError(f"{path} has {size} bytes, the limit is {limit}")
         return path.read_bytes()
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}", field="model") from error
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -135,4 +134,4 @@ def parse_json_object(content: bytes, origin: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ModelError(f"{origin} is not a JSON object: {error}", field="model") from error
+        raise ModelError(f"{origin} is not a JSON object: {error}") from error

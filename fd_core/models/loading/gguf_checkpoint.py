@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
@@ -23,16 +22,11 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import Checkpoint, TensorView
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.files import StoredTensor
-from fd_core.models.loading.gguf_config import config_from
 from fd_core.models.loading.gguf_format import PACKED_TYPES, read_gguf, unpack_blocks
 from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, TokenizerSource
 from fd_core.ops.weights import RAW_TYPES, RawTensor, Weight
 
-_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -58,22 +52,8 @@ _GEMMA_BLOCK = _BLOCK | {
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _CORRECTION = "exp_probs_b"
 
-# Rope factors are part of the config; see `gguf_config`.
-_NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
+_ROPE_FACTORS = "rope_freqs.weight"
 _PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)\.(weight|bias)")
-
-
-def views_of(tensors: Iterable[StoredTensor], config: Mapping[str, Any]) -> dict[str, TensorView]:
-    """Return the view of every tensor by its Hugging Face name; `ModelError` for a name that is not known."""
-    views: dict[str, TensorView] = {}
-    for tensor in tensors:
-        if tensor.name in _NOT_WEIGHTS:
-            continue
-        for name, view in _views(tensor, config).items():
-            if name in views:
-                raise ModelError(f"{tensor.file.path}: two tensors stand for {name!r}", field="model")
-            views[name] = view
-    return views
 
 
 def _views(tensor: StoredTensor, config: Mapping[str, Any]) -> dict[str, TensorView]:
@@ -94,8 +74,7 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any]) -> dict[str, TensorV
         name = f"{layer}.mlp.moe_statics.e_score_correction_bias"
         return {name: TensorView((1, *tensor.shape), tensor, _as_row)}
     raise ModelError(
-        f"{tensor.file.path}: tensor {tensor.name!r} with shape {tensor.shape} is not known for {config['model_type']}",
-        field="model",
+        f"{tensor.file.path}: tensor {tensor.name!r} with shape {tensor.shape} is not known for {config['model_type']}"
     )
 
 
@@ -107,10 +86,11 @@ def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any]) -> 
         if tensor.shape[0] % (2 * heads):
             raise ModelError(
                 f"{tensor.file.path}: tensor {tensor.name!r} has {tensor.shape[0]} rows, which {heads} heads "
-                "cannot share",
-                field="model",
+                "cannot share"
             )
-        return TensorView(tensor.shape, tensor, rows=_unpermuted(tensor.shape[0], heads))
+        # The order of rows that turns (pair, half) of each head back into (half, pair).
+        rows = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return TensorView(tensor.shape, tensor, rows=rows)
     return TensorView(tensor.shape, tensor)
 
 
@@ -121,11 +101,6 @@ def _as_row(stored: Weight) -> RawTensor:
 
 def _minus_one(stored: Weight) -> RawTensor:
     return RawTensor("F32", stored.to_float32() - np.float32(1))
-
-
-def _unpermuted(rows: int, heads: int) -> npt.NDArray[np.intp]:
-    """Return the order of rows that turns (pair, half) of each head back into (half, pair)."""
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 _EXPANDED_TYPES: Final = frozenset(
@@ -145,12 +120,18 @@ class GgufCheckpoint(Checkpoint):
         values, tensors = read_gguf(path)
         self._metadata = ModelConfig(values, origin=str(path))
         config = config_from(self._metadata, tensors)
-        views = views_of(tensors.values(), config)
+        views: dict[str, TensorView] = {}
+        for tensor in tensors.values():
+            if tensor.name == _ROPE_FACTORS:  # part of the config
+                continue
+            for name, view in _views(tensor, config).items():
+                if name in views:
+                    raise ModelError(f"{path}: two tensors stand for {name!r}")
+                views[name] = view
         for view in views.values():
             if view.tensor.dtype not in SUPPORTED_TYPES:
                 raise ModelError(
                     f"{path}: tensor {view.tensor.name!r} is stored as {view.tensor.dtype}",
-                    field="model",
                     hint=f"supported are {', '.join(SUPPORTED_TYPES)}",
                 )
         super().__init__(path, config, views, tensors.values())
@@ -164,7 +145,7 @@ class GgufCheckpoint(Checkpoint):
             if key.startswith(_TOKENIZER)
         }
         if not metadata:
-            raise ModelError(f"{self.path} carries no tokenizer", field="model")
+            raise ModelError(f"{self.path} carries no tokenizer")
         named = {
             key.removeprefix(f"{_TEMPLATE}."): self._metadata.text(key, "")
             for key in self._metadata.values
@@ -193,7 +174,190 @@ def _finite(values: NDArray[np.float32], tensor: StoredTensor, what: str) -> NDA
     if not np.isfinite(values).all():
         raise ModelError(
             f"{tensor.file.path}: tensor {tensor.name!r} ({tensor.dtype}) has {what} that are not finite numbers",
-            field="model",
             hint="the file is damaged, or its conversion failed",
         )
     return values
+
+
+Tensors = Mapping[str, StoredTensor]
+
+_NO_TOKEN = 0xFFFFFFFF
+
+
+def token_id(metadata: ModelConfig, key: str) -> int | None:
+    """Return a token id, or None if the key is absent or says that there is none."""
+    return None if metadata.values.get(key) in (None, _NO_TOKEN) else metadata.index(key, 0)
+
+
+def config_from(metadata: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+    """Return the config in Hugging Face's terms; `ModelError` if the architecture is not supported.
+
+    Values that a GGUF file leaves out are those that llama.cpp fixes for the architecture.
+    """
+    path = metadata.origin
+    kind = metadata.text("general.type", "model")
+    if kind != "model":
+        raise ModelError(f"{path} holds a {kind}, not a whole model")
+    if metadata.values.get("split.count", 1) not in (0, 1):
+        raise ModelError(
+            f"{path} is one part of a split GGUF file", hint="join the parts with llama-gguf-split --merge"
+        )
+    name = metadata.text("general.architecture", "")
+    if name not in _ARCHITECTURES:
+        raise ModelError(
+            f"{path}: architecture {name!r} is not supported",
+            hint=f"supported in GGUF are {', '.join(sorted(_ARCHITECTURES))}",
+        )
+    architecture, model_type, specific = _ARCHITECTURES[name]
+    prefix = f"{name}."
+    own = {key.removeprefix(prefix): value for key, value in metadata.values.items() if key.startswith(prefix)}
+    shape = ModelConfig(own, prefix, metadata.origin)
+    config = _common(shape, tensors) | {"architectures": [architecture], "model_type": model_type}
+    for kind in ("bos", "eos"):
+        config[f"{kind}_token_id"] = token_id(metadata, f"tokenizer.ggml.{kind}_token_id")
+    return config | specific(shape, tensors)
+
+
+def _number(shape: ModelConfig, key: str, default: float | None = None) -> float:
+    """Return a positive number, which files hold as a float32, in its shortest decimal form."""
+    return float(str(np.float32(shape.number(key, default))))
+
+
+def _optional_number(shape: ModelConfig, key: str) -> float | None:
+    """Return a positive number, or None if it is absent or 0."""
+    return _number(shape, key) if shape.values.get(key) else None
+
+
+def _common(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+    heads = shape.count("attention.head_count")
+    hidden = shape.count("embedding_length")
+    head_dim = shape.count("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        found = shape.count(key, head_dim)
+        if found != head_dim:
+            raise ModelError(
+                f"{shape.origin}: {shape.prefix}{key} is {found} and the head size {head_dim}; "
+                "only equal values are supported"
+            )
+    layers = shape.count("block_count")
+    if layers > len(tensors):
+        raise ModelError(f"{shape.origin}: {shape.prefix}block_count is {layers}, but there are {len(tensors)} tensors")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{shape.origin} has no usable tensor 'token_embd.weight'")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": shape.count("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shape.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": embedding.shape[0],
+        "max_position_embeddings": shape.count("context_length"),
+        "rms_norm_eps": _number(shape, "attention.layer_norm_rms_epsilon"),
+        "rope_theta": _number(shape, "rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(shape, tensors, head_dim),
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+
+
+def _rope_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict[str, Any] | None:
+    if _ROPE_FACTORS in tensors:
+        return _llama3_scaling(shape, tensors, head_dim)
+    kind = shape.text("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"{shape.origin}: rope scaling {kind!r} is not supported")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": _number(shape, "rope.scaling.factor")}
+    original = shape.index("rope.scaling.original_context_length", 0)
+    if kind == "yarn" and original:
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _llama3_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict[str, Any]:
+    """Recover Llama 3's scaling parameters from the factors that the converter computed from them."""
+    tensor = tensors[_ROPE_FACTORS]
+    if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
+        raise ModelError(f"{shape.origin}: tensor 'rope_freqs.weight' has no usable form")
+    factors = tensor.view("<f4")
+    factor = float(factors.max())
+    # By how much Llama 3 divides each rope frequency (low 1, high 4, original context 8192).
+    wavelength = 2 * math.pi * _number(shape, "rope.freq_base", 10000.0) ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+    expected = 1.0 / ((1.0 - smooth) / factor + smooth)
+    if not np.allclose(factors, expected, rtol=1e-3):
+        raise ModelError(f"{shape.origin}: the rope factors in 'rope_freqs.weight' are not those of Llama 3")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _llama(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+    if shape.index("expert_count", 0):
+        raise ModelError(f"{shape.origin}: Mixtral-style experts are not supported")
+    return {"mlp_bias": False}
+
+
+def _qwen3_moe(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+    return {
+        "use_sliding_window": False,
+        "num_experts": shape.count("expert_count"),
+        "num_experts_per_tok": shape.count("expert_used_count"),
+        "moe_intermediate_size": shape.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _gemma3(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+    layers = shape.count("block_count")
+    heads = shape.count("attention.head_count")
+    hidden = shape.count("embedding_length")
+    # The 27B model, known by its 62 layers, scales queries by hidden size / heads, the others by the head size.
+    scalar = hidden // heads if layers == 62 else shape.count("attention.key_length", hidden // heads)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": shape.count("attention.sliding_window"),
+        "layer_types": ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(layers)],
+        "rope_local_base_freq": _number(shape, "rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": _optional_number(shape, "final_logit_softcapping"),
+        "attn_logit_softcapping": _optional_number(shape, "attn_logit_softcapping"),
+    }
+
+
+def _ernie(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+    return {"use_bias": "blk.0.attn_q.bias" in tensors}
+
+
+def _ernie_moe(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+    return _ernie(shape, tensors) | {
+        "moe_num_experts": shape.count("expert_count"),
+        "moe_k": shape.count("expert_used_count"),
+        "moe_intermediate_size": shape.count("expert_feed_forward_length"),
+        "moe_num_shared_experts": shape.index("expert_shared_count", 0),
+        "moe_layer_start_index": shape.index("leading_dense_block_count", 0),
+        "moe_layer_end_index": shape.count("block_count") - 1,
+        "moe_layer_interval": shape.count("interleave_moe_layer_step", 1),
+    }
+
+
+_ARCHITECTURES: Mapping[str, tuple[str, str, Callable[[ModelConfig, Tensors], dict[str, Any]]]] = {
+    "llama": ("LlamaForCausalLM", "llama", _llama),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", lambda *_: {"use_sliding_window": False}),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", lambda *_: {"use_sliding_window": False}),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5", _ernie),
+    "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie_moe),
+}
+"""GGUF's name -> Hugging Face's architecture and model type, and what is particular about the config."""

@@ -56,10 +56,7 @@ _TensorInfo = tuple[str, tuple[int, ...], int, int]
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Parse the header of a GGUF file; return its metadata and where its tensors lie, by name.
-
-    Raises `ModelError` if anything in the header does not fit the file.
-    """
+    """Return the metadata and the tensors of a GGUF file by name; `ModelError` if its header does not fit the file."""
     file = MappedFile(path)
     cursor = _Cursor(file)
     if cursor.take(4, "the magic number") != _MAGIC:
@@ -111,7 +108,7 @@ def _place(file: MappedFile, infos: Iterable[_TensorInfo], start: int) -> dict[s
 
 
 def _bad(path: Path, what: str) -> ModelError:
-    return ModelError(f"{path} is not a usable GGUF file: {what}", field="model")
+    return ModelError(f"{path} is not a usable GGUF file: {what}")
 
 
 class _Cursor:
@@ -279,20 +276,16 @@ def _q6_k(blocks: _Blocks) -> _Parts:
     return values, _floats(blocks["d"]) * blocks["scales"].astype(np.float32), None
 
 
-def _layout(*fields: tuple[Any, ...]) -> np.dtype[Any]:
-    return np.dtype(list(fields))
-
-
 _D, _M, _K_SCALES = ("d", "<f2"), ("m", "<f2"), ("scales", "u1", 12)
 _TYPES: Final[Mapping[str, tuple[np.dtype[Any], int, int, Callable[[_Blocks], _Parts]]]] = {
-    "Q4_0": (_layout(_D, ("qs", "u1", 16)), 4, 8, _q4),
-    "Q4_1": (_layout(_D, _M, ("qs", "u1", 16)), 4, 0, _q4),
-    "Q5_0": (_layout(_D, ("qh", "u1", 4), ("qs", "u1", 16)), 5, 16, _q5),
-    "Q5_1": (_layout(_D, _M, ("qh", "u1", 4), ("qs", "u1", 16)), 5, 0, _q5),
-    "Q8_0": (_layout(_D, ("qs", "i1", 32)), 8, 0, _q8_0),
-    "Q4_K": (_layout(_D, _M, _K_SCALES, ("qs", "u1", 128)), 4, 0, _q4_k),
-    "Q5_K": (_layout(_D, _M, _K_SCALES, ("qh", "u1", 32), ("qs", "u1", 128)), 5, 0, _q5_k),
-    "Q6_K": (_layout(("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D), 6, 32, _q6_k),
+    "Q4_0": (np.dtype([_D, ("qs", "u1", 16)]), 4, 8, _q4),
+    "Q4_1": (np.dtype([_D, _M, ("qs", "u1", 16)]), 4, 0, _q4),
+    "Q5_0": (np.dtype([_D, ("qh", "u1", 4), ("qs", "u1", 16)]), 5, 16, _q5),
+    "Q5_1": (np.dtype([_D, _M, ("qh", "u1", 4), ("qs", "u1", 16)]), 5, 0, _q5),
+    "Q8_0": (np.dtype([_D, ("qs", "i1", 32)]), 8, 0, _q8_0),
+    "Q4_K": (np.dtype([_D, _M, _K_SCALES, ("qs", "u1", 128)]), 4, 0, _q4_k),
+    "Q5_K": (np.dtype([_D, _M, _K_SCALES, ("qh", "u1", 32), ("qs", "u1", 128)]), 5, 0, _q5_k),
+    "Q6_K": (np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D]), 6, 32, _q6_k),
 }
 """Of each type: the layout of a block, bits of a value, what is taken from each value, and what takes blocks apart."""
 

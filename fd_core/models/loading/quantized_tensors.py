@@ -55,7 +55,6 @@ def quantized_views(
     if method not in _METHODS:
         raise ModelError(
             f"{origin}: weights quantized by {method[:40]!r} are not supported",
-            field="model",
             hint=f"supported are {', '.join(_METHODS)} and GGUF; an unquantized model takes --quantization int8",
         )
     sparsity = settings.part("sparsity_config")
@@ -63,7 +62,6 @@ def quantized_views(
         if part is not None and (form := part.text("format", "dense")) not in served:
             raise ModelError(
                 f"{origin}: weights in the form {form[:40]!r} are not supported",
-                field="model",
                 hint=f"supported are {', '.join(_FORMS)}",
             )
     markers, view_of = _METHODS[method]
@@ -116,14 +114,12 @@ class _Pieces:
 
     def wrong(self, what: str) -> ModelError:
         """Return an error about the module, which names the file of its first tensor."""
-        return ModelError(f"{next(iter(self.tensors.values())).file.path}: {what}", field="model")
+        return ModelError(f"{next(iter(self.tensors.values())).file.path}: {what}")
 
     def bits(self) -> int:
         bits = self.settings.count("bits")
         if bits not in (4, 8):
-            raise ModelError(
-                f"{self.settings.origin}: quantization_config.bits is {bits}; 4 and 8 are supported", field="model"
-            )
+            raise ModelError(f"{self.settings.origin}: quantization_config.bits is {bits}; 4 and 8 are supported")
         return bits
 
     def groups(self, width: int) -> int:
@@ -149,7 +145,7 @@ class _Pieces:
 
 
 def _wrong(tensor: StoredTensor, what: str, hint: str | None = None) -> ModelError:
-    return ModelError(f"{tensor.file.path}: tensor {tensor.name!r} {what}", field="model", hint=hint)
+    return ModelError(f"{tensor.file.path}: tensor {tensor.name!r} {what}", hint=hint)
 
 
 def _array(tensor: StoredTensor) -> npt.NDArray[Any]:
@@ -199,7 +195,6 @@ def _gptq(own: _Pieces) -> TensorView:
         raise ModelError(
             f"{own.settings.origin}: quantization_config.dynamic gives modules like {own_sizes[0][:80]!r} sizes of "
             "their own, which is not supported",
-            field="model",
             hint="take a version whose layers share bits and group_size",
         )
     bits = own.bits()
@@ -224,7 +219,6 @@ def _awq(own: _Pieces) -> TensorView:
     if own.bits() != 4 or version != "gemm":
         raise ModelError(
             f"{own.settings.origin}: AWQ weights of {own.bits()} bits in the form {version[:40]!r} are not supported",
-            field="model",
             hint="supported are 4 bits in the form gemm",
         )
     words = own.matrix("qweight", ("I32",))
@@ -263,8 +257,7 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
     if block is not None:
         if not isinstance(block, list) or len(block) != 2 or not all(type(each) is int and each > 0 for each in block):
             raise ModelError(
-                f"{own.settings.origin}: a block of weights must be two positive integers, not {str(block)[:40]}",
-                field="model",
+                f"{own.settings.origin}: a block of weights must be two positive integers, not {str(block)[:40]}"
             )
         rows, columns = block
         shapes = [(-(-out // rows), -(-width // columns))]
@@ -331,7 +324,7 @@ def _schemes(own: _Pieces) -> list[ModelConfig]:
     found = [part.part("weights") for part in parts if part is not None]
     schemes = [each for each in found if each is not None]
     if not schemes:
-        raise ModelError(f"{own.settings.origin}: config_groups describes no weights", field="model")
+        raise ModelError(f"{own.settings.origin}: config_groups describes no weights")
     return schemes
 
 

@@ -45,10 +45,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Check the header of a safetensors file and return where its tensors lie, by name.
-
-    Raises `ModelError` if anything in the header does not fit the file.
-    """
+    """Return where the tensors of a safetensors file lie; `ModelError` if its header does not fit the file."""
     file = MappedFile(path)
     length = int.from_bytes(file.buffer(0, 8, "the header's length"), "little")
     if length > _MAX_HEADER:
@@ -99,9 +96,7 @@ def _check_cover(file: MappedFile, tensors: Collection[StoredTensor], start: int
 
 def _bad(path: Path, what: str) -> ModelError:
     return ModelError(
-        f"{path} is not a usable safetensors file: {what}",
-        field="model",
-        hint="the file is damaged or its download was cut short",
+        f"{path} is not a usable safetensors file: {what}", hint="the file is damaged or its download was cut short"
     )
 
 
@@ -113,11 +108,14 @@ class SafetensorsCheckpoint(Checkpoint):
     """Tensors mapped from the shards that the index names, or from the one file there is."""
 
     def __init__(self, folder: Path) -> None:
-        config = _read_config(folder)
+        config_path = folder / "config.json"
+        if not config_path.is_file():
+            raise ModelError(f"{folder} has no config.json")
+        config = read_json_object(config_path)
         tensors = _open_shards(folder)
         # A model that was saved without its output projection has no `model.` before its names.
         bare = "embed_tokens.weight" in tensors
-        views = quantized_views(config, str(folder / "config.json"), tensors)
+        views = quantized_views(config, str(config_path), tensors)
         views = {f"model.{name}": view for name, view in views.items()} if bare else views
         super().__init__(folder, config, views, tensors.values())
 
@@ -134,16 +132,8 @@ class SafetensorsCheckpoint(Checkpoint):
     def _decoded(self, tensor: StoredTensor) -> Weight:
         raise ModelError(
             f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
-            field="model",
             hint=f"supported are {', '.join(RAW_TYPES)}, and what a quantization_config in config.json describes",
         )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{folder} has no config.json", field="model")
-    return read_json_object(path)
 
 
 def _open_shards(folder: Path) -> dict[str, StoredTensor]:
@@ -155,7 +145,7 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
         others = sorted(folder.glob("*.safetensors"))
         if len(others) != 1:
             names = ", ".join(each.name for each in others) or "none"
-            raise ModelError(f"{folder} needs {_SINGLE} or {_INDEX}; safetensors found: {names}", field="model")
+            raise ModelError(f"{folder} needs {_SINGLE} or {_INDEX}; safetensors found: {names}")
         single = others[0]
     return read_safetensors(single)
 
@@ -163,20 +153,18 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
 def _from_index(index: Path) -> dict[str, StoredTensor]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index} has no weight_map", field="model")
+        raise ModelError(f"{index} has no weight_map")
     shards = {name: _open_shard(index, name) for name in dict.fromkeys(map(str, weight_map.values()))}
     for tensor, name in weight_map.items():
         if tensor not in shards[str(name)]:
-            raise ModelError(f"{index}: tensor {tensor!r} is not in {name}, which should hold it", field="model")
+            raise ModelError(f"{index}: tensor {tensor!r} is not in {name}, which should hold it")
     return {tensor: shards[str(name)][tensor] for tensor, name in weight_map.items()}
 
 
 def _open_shard(index: Path, name: str) -> dict[str, StoredTensor]:
     if not name.endswith(".safetensors") or name != Path(name).name or "\\" in name or "\0" in name:
-        raise ModelError(
-            f"{index} names the shard {name[:80]!r}; a shard is a .safetensors file beside the index", field="model"
-        )
+        raise ModelError(f"{index} names the shard {name[:80]!r}; a shard is a .safetensors file beside the index")
     path = index.parent / name
     if not path.is_file():
-        raise ModelError(f"{index} names the shard {name}, which is not there", field="model", hint="download it again")
+        raise ModelError(f"{index} names the shard {name}, which is not there", hint="download it again")
     return read_safetensors(path)

@@ -47,7 +47,6 @@ class JsonTokenizerSource:
     settings: Mapping[str, Any]
     """The content of tokenizer_config.json with that of the older files merged in, or an empty mapping."""
     chat_template: str | None
-    """The default template."""
     named_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name, such as `tool_use`."""
 
@@ -87,7 +86,6 @@ class GgmlTokenizerSource:
     origin: Path
     metadata: Mapping[str, Any]
     chat_template: str | None
-    """The default template."""
     named_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates for other purposes by name, such as `tool_use`."""
 
@@ -153,7 +151,7 @@ def end_tokens(named: Mapping[str, Any], tokenizer: TokenizerSource | None, rows
     for origin, value in named.items():
         for name in _listed(value):
             if name is not None and (end := _end_id(name, known)) is None:
-                raise ModelError(f"{origin}: eos_token_id must be token ids; found {str(name)[:60]!r}", field="model")
+                raise ModelError(f"{origin}: eos_token_id must be token ids; found {str(name)[:60]!r}")
             ids.append(None if name is None else end)
     ids += [_end_id(name, known) for value in of_tokenizer for name in _listed(value)]
     if tokenizer is not None:

@@ -22,8 +22,6 @@ _MAX_BODY_BYTES: Final = 16 * 1024
 
 
 class _RegisterRequest(msgspec.Struct):
-    """The body of /register and /deregister: what a worker says of itself."""
-
     url: str
     role: Literal["mixed", "prefill", "decode"] = "mixed"
     instance: str | None = None
@@ -84,18 +82,13 @@ class Admin:
                 param="role",
                 code="wrong_role",
             )
-        return self._register(member) if request.path == "/register" else self._deregister(member)
-
-    def _register(self, member: _RegisterRequest) -> web.Response:
-        known = self._router.workers()
-        worker = self._router.register(member.url, member.role, time.monotonic(), instance=member.instance)
-        if worker not in known:
-            self._on_change()
-        return json_response(RegisteredWorker(worker.url, worker.incarnation))
-
-    def _deregister(self, member: _RegisterRequest) -> web.Response:
-        worker = self._router.deregister(member.url, time.monotonic())
-        if worker is None:
+        known, now = self._router.workers(), time.monotonic()
+        if request.path == "/register":
+            worker = self._router.register(member.url, member.role, now, instance=member.instance)
+        elif (left := self._router.deregister(member.url, now)) is not None:
+            worker = left
+        else:
             raise ApiError(404, "no worker has this address", param="url", code="unknown_worker")
-        self._on_change()
+        if request.path == "/deregister" or worker not in known:
+            self._on_change()
         return json_response(RegisteredWorker(worker.url, worker.incarnation))

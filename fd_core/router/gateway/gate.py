@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 
+import fd_core
 from fd_core.http.access.access_log import CLIENT_LEFT, log_access
 from fd_core.http.access.control import ROUTES, allow_header, find_route, limit_headers
 from fd_core.http.access.record import RequestRecord
@@ -18,17 +22,18 @@ from fd_core.http.access.usage import USAGE_HEADER, UsageMeter
 from fd_core.http.bodies import BodyShare
 from fd_core.http.connections.connections import source_of
 from fd_core.http.draining import DRAINING_HEADER
-from fd_core.http.errors import ApiError, no_such_path, to_api_error, unavailable
+from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, no_such_path, to_api_error, unavailable
 from fd_core.http.headers import request_id_of
 from fd_core.http.hosts import HostRules
-from fd_core.router.gateway.pages import PAGES
+from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_adapters, keeper
 from fd_core.router.gateway.requests.answers import error_response, json_response, read_body, to_worker
 from fd_core.router.gateway.requests.forwarding import Exchange
 from fd_core.router.gateway.requests.state import GatewayState
-from fd_core.router.gateway.workers.models import union
+from fd_core.router.gateway.workers.health_checks import union
 from fd_core.router.gateway.workers.watched import visit_of
 from fd_core.router.selection import RouteRequest
+from fd_core.router.workers import ROLES, WorkerState
 from fd_core.text.fair_thread import CLIENT
 
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
@@ -62,7 +67,6 @@ class RouterGate:
                 log_access(request.remote or "-", request.method, request.path, status, seconds, record)
 
     async def _guarded(self, request: web.BaseRequest, record: RequestRecord) -> web.StreamResponse:
-        """Return an answer, whatever happens."""
         added = {"X-Request-Id": record.request_id}
         answer: web.StreamResponse
         try:
@@ -152,7 +156,6 @@ class RouterGate:
         exchange = Exchange(
             state=self._state,
             request=request,
-            request_id=record.request_id,
             added=added,
             # What was authorized is what is sent: no second reading of an encoded path.
             target=quote(request.path) + ("?" + query if (query := request.rel_url.raw_query_string) else ""),
@@ -181,3 +184,71 @@ class RouterGate:
 def _header(request: web.BaseRequest, name: str) -> bytes | None:
     value = request.headers.get(name)
     return None if value is None else value.encode("utf-8", "surrogateescape")
+
+
+async def health(state: GatewayState) -> web.Response:
+    """Answer 200 while the gateway lives, and name background tasks that fail."""
+    return json_response(HealthAnswer("ok", state.supervisor.failing or None))
+
+
+async def ready(state: GatewayState) -> web.Response:
+    """Answer 200 while requests are served, 503 with the reason otherwise."""
+    reason = _not_ready(state)
+    return json_response(HealthAnswer("not ready", reason), 503) if reason else await health(state)
+
+
+async def version(_: GatewayState) -> web.Response:
+    """Return the version of fd_core."""
+    return json_response(VersionAnswer(fd_core.__version__))
+
+
+async def metrics(state: GatewayState) -> web.Response:
+    """Return every metric in Prometheus' text format."""
+    return web.Response(body=await state.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def live_page(_: GatewayState) -> web.Response:
+    """Return the live page."""
+    return web.Response(text=_page(), content_type="text/html", headers=page_headers(_page()))
+
+
+async def status(state: GatewayState) -> web.Response:
+    """Return everything that the live page shows, as JSON."""
+    snapshot, counts, config = state.router.snapshot(), state.metrics.counts, state.router.config
+    shown: dict[str, Any] = msgspec.to_builtins(snapshot) | msgspec.to_builtins(counts)
+    shown |= {
+        "policies": {role: config.policy_of(role) for role in ROLES},
+        "tally": msgspec.to_builtins(snapshot.tally),
+        "block_tokens": config.cache_block_size,
+        "prompts": state.reader.description,
+        "not_ready": _not_ready(state),
+    }
+    return json_response(shown)
+
+
+PAGES: Final[Mapping[str, Callable[[GatewayState], Awaitable[web.Response]]]] = {
+    "/": live_page,
+    "/status": live_page,
+    "/status.json": status,
+    "/health": health,
+    "/ping": health,
+    "/ready": ready,
+    "/version": version,
+    "/metrics": metrics,
+}
+"""Answers to GET requests that need no key; none of them holds a prompt, a text or a key."""
+
+
+def _not_ready(state: GatewayState) -> str | None:
+    """Return the reason for which requests are refused; None if they are served."""
+    if state.drain.leaving:
+        return "the router is shutting down"
+    if state.router.ready():
+        return None
+    healthy = any(each.state is WorkerState.HEALTHY for each in state.router.snapshot().workers)
+    return "neither a mixed worker nor a decode worker can be used" if healthy else "no worker is healthy"
+
+
+@cache
+def _page() -> str:
+    return assemble("fd_core.router.gateway.live_page", shared=("theme.css", "curves.js"), own=("page.css", "live.js"))

@@ -24,16 +24,14 @@ from fd_core.http.supervision import Supervisor
 from fd_core.router.config import GatewayConfig
 from fd_core.router.gateway.admin import Admin
 from fd_core.router.gateway.gate import RouterGate
-from fd_core.router.gateway.requests.connector import WorkerConnector, reuse_tracing
-from fd_core.router.gateway.requests.model_text import ModelText, find_text
-from fd_core.router.gateway.requests.request_cost import CostReader
-from fd_core.router.gateway.requests.route_requests import RouteRequestReader
+from fd_core.router.gateway.requests.relaying import WorkerConnector, reuse_tracing
+from fd_core.router.gateway.requests.route_requests import CostReader, RouteRequestReader
 from fd_core.router.gateway.requests.state import GatewayMetrics, GatewayState
-from fd_core.router.gateway.workers.health_checks import HealthChecks
+from fd_core.router.gateway.workers.health_checks import HealthChecks, first_root
 from fd_core.router.gateway.workers.kv_events import KVFollowers
-from fd_core.router.gateway.workers.models import first_root
 from fd_core.router.gateway.workers.watched import GatewayHttp
 from fd_core.router.router import Router
+from fd_core.text.prompt_reader import ModelText, find_text
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ async def serve_gateway(
     """Serve until SIGINT, SIGTERM or `stop`; then drain and return.
 
     `text` is how the workers read text; if it is None and `learns`, a worker is asked which model it serves, and that
-    model is looked for on this machine. `ticket_key`, from `pairs.ticket_key`, is needed for pairs. `spans` make spans
+    model is looked for on this machine. `ticket_key`, see `answers.ticket_key`, is needed for pairs. `spans` make spans
     of requests, and are closed by whoever opened them. Workers register on `admin_sock` if it is given.
     Drain: /ready says at once that the router leaves, after `config.drain_delay` new requests get 503, running ones go
     on for `config.drain_seconds`; a second signal does not wait.

@@ -24,12 +24,11 @@ from fd_core.server.schemas.requests import (
     ToolChoice,
 )
 from fd_core.server.state.state import ServerState
-from fd_core.structured.calls import CallAsked
-from fd_core.structured.grammar import CallsForm, FormAsked
+from fd_core.structured.grammar import CallAsked, CallsForm, FormAsked
+from fd_core.text.chat_template import shown_tool
 from fd_core.text.parsing.answer import AnswerReading, Parsers
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 from fd_core.text.prompt_reader import LONG_CHARS, PromptReader, PromptText, template_kwargs
-from fd_core.text.tool_prompt import shown_tool
 from fd_core.types import Reasoning, SamplingParams
 from fd_core.types.checks import check_ids
 

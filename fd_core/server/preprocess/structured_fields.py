@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from fd_core.http.errors import invalid, required
-from fd_core.structured.bounds import MAX_CHOICES
 from fd_core.structured.grammar import ChoiceForm, FormAsked, Schema, SchemaForm, TagForm, TextForm
+from fd_core.structured.schemas import MAX_CHOICES
 from fd_core.types import NumLogprobs
 
 MAX_PROMPT_LOGPROBS: Final = 2**20

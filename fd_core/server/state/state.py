@@ -32,8 +32,8 @@ from fd_core.server.preprocess.body import UnknownFieldLog
 from fd_core.server.responses.schemas import ResponseAnswer
 from fd_core.server.schemas.requests import Message
 from fd_core.server.state.metrics import ServerMetrics
+from fd_core.structured.compiler import vocabulary_table
 from fd_core.structured.grammar import FormAsked
-from fd_core.structured.vocabulary import vocabulary_table
 from fd_core.structured.workers.messages import FormOutcome
 from fd_core.structured.workers.pool import CompilePool
 from fd_core.text.parsing.answer import Parsers

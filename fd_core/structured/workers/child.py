@@ -19,9 +19,14 @@ from typing import Final
 
 import msgspec
 
-from fd_core.structured.compiler import LARGE_GRAMMAR, GrammarCompiler, yield_to_all_others, yield_to_others
+from fd_core.structured.compiler import (
+    LARGE_GRAMMAR,
+    GrammarCompiler,
+    VocabularyTable,
+    yield_to_all_others,
+    yield_to_others,
+)
 from fd_core.structured.grammar import FormAsked
-from fd_core.structured.vocabulary import VocabularyTable
 from fd_core.structured.workers.making import outcome_of
 from fd_core.structured.workers.messages import CPU_SECONDS, read_frame, write_frame
 

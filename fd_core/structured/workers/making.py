@@ -12,8 +12,7 @@ import msgspec
 
 from fd_core.errors import BadRequest
 from fd_core.structured import grammar
-from fd_core.structured.calls import CallAsked
-from fd_core.structured.grammar import CallsForm, Form, FormAsked, SchemaForm
+from fd_core.structured.grammar import CallAsked, CallsForm, Form, FormAsked, SchemaForm
 from fd_core.structured.workers.messages import INVALID, FormOutcome, Unenforced
 
 _CONTRADICTION: Final = "Unsatisfiable schema"
@@ -54,7 +53,6 @@ def _is_cause(found: str, reason: str, schema: Mapping[str, Any], place: str) ->
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas within a schema, with their places in it."""
     if not isinstance(schema, Mapping):
         return
     for keyword in NAMED:

@@ -22,8 +22,8 @@ from typing import Final
 import msgspec
 
 from fd_core.errors import BadRequest
+from fd_core.structured.compiler import VocabularyTable
 from fd_core.structured.grammar import FormAsked
-from fd_core.structured.vocabulary import VocabularyTable
 from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, LENGTH, FormOutcome
 from fd_core.text.fair_thread import CLIENT
 

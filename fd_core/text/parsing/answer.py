@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from fd_core.text.parsing.contract import OutputParser, ReasoningParser, ToolParser, ToolSchemas
 from fd_core.text.parsing.events import Content, Event
@@ -74,3 +75,45 @@ class AnswerParser(OutputParser):
             else:
                 read.append(event)
         return read
+
+
+class ParserNames(NamedTuple):
+    """Names of parsers; None where nothing fits."""
+
+    tools: str | None
+    reasoning: str | None
+
+
+_TOOLS: Final = (
+    ("<|channel|>", "gpt_oss"),
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<|python_start|>", "pythonic"),
+    ("Environment: ipython", "llama3_json"),
+    ("<tool_call>", "hermes"),
+)
+"""What stands in a template, and the parser of the tool calls of such models; the first that stands there counts."""
+
+_REASONING: Final = (
+    ("<|channel|>", "gpt_oss"),
+    ("<｜Assistant｜>", "deepseek_r1"),
+    ("[THINK]", "mistral"),
+    ("</think>", "qwen3"),
+)
+
+
+def parsers_for(template: str | None, knows_tools: bool, architecture: str = "") -> ParserNames:
+    """Return the parsers for a template's source; one that does not write tools itself, `knows_tools`, gets hermes."""
+    if template is None:
+        return ParserNames(None, None)
+    tools = next((name for mark, name in _TOOLS if mark in template), None)
+    if tools == "deepseek" and "```json" not in template:
+        tools = "deepseek_v31"
+    reasoning = next((name for mark, name in _REASONING if mark in template), None)
+    if reasoning == "deepseek_r1" and "</think>" not in template:
+        reasoning = None
+    if "ernie" in architecture.lower():
+        tools, reasoning = "ernie45" if tools == "hermes" else tools, "ernie45" if reasoning else None
+    return ParserNames(tools if knows_tools else "hermes", reasoning)

@@ -14,24 +14,24 @@ _THINK = "fd_core.text.parsing.thinking"
 def fd_register_tool_parsers() -> list[Entry]:
     """Offer one for each format of calls."""
     return [
-        Entry("hermes", f"{_HERE}.hermes:HermesTools", "JSON between <tool_call> markers: Qwen, SmolLM, Hermes"),
-        Entry("ernie45", f"{_HERE}.hermes:ErnieTools", "ERNIE-4.5: as hermes, with <response> around content"),
-        Entry("qwen3_coder", f"{_HERE}.qwen_coder:QwenCoderTools", "Qwen3-Coder: parameters between tags with names"),
-        Entry("llama3_json", f"{_HERE}.llama:LlamaJsonTools", "Llama 3: a bare JSON object"),
+        Entry("hermes", f"{_HERE}.json_calls:HermesTools", "JSON between <tool_call> markers: Qwen, SmolLM, Hermes"),
+        Entry("ernie45", f"{_HERE}.json_calls:ErnieTools", "ERNIE-4.5: as hermes, with <response> around content"),
+        Entry("qwen3_coder", f"{_HERE}.tagged:QwenCoderTools", "Qwen3-Coder: parameters between tags with names"),
+        Entry("llama3_json", f"{_HERE}.json_calls:LlamaJsonTools", "Llama 3: a bare JSON object"),
         Entry("pythonic", f"{_HERE}.pythonic:PythonicTools", "Llama 4: a Python list of calls"),
-        Entry("mistral", f"{_HERE}.mistral:MistralTools", "Mistral: behind [TOOL_CALLS]"),
-        Entry("deepseek", f"{_HERE}.deepseek:DeepSeekTools", "DeepSeek V3 and R1: JSON in a block of code"),
-        Entry("deepseek_v31", f"{_HERE}.deepseek:DeepSeekV31Tools", "DeepSeek V3.1: JSON between control tokens"),
-        Entry("glm45", f"{_HERE}.glm:GlmTools", "GLM-4.5: keys and values between markers"),
+        Entry("mistral", f"{_HERE}.json_calls:MistralTools", "Mistral: behind [TOOL_CALLS]"),
+        Entry("deepseek", f"{_HERE}.json_calls:DeepSeekTools", "DeepSeek V3 and R1: JSON in a block of code"),
+        Entry("deepseek_v31", f"{_HERE}.json_calls:DeepSeekV31Tools", "DeepSeek V3.1: JSON between control tokens"),
+        Entry("glm45", f"{_HERE}.tagged:GlmTools", "GLM-4.5: keys and values between markers"),
         Entry("gpt_oss", f"{_HERE}.harmony:HarmonyTools", "gpt-oss: harmony messages to functions"),
         *(
             Entry(alias, target, f"another name of {name}")
             for alias, name, target in (
-                ("deepseek_v3", "deepseek", f"{_HERE}.deepseek:DeepSeekTools"),
-                ("glm47", "glm45", f"{_HERE}.glm:GlmTools"),
+                ("deepseek_v3", "deepseek", f"{_HERE}.json_calls:DeepSeekTools"),
+                ("glm47", "glm45", f"{_HERE}.tagged:GlmTools"),
                 ("llama4_pythonic", "pythonic", f"{_HERE}.pythonic:PythonicTools"),
                 ("openai", "gpt_oss", f"{_HERE}.harmony:HarmonyTools"),
-                ("qwen3_xml", "qwen3_coder", f"{_HERE}.qwen_coder:QwenCoderTools"),
+                ("qwen3_xml", "qwen3_coder", f"{_HERE}.tagged:QwenCoderTools"),
             )
         ),
     ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import json
 import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cache
 from typing import ClassVar, Final, TypeVar
 
+from fd_core.text.parsing.contract import ToolParser, ToolSchemas
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
 SPACE: Final = " \t\r\n"
@@ -39,7 +41,7 @@ class TextReader(abc.ABC):
         self._ended = self._cut_off = False
         self._events: list[Event] = []
         self._calls = 0
-        self._open = self._arguments = self._after_call = False
+        self.call_open = self._arguments = self._after_call = False
         self._space_behind = ""
         """White space behind a marker, which is content if content follows."""
         self.space_before = ""
@@ -90,7 +92,7 @@ class TextReader(abc.ABC):
     def begin_call(self, name: str) -> None:
         """Yield the beginning of a call."""
         self._events.append(CallBegun(self._calls, name))
-        self._open, self._arguments = True, False
+        self.call_open, self._arguments = True, False
 
     def say_arguments(self, text: str) -> None:
         """Yield more of the arguments of the call that is open."""
@@ -104,12 +106,7 @@ class TextReader(abc.ABC):
             self.say_arguments("{}")
         self._events.append(CallEnded(self._calls))
         self._calls += 1
-        self._open, self._after_call = False, True
-
-    @property
-    def call_open(self) -> bool:
-        """Whether a call has begun and not ended."""
-        return self._open
+        self.call_open, self._after_call = False, True
 
     def drop(self, text: str) -> None:
         """Say nothing of text that belongs to the format."""
@@ -145,10 +142,7 @@ class TextReader(abc.ABC):
             self.forget()
 
     def say_read(self, *, cut: bool = True) -> None:
-        """Say what was read since the place that was kept, without markers: it turned out to be content.
-
-        With `cut`, text that the end cut off is not said: it would have become markup.
-        """
+        """Say what was read since `mark`, without markers; with `cut`, not if the end cut off what may be markup."""
         if self._kept is not None and not (cut and self.at_end and self._cut_off):
             read = "".join(self._kept_before) + self._text[self._kept : self._at]
             if read.strip(SPACE):
@@ -271,6 +265,19 @@ class TextReader(abc.ABC):
             if not text.strip(SPACE):
                 return
         self.say_content(text)
+
+
+class ToolReader(TextReader, ToolParser):
+    """A text in which tools are called."""
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        ToolParser.__init__(self, tools)
+        TextReader.__init__(self)
+
+
+def escaped(text: str) -> str:
+    """Return a text as it stands in a string of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 @cache

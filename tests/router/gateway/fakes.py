@@ -23,11 +23,11 @@ from fd_core.http.connections.listening import bind_socket
 from fd_core.http.spans import RequestSpans
 from fd_core.plugins import ROUTER_POLICY, installed_plugins
 from fd_core.router.config import GatewayConfig, RouterConfig
-from fd_core.router.gateway.requests.model_text import ModelText
 from fd_core.router.gateway.serving import serve_gateway
 from fd_core.router.router import Router
 from fd_core.router.selection import IDLE
 from fd_core.router.workers import Role
+from fd_core.text.prompt_reader import ModelText
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -131,7 +131,7 @@ async def test_requests_go_to_who_serves_their_model(path: str) -> None:
         FakeWorker("b", "json", models=("n",)) as b,
         routed(a, b, worker_api_keys=("worker-key",)) as live,
     ):
-        await eventually(lambda: all(live.router.member(each).models for each in live.router.workers()))
+        await eventually(lambda: all(live.router.registry.member(each).models for each in live.router.workers()))
         for _ in range(3):
             assert json.loads((await live.post(path, {"prompt": "x", "model": "n"}))[2])["worker"] == "b"
         assert not a.seen and len(b.seen) == 3

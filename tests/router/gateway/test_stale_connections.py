@@ -9,7 +9,7 @@ import struct
 
 import aiohttp
 
-from fd_core.router.gateway.requests.connector import WorkerConnector
+from fd_core.router.gateway.requests.relaying import WorkerConnector
 from tests.router.gateway.fakes import CHAT, FakeWorker, in_loop, routed, turn
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"

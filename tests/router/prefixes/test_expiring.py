@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fd_core.router.affinity import Expiring
+from fd_core.router.policies import Expiring
 
 
 def test_an_entry_is_found_until_its_time_is_over() -> None:

@@ -16,7 +16,7 @@ from fd_core.http.access.control import ROUTES, AccessControl, find_route
 from fd_core.http.access.keys import ApiKey
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError
-from fd_core.router.gateway.pages import PAGES
+from fd_core.router.gateway.gate import PAGES
 from fd_core.server.app import create_app
 from tests.server.fakes import FakeClient, byte_tokenizer, chat_template
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fd_core.text.parsing.answer import Parsers
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
 from tests.server.fakes import FakeClient, LiveServer, live
 
 TEXT, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"

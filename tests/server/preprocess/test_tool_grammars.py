@@ -9,7 +9,7 @@ import pytest
 
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.formats.harmony import HarmonyReasoning, HarmonyTools
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.thinking import DeepSeekR1Reasoning, QwenReasoning
 from fd_core.types import SamplingParams
 from tests.server.fakes import FakeClient, LiveServer, live

@@ -19,8 +19,7 @@ from fd_core.engine.loaded_adapters import EngineAdapters
 from fd_core.errors import BadRequest
 from fd_core.ops.contract import KVCache
 from fd_core.plugins import ROUTER_POLICY, Plugins, installed_plugins
-from fd_core.router.prefix_index import block_hasher
-from fd_core.router.reported import HashedPrompt
+from fd_core.router.prefix_index import HashedPrompt, block_hasher
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest
 from fd_core.router.workers import RouterWorker

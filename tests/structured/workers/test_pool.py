@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from fd_core.structured.compiler import VocabularyTable
 from fd_core.structured.grammar import Form, FormAsked, SchemaForm, TextForm
-from fd_core.structured.vocabulary import VocabularyTable
 from fd_core.structured.workers.messages import FormOutcome
 from fd_core.structured.workers.pool import CompilePool, _TaskSlots
 from fd_core.text.fair_thread import CLIENT

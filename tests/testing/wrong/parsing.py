@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from fd_core.text.parsing.contract import OutputParser, ToolParser
 from fd_core.text.parsing.events import CallEnded, Content
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.thinking import QwenReasoning
 
 WRONG: dict[str, WrongParser] = {}

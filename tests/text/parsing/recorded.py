@@ -7,14 +7,10 @@ from typing import Any, NamedTuple
 from fd_core.text.parsing.answer import AnswerParser
 from fd_core.text.parsing.contract import OutputParser
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
-from fd_core.text.parsing.formats.deepseek import DeepSeekTools
-from fd_core.text.parsing.formats.glm import GlmTools
 from fd_core.text.parsing.formats.harmony import HarmonyReasoning, HarmonyTools
-from fd_core.text.parsing.formats.hermes import ErnieTools, HermesTools
-from fd_core.text.parsing.formats.llama import LlamaJsonTools
-from fd_core.text.parsing.formats.mistral import MistralTools
+from fd_core.text.parsing.formats.json_calls import DeepSeekTools, ErnieTools, HermesTools, LlamaJsonTools, MistralTools
 from fd_core.text.parsing.formats.pythonic import PythonicTools
-from fd_core.text.parsing.formats.qwen_coder import QwenCoderTools
+from fd_core.text.parsing.formats.tagged import GlmTools, QwenCoderTools
 from fd_core.text.parsing.thinking import DeepSeekR1Reasoning, ErnieReasoning, MistralReasoning, QwenReasoning
 
 TOOLS: dict[str, dict[str, Any]] = {

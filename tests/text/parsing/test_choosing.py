@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.text.parsing.choosing import ParserNames, parsers_for
+from fd_core.text.parsing.answer import ParserNames, parsers_for
 
 
 @pytest.mark.parametrize(

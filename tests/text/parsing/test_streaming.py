@@ -8,7 +8,7 @@ import pytest
 from recorded import RECORDED, TOOL_PARSERS, TOOLS, parser
 
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
-from fd_core.text.parsing.formats.hermes import HermesTools
+from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.reader import Steps, TextReader
 from fd_core.text.parsing.thinking import QwenReasoning
 

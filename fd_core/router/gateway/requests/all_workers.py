@@ -26,8 +26,6 @@ _TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 
 
 class _Following(msgspec.Struct):
-    """The field of a request that names what it goes on from."""
-
     previous_response_id: str | None = None
 
 
@@ -45,11 +43,15 @@ async def keeper(
     if not name:
         return None
     headers = to_worker(state, request.headers, record, "HEAD", f"{_RESPONSES_PATH}/{name}")
-    answering = (WorkerState.HEALTHY, WorkerState.DRAINING)
-    shown = [each for each in state.router.snapshot().workers if each.state in answering]
-    workers = [each.worker for each in shown if each.worker.role != "prefill"]
+    workers = _answering(state)
     found = await asyncio.gather(*(_keeps(state, worker, name, headers) for worker in workers))
     return next((worker for worker, keeps in zip(workers, found, strict=True) if keeps), None)
+
+
+def _answering(state: GatewayState) -> list[RouterWorker]:
+    """Return the workers that answer clients; a prefill worker's part of a request ends with the request itself."""
+    members = [each for each in state.router.registry if each.state in (WorkerState.HEALTHY, WorkerState.DRAINING)]
+    return [each.worker for each in members if each.worker.role != "prefill"]
 
 
 def _named(path: str, body: bytes) -> str | None:
@@ -74,7 +76,6 @@ async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: 
 
 ABORT_PATH: Final = "/v1/abort_requests"
 _MAX_BYTES: Final = 4 << 20
-_ABORT_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 _LOAD_TIMEOUT: Final = aiohttp.ClientTimeout(total=300)
 _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 
@@ -87,15 +88,17 @@ async def abort(
     Workers know from the headers whose requests these may be. A refusal, such as of a key or of a body that is wrong,
     is passed on if no worker answered otherwise. Raises `ApiError` (503) if no worker can be asked.
     """
-    told = await _ask_all(state, path, body, headers, record, _ABORT_TIMEOUT)
+    told = await _ask_all(state, path, body, headers, record, _TIMEOUT)
     answers = []
     for each in told:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             if each.status == 200 and isinstance(each.body, bytes):
                 answers.append(_decoder.decode(each.body))
-    if answers:
-        return json_response(_joined(answers))
-    return _refusal(told)
+    if not answers:
+        return _refusal(told)
+    aborted = dict.fromkeys(each for answer in answers for each in answer.aborted)
+    missing = dict.fromkeys(each for answer in answers for each in answer.not_found if each not in aborted)
+    return json_response(AbortAnswer(list(aborted), list(missing)))
 
 
 async def change_adapters(
@@ -118,34 +121,20 @@ async def _ask_all(
     record: RequestRecord,
     timeout: aiohttp.ClientTimeout,
 ) -> list[web.Response]:
-    """Return the answers of all workers that answer clients; 503 stands for one that could not be asked.
+    """Return the answers of all workers that answer clients; 503 stands for one that could not be asked."""
 
-    A prefill worker's part of a request ends with the request itself.
-    """
-    answering = (WorkerState.HEALTHY, WorkerState.DRAINING)
-    shown = [each for each in state.router.snapshot().workers if each.state in answering]
-    workers = [each.worker for each in shown if each.worker.role != "prefill"]
-    return await asyncio.gather(*(_ask(state, each, path, body, headers, record, timeout) for each in workers))
+    async def ask(worker: RouterWorker) -> web.Response:
+        try:
+            async with state.session.post(
+                worker.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
+                data = await read_up_to(answer.content, _MAX_BYTES)
+                kept: CIMultiDict[str] = to_client(answer.headers, {"X-Request-Id": record.request_id})
+                return web.Response(body=data, status=answer.status, headers=kept)
+        except TROUBLE:
+            return web.Response(status=503)
 
-
-async def _ask(
-    state: GatewayState,
-    worker: RouterWorker,
-    path: str,
-    body: bytes,
-    headers: Mapping[str, str],
-    record: RequestRecord,
-    timeout: aiohttp.ClientTimeout,
-) -> web.Response:
-    try:
-        async with state.session.post(
-            worker.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
-        ) as answer:
-            data = await read_up_to(answer.content, _MAX_BYTES)
-            kept: CIMultiDict[str] = to_client(answer.headers, {"X-Request-Id": record.request_id})
-            return web.Response(body=data, status=answer.status, headers=kept)
-    except TROUBLE:
-        return web.Response(status=503)
+    return await asyncio.gather(*map(ask, _answering(state)))
 
 
 def _refusal(told: list[web.Response]) -> web.Response:
@@ -154,9 +143,3 @@ def _refusal(told: list[web.Response]) -> web.Response:
         if 400 <= each.status < 500:
             return each
     raise unavailable("no worker could be asked", "none_healthy", retry_after=1)
-
-
-def _joined(answers: list[AbortAnswer]) -> AbortAnswer:
-    aborted = dict.fromkeys(each for answer in answers for each in answer.aborted)
-    missing = dict.fromkeys(each for answer in answers for each in answer.not_found if each not in aborted)
-    return AbortAnswer(list(aborted), list(missing))

@@ -24,9 +24,16 @@ from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import unavailable
 from fd_core.http.spans import RequestSpan, span_name
 from fd_core.router.attempts import Attempts, is_refusal
-from fd_core.router.gateway.requests.answers import AUTO_HEADERS, error_event, error_response, lost, refusal, to_client
-from fd_core.router.gateway.requests.connector import was_stale
-from fd_core.router.gateway.requests.pairs import outcome_of, ticket_headers
+from fd_core.router.gateway.requests.answers import (
+    AUTO_HEADERS,
+    error_event,
+    error_response,
+    lost,
+    outcome_of,
+    refusal,
+    ticket_headers,
+    to_client,
+)
 from fd_core.router.gateway.requests.relaying import (
     TROUBLE,
     SilenceTimer,
@@ -34,6 +41,7 @@ from fd_core.router.gateway.requests.relaying import (
     WorkerLost,
     is_own_lack,
     read_up_to,
+    was_stale,
 )
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
@@ -58,7 +66,6 @@ class Exchange:
 
     state: GatewayState
     request: web.BaseRequest
-    request_id: str
     added: Mapping[str, str]
     """Headers that every answer gets."""
     target: str
@@ -74,7 +81,6 @@ class Exchange:
     meter: UsageMeter | None = None
     """Reads what the answer took, if anybody wants to know."""
     span: RequestSpan | None = None
-    """Span of the request, where spans are made."""
     attempts: Attempts[web.Response] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,16 +115,12 @@ class Exchange:
             self.state.metrics.counts.disconnects += 1
             raise
         finally:
-            self._settle()
+            took = None if self.meter is None else self.meter.tokens(self.asked.length)
+            if took is not None:  # of an answer that nobody saw whole, nothing is given back
+                self.record.count(*took)
+                self.record.settle()
         result = self.attempts.result
         return error_response(refusal(result), self.request.path) if isinstance(result, NoWorker) else result
-
-    def _settle(self) -> None:
-        """Count what the answer took. Of an answer that nobody saw whole, nothing is given back."""
-        took = None if self.meter is None else self.meter.tokens(self.asked.length)
-        if took is not None:
-            self.record.count(*took)
-            self.record.settle()
 
     def _took_nothing(self) -> None:
         if self.meter is not None:
@@ -150,7 +152,7 @@ class Exchange:
                 async with self.state.timeouts.first_bytes(worker):
                     response = await self._send(selection, headers)
                     if DRAINING_HEADER in response.headers:
-                        self.state.router.leaving(worker)
+                        self.state.router.registry.leaving(worker)
                     if selection.mode == "pd":
                         outcome = outcome_of(response.headers)
                         self.state.metrics.counts.transfers[outcome] += 1
@@ -193,7 +195,7 @@ class Exchange:
                     self.request.method,
                     URL(selection.decode.url + self.target, encoded=True),
                     data=self.body,
-                    headers=ticket_headers(self.state, selection, headers, self.request_id),
+                    headers=ticket_headers(self.state, selection, headers, self.record.request_id),
                     skip_auto_headers=AUTO_HEADERS,
                     allow_redirects=False,
                     trace_request_ctx=asked,

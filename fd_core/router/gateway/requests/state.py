@@ -27,11 +27,9 @@ from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor, TaskStats
 from fd_core.router.config import GatewayConfig
 from fd_core.router.gateway.requests.relaying import WorkerTimeouts
-from fd_core.router.gateway.requests.request_cost import CostReader
-from fd_core.router.gateway.requests.route_requests import RouteRequestReader
-from fd_core.router.router import Router
+from fd_core.router.gateway.requests.route_requests import CostReader, RouteRequestReader
+from fd_core.router.router import OUTCOMES, Router, RouterSnapshot
 from fd_core.router.selection import Mode
-from fd_core.router.snapshot import OUTCOMES, RouterSnapshot
 from fd_core.types.metrics import counter
 
 log = logging.getLogger(__name__)
@@ -173,10 +171,8 @@ class GatewayState:
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     pairing: PairingLog = field(default_factory=PairingLog)
     supervisor: Supervisor = field(default_factory=Supervisor)
-    """Runs the background tasks."""
     drain: Drain = field(default_factory=Drain)
     spans: RequestSpans | None = None
-    """Makes the spans of requests; None makes none."""
     worker_secret: bytes = field(init=False)
     """Signs the tenants of requests: the digest of the workers' key, as they keep it."""
 

@@ -7,18 +7,19 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
+import msgspec
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.http.draining import DRAINING_HEADER
+from fd_core.http.errors import ApiError, unavailable
 from fd_core.router.attempts import Unreached
-from fd_core.router.gateway.requests.relaying import TROUBLE, is_own_lack
+from fd_core.router.gateway.requests.relaying import TROUBLE, is_own_lack, read_up_to
 from fd_core.router.gateway.requests.state import GatewayState
-from fd_core.router.gateway.workers.models import served
 from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
 from fd_core.server.api.kv_events import OFFER_HEADER
 
@@ -81,9 +82,17 @@ class HealthChecks:
         for worker in [worker for worker, task in self._running.items() if task.done()]:
             del self._running[worker]
         workers = self._router.workers()
-        self._forget_others({worker.url for worker in workers})
+        urls = {worker.url for worker in workers}
+        self._unreached.keep(urls)
+        for url in self._complaints.keys() - urls:
+            del self._complaints[url]
+        self._state.supervisor.keep(_TASK, urls)
+        for worker in self._asked.keys() - set(workers):
+            del self._asked[worker]
         for worker in workers:
-            if worker not in self._running and (due or _state(self._router.member(worker)) is WorkerState.UNKNOWN):
+            if worker not in self._running and (
+                due or _state(self._router.registry.member(worker)) is WorkerState.UNKNOWN
+            ):
                 self._running[worker] = self._state.supervisor.start(
                     _TASK, partial(self._check_or_fail, worker), part=worker.url, repeat=False
                 )
@@ -100,7 +109,7 @@ class HealthChecks:
         ok, reached, begun = False, False, time.monotonic()
         instance, role, port, leaving = None, None, None, False
         offers, why = False, ""
-        before = _state(self._router.member(worker))
+        before = _state(self._router.registry.member(worker))
         try:
             async with self._state.session.get(
                 worker.url + self._router.config.health_check_endpoint, timeout=self._timeout, allow_redirects=False
@@ -110,7 +119,8 @@ class HealthChecks:
                 instance = answer.headers.get("X-Instance", "")[:128] or None
                 leaving = DRAINING_HEADER in answer.headers
                 offers = ok and OFFER_HEADER in answer.headers
-                role = _role(answer.headers.get(ROLE_HEADER))
+                role = answer.headers.get(ROLE_HEADER)
+                role = role if role is None or role in ROLES else "strange"
                 port = _port(answer.headers.get(KV_PORT_HEADER, ""))
         except (*TROUBLE, ValueError) as error:
             why = f": {str(error) or type(error).__name__}"
@@ -125,10 +135,10 @@ class HealthChecks:
             self._unreached.reached(worker.url)
             return  # a check that outlasts its own limit tells that this process stood still
         after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
-        member = self._router.member(after)
+        member = self._router.registry.member(after)
         state = _state(member)
         if ok and leaving and member is not None and not member.leaving:
-            self._router.leaving(after)
+            self._router.registry.leaving(after)
             log.info("worker %s is shutting down", after.url)
         if offers:
             self._on_offer(after)
@@ -139,39 +149,20 @@ class HealthChecks:
         if reached:
             # A worker that answers at all, even that it is not healthy, may still go on with the requests that it has.
             self._unreached.reached(worker.url)
-            if ok:
-                await self._learn_models(after, now)
+            if ok and now - self._asked.get(after, -math.inf) >= _MODELS_SECONDS:
+                self._asked[after] = now
+                models = await served(self._state, after)
+                if models is not None:
+                    self._router.registry.serves(after, *models)
             return
         if state is WorkerState.UNHEALTHY:
             # Requests that wait for their first byte are better served elsewhere.
             self._state.timeouts.expire_first_bytes(worker)
         if self._unreached.missed(worker.url, begun, now):
             patience = self._state.config.unreachable_seconds
-            cut = self._state.timeouts.expire_streams(worker, patience)
-            if cut:
-                log.warning(
-                    "health checks have not reached worker %s for %g s: %d answers were ended",
-                    worker.url,
-                    patience,
-                    cut,
-                )
-
-    async def _learn_models(self, worker: RouterWorker, now: float) -> None:
-        """Ask which models a worker serves, for each new incarnation and every `_MODELS_SECONDS`."""
-        if now - self._asked.get(worker, -math.inf) < _MODELS_SECONDS:
-            return
-        self._asked[worker] = now
-        models = await served(self._state, worker)
-        if models is not None:
-            self._router.serves(worker, *models)
-
-    def _forget_others(self, urls: set[str]) -> None:
-        self._unreached.keep(urls)
-        for url in self._complaints.keys() - urls:
-            del self._complaints[url]
-        self._state.supervisor.keep(_TASK, urls)
-        for worker in self._asked.keys() - set(self._router.workers()):
-            del self._asked[worker]
+            if cut := self._state.timeouts.expire_streams(worker, patience):
+                told = "health checks have not reached worker %s for %g s: %d answers were ended"
+                log.warning(told, worker.url, patience, cut)
 
     def _complain(self, worker: RouterWorker, unfit: str) -> None:
         """Log once that a healthy worker cannot be used, and forget it when the worker can."""
@@ -188,10 +179,71 @@ def _state(member: Member | None) -> WorkerState:
     return WorkerState.GONE if member is None else member.state
 
 
-def _role(said: str | None) -> str | None:
-    """Return a role that exists, `strange` for any other word, None if the worker named none."""
-    return said if said is None or said in ROLES else "strange"
-
-
 def _port(said: str) -> int | None:
     return int(said) if said.isascii() and said.isdecimal() and len(said) <= 5 and 0 < int(said) < 65536 else None
+
+
+_MAX_BYTES: Final = 1 << 20
+_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
+
+
+class _List(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+_decoder: Final = msgspec.json.Decoder(_List)
+
+
+async def union(state: GatewayState, headers: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return each model once, in the order of the workers. Raises `ApiError` if no worker can be asked.
+
+    Every healthy worker is asked on every call: names change rarely, but clients ask for them rarely too. `headers` are
+    those of the client, as they go to workers; a worker's refusal of a key is passed on.
+    """
+    workers = [w.worker for w in state.router.snapshot().workers if w.state is WorkerState.HEALTHY]
+    if not workers:
+        raise unavailable("no worker is healthy", "none_healthy", retry_after=1)
+    found = await asyncio.gather(*(_of(state, worker, headers) for worker in workers))
+    lists = [each for each in found if not isinstance(each, ApiError)]
+    if not lists:
+        raise next(each for each in found if isinstance(each, ApiError))
+    models: dict[str, dict[str, Any]] = {}
+    for each in lists:
+        for model in each:
+            models.setdefault(str(model.get("id")), model)
+    return list(models.values())
+
+
+async def first_root(state: GatewayState) -> str | None:
+    """Return the name under which a worker loaded its first model; None if no worker answers."""
+    try:
+        models = await union(state, state.own_headers)
+    except ApiError:
+        return None
+    root = models[0].get("root") or models[0].get("id") if models else None
+    return root if isinstance(root, str) else None
+
+
+async def served(state: GatewayState, worker: RouterWorker) -> tuple[frozenset[str], frozenset[str]] | None:
+    """Return the names of the models of one worker, and those that are adapters; None if it does not answer."""
+    found = await _of(state, worker, state.own_headers)
+    if isinstance(found, ApiError):
+        return None
+    lengths = [most for model in found if type(most := model.get("max_model_len")) is int]
+    state.costs.context = max([*lengths, *filter(None, [state.costs.context])], default=None)
+    named = [(name, model.get("parent")) for model in found if isinstance(name := model.get("id"), str)]
+    return frozenset(name for name, _ in named), frozenset(name for name, parent in named if parent)
+
+
+async def _of(state: GatewayState, worker: RouterWorker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
+    try:
+        async with state.session.get(
+            f"{worker.url}/v1/models", headers=headers, timeout=_TIMEOUT, allow_redirects=False
+        ) as answer:
+            if answer.status in (401, 403):
+                return ApiError(answer.status, "the workers take another API key", code="invalid_api_key")
+            if answer.status == 200:
+                return _decoder.decode(await read_up_to(answer.content, _MAX_BYTES)).data
+    except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    return unavailable("no worker names the models that it serves", "none_healthy", retry_after=1)

@@ -40,8 +40,6 @@ class _Broken(ValueError):
 
 
 class _Follower:
-    """Follows one incarnation."""
-
     def __init__(self, state: GatewayState, worker: RouterWorker, report: Callable[[RouterWorker, str], None]) -> None:
         self._state = state
         self._router = state.router
@@ -131,11 +129,8 @@ class KVFollowers:
         if trouble == self._logged.get(worker.url, ""):
             return
         if trouble:
-            log.warning(
-                "KV events of worker %s cannot be used, so the router goes by what the worker served: %s",
-                worker.url,
-                trouble,
-            )
+            told = "KV events of worker %s cannot be used, so the router goes by what the worker served: %s"
+            log.warning(told, worker.url, trouble)
         else:
             log.info("KV events of worker %s can be used", worker.url)
         self._logged[worker.url] = trouble

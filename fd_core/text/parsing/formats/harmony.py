@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar, Final
 
 from fd_core.text.parsing.contract import CallForm, FreePart, ReasoningParser, ToolSchemas
-from fd_core.text.parsing.json_calls import JsonCallReader
+from fd_core.text.parsing.formats.json_calls import JsonCallReader
 from fd_core.text.parsing.reader import Steps
 
 _START: Final = "<|start|>"

@@ -6,8 +6,8 @@ import json
 import re
 from typing import Final
 
-from fd_core.text.parsing.contract import CallForm, ToolParser, ToolSchemas
-from fd_core.text.parsing.reader import Steps, TextReader
+from fd_core.text.parsing.contract import CallForm
+from fd_core.text.parsing.reader import Steps, ToolReader, escaped
 
 _START: Final = "<|python_start|>"
 _STOP: Final = "<|python_end|>"
@@ -24,20 +24,16 @@ _MAX_DEPTH: Final = 64
 _BRACKETS: Final = {"[": "]", "(": ")", "{": "}"}
 
 
-class PythonicTools(TextReader, ToolParser):
+class PythonicTools(ToolReader):
     """Llama 4, Llama 3.2 and others. An answer is a list of calls from its first character on, or it has none."""
 
     markers = (_START, _STOP)
+    _half_a_call = True
 
     @classmethod
     def form(cls, name: str) -> CallForm:
         """Return the form of a list of calls."""
         return CallForm("[", f"{name}(", ")", ", ", opening="[", closing="]", arguments="python", anywhere=False)
-
-    def __init__(self, tools: ToolSchemas) -> None:
-        ToolParser.__init__(self, tools)
-        self._half_a_call = True
-        TextReader.__init__(self)
 
     def run(self) -> Steps[None]:
         """Read calls, if the answer begins with them, then content."""
@@ -158,17 +154,17 @@ class PythonicTools(TextReader, ToolParser):
         self.say_arguments('"')
         while True:
             if text := self.here(plain):
-                self.say_arguments(_escaped(text))
+                self.say_arguments(escaped(text))
             character = yield from self.take()
             if character == "\\":
-                self.say_arguments(_escaped((yield from self._escape())))
+                self.say_arguments(escaped((yield from self._escape())))
             elif character == quote:
                 self.say_arguments('"')
                 return True
             elif not character:
                 return False
             else:
-                self.say_arguments(_escaped(character))
+                self.say_arguments(escaped(character))
 
     def _escape(self) -> Steps[str]:
         """Return what an escape behind its backslash stands for."""
@@ -186,7 +182,6 @@ class PythonicTools(TextReader, ToolParser):
 
 
 def _number(word: str) -> str | None:
-    """Return a number of Python's as JSON writes it, None for what is no number."""
     if _NUMBER.fullmatch(word):
         return word
     try:
@@ -194,7 +189,3 @@ def _number(word: str) -> str | None:
     except ValueError:
         return None
     return json.dumps(value) if abs(value) < float("inf") else None
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]

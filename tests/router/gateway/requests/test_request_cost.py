@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from fd_core.http.access.control import AccessControl
 from fd_core.http.access.record import RequestRecord
-from fd_core.router.gateway.requests.model_text import ModelText
-from fd_core.router.gateway.requests.request_cost import CostReader
+from fd_core.router.gateway.requests.route_requests import CostReader
+from fd_core.text.prompt_reader import ModelText
 from tests.router.gateway.test_tenants import Service, gateway
 from tests.server.fakes import byte_tokenizer, chat_template, live
 from tests.server.test_key_limits import key_file

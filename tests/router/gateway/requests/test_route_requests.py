@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fd_core.router.gateway.requests.model_text import find_text
 from fd_core.router.gateway.requests.route_requests import RouteRequestReader
 from fd_core.router.selection import RouteRequest
-from fd_core.text.prompt_reader import PromptReader
-from fd_core.text.tool_prompt import shown_tool
+from fd_core.text.chat_template import shown_tool
+from fd_core.text.prompt_reader import PromptReader, find_text
 from tests.router.gateway.fakes import COMPLETIONS, FakeWorker, eventually, in_loop, routed
 
 TEXT = find_text("bytes", offline=True)

@@ -16,10 +16,9 @@ import pytest
 from aiohttp import web
 
 from fd_core.kv.event_log import KVEventLog
-from fd_core.router.gateway.requests.model_text import find_text
 from fd_core.router.gateway.workers import kv_events
 from fd_core.server.api.kv_events import OFFER_HEADER, PATH
-from fd_core.text.prompt_reader import PromptReader
+from fd_core.text.prompt_reader import PromptReader, find_text
 from fd_core.types.kv_events import BEGINNING, Cleared, KVEvent, KVPage, Removed, Stored
 from tests.kv.following import ids
 from tests.router.gateway.fakes import COMPLETIONS, FakeWorker, Live, eventually, in_loop, routed

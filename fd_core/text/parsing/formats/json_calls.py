@@ -1,4 +1,4 @@
-"""Tool calls written as JSON objects: `{"name": ..., "arguments": {...}}`.
+"""Tool calls written as JSON objects, `{"name": ..., "arguments": {...}}`: Hermes, Llama, Mistral, DeepSeek.
 
 The arguments go out as the model wrote them, character by character; only the object around them is read.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
-from fd_core.text.parsing.contract import ToolParser, ToolSchemas
-from fd_core.text.parsing.reader import Steps, TextReader
+from fd_core.text.parsing.contract import CallForm
+from fd_core.text.parsing.reader import Steps, ToolReader
 
 _ARGUMENTS: Final = ("arguments", "parameters")
 _WRAPPER: Final = "function"
@@ -35,18 +35,11 @@ class _Value(NamedTuple):
     """False if it broke off."""
 
 
-class JsonCallReader(TextReader, ToolParser):
+class JsonCallReader(ToolReader):
     """Reads objects that are calls."""
 
-    def __init__(self, tools: ToolSchemas) -> None:
-        ToolParser.__init__(self, tools)
-        TextReader.__init__(self)
-
     def json_calls(self, *, known: bool = False) -> Steps[None]:
-        """Read calls that follow one another, with a list or a block of code around them.
-
-        What is no call is content, see `json_call`.
-        """
+        """Read calls that follow one another, with a list or a block of code around them; the rest is content."""
         called = False
         while True:
             self.mark("" if called else self.space_before)
@@ -110,6 +103,14 @@ class JsonCallReader(TextReader, ToolParser):
                     self.end_call()
                 break
         return begun
+
+    def named_call(self, name: str, *before: str) -> Steps[None]:
+        """Read a call whose name is known and whose arguments are the JSON value behind `before`."""
+        self._begin(name)
+        yield from self.skip_all(*before)
+        if (yield from self.json_value()):
+            self.end_call()
+        yield from self.rest_of_call()
 
     def rest_of_call(self) -> Steps[None]:
         """Where a call broke off, take what follows for its arguments, up to the next marker or the end of a block."""
@@ -219,3 +220,147 @@ def _unquoted(text: str) -> str:
         return "{}"
     inner = _string(text) if text.startswith('"') else None
     return inner if inner is not None and inner.lstrip().startswith("{") else text
+
+
+_BEGIN: Final = "<tool_call>"
+_END: Final = "</tool_call>"
+
+
+class HermesTools(JsonCallReader):
+    """Objects between markers: Hermes, Qwen 2.5 and 3, and SmolLM, which puts a list of calls there."""
+
+    markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END)
+    around: ClassVar[tuple[str, ...]] = ()
+    """Markers around content."""
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form that Qwen's template writes."""
+        return CallForm(_BEGIN, f'{_BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{_END}", "\n")
+
+    def run(self) -> Steps[None]:
+        """Read content and calls in turn."""
+        while marker := (yield from self.content_until(_BEGIN, *self.around)):
+            if marker == _BEGIN:
+                yield from self.json_calls()
+            else:
+                yield from self.space()
+
+
+class ErnieTools(HermesTools):
+    """ERNIE-4.5, which writes content between `<response>` and `</response>`."""
+
+    markers = (_BEGIN, _END, "<response>", "</response>")
+    around = ("<response>", "</response>")
+
+
+_TAG: Final = "<|python_tag|>"
+
+
+class LlamaJsonTools(JsonCallReader):
+    """An object with the name of a tool and its parameters is a call, wherever it stands; several follow a `;`."""
+
+    markers = (_TAG,)
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form that Llama's prompt asks for."""
+        return CallForm('{"name": ', f'{{"name": {json.dumps(name)}, "parameters": ', "}", "; ")
+
+    def run(self) -> Steps[None]:
+        """Read content and calls in turn."""
+        while marker := (yield from self.content_until(_TAG, *_OPENING, _FENCE)):
+            if marker != _TAG:
+                self.skip(-len(marker))
+            yield from self.json_calls(known=marker != _TAG)
+
+
+_TOOL_CALLS: Final = "[TOOL_CALLS]"
+_ARGS: Final = "[ARGS]"
+_CALL_ID: Final = "[CALL_ID]"
+_NAME: Final = re.compile(r"[\w.-]+")
+
+
+class MistralTools(JsonCallReader):
+    """Mistral: a list of calls, or with newer tokenizers a name and `[ARGS]` before each call's arguments."""
+
+    markers = (_TOOL_CALLS, _ARGS, _CALL_ID)
+    bare_ids = True
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form of the newer tokenizers; older ones write lists, which are read as well."""
+        return CallForm(_TOOL_CALLS, f"{_TOOL_CALLS}{name}{_ARGS}", "", "")
+
+    def run(self) -> Steps[None]:
+        """Read content and calls in turn."""
+        while (yield from self.content_until(_TOOL_CALLS)):
+            self.mark()
+            yield from self.space()
+            first = yield from self.peek()
+            self.go_back()
+            yield from self.json_calls() if first and first in "[{`" else self._named()
+
+    def _named(self) -> Steps[None]:
+        self.mark(self.space_before)
+        yield from self.space()
+        name = yield from self.match(_NAME)
+        yield from self.space()
+        between = yield from self.literal(_CALL_ID, _ARGS, "{")
+        if between == _CALL_ID:
+            yield from self.match(_NAME)
+            between = yield from self.literal(_ARGS)
+        if not name or not between:
+            self.say_read()
+            return
+        if between == "{":
+            self.skip(-1)
+        yield from self.named_call(name, _ARGS)
+
+
+_CALLS: Final = "<｜tool▁calls▁begin｜>"
+_CALLS_END: Final = "<｜tool▁calls▁end｜>"
+_CALL: Final = "<｜tool▁call▁begin｜>"
+_CALL_END: Final = "<｜tool▁call▁end｜>"
+_SEP: Final = "<｜tool▁sep｜>"
+_FENCES: Final = (f"{_FENCE}json", _FENCE)
+
+
+class DeepSeekTools(JsonCallReader):
+    """DeepSeek: arguments between control tokens, in a block of code (V3, R1) or bare (V3.1); reads both forms."""
+
+    markers = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEP)
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form of V3 and R1."""
+        begin = f"{_CALL}function{_SEP}{name}\n{_FENCE}json\n"
+        return CallForm(_CALLS, begin, f"\n{_FENCE}{_CALL_END}", "\n", opening=_CALLS, closing=_CALLS_END)
+
+    def run(self) -> Steps[None]:
+        """Read content and calls in turn."""
+        while (yield from self.content_until(_CALL)):
+            yield from self._call()
+
+    def _call(self) -> Steps[None]:
+        self.mark(self.space_before)
+        name, marker = yield from self.text_until(*self.markers)
+        if marker == _SEP:  # V3 writes the type of the tool first, V3.1 has its arguments here
+            yield from self.skip_all(_SEP)
+            behind, marker = yield from self.text_until("\n", "{", _FENCE, *self.markers)
+            name = behind if behind.strip() else name
+        self.skip(-len(marker))
+        if not name.strip() or not marker:
+            self.say_read()
+            return
+        yield from self.named_call(name.strip(), *_FENCES)
+        yield from self.skip_all(*_FENCES)
+
+
+class DeepSeekV31Tools(DeepSeekTools):
+    """DeepSeek V3.1; reads both forms."""
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form of V3.1."""
+        return CallForm(_CALLS, f"{_CALL}{name}{_SEP}", _CALL_END, "", opening=_CALLS, closing=_CALLS_END)

@@ -1,0 +1,167 @@
+"""Calls whose arguments stand one by one between markers, and become a JSON object: GLM-4.5 and Qwen3-Coder."""
+
+from __future__ import annotations
+
+import abc
+import json
+import re
+from typing import ClassVar, Final
+
+from fd_core.text.parsing.argument_types import json_of, kinds_of, parameter_schema
+from fd_core.text.parsing.contract import CallForm, TaggedArguments
+from fd_core.text.parsing.reader import Steps, ToolReader, escaped
+
+_BEGIN: Final = "<tool_call>"
+_END: Final = "</tool_call>"
+_NAME: Final = re.compile(r"[\w.-]+")
+
+
+class TaggedCallReader(ToolReader):
+    """Values of arguments that can only be strings go out as they come, others when they are complete."""
+
+    tagged: ClassVar[TaggedArguments]
+    ends: ClassVar[tuple[str, ...]]
+    """Markers that end the arguments of a call."""
+
+    @abc.abstractmethod
+    def key(self) -> Steps[str | None]:
+        """Return the key behind `before_key`, up to its value; None if the argument has broken off."""
+
+    def arguments_of(self, tool: str) -> Steps[None]:
+        """Say the arguments of a call that has begun."""
+        said, before = "{", self.tagged.before_key
+        while (marker := (yield from self.until(before, *self.ends, say=self.drop))) == before:
+            key = yield from self.key()
+            if key is None:
+                continue
+            self.say_arguments(f"{said}{json.dumps(key, ensure_ascii=False)}: ")
+            if not (yield from self._value(tool, key)):
+                return
+            said = ", "
+        if marker:
+            self.say_arguments("}" if said == ", " else "{}")
+            self.end_call()
+            self.skip(-len(marker))
+
+    def _value(self, tool: str, key: str) -> Steps[bool]:
+        """Say the value that comes next; false if the text ended before it did."""
+        schema, ends = self.tools.get(tool, {}), self.tagged.ends
+        kinds = kinds_of(parameter_schema(schema, key), schema)
+        if kinds == {"string"}:
+            self.say_arguments('"')
+            closed = yield from self.until(*ends, say=lambda text: self.say_arguments(escaped(text)))
+            self.say_arguments('"' if closed else "")
+            return bool(closed)
+        value, closed = yield from self.text_until(*ends)
+        quotes = _Quotes() if value.lstrip()[:1] in ("[", "{", '"') else None
+        while closed and quotes is not None and quotes.open_after(value[quotes.seen :]):
+            more, again = yield from self.text_until(*ends)  # the marker stood in a string
+            value += closed + more
+            closed = again
+        if closed:  # half a value of another type may be anything
+            self.say_arguments(json_of(value, kinds))
+        return bool(closed)
+
+
+class _Quotes:
+    """Whether JSON that comes in pieces is within a string."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self._inside = self._escaped = False
+
+    def open_after(self, more: str) -> bool:
+        self.seen += len(more)
+        for character in more:
+            if self._escaped:
+                self._escaped = False
+            elif character == '"':
+                self._inside = not self._inside
+            else:
+                self._escaped = self._inside and character == "\\"
+        return self._inside
+
+
+_GLM_KEY: Final = ("<arg_key>", "</arg_key>")
+_GLM_VALUE: Final = ("<arg_value>", "</arg_value>")
+
+
+class GlmTools(TaggedCallReader):
+    """GLM-4.5 and later: a name, then keys and values between markers."""
+
+    markers = (_BEGIN, _END, *_GLM_KEY, *_GLM_VALUE)
+    tagged = TaggedArguments(_GLM_KEY[0], f"{_GLM_KEY[1]}\n{_GLM_VALUE[0]}", f"{_GLM_VALUE[1]}\n", (_GLM_VALUE[1],))
+    ends = (_BEGIN, _END)
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form that GLM's template writes."""
+        return CallForm(_BEGIN, f"{_BEGIN}{name}\n", _END, "\n", arguments=cls.tagged)
+
+    def run(self) -> Steps[None]:
+        """Read content and calls in turn."""
+        while (yield from self.content_until(_BEGIN)):
+            self.mark(self.space_before)
+            yield from self.space()
+            name = yield from self.match(_NAME)
+            space = yield from self.space()
+            marker = yield from self.literal(*self.markers)
+            self.skip(-len(marker))
+            if name and (marker or "\n" in space):
+                self.forget()
+                self.begin_call(name)
+                yield from self.arguments_of(name)
+            else:
+                self.say_read()
+
+    def key(self) -> Steps[str | None]:
+        """Return the key, and read the beginning of its value."""
+        yield from self.skip_all(_GLM_KEY[0])
+        key, closed = yield from self.text_until(*self.markers)
+        if closed in self.ends:
+            self.skip(-len(closed))
+            return None
+        yield from self.skip_all(_GLM_KEY[1])
+        begun = closed == _GLM_VALUE[0] or (yield from self.literal(_GLM_VALUE[0]))
+        return key if begun else None
+
+
+_CALL: Final = "<function="
+_CALL_END: Final = "</function>"
+_KEY: Final = "<parameter="
+_VALUE_END: Final = "</parameter>"
+
+
+class QwenCoderTools(TaggedCallReader):
+    """Qwen3-Coder: parameters between tags with names. Models sometimes leave out the markers around a call."""
+
+    markers = (_BEGIN, _END, _CALL, _CALL_END, _KEY, _VALUE_END)
+    tagged = TaggedArguments(_KEY, ">\n", f"\n{_VALUE_END}\n", (f"\n{_VALUE_END}", _VALUE_END))
+    ends = (_CALL_END, _END, _BEGIN, _CALL)
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form that the template asks for."""
+        begin = f"{_BEGIN}\n{_CALL}{name}>\n"
+        return CallForm(_BEGIN, begin, f"{_CALL_END}\n{_END}", "\n", arguments=cls.tagged)
+
+    def run(self) -> Steps[None]:
+        """Read content and calls in turn."""
+        while (yield from self.content_until(_CALL)):
+            self.mark(self.space_before)
+            name = yield from self.match(_NAME)
+            if name and (yield from self.literal(">")):
+                self.forget()
+                self.begin_call(name)
+                yield from self.arguments_of(name)
+            else:
+                self.say_read()
+
+    def key(self) -> Steps[str | None]:
+        """Return the key, and read the line break behind it."""
+        key, closed = yield from self.text_until(">", *self.markers)
+        if closed != ">":
+            self.skip(-len(closed))
+            return None
+        yield from self.literal("\n")
+        return key
