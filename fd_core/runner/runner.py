@@ -28,14 +28,7 @@ from fd_core.runner.sampling.prompt_scores import PromptScorer
 from fd_core.runner.sampling.sampler import Sampled, Sampler
 from fd_core.runner.warm_up import warm_up_plans
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
-from fd_core.types import (
-    NO_CHOICE,
-    NOT_FINITE,
-    Admission,
-    IntArray,
-    StepOutput,
-    StepPlan,
-)
+from fd_core.types import NO_CHOICE, NOT_FINITE, Admission, IntArray, StepOutput, StepPlan
 from fd_core.types.metrics import snapshot
 
 

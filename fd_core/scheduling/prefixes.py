@@ -71,8 +71,6 @@ class Prefixes:
             return np.concatenate([last, more]) if len(more) else last
         return self._pool.match(keys)
 
-    # Prefixes in the making -------------------------------------------------------------------------------
-
     def awaited(self, keys: Sequence[bytes]) -> tuple[bytes, int] | None:
         """Return what a prompt had better wait for: the key of its last block that running requests will complete.
 

@@ -114,8 +114,6 @@ class ContinuousBatchingScheduler(Scheduler):
         self._aborting: list[Request] = []
         """Running requests to revoke in the next plan."""
 
-    # Requests come and go ---------------------------------------------------------------------------------
-
     def add(self, spec: RequestSpec) -> Effects:
         """Queue a request; return what is to be done outside steps before the request can enter a slot.
 
@@ -164,8 +162,6 @@ class ContinuousBatchingScheduler(Scheduler):
     def has_work(self) -> bool:
         """Whether a request has not ended, a slot is still draining, or an operation on KV is not over."""
         return bool(self._requests or self._operations.open or self._operations.effects or self._slots.draining.any())
-
-    # Steps ------------------------------------------------------------------------------------------------
 
     def plan(self) -> tuple[StepPlan | None, Effects]:
         """Decide the next step, None if a step could do nothing now; return also what is to be done outside steps."""
@@ -252,8 +248,6 @@ class ContinuousBatchingScheduler(Scheduler):
             cached=pool.num_cached,
             operations=len(self._operations.open),
         )
-
-    # Inside -----------------------------------------------------------------------------------------------
 
     def _arrive(self, arrival: Arrival | None) -> None:
         if arrival is not None:

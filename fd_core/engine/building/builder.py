@@ -32,14 +32,7 @@ from fd_core.engine.tracing.writer import TraceWriter, require_trace_file
 from fd_core.errors import ConfigError, PluginError
 from fd_core.models.loading.pooling import VectorSettings, read_vector_settings
 from fd_core.ops.weights import ITEM_BYTES, WeightUse, summed_uses
-from fd_core.plugins import (
-    CONNECTOR,
-    OBSERVER,
-    SCHEDULER,
-    SCHEDULING_POLICY,
-    VICTIMS,
-    installed_plugins,
-)
+from fd_core.plugins import CONNECTOR, OBSERVER, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
 from fd_core.runner.observing import ObserverThread
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
@@ -151,8 +144,6 @@ class _EngineBuilder:
             observer=self._observer_thread(),
         )
 
-    # The model on its ranks ---------------------------------------------------------------------------------
-
     @cached_property
     def _adapters(self) -> EngineAdapters:
         """Adapters that were read and fit the model, before any weight of it is."""
@@ -182,8 +173,6 @@ class _EngineBuilder:
         """How the model's weights are computed. Each stage tells its own, other ranks all."""
         return summed_uses([rank.weights for rank in self._loaded[: self._config.pipeline_parallel_size]])
 
-    # KV -----------------------------------------------------------------------------------------------------
-
     @cached_property
     def _identity(self) -> str:
         model, ops = self._computing.model, self._computing.ops
@@ -203,8 +192,6 @@ class _EngineBuilder:
         if self._config.pooling == "auto":
             return found
         return msgspec.structs.replace(found, pooling="mean" if self._config.pooling == "mean" else "last")
-
-    # Planning -----------------------------------------------------------------------------------------------
 
     @cached_property
     def _limits(self) -> Limits:
@@ -247,8 +234,6 @@ class _EngineBuilder:
                 clock=time.monotonic,
             )
         )
-
-    # What others are told -----------------------------------------------------------------------------------
 
     def _trace(self) -> TraceWriter | None:
         config = self._config

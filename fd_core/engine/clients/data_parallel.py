@@ -93,8 +93,6 @@ class DataParallelClient:
         self._epochs = [engine.info.epoch for engine in self.engines]
         self._changing = asyncio.Lock()
 
-    # All engines together -----------------------------------------------------------------------------------
-
     @property
     def info(self) -> EngineInfo:
         """What each engine runs, with the slots and the memory of all; `epoch` counts the starts of all."""
@@ -161,8 +159,6 @@ class DataParallelClient:
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Let running requests finish for up to `drain_seconds`, abort the rest and stop every engine."""
         await asyncio.gather(*(engine.close(drain_seconds) for engine in self.engines))
-
-    # Requests -----------------------------------------------------------------------------------------------
 
     def submit(self, spec: RequestSpec) -> DeltaStream:
         """Start a request on the engine that the policy chooses; otherwise as `SingleEngineClient.submit`."""

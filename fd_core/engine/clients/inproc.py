@@ -85,8 +85,6 @@ class InprocClient(SingleEngineClient):
         self._went_down("the engine was closed")
         self._thread = None
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     def _send(self, message: ClientMessage) -> None:
         self._inbox.queue.put(message)
 

@@ -105,8 +105,6 @@ class ProcessClient(SingleEngineClient):
         await self._reap()
         self._went_down("the engine was closed")
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     def _send(self, message: ClientMessage) -> None:
         if self._socket is None:
             raise EngineDead(self._death)

@@ -291,8 +291,6 @@ class RankProcesses:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     @property
     def _ranks(self) -> range:
         return range(1, len(self._processes) + 1)

@@ -75,8 +75,6 @@ class Copier:
         else:
             self._pending.finish(found)
 
-    # Saving -----------------------------------------------------------------------------------------------
-
     def save(self, save: Save) -> None:
         """Copy blocks to the host tier, and queue them to be written to the store."""
         self._host.touch(save.keys[: self._room])
@@ -119,8 +117,6 @@ class Copier:
             self._tally.add("dropped_blocks", len(dropped))
             self._tell(NotStored(tuple(dropped)))
         self._pending.end(save.operation)
-
-    # Loading ----------------------------------------------------------------------------------------------
 
     def load(self, load: Load, began: float) -> None:
         """Copy blocks to the device; `began` is in seconds of the clock."""

@@ -243,8 +243,4 @@ class KVOffload(EffectPort[TierStats]):
         return not (len(self._host) or self._reader.ready() or self._pending.numbers(Saved))
 
 
-_EXPIRED: dict[type[Completion], str] = {
-    Found: "lookups_expired",
-    Loaded: "load_expired",
-    Saved: "saves_expired",
-}
+_EXPIRED: dict[type[Completion], str] = {Found: "lookups_expired", Loaded: "load_expired", Saved: "saves_expired"}

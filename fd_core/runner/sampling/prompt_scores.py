@@ -72,11 +72,7 @@ class PromptScorer:
         return (places, slots, positions) if len(places) else None
 
     def score(
-        self,
-        states: Array,
-        head: Callable[[Array], Array],
-        rows: tuple[IntArray, IntArray, IntArray],
-        tokens: IntArray,
+        self, states: Array, head: Callable[[Array], Array], rows: tuple[IntArray, IntArray, IntArray], tokens: IntArray
     ) -> PromptScores:
         """Score prompt tokens, at least one: states [T, H] of the step's tokens, `rows` as above.
 

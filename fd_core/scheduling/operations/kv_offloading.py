@@ -114,8 +114,6 @@ class KVOffloading:
     def __post_init__(self) -> None:
         self.stores = self.keep.shared
 
-    # Lookups ----------------------------------------------------------------------------------------------
-
     def begin_wait(self, request: Request, keys: Sequence[bytes]) -> int | None:
         """Return the operation that a request waits for from now on, if there is one, to learn what is stored.
 
@@ -163,8 +161,6 @@ class KVOffloading:
                 self.operations.effects.append(Cancel(number))
         request.lookup = request.load = None
 
-    # Loads ------------------------------------------------------------------------------------------------
-
     def worth_loading(self, request: Request, first: int, count: int) -> int:
         """Return how many of `count` prefix blocks to load behind the `first` ones that the device has; 0 for none."""
         upto = min(request.stored, count)
@@ -200,8 +196,6 @@ class KVOffloading:
         self.not_stored(loading.keys[count:])  # damaged or gone, perhaps: they are stored again once they are computed
         tokens = (loading.first + count) * self.block_size
         return Arrival(loading.slot, request, tokens, tokens)
-
-    # Saves ------------------------------------------------------------------------------------------------
 
     def save(self, request: Request, keys: Sequence[bytes], blocks: IntArray) -> int | None:
         """Store settled `blocks` under `keys` while they still have an owner; return the operation, if one is needed.

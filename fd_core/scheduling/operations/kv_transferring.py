@@ -63,8 +63,6 @@ class KVTransferring:
     """Whether this worker knows others; a worker that knows none computes every prompt itself."""
     counters: TransferCounters = field(default_factory=TransferCounters)
 
-    # The decode side --------------------------------------------------------------------------------------
-
     def wants(self, request: Request) -> bool:
         """Whether another worker is to compute a prompt, which is tried once and before the first token."""
         if not self.paired or not request.spec.prefill_at or request.needs_every_position:
@@ -117,8 +115,6 @@ class KVTransferring:
         request.prefill = outcome
         outcomes = self.counters.outcomes
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
-
-    # The prefill side -------------------------------------------------------------------------------------
 
     def settled(self, request: Request, blocks: IntArray) -> None:
         """The leading `blocks` of a prefill job hold settled KV: send those that were not sent."""

@@ -23,15 +23,7 @@ from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.running.residencies import Residencies
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.signals import Outcome
-from fd_core.types import (
-    Delta,
-    FinishReason,
-    IntArray,
-    LogprobRows,
-    StepOutput,
-    StepPlan,
-    TokenLogprobs,
-)
+from fd_core.types import Delta, FinishReason, IntArray, LogprobRows, StepOutput, StepPlan, TokenLogprobs
 from fd_core.types.metrics import counter
 
 _RELEASED: Final = np.uint8(Outcome.RELEASED)
@@ -133,8 +125,6 @@ class OutputSide:
     def end(self, request: Request, reason: FinishReason) -> Delta:
         """Return the last delta of a request that ended with nothing more to deliver."""
         return self._delta(request, (), reason, None)
-
-    # Inside -----------------------------------------------------------------------------------------------
 
     def _append(
         self, rows: npt.NDArray[np.intp], counts: IntArray, tokens: IntArray, logprobs: LogprobRows | None

@@ -75,8 +75,6 @@ class Residencies:
     arrived: list[int] = field(default_factory=list)
     """Slots whose KV arrived; the next plan tells the runner of them."""
 
-    # A residency begins -----------------------------------------------------------------------------------
-
     def load(self, slot: int, phase: Phase) -> None:
         """The KV of a request is on its way, from where `phase` says; the slot waits for it."""
         request = self.slots.request_in(slot)
@@ -127,8 +125,6 @@ class Residencies:
                 draft.admit(slot, self.slots.request_in(slot), self.slots)
         self.arrived.clear()
 
-    # A residency goes on ----------------------------------------------------------------------------------
-
     def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
         """The KV of slots `rows` is settled below positions `upto` int32[n]: name the blocks that this completes."""
         slots = self.slots
@@ -151,8 +147,6 @@ class Residencies:
         """Send the settled blocks of a request that computes its prompt for another worker."""
         upto = int(self.slots.num_registered[slot])
         self._transferring.settled(request, self.slots.blocks(slot, upto=upto))
-
-    # A residency ends -------------------------------------------------------------------------------------
 
     def preempt(self, slot: int, draft: PlanBuilder) -> None:
         """Revoke a running slot for want of blocks; its request waits again once the slot is released."""
@@ -237,8 +231,6 @@ class Residencies:
         self._pool.release(slots.take_blocks(slot), int(slots.last_step[slot]))
         if request.announced:
             self._prefixes.give_up(request, int(slots.num_registered[slot]))
-
-    # Audit ------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if slots, requests and blocks contradict each other."""

@@ -176,8 +176,6 @@ class SlotTable:
         self.requests[slot] = None
         self.running[slot] = self.loading[slot] = self.draining[slot] = self.ended[slot] = False
 
-    # A step -----------------------------------------------------------------------------------------------
-
     def schedule(self, rows: npt.NDArray[np.intp], plan: StepPlan) -> None:
         """A plan computes the slots `rows`, with all of their drafts as if they were accepted."""
         self.num_computed[rows] += plan.num_tokens

@@ -66,8 +66,6 @@ class Admissions:
     _blocked: tuple[int, int, int] | None = None
     """Arrival of the first in line that did not fit, blocks freed by then, and the step."""
 
-    # Requests come and go ---------------------------------------------------------------------------------
-
     def wait(self, request: Request) -> None:
         """A request begins to wait, new or after a preemption."""
         self._prefixes.extend(request)
@@ -86,8 +84,6 @@ class Admissions:
         self._offloading.leave(request)
         self._grammars.leave(request)
         self._impatient.discard(request.arrival)
-
-    # A plan -----------------------------------------------------------------------------------------------
 
     def admit(self, draft: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots while budget, slots and blocks allow."""

@@ -131,8 +131,6 @@ class WaitingQueue:
             if not others:
                 del self._parked[waits_for]
 
-    # Waiting for an event ---------------------------------------------------------------------------------
-
     def park(self, request: Request, waits_for: WaitFor, until_step: int | None = None) -> None:
         """Set a request aside, new or ready, until `wake(waits_for)`, or until step `until_step` at the latest."""
         self.remove(request)
