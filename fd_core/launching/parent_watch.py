@@ -1,24 +1,24 @@
-"""Ends a child process when its parent is gone, however the parent ended: the pipe to standard input closes then."""
+"""Ends a child process when its parent is gone, however the parent ended: standard input closes then."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import select
 import sys
 import threading
 
 
 def end_with_parent() -> None:
-    """End this process, from a thread, once standard input closes.
+    """End this process, from a thread, once the other end of standard input closes; reads nothing of it.
 
     The parent keeps the other end open as long as it lives.
     """
-    threading.Thread(target=_wait_for_the_end, name="fdcore-parent-watch", daemon=True).start()
+    descriptor = os.dup(sys.stdin.fileno())
+    threading.Thread(target=_wait_for_the_end, args=(descriptor,), name="fdcore-parent-watch", daemon=True).start()
 
 
-def _wait_for_the_end() -> None:
-    # The bare descriptor: a thread that waits inside the buffered reader makes the interpreter's shutdown fail.
-    with contextlib.suppress(OSError):  # a socket whose other end had something left to read
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
+def _wait_for_the_end(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    poll.poll()
     os._exit(0)

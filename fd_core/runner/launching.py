@@ -10,8 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, HostCopies, StepInput
-from fd_core.runner.inputs.inputs import Rows
-from fd_core.runner.inputs.last_tokens import Fed
+from fd_core.runner.inputs.inputs import Fed, Rows
 from fd_core.runner.pooling import PooledParts
 from fd_core.runner.sampling.prompt_scores import PromptScores
 from fd_core.runner.sampling.sampler import Sampled, SamplingWork

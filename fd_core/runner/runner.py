@@ -15,10 +15,7 @@ from fd_core.config import Limits
 from fd_core.ops.contract import Array, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
-from fd_core.runner.failures import FailedRequests
-from fd_core.runner.inputs.inputs import Rows, gather_inputs, resolve_rows
-from fd_core.runner.inputs.last_tokens import LastTokens
-from fd_core.runner.inputs.uploading import uploaded
+from fd_core.runner.inputs.inputs import LastTokens, Rows, gather_inputs, resolve_rows, uploaded
 from fd_core.runner.launching import LaunchedStep, Readings, StepWork
 from fd_core.runner.placed_adapters import RunnerAdapters
 from fd_core.runner.pooling import Pooler
@@ -30,6 +27,32 @@ from fd_core.runner.warm_up import warm_up_plans
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.types import NO_CHOICE, NOT_FINITE, Admission, IntArray, StepOutput, StepPlan
 from fd_core.types.metrics import snapshot
+
+
+class FailedRequests:
+    """Why requests failed, by slot and generation."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[tuple[int, int], str] = {}
+        """Empty most of the time, when no step has to tell of a failure."""
+
+    def add(self, slot: int, gen: int, reason: str) -> None:
+        """The request that holds a slot in a generation failed."""
+        self.reasons[slot, gen] = reason
+
+    def healthy(self, slots: IntArray, gens: IntArray) -> npt.NDArray[np.bool_]:
+        """Return bool[n]: which requests, in `slots` int32[n] with generations `gens` int32[n], did not fail."""
+        keys = zip(slots.tolist(), gens.tolist(), strict=True)
+        return np.array([key not in self.reasons for key in keys], np.bool_)
+
+    def of_step(self, slots: IntArray, gens: IntArray) -> tuple[tuple[int, str], ...]:
+        """Return (slot, reason) of the failed ones among `slots`, which a step computes as generations `gens`.
+
+        Both are int32[n] and int32[max_num_seqs]. Steps are asked for in order, so what is older is forgotten.
+        """
+        self.reasons = {(slot, gen): why for (slot, gen), why in self.reasons.items() if gen >= gens[slot]}
+        keys = ((slot, int(gens[slot])) for slot in slots.tolist())
+        return tuple((key[0], self.reasons[key]) for key in keys if key in self.reasons)
 
 
 class Runner:

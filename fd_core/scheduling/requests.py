@@ -17,8 +17,7 @@ from typing import Final
 
 from fd_core.errors import BadRequest
 from fd_core.scheduling.phases import PhaseTimes
-from fd_core.scheduling.running.pooled_state import PooledState
-from fd_core.scheduling.running.prompt_logprobs import PromptLogprobs
+from fd_core.scheduling.running.prompt_results import PooledState, PromptLogprobs
 from fd_core.scheduling.running.tokens import TokenBuffer
 from fd_core.types import FinishReason, Phase, PrefillOutcome, RequestSpec
 

@@ -194,7 +194,7 @@ MUTANTS = (
     mutant(
         "loading-is-never-weighed",
         "5.6: the engine measures both and decides",
-        ("scheduling/operations/load_or_recompute.py", "load * self._trust < recompute", "True"),
+        ("scheduling/operations/kv_offloading.py", "load * self._trust < recompute", "True"),
     ),
     mutant(
         "stored-for-ever-although-a-lookup-missed-it",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fd_core.backends.null import NullModel
 from fd_core.errors import ConfigError
-from fd_core.runner.drafting.slot_blocks import SlotBlocks
+from fd_core.runner.drafting.draft_model import SlotBlocks
 from tests.runner.drafters import LIMITS, Watched, draft_model, extend, greedy, ids, propose
 
 LONGEST = LIMITS["max_model_len"]

@@ -60,7 +60,7 @@ async def open_engines(
 
 
 class DataParallelClient:
-    """An `EngineClient` of several engines. One that dies starts again by itself; the others go on meanwhile."""
+    """Several engines as one. One that dies starts again by itself; the others go on meanwhile."""
 
     def __init__(self, engines: Sequence[SingleEngineClient], *, prefixes: bool = True, reason: str = "") -> None:
         """`prefixes`: whether engines keep what they computed of prompts; `reason`: why their backend was chosen."""

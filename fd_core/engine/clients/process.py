@@ -11,8 +11,8 @@ from typing import Final
 from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import SingleEngineClient, StartProgress
-from fd_core.engine.process.engine_process import EngineProcess, Start
-from fd_core.engine.process.engine_socket import EngineSocket
+from fd_core.engine.process.engine_process import EngineProcess
+from fd_core.engine.process.message_stream import EngineSocket
 from fd_core.engine.process.messages import (
     AdaptersChanged,
     ClientMessage,
@@ -21,12 +21,12 @@ from fd_core.engine.process.messages import (
     Progress,
     Ready,
     Shutdown,
+    Start,
     StepEvents,
 )
-from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
+from fd_core.errors import ConfigError, EngineDead, FdError
 
 _log = logging.getLogger(__name__)
-_ERRORS: dict[int, type[FdError]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
 _START_SECONDS = 600.0
 """An engine is taken for stuck after so long without a sign of its start."""
 _LOOKS: Final = 4
@@ -123,7 +123,10 @@ class ProcessClient(SingleEngineClient):
         self._socket = EngineSocket(self._process.socket, self._handle, self._failed)
         self._watch = asyncio.create_task(self._watch_over(self._process.process, self._socket))
         path = str(self._path) if self._path else None
-        await self._process.start(Start(self._config, path, self._epoch))
+        try:
+            self._socket.send(Start(self._config, path, self._epoch))
+        except UnicodeEncodeError:
+            raise ConfigError("a path or name in the settings is not UTF-8", hint="rename it, or use a link") from None
         ready = asyncio.create_task(self._ready.wait())
         end: asyncio.Future[FdError] = self._end
         try:
@@ -144,8 +147,8 @@ class ProcessClient(SingleEngineClient):
                 self._came_up(info)
             case Progress(phase, done, total):
                 self._progress(phase, done, total)
-            case Fault(text, field, hint, code):
-                raise _ERRORS.get(code, EngineDead)(text, field=field, hint=hint)
+            case Fault():
+                raise message.error()
 
     def _failed(self, error: Exception) -> None:
         if self._end.done():

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import msgspec
 
+from fd_core.config import EngineConfig
 from fd_core.disagg.stats import ReceiverStats, SenderStats
+from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.models.loading.pooling import VectorSettings
 from fd_core.ops.compilations import CompilationStats
@@ -140,12 +142,30 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """The engine cannot start or go on."""
+    """The engine, or one of its ranks, cannot start or go on."""
 
     message: str
     field: str | None = None
     hint: str | None = None
     exit_code: int = 1
+
+    @classmethod
+    def of(cls, error: FdError) -> Fault:
+        """Return what is sent in place of an error; `error` restores it."""
+        return cls(error.message, error.field, error.hint, error.exit_code)
+
+    def error(self, prefix: str = "") -> FdError:
+        """Return the error: that of loading, or `EngineDead`."""
+        kinds: dict[int, type[FdError]] = {kind.exit_code: kind for kind in (ConfigError, ModelError, PluginError)}
+        return kinds.get(self.exit_code, EngineDead)(prefix + self.message, field=self.field, hint=self.hint)
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Load a model and serve: the first message to an engine's process, which has imported its framework by then."""
+
+    config: EngineConfig
+    path: str | None
+    epoch: int
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -188,5 +208,5 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain: bool = True
 
 
-ClientMessage = Submit | Abort | ChangeAdapters | Shutdown
+ClientMessage = Start | Submit | Abort | ChangeAdapters | Shutdown
 EngineMessage = StepEvents | AdaptersChanged | Ready | Progress | Fault

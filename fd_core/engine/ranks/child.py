@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from typing import Final
 import msgspec
 import zmq
 
-from fd_core.config.logs import configure_logs
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.computing import Computing
 from fd_core.engine.process.messages import Fault
@@ -45,6 +43,7 @@ from fd_core.engine.ranks.messages import (
 )
 from fd_core.engine.ranks.stages import EarlierStageRunner, shared_memory
 from fd_core.errors import FdError
+from fd_core.launching.child import become_child
 from fd_core.ops.contract import KVCache
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
 from fd_core.runner.placed_adapters import RunnerAdapters
@@ -58,13 +57,7 @@ _SIGN_SECONDS: Final = 0.5
 
 def main() -> int:
     """Execute what rank 0 says until it is gone."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    configure_logs(
-        os.environ.get("FD_LOG_LEVEL", "WARNING"),
-        os.environ.get("FD_LOG_FORMAT", "text"),
-        text="%(levelname)s %(message)s",
-    )
+    become_child()
     door = msgspec.json.decode(os.environ.pop(RANK_DOOR), type=RankDoor)
     context = zmq.Context(1)
     steps = _connected(context, door.steps, door.keys)
@@ -85,7 +78,7 @@ def main() -> int:
         say(RankReady())
         _execute(steps, runner, say)
     except FdError as error:
-        say(Fault(error.message, error.field, error.hint, error.exit_code))
+        say(Fault.of(error))
     except RanksApart as error:
         if not group.abandoned:  # else another rank has said, or cannot say any more, what happened
             say(Fault(str(error)))

@@ -50,7 +50,7 @@ from fd_core.engine.ranks.messages import (
     encode_order,
     step_digest,
 )
-from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
+from fd_core.errors import ConfigError, EngineDead, FdError
 from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.parallel import RankMeeting, RanksApart
@@ -61,7 +61,6 @@ from fd_core.runner.placed_adapters import RunnerAdapters
 from fd_core.runner.runner import Runner
 from fd_core.types import IntArray, StepOutput, StepPlan
 
-_ERRORS: Final[dict[int, type[FdError]]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
 CHILD: Final = ("-m", "fd_core.engine.ranks.child")
 """The command of a rank's process."""
 _ON_PROCESSORS: Final = ("cpu", "reference", "null")
@@ -402,10 +401,8 @@ class RankProcesses:
         if isinstance(message, kind):
             return message
         if isinstance(message, Fault):
-            text = f"rank {rank}: {message.message}"
-            if message.exit_code in _ERRORS:
-                raise _ERRORS[message.exit_code](text, field=message.field, hint=message.hint)
-            raise _dead(text)
+            error = message.error(f"rank {rank}: ")
+            raise _dead(error.message) if isinstance(error, EngineDead) else error
         raise _dead(f"rank {rank} said {type(message).__name__} where {kind.__name__} was due")
 
     def _receive(self, rank: int) -> RankMessage:

@@ -22,8 +22,7 @@ from fd_core.engine.ranks.messages import StageOutcome, StagePlan, decode_order,
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, Forward, KVCache, Ops, StepInput
 from fd_core.ops.parallel import SLOT_BYTES, RankGroup, SharedMemoryGroup
-from fd_core.runner.inputs.inputs import gather_inputs, resolve_rows
-from fd_core.runner.inputs.uploading import uploaded
+from fd_core.runner.inputs.inputs import gather_inputs, resolve_rows, uploaded
 from fd_core.runner.runner import Runner
 from fd_core.types import StepOutput, StepPlan
 

@@ -18,8 +18,16 @@ from fd_core.config.paths import user_path
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
-from fd_core.kv.stores.disk_eviction import DiskEviction, DiskReservations
-from fd_core.kv.stores.disk_folder import inside, opened, room_in, size_of_value, space_of_value, value_name
+from fd_core.kv.stores.disk_folder import (
+    DiskEviction,
+    DiskReservations,
+    inside,
+    opened,
+    room_in,
+    size_of_value,
+    space_of_value,
+    value_name,
+)
 from fd_core.kv.stores.location import StoreLocation
 
 _MAX_PARTS: Final = 1024

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.scheduling.running.budget import deal
+from fd_core.scheduling.running.plan import deal
 from fd_core.types import IntArray
 from fd_core.types.metrics import counter
 

@@ -17,9 +17,8 @@ from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request, State
-from fd_core.scheduling.running.budget import allot_decodes
 from fd_core.scheduling.running.drafts import DraftControl
-from fd_core.scheduling.running.plan import PlanBuilder
+from fd_core.scheduling.running.plan import PlanBuilder, allot_decodes
 from fd_core.scheduling.running.residencies import Residencies, slot_of
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.scheduling.victims import VictimPolicy
