@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -77,8 +76,7 @@ class PrefillPace:
         return PrefillPaceMeasured(self._token)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineProbe:
+class EngineProbe(msgspec.Struct, frozen=True):
     """The parts of one engine as they are, for audits and tests: whoever changes them may break every law."""
 
     scheduler: Scheduler
@@ -159,13 +157,13 @@ class Engine:
     def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
         """Serve one more LoRA adapter; raises `BadRequest` or `ModelError`, and then nothing has changed."""
         info = self._adapters.load(name, folder, self._hold)
-        self._tell_adapters()
+        self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
         return info
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Take no more requests for an adapter; those that use it go on. Raises `BadRequest` if there is none."""
         info = self._adapters.unload(name)
-        self._tell_adapters()
+        self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
         return info
 
     def stop(self) -> None:
@@ -225,8 +223,7 @@ class Engine:
         if self._observer is not None:
             self._observer.step_ended(plan, output)
         if self._trace is not None:
-            held = self._scheduler.held()
-            self._trace.step_ended(self._nanoseconds(), plan, output, deltas, held)
+            self._trace.step_ended(self._nanoseconds(), plan, output, deltas, self._scheduler.held())
         return deltas
 
     def stats(self) -> EngineStats:
@@ -239,12 +236,11 @@ class Engine:
                 receiver=transfer if isinstance(transfer, ReceiverStats) else None,
                 sender=transfer if isinstance(transfer, SenderStats) else None,
             )
-        observer = None if self._observer is None else self._observer.stats()
         return EngineStats(
             scheduler=self._scheduler.stats(),
             kv=kv,
             leases=leases,
-            observer=observer,
+            observer=None if self._observer is None else self._observer.stats(),
             grammars=grammars,
             masks=self._device.mask_stats(),
             compilations=self._device.compilation_stats(),
@@ -316,14 +312,12 @@ class Engine:
         return deltas
 
     def _begin_job(self, job: PrefillJob) -> None:
-        reason = "the prefill worker is shutting down" if self._stopping else None
-        if reason is None:
-            try:
-                self._add(prefill_request(job))
-            except BadRequest as error:
-                reason = error.message
-        if reason is not None:
-            self._outside.perform([GiveUp(job.lease, reason, refused=True)])
+        try:
+            if self._stopping:
+                raise BadRequest("the prefill worker is shutting down")
+            self._add(prefill_request(job))
+        except BadRequest as error:
+            self._outside.perform([GiveUp(job.lease, error.message, refused=True)])
 
     def _nanoseconds(self) -> int:
         return round(1e9 * self._clock())
@@ -342,9 +336,6 @@ class Engine:
 
     def _hold(self, adapters: Collection[Adapter]) -> None:
         self._device.perform(lambda runner: runner.adapters.replace(adapters))
-
-    def _tell_adapters(self) -> None:
-        self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
 
     def _perform(self, effects: Effects) -> None:
         """Begin what the scheduler wants done outside steps."""

@@ -27,7 +27,6 @@ class KVEventLog:
         """Events with the number of blocks in each, oldest first."""
         self._size = 0
         self._next = 0
-        """Number of the next event."""
         self._closed = False
         self._waiting: set[asyncio.Event] = set()
 

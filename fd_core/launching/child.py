@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import runpy
+import select
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from fd_core.launching.announcing import open_channel
-from fd_core.launching.parent_watch import end_with_parent
 
 
 def child_command(cores: Sequence[int], *command: str) -> list[str]:
@@ -38,9 +39,17 @@ def main(cores: str, _: str, module: str, *arguments: str) -> None:
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     open_channel()
-    end_with_parent()
+    threading.Thread(target=_end_with_parent, args=(os.dup(0),), name="fdcore-parent-watch", daemon=True).start()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _end_with_parent(descriptor: int) -> None:
+    """End this process once the other end of standard input is gone, however the parent ended; reads nothing of it."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
 
 
 if __name__ == "__main__":

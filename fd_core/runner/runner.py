@@ -36,10 +36,6 @@ class FailedRequests:
         self.reasons: dict[tuple[int, int], str] = {}
         """Empty most of the time, when no step has to tell of a failure."""
 
-    def add(self, slot: int, gen: int, reason: str) -> None:
-        """The request that holds a slot in a generation failed."""
-        self.reasons[slot, gen] = reason
-
     def healthy(self, slots: IntArray, gens: IntArray) -> npt.NDArray[np.bool_]:
         """Return bool[n]: which requests, in `slots` int32[n] with generations `gens` int32[n], did not fail."""
         keys = zip(slots.tolist(), gens.tolist(), strict=True)
@@ -383,4 +379,4 @@ class Runner:
         if gen is None or gen == held:
             self._grammars.drop(slot)
             self.batch.num_drafts[slot] = 0
-        self._failed.add(slot, held if gen is None else gen, message)
+        self._failed.reasons[slot, held if gen is None else gen] = message

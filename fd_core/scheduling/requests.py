@@ -88,7 +88,6 @@ class Request:
 
     spec: RequestSpec
     arrival: int
-    """Order of arrival."""
     max_model_len: InitVar[int]
     root: bytes
     """Where the chain of its block keys begins."""
@@ -114,7 +113,6 @@ class Request:
     announced: int = 0
     """Leading blocks that the request announced to compute or load, for others with the same prefix to wait for."""
     times: PhaseTimes = field(init=False)
-    """Where its time went."""
 
     compiling: int | None = None
     """Operation that compiles the grammar; the request waits for its completion."""

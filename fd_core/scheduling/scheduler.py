@@ -33,10 +33,9 @@ from fd_core.effects.operations import (
 from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.contract import Scheduler, SchedulerHoldings, SchedulerSetup, SchedulerStats
-from fd_core.scheduling.operations.grammars import GrammarCompiling
-from fd_core.scheduling.operations.kv_offloading import Arrival, KeepKV, KVOffloading
+from fd_core.scheduling.operations.kv_offloading import KeepKV, KVOffloading
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
-from fd_core.scheduling.operations.registry import Operations
+from fd_core.scheduling.operations.registry import GrammarCompiling, Operations
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request, State, check_spec
@@ -115,10 +114,7 @@ class ContinuousBatchingScheduler(Scheduler):
         """Running requests to revoke in the next plan."""
 
     def add(self, spec: RequestSpec) -> Effects:
-        """Queue a request; return what is to be done outside steps before the request can enter a slot.
-
-        Raises `BadRequest` if the request can never run here.
-        """
+        """Queue a request."""
         if spec.request_id in self._requests:
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
         check_spec(spec, self.limits.max_model_len)
@@ -133,11 +129,7 @@ class ContinuousBatchingScheduler(Scheduler):
         return self._effects()
 
     def abort(self, request_id: str) -> Delta | None:
-        """Ask for the end of a request; return its last delta if it ended at once, as it does while it waits or loads.
-
-        A running request is revoked by the next plan; its last delta comes with the answer. Unknown ids and repeated
-        aborts are ignored.
-        """
+        """End a request that waits or loads, and have one that runs revoked by the next plan."""
         request = self._requests.get(request_id)
         if request is None or request.abort_wanted:
             return None
@@ -164,7 +156,7 @@ class ContinuousBatchingScheduler(Scheduler):
         return bool(self._requests or self._operations.open or self._operations.effects or self._slots.draining.any())
 
     def plan(self) -> tuple[StepPlan | None, Effects]:
-        """Decide the next step, None if a step could do nothing now; return also what is to be done outside steps."""
+        """Decide the next step."""
         plan = None
         if self._requests:
             plan = self._planner.plan(self._aborting)
@@ -182,13 +174,8 @@ class ContinuousBatchingScheduler(Scheduler):
         self._admissions.admit(draft, step)
 
     def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], Effects]:
-        """Apply the answer to `plan`; return what the clients are told and what is to be done outside steps.
-
-        There is at most one delta for each request. Raises `fd_core.signals.MalformedOutput` if the backend broke the
-        protocol.
-        """
-        deltas = self._output_side.commit(plan, output)
-        return deltas, self._effects()
+        """Apply the answer to `plan`."""
+        return self._output_side.commit(plan, output), self._effects()
 
     def complete(self, completion: Completion) -> Delta | None:
         """An operation is over, or what is known of stored KV changed; return the last delta of a request that ends."""
@@ -200,9 +187,11 @@ class ContinuousBatchingScheduler(Scheduler):
                 self._offloading.saved(completion)
                 self._waiting.wake(completion.operation)
             case Loaded():
-                self._arrive(self._offloading.loaded(completion))
+                if (arrival := self._offloading.loaded(completion)) is not None:
+                    self._residencies.arrive(arrival)
             case Fetched():
-                self._arrive(self._transferring.fetched(completion))
+                if (arrival := self._transferring.fetched(completion)) is not None:
+                    self._residencies.arrive(arrival)
             case Sent():
                 self._transferring.sent(completion)
             case GrammarReady():
@@ -217,10 +206,9 @@ class ContinuousBatchingScheduler(Scheduler):
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters as they are now."""
-        return SchedulerStats(
-            slots=self._slots.stats(len(self._waiting)),
+        return msgspec.structs.replace(
+            super().stats(),
             counters=snapshot(self._residencies.counters),
-            blocks=self._pool.stats(),
             outputs=snapshot(self._output_side.counters),
             drafts=self._drafts.stats(),
             offload=snapshot(self._offloading.counters),
@@ -249,13 +237,9 @@ class ContinuousBatchingScheduler(Scheduler):
             operations=len(self._operations.open),
         )
 
-    def _arrive(self, arrival: Arrival | None) -> None:
-        if arrival is not None:
-            self._residencies.arrive(arrival)
-
     def _grammar_ready(self, answer: GrammarReady) -> Delta | None:
         """Let the request that waits for a grammar go on, or end it if the grammar cannot be used."""
-        request = self._grammars.ready(answer)
+        request = self._grammars.ready(answer.operation)
         if request is None or answer.error is None:
             self._waiting.wake(answer.operation)
             return None

@@ -73,7 +73,7 @@ MUTANTS = (
     mutant(
         "a-save-says-nothing-about-the-host",
         "5.2: a preempted request that returns does not look up what was just saved",
-        (OFFLOADING, "            if saving.whole:\n", "            if False:\n"),
+        (OFFLOADING, "            if answer.operation in self._in_part:\n", "            if True:\n"),
     ),
     mutant(
         "a-charge-is-never-corrected",

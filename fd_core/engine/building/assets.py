@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -33,12 +32,10 @@ _log = logging.getLogger(__name__)
 _SHOWN_TOKENS: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Assets:
+class Assets(msgspec.Struct, frozen=True):
     """A model on this machine."""
 
     name: str
-    """What people call it."""
     path: Path | None
     """The checkpoint; None for a backend that needs none."""
     tokenizer: Tokenizer

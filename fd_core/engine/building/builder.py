@@ -80,6 +80,7 @@ class _EngineBuilder:
         self._path = path
         self._epoch = epoch
         self._progress = progress
+        self._kv_events = bool(config.kv_events) and config.enable_prefix_caching
         self._plugins = installed_plugins()
         self._scheduler_class = _fitting(self._plugins.load(SCHEDULER, config.scheduler), config)
         self._policy = self._plugins.load(SCHEDULING_POLICY, config.scheduling_policy)()
@@ -156,17 +157,14 @@ class _EngineBuilder:
             return self._computing.runner(limits)
         self._ranks.allocate(limits)
         lead = LastStageRunner if limits.num_stages > 1 else LeadingRunner
-        return self._computing.runner(limits, partial(lead, self._ranks, self._kv_shares))
+        shares = [rank.kv_share for rank in self._loaded]
+        return self._computing.runner(limits, partial(lead, self._ranks, shares))
 
     @cached_property
     def _loaded(self) -> list[RankLoaded]:
         """What each rank has once its weights are there, rank 0 first."""
         own = self._computing.loaded()
         return [own] if self._ranks is None else [own, *self._ranks.loaded()]
-
-    @property
-    def _kv_shares(self) -> list[tuple[int, int]]:
-        return [rank.kv_share for rank in self._loaded]
 
     @property
     def _weights(self) -> tuple[WeightUse, ...]:
@@ -178,7 +176,8 @@ class _EngineBuilder:
         model, ops = self._computing.model, self._computing.ops
         forms = "+".join(sorted({use.computed for use in self._weights}))
         shape = cache_shape(model, self._config.block_size, self._config.kv_cache_dtype)
-        shape = joined_shape(shape, self._kv_shares, -2 if self._config.pipeline_parallel_size == 1 else 1)
+        shares = [rank.kv_share for rank in self._loaded]
+        shape = joined_shape(shape, shares, -2 if self._config.pipeline_parallel_size == 1 else 1)
         return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{shape}")
 
     @cached_property
@@ -208,10 +207,6 @@ class _EngineBuilder:
             default_pipeline_depth=self._computing.backend.default_pipeline_depth,
             default_batched_tokens=self._computing.backend.default_batched_tokens,
         )
-
-    @property
-    def _kv_events(self) -> bool:
-        return bool(self._config.kv_events) and self._config.enable_prefix_caching
 
     def _scheduler(self) -> Scheduler:
         limits, speculative, storage = self._limits, self._config.speculative, self._storage

@@ -6,9 +6,10 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from fd_core.config import EngineConfig
 from fd_core.effects.port import CompletionQueue, LockedKVCache
@@ -32,8 +33,7 @@ _LAYOUT: Final = "canonical-1"
 """Order of a block's payload, see `fd_core.ops.contract.KVCache.export_blocks`."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVStorage:
+class KVStorage(msgspec.Struct, frozen=True):
     """What is decided and opened before the scheduler and the cache exist."""
 
     hasher: PrefixHasher | None
@@ -66,18 +66,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
         # No other process reads the host tier, so block keys need no secret that others share.
         hasher = PrefixHasher(block_size=config.block_size, identity="", secret=os.urandom(32))
         return KVStorage(hasher, kept_kv(config, stored=False))
-    return _open_store(config, config.kv_store, plugins, identity())
-
-
-def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
-    """Decide whose KV is kept outside the device; `stored`: whether there is a store behind the host tier."""
-    if stored:
-        return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
-    return KeepKV(shared=False) if config.save_preempted_kv and config.host_kv_memory > 0 else None
-
-
-def _open_store(config: EngineConfig, text: str, plugins: Plugins, identity: str) -> KVStorage:
-    location = parse_location(text)
+    location = parse_location(config.kv_store)
     store = plugins.load(STORE, location.scheme)(location)
     secret = load_secret(Path(config.kv_store_secret_file) if config.kv_store_secret_file else None)
     compression: Compression = "zlib" if config.kv_store_compression == "zlib" else "none"
@@ -89,12 +78,19 @@ def _open_store(config: EngineConfig, text: str, plugins: Plugins, identity: str
         summary = f"{location.shown} cannot be used at the moment, so KV is computed meanwhile: {error}"
         _log.warning("KV store %s", summary)
     return KVStorage(
-        PrefixHasher(block_size=config.block_size, identity=identity, secret=derive(secret, "block keys")),
+        PrefixHasher(block_size=config.block_size, identity=identity(), secret=derive(secret, "block keys")),
         kept_kv(config, stored=True),
         SealedStore(store, Envelope(derive(secret, "envelope"), compression)),
         summary,
         reachable,
     )
+
+
+def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
+    """Decide whose KV is kept outside the device; `stored`: whether there is a store behind the host tier."""
+    if stored:
+        return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
+    return KeepKV(shared=False) if config.save_preempted_kv and config.host_kv_memory > 0 else None
 
 
 def start_kv_offload(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from fd_core.config import EngineConfig, Limits
@@ -84,7 +85,11 @@ def open_kv_transfer(
         head_dim=shape.head_dim,
     )
     envelope = Envelope(transfer_key(config.transfer_secret_file))
-    settings = ConnectorSettings(_store_maker(config, plugins), config.kv_store_timeout)
+    make_store: Callable[[], KVStore] | None = None
+    if config.kv_store is not None:
+        location = parse_location(config.kv_store)
+        make_store = partial(plugins.load(STORE, location.scheme), location)
+    settings = ConnectorSettings(make_store, config.kv_store_timeout)
     if config.role == "decode":
         connector = plugins.load(CONNECTOR, config.kv_connector)(settings)
         return Receiver(cache, block, compatibility, envelope, connector, queue, silence=config.lease_seconds)
@@ -100,11 +105,3 @@ def open_kv_transfer(
         max_leases=4 * limits.max_num_seqs,
         max_tokens=limits.max_model_len,
     )
-
-
-def _store_maker(config: EngineConfig, plugins: Plugins) -> Callable[[], KVStore] | None:
-    if config.kv_store is None:
-        return None
-    location = parse_location(config.kv_store)
-    store = plugins.load(STORE, location.scheme)
-    return lambda: store(location)

@@ -130,14 +130,12 @@ class SingleEngineClient(abc.ABC):
     kv_log: KVEventLog | None = None
     """Events about the prefixes that the device holds; None unless `kv_events` is on. The log outlives the engine."""
     kv_place: int = 0
-    """Which of the log's engines this is."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         """What engines are started with: a later one serves the adapters that were loaded meanwhile."""
         self._ledger = RequestLedger()
         self._streams: dict[str, DeltaStream] = {}
-        """The stream of each request in the ledger."""
         self._prefill_listeners: list[Callable[[PrefillTrace], None]] = []
         self._left: set[str] = set()
         """Requests whose reader left before the engine reported their end."""

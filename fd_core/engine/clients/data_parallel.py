@@ -113,16 +113,8 @@ class DataParallelClient:
     def stats(self) -> EngineStats:
         """What the schedulers count, summed; the rest is each engine's own."""
         parts = [engine.stats.scheduler for engine in self.engines]
-        return EngineStats(
-            scheduler=SchedulerStats(
-                slots=total([part.slots for part in parts]),
-                counters=total([part.counters for part in parts]),
-                blocks=total([part.blocks for part in parts]),
-                outputs=total([part.outputs for part in parts]),
-                drafts=total([part.drafts for part in parts]),
-                offload=total([part.offload for part in parts]),
-            )
-        )
+        summed = ("slots", "counters", "blocks", "outputs", "drafts", "offload")
+        return EngineStats(SchedulerStats(**{name: total([getattr(part, name) for part in parts]) for name in summed}))
 
     @property
     def alive(self) -> bool:
@@ -187,17 +179,16 @@ class DataParallelClient:
 
         Raises `EngineDead` if no engine is left.
         """
-        there = [engine for engine in self.engines if engine.alive or engine.restarts]
-        if not there:
-            raise EngineDead(self.missing)
-        return [request_id for engine in there for request_id in engine.abort(request_ids)]
+        return [request_id for engine in self._not_gone() for request_id in engine.abort(request_ids)]
 
     def abort_all(self) -> list[str]:
         """Abort everything and return the ids."""
-        there = [engine for engine in self.engines if engine.alive or engine.restarts]
-        if not there:
-            raise EngineDead(self.missing)
-        return [request_id for engine in there for request_id in engine.abort_all()]
+        return [request_id for engine in self._not_gone() for request_id in engine.abort_all()]
+
+    def _not_gone(self) -> list[SingleEngineClient]:
+        if there := [engine for engine in self.engines if engine.alive or engine.restarts]:
+            return there
+        raise EngineDead(self.missing)
 
     async def change_adapters(self, name: str, path: str | None) -> None:
         """Load a LoRA adapter into every engine, or unload it from all.

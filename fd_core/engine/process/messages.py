@@ -30,7 +30,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     backend: str
     backend_reason: str
-    """Why this backend was chosen."""
     scheduler: str = "continuous"
     postprocess: str | None = None
     """None for the one that belongs to the backend's framework."""
@@ -44,7 +43,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_formats: tuple[str, ...] = ()
     """Packed formats that the backend computes."""
     kv_dtype: str
-    """Number type of keys and values in the cache."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
@@ -57,7 +55,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
     pipeline_depth: int
     host_kv_bytes: int = 0
-    """Host memory for KV outside the device."""
     kv_store: str | None = None
     """A line about the KV store, without secrets."""
     kv_store_answers: bool = True
@@ -75,13 +72,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     state_size: int = 0
     """Elements of the vector that a text becomes."""
     vectors: VectorSettings = VectorSettings()
-    """How texts become vectors."""
     generates: bool = True
     """Whether it makes texts; false for a checkpoint without an output projection."""
     structured_output: bool = True
     """Whether it takes grammars."""
     adapters: tuple[AdapterInfo, ...] = ()
-    """LoRA adapters that it serves."""
     lora_folder: str | None = None
     """Folder from which more may be loaded; None for none."""
     epoch: int = 1
@@ -92,9 +87,7 @@ class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
 
     open: Annotated[int, gauge("kv_leases_open", "KV leases between prefill and decode workers in progress.")] = 0
     receiver: ReceiverStats | None = None
-    """Of a decode worker."""
     sender: SenderStats | None = None
-    """Of a prefill worker."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +191,6 @@ class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters-changed"):
     adapters: tuple[AdapterInfo, ...]
     """All that requests may ask for now."""
     error: str | None = None
-    """Why nothing changed."""
     field: str | None = None
 
 

@@ -62,7 +62,6 @@ from fd_core.runner.runner import Runner
 from fd_core.types import IntArray, StepOutput, StepPlan
 
 CHILD: Final = ("-m", "fd_core.engine.ranks.child")
-"""The command of a rank's process."""
 _ON_PROCESSORS: Final = ("cpu", "reference", "null")
 """Backends whose ranks Ray may place."""
 _WATCH_SECONDS: Final = 1.0

@@ -36,9 +36,7 @@ class RankDoor(msgspec.Struct, frozen=True):
     """Where a rank finds rank 0."""
 
     steps: str
-    """Address of the socket of steps."""
     copies: str
-    """Address of the socket of copies of KV."""
     keys: tuple[str, str, str] | None = None
     """For CURVE, which sockets between machines speak: rank 0's public key, the rank's own, and its secret one."""
 

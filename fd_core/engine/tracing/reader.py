@@ -29,7 +29,6 @@ from fd_core.errors import ConfigError
 from fd_core.types import FinishReason
 
 EXITS: Final = ("open", *(reason.value for reason in FinishReason), "preempted", "unknown", "engine ended")
-"""How a residency can end."""
 
 _MAX_LINE_BYTES: Final = 1 << 24
 _MAX_SLOTS: Final = 1 << 16
@@ -101,15 +100,10 @@ def read_trace(path: Path, last: int) -> TraceContents:
 
     Raises `ConfigError` if the file cannot be read, is not a trace, or is of another format version.
     """
-    try:
-        with path.open("rb") as file:
-            first = file.readline(_MAX_LINE_BYTES)
-            header = _header(first, path)
-            reader = _TraceReader(header, last)
-            while raw := file.readline(_MAX_LINE_BYTES):
-                reader.feed(raw)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error
+    lines = _raw_lines(path)
+    reader = _TraceReader(_header(next(lines, b""), path), last)
+    for raw in lines:
+        reader.feed(raw)
     return reader.result()
 
 
@@ -118,22 +112,27 @@ def read_lines(path: Path) -> Iterator[TraceHeader | StepLine]:
 
     Raises `ConfigError` as `read_trace` does.
     """
-    decoder = msgspec.json.Decoder(StepLine)
+    decoder, lines = msgspec.json.Decoder(StepLine), _raw_lines(path)
+    header = _header(next(lines, b""), path)
+    yield header
+    for raw in lines:
+        try:
+            if raw.startswith(b'{"fdcore_trace"'):
+                header = _header(raw, path)
+                yield header
+            elif raw.startswith(b'{"step"'):
+                line = decoder.decode(raw)
+                _check(line, header)
+                yield line
+        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError, ValueError):
+            continue
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
-            header = _header(file.readline(_MAX_LINE_BYTES), path)
-            yield header
             while raw := file.readline(_MAX_LINE_BYTES):
-                try:
-                    if raw.startswith(b'{"fdcore_trace"'):
-                        header = _header(raw, path)
-                        yield header
-                    elif raw.startswith(b'{"step"'):
-                        line = decoder.decode(raw)
-                        _check(line, header)
-                        yield line
-                except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError, ValueError):
-                    continue
+                yield raw
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error
 

@@ -62,7 +62,6 @@ class KVTrace:
     def __init__(self, now: Callable[[], int]) -> None:
         """`now` returns the time as lines have it."""
         self.entries: list[KVEntry] = []
-        """What happened since the last line."""
         self.loading: dict[int, int] = {}
         """Slots that wait for their KV, by operation; without those of aborted requests."""
         self._now = now
@@ -141,7 +140,6 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     dropped: int = 0
     occupants: tuple[ResidencyEntry, ...] = ()
     loading: tuple[int, ...] = ()
-    """Slots whose KV is being loaded."""
     kv_entries: tuple[KVEntry, ...] = ()
     arrived: tuple[ArrivalEntry, ...] = ()
     answered: tuple[int | None, ...] = ()
@@ -249,9 +247,7 @@ class TraceWriter:
         self.kv = KVTrace(lambda: self._clock(nanoseconds()))
         """Told of KV outside the device; the line of the next step carries what it collects."""
         self._occupants: dict[int, ResidencyEntry] = {}
-        """Requests that hold a slot, by slot."""
         self._arrived: list[ArrivalEntry] = []
-        """Requests that came since the last line."""
         self._got: dict[str, int] = {}
         """Tokens that requests which run or wait have got."""
         self._closed: ClosingLine | None = None
@@ -389,7 +385,9 @@ class TraceWriter:
             if self._has_room(len(line)):
                 self._write(line)
             else:
-                self._end_for_want_of_room()
+                self._full = True
+                self._write(self._encoder.encode(LimitLine(full=self._limit)))
+                _log.warning("tracing ends: %s has reached its limit of %s", self._path, format_size(self._limit))
                 self._left_out += 1 + record.dropped
             wrote = True
             # Lets the engine's thread have the interpreter at once instead of after a switch interval.
@@ -403,11 +401,6 @@ class TraceWriter:
     def _write(self, line: bytes) -> None:
         self._file.write(line + b"\n")
         self._written += len(line) + 1
-
-    def _end_for_want_of_room(self) -> None:
-        self._full = True
-        self._write(self._encoder.encode(LimitLine(full=self._limit)))
-        _log.warning("tracing ends: %s has reached its limit of %s", self._path, format_size(self._limit))
 
 
 def _text(letters: npt.NDArray[np.uint8], blank: str) -> str:

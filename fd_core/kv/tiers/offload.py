@@ -217,11 +217,13 @@ class KVOffload(EffectPort[TierStats]):
             return
         self._closed = True
         until = self._clock() + flush_seconds
-        self._end(Found, Loaded)
+        for number in self._pending.numbers(Found, Loaded):
+            self._pending.end(number)
         self._reader.loop.stop()
         self._copier.loop.stop()
         ended = self._copier.loop.join(flush_seconds)
-        self._end(Found, Loaded, Saved)
+        for number in self._pending.numbers():
+            self._pending.end(number)
         ended = ended or self._copier.loop.join(_JOIN_SECONDS)
         ended &= self._writer.close(max(0.0, until - self._clock()))
         ended &= self._reader.loop.join(_JOIN_SECONDS)
@@ -231,10 +233,6 @@ class KVOffload(EffectPort[TierStats]):
             log.warning("a copy or a call of the KV store does not return; its thread is left behind")
         if self._store is not None:
             self._store.close()
-
-    def _end(self, *kinds: type[Found | Loaded | Saved]) -> None:
-        for number in self._pending.numbers(*kinds):
-            self._pending.end(number)
 
     def _nothing_to_find(self) -> bool:
         """Whether neither tier can have anything, so that a question needs no thread."""

@@ -107,7 +107,6 @@ class Rows(Spans):
     drafts: IntArray
     """int32[N], drafts that each of them verifies."""
     drafted: bool
-    """Whether there is any."""
     logits_slots: IntArray
     """int32[R]"""
     positions: IntArray

@@ -141,28 +141,6 @@ class KeepKV:
         return self.preempted or self.finished
 
 
-@dataclass(frozen=True, slots=True)
-class _LookedUp:
-    request: Request
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    request: Request
-    slot: int
-    keys: tuple[bytes, ...]
-    first: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Saving:
-    request: Request
-    keys: tuple[bytes, ...]
-    whole: bool
-    """Whether `keys` are all the leading blocks of the request, none left out because it is stored already."""
-
-
 @dataclass(slots=True)
 class KVOffloading:
     """Decides what is saved, looked up and loaded; owned by one scheduler."""
@@ -175,6 +153,8 @@ class KVOffloading:
     load_or_recompute: LoadOrRecompute = field(default_factory=LoadOrRecompute)
     stores: bool = field(init=False)
     """Whether anything may be stored outside the device now."""
+    _in_part: set[int] = field(default_factory=set)
+    """Saves that left out blocks which are stored already."""
     _remembered: dict[bytes, None] = field(default_factory=dict)
     """Keys believed to be in the store, oldest first."""
 
@@ -204,16 +184,13 @@ class KVOffloading:
             return None
         request.asked_store = True
         request.stored = request.stored_on_host = 0
-        named = tuple(keys)
-        request.lookup = number = self.operations.begin(_LookedUp(request, named))
-        self.operations.effects.append(Lookup(number, named))
-        return number
+        request.lookup = self.operations.begin(Lookup(self.operations.next, tuple(keys)), request)
+        return request.lookup
 
     def found(self, answer: Found) -> None:
         """A lookup was answered."""
-        looked_up = self.operations.end(answer.operation, _LookedUp)
-        self.not_stored(looked_up.keys[answer.total :])
-        request = looked_up.request
+        lookup, request = self.operations.end(answer.operation, Lookup)
+        self.not_stored(lookup.keys[answer.total :])
         if request.lookup == answer.operation:
             request.lookup = None
             request.stored_on_host, request.stored = answer.host, answer.total
@@ -242,27 +219,25 @@ class KVOffloading:
             return 0
         return upto - first
 
-    def load(self, request: Request, slot: int, keys: Sequence[bytes], blocks: IntArray, first: int) -> None:
-        """Bring `keys` into `blocks`, which `slot` owns from entry `first` of its block table on."""
-        named = tuple(keys)
-        request.load = number = self.operations.begin(_Loading(request, slot, named, first), blocks)
-        self.operations.effects.append(Load(number, named, blocks, slot, request.spec.request_id))
+    def load(self, request: Request, slot: int, keys: Sequence[bytes], blocks: IntArray) -> None:
+        """Bring `keys` of the request's chain into `blocks`, which `slot` owns."""
+        load = Load(self.operations.next, tuple(keys), blocks, slot, request.spec.request_id)
+        request.load = self.operations.begin(load, request, blocks)
         self.counters.loads += 1
 
     def loaded(self, answer: Loaded) -> Arrival | None:
         """A load is over; return its request, or None if the request left meanwhile."""
-        loading = self.operations.end(answer.operation, _Loading)
-        request = loading.request
+        load, request = self.operations.end(answer.operation, Load)
         if request.load != answer.operation:
             return None
         request.load = None
         request.stored = request.stored_on_host = 0
-        count = min(answer.blocks, len(loading.keys))
+        count = min(answer.blocks, len(load.keys))
         self.counters.loaded_tokens += count * self.block_size
-        self.counters.lost_tokens += (len(loading.keys) - count) * self.block_size
-        self.not_stored(loading.keys[count:])  # damaged or gone, perhaps: they are stored again once they are computed
-        tokens = (loading.first + count) * self.block_size
-        return Arrival(loading.slot, request, tokens, tokens)
+        self.counters.lost_tokens += (len(load.keys) - count) * self.block_size
+        self.not_stored(load.keys[count:])  # damaged or gone, perhaps: they are stored again once they are computed
+        tokens = (request.chain.index(load.keys[0]) + count) * self.block_size
+        return Arrival(load.slot, request, tokens, tokens)
 
     def save(self, request: Request, keys: Sequence[bytes], blocks: IntArray) -> int | None:
         """Store settled `blocks` under `keys` while they still have an owner; return the operation, if one is needed.
@@ -279,23 +254,24 @@ class KVOffloading:
             self._remembered.update(dict.fromkeys(named))
             while len(self._remembered) > _MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
-        number = self.operations.begin(_Saving(request, named, len(named) == len(keys)), copied)
-        self.operations.effects.append(Save(number, named, copied, self.keep.persist))
+        number = self.operations.begin(Save(self.operations.next, named, copied, self.keep.persist), request, copied)
+        if len(named) < len(keys):
+            self._in_part.add(number)
         return number
 
     def saved(self, answer: Saved) -> None:
         """A save no longer reads its blocks."""
-        saving = self.operations.end(answer.operation, _Saving)
-        count = min(answer.blocks, len(saving.keys))
+        save, request = self.operations.end(answer.operation, Save)
+        count = min(answer.blocks, len(save.keys))
         self.counters.saved_tokens += count * self.block_size
-        self.not_stored(saving.keys[count:])
-        request = saving.request
+        self.not_stored(save.keys[count:])
         if request.save == answer.operation:
             request.save = None
-            if saving.whole:
-                request.stored = request.stored_on_host = min(answer.host, count)
-            else:
+            if answer.operation in self._in_part:
                 request.asked_store = False  # what was left out may be in either tier: a lookup tells
+            else:
+                request.stored = request.stored_on_host = min(answer.host, count)
+        self._in_part.discard(answer.operation)
 
     def not_stored(self, keys: Iterable[bytes]) -> None:
         """Blocks did not get to the store, or left it: they are to be saved when they are used again."""

@@ -40,19 +40,6 @@ class TransferCounters(msgspec.Struct, kw_only=True):
     """Requests of decode workers that ended before all their KV was sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Fetching:
-    request: Request
-    slot: int
-    first: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    lease: str
-
-
 @dataclass(slots=True)
 class KVTransferring:
     """Decides what is fetched and sent; owned by one scheduler."""
@@ -81,13 +68,13 @@ class KVTransferring:
 
     def fetch(self, request: Request, slot: int, blocks: IntArray, first: int) -> None:
         """Lease `blocks` of a slot, behind its `first` ones, to the worker that computes the prompt."""
-        spec, wanted = request.spec, request.num_tokens - 1
-        tokens = request.tokens.view(upto=wanted).astype("<i4", copy=False).tobytes()
+        spec = request.spec
+        tokens = request.tokens.view(upto=request.num_tokens - 1).astype("<i4", copy=False).tobytes()
         job = PrefillJob(
             tokens, first, spec.cache_salt, spec.priority, spec.tenant, spec.traceparent, adapter=spec.adapter
         )
-        request.fetch = number = self.operations.begin(_Fetching(request, slot, first, wanted), blocks)
-        self.operations.effects.append(Fetch(number, spec.prefill_at, job, blocks, slot, spec.request_id))
+        fetch = Fetch(self.operations.next, spec.prefill_at, job, blocks, slot, spec.request_id)
+        request.fetch = self.operations.begin(fetch, request, blocks)
 
     def leave(self, request: Request) -> None:
         """A loading request was aborted; the leased blocks stay pinned until the lease is over."""
@@ -98,18 +85,16 @@ class KVTransferring:
 
     def fetched(self, answer: Fetched) -> Arrival | None:
         """A fetch is over; return its request, or None if the request left meanwhile."""
-        fetching = self.operations.end(answer.operation, _Fetching)
-        request = fetching.request
+        fetch, request = self.operations.end(answer.operation, Fetch)
         if request.fetch != answer.operation:
             return None
         request.fetch = None
         self._is_over(request, answer.outcome)
-        on_device = fetching.first * self.block_size
+        on_device, num_tokens = fetch.job.held_blocks * self.block_size, fetch.job.num_tokens
         if answer.outcome != "transferred":
-            return Arrival(fetching.slot, request, on_device, on_device)
-        self.counters.fetched_tokens += fetching.num_tokens - on_device
-        cached = max(on_device, min(answer.cached, fetching.num_tokens))
-        return Arrival(fetching.slot, request, fetching.num_tokens, cached)
+            return Arrival(fetch.slot, request, on_device, on_device)
+        self.counters.fetched_tokens += num_tokens - on_device
+        return Arrival(fetch.slot, request, num_tokens, max(on_device, min(answer.cached, num_tokens)))
 
     def _is_over(self, request: Request, outcome: PrefillOutcome) -> None:
         request.prefill = outcome
@@ -139,12 +124,12 @@ class KVTransferring:
 
     def sent(self, answer: Sent) -> None:
         """The blocks of a send are not read any more."""
-        self.operations.end(answer.operation, _Sending)
+        self.operations.end(answer.operation, Send)
 
     def _send(self, request: Request, lease: str, blocks: IntArray, num_tokens: int | None) -> None:
         first = min(request.sent, len(blocks))
         sent = blocks[first:].copy()
-        number = self.operations.begin(_Sending(lease), sent)
-        self.operations.effects.append(Send(number, lease, first, sent, num_tokens, request.cached_tokens or 0))
+        send = Send(self.operations.next, lease, first, sent, num_tokens, request.cached_tokens or 0)
+        self.operations.begin(send, request, sent)
         self.counters.sent_blocks += len(sent)
         request.sent = len(blocks)

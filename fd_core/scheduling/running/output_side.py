@@ -63,7 +63,6 @@ class OutputSide:
     counters: OutputCounters = field(default_factory=OutputCounters)
     _next_step: int = 0
     _told_first: set[str] = field(default_factory=set)
-    """Requests whose first delta was told."""
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         """Apply the answer to `plan` and return what the clients are told, at most one delta for each request.

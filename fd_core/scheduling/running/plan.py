@@ -37,7 +37,6 @@ class PlanBuilder:
         self.preempted = False
         """Whether this pass preempted a request for want of blocks."""
         self.num_rows = 0
-        """Slots that are scheduled so far."""
         self.rows = np.empty(0, np.intp)
         """Slots of the plan that was built, as an index: arrays of another integer type take several times as long."""
         self._epoch = epoch

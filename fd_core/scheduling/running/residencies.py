@@ -70,7 +70,6 @@ class Residencies:
     _control: AdmissionControl
     _times: PhaseClock
     _on_end: Callable[[Request, FinishReason], None]
-    """Told of each request that ended."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     arrived: list[int] = field(default_factory=list)
     """Slots whose KV arrived; the next plan tells the runner of them."""

@@ -21,9 +21,9 @@ import numpy as np
 
 from fd_core.config import Limits
 from fd_core.kv.blocks import BlockPool
-from fd_core.scheduling.operations.grammars import GrammarCompiling
 from fd_core.scheduling.operations.kv_offloading import KVOffloading
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
+from fd_core.scheduling.operations.registry import GrammarCompiling
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.prefixes import Prefixes
@@ -187,7 +187,7 @@ class Admissions:
         if count:
             residencies.load(slot, Phase.STORE)
             loaded = self._slots.blocks(slot, first, first + count)
-            self._offloading.load(request, slot, keys[first : first + count], loaded, first)
+            self._offloading.load(request, slot, keys[first : first + count], loaded)
             return
         request.advance(Event.ADMIT)
         cached = first * self._limits.block_size
