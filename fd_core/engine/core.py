@@ -186,10 +186,7 @@ class Engine:
         return len(self._in_flight)
 
     def begin_steps(self) -> list[Delta]:
-        """Submit plans until `pipeline_depth` of them are in flight, or nothing is left to plan.
-
-        Returns the last deltas of requests that ended before any step.
-        """
+        """Submit plans until `pipeline_depth` are in flight or none is left; return what ended before any step."""
         if self._trace is not None:
             self._trace.turn_began(self._nanoseconds())
         if not self._in_flight:
@@ -285,10 +282,7 @@ class Engine:
             self._trace.close(self._nanoseconds())
 
     def _complete(self) -> list[Delta]:
-        """Tell the scheduler what became of operations outside steps, and take in what other workers ask for.
-
-        Returns the last deltas of requests that ended by it.
-        """
+        """Take in what became of operations outside steps, and jobs; return last deltas of what ended by it."""
         ended: list[Delta] = []
         for completion in self._outside.completions():
             match completion:

@@ -45,10 +45,7 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
 
 
 def vector_of(pooled: bytes, settings: VectorSettings, dimensions: int | None = None) -> npt.NDArray[np.float32]:
-    """Return what an engine delivered as float32[dimensions], the leading elements.
-
-    Its length is 1 if the settings say so, and always if it was cut.
-    """
+    """Return what an engine delivered as float32[dimensions], of length 1 if it was cut or the settings say so."""
     whole = np.frombuffer(pooled, "<f4").astype(np.float64)
     vector = whole[:dimensions]
     if settings.normalize or len(vector) < len(whole):

@@ -209,10 +209,7 @@ class BlockPool:
     # Known prefixes ---------------------------------------------------------------------------------------
 
     def register(self, block: int, key: bytes) -> bool:
-        """Remember that an owned block holds the settled tokens named by `key`; return whether that was not known.
-
-        The first holder of a key stays its holder.
-        """
+        """Name an owned block that holds settled tokens; return False if it or another has a name: the first stays."""
         if key in self._block_of or block in self._key_of:
             return False
         self._block_of[key] = block

@@ -42,10 +42,7 @@ class PersistentBatch:
             self.tables[grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks
 
     def advance(self, slots: IntArray) -> IntArray:
-        """A step that samples of `slots` int32[N] was launched: each text is a token longer, which nobody knows yet.
-
-        Returns where those tokens will stand, int32[N].
-        """
+        """Count a token that a launched step samples of each of `slots` int32[N]; return their places, int32[N]."""
         begins: IntArray = self.length[slots]
         self.length[slots] = np.minimum(begins + 1, self.tokens.shape[1])
         self.num_drafts[slots] = 0

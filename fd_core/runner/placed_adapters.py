@@ -27,10 +27,7 @@ class RunnerAdapters:
         return [adapter for adapter in self.places if adapter is not None]
 
     def prepare(self) -> None:
-        """Set up what adapters that may come will need, if the model takes any, so that no request waits for it then.
-
-        Called before the first is held. Raises what `replace` does.
-        """
+        """Set up what adapters may need before the first is held, if the model takes any. Raises as `replace`."""
         if isinstance(self._model, AdaptableModel):
             self.replace(())
 

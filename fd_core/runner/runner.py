@@ -126,10 +126,7 @@ class Runner:
         return None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue all that a step computes.
-
-        A plan whose whole batch was revoked computes nothing and still yields an output.
-        """
+        """Queue all that a step computes; a plan whose whole batch was revoked still yields an output."""
         batch, width = self.batch, self.limits.max_drafts + 1
         for admission in plan.admissions:
             self._admit(admission)
@@ -188,10 +185,7 @@ class Runner:
         return snapshot(self._grammars.stats)
 
     def warm_up(self, progress: LoadProgress) -> float:
-        """Compute first steps, so that no request pays for first times; see `Ops.warm_up_tokens` and `warm_up_steps`.
-
-        Returns the seconds that a token of the prefill took, cold as it was.
-        """
+        """Compute first steps, see `Ops.warm_up_steps`; return the seconds that a token of the cold prefill took."""
         limits, ops = self.limits, self.ops
         length = min(limits.max_num_batched_tokens, limits.max_model_len - 1, ops.warm_up_tokens or sys.maxsize)
         plans = warm_up_plans(limits, length, ops.warm_up_steps(limits))
@@ -347,10 +341,7 @@ class Runner:
                 return
 
     def _guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
-        """Place drafts int32[n, k], of which row i has counts[i], behind the texts of `slots`, as grammars allow.
-
-        A row ends before its first id without an embedding row, which only a wrong drafter proposes.
-        """
+        """Place counts[i] of drafts[i] behind each text as grammars allow, up to an id beyond the embedding's rows."""
         unknown = drafts.astype(np.uint32) >= self.limits.vocab_size
         if unknown.any():
             counts = np.where(unknown.any(axis=1), np.minimum(counts, unknown.argmax(axis=1)), counts).astype(np.int32)

@@ -234,10 +234,7 @@ class SingleEngineClient(abc.ABC):
         return self.abort(list(self._ledger))
 
     async def change_adapters(self, name: str, path: str | None) -> None:
-        """Load the LoRA adapter in a folder under a name, or unload the one of that name if there is no path.
-
-        Raises `BadRequest` if it cannot be done; then nothing has changed.
-        """
+        """Load the LoRA adapter in a folder, or unload it. Raises `BadRequest`, and then nothing has changed."""
         if not self.alive:
             raise EngineDead(self._death)
         ticket = next(self._tickets)
@@ -283,10 +280,7 @@ class SingleEngineClient(abc.ABC):
             self._send(Submit(spec))
 
     def _went_away(self, reason: str, rank: str | None = None) -> None:
-        """The engine died and another will be started: its requests wait, unless they are aborted or given up.
-
-        `rank` is the one at fault, as `EngineDead.field` names it.
-        """
+        """Let requests wait for another engine; `rank` is the one at fault, as `EngineDead.field` names it."""
         if rank is not None and (number := rank.removeprefix("rank ")) in self.rank_failures:
             self.rank_failures[number] += 1
         self._lost(reason, restarts=True)

@@ -38,10 +38,7 @@ _FLAG = "--data-parallel-size"
 async def open_engines(
     config: EngineConfig, path: Path | None, progress: StartProgress, count: int
 ) -> DataParallelClient:
-    """Start `count` engines at the same time and return once all are ready.
-
-    Raises what loading raises, and `ConfigError` for settings that several engines cannot share.
-    """
+    """Start `count` engines at once. Raises what loading does, and `ConfigError` for settings that mean one."""
     _require_separable(config)
     chosen = await asyncio.to_thread(installed_plugins().choose_backend, config.backend)
     places = chosen.cls.places(count, config.tensor_parallel_size)
@@ -175,10 +172,7 @@ class DataParallelClient:
         """There are no prefill workers among several engines."""
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """Abort the named requests, wherever they are, and return those that were running or waiting. Idempotent.
-
-        Raises `EngineDead` if no engine is left.
-        """
+        """Abort the named requests, wherever they are. Raises `EngineDead` if no engine is left."""
         return [request_id for engine in self._not_gone() for request_id in engine.abort(request_ids)]
 
     def abort_all(self) -> list[str]:

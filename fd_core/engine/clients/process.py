@@ -71,10 +71,7 @@ class ProcessClient(SingleEngineClient):
         place: EnginePlace | None = None,
         begun: EngineProcess | None = None,
     ) -> ProcessClient:
-        """Start the process and wait until it is ready; `place` is where it computes, everywhere if None.
-
-        `begun` is a process that waits to be told what to load, in the same place; the client starts one if None.
-        """
+        """Wait for a process that computes at `place`, everywhere if None: for the one that was `begun`, if any."""
         client = cls(config, path, progress, place, begun)
         try:
             await client._start()
@@ -111,10 +108,7 @@ class ProcessClient(SingleEngineClient):
         self._socket.send(message)
 
     async def _start(self) -> None:
-        """Start a process for the next epoch and wait until it is ready.
-
-        Raises `EngineDead` if it ends or gives no sign of its start for too long, and what loading raises.
-        """
+        """Start a process for the next epoch. Raises `EngineDead` if it ends or stalls, and what loading raises."""
         self._epoch += 1
         self._ready.clear()
         self._end = asyncio.get_running_loop().create_future()

@@ -118,10 +118,7 @@ class RequestLedger:
         return ends
 
     def resubmissions(self) -> list[RequestSpec]:
-        """Return the requests for a new epoch, with the tokens delivered so far, in order of arrival.
-
-        Of the suspects only the first is among them; `next_suspect` returns the others.
-        """
+        """Return the requests for a new epoch in order of arrival; of suspects the first, see `next_suspect`."""
         suspects = [name for name, entry in self._entries.items() if entry.suspected]
         self._tried, self.suspects_held = suspects[0] if suspects else "", dict.fromkeys(suspects[1:])
         return [_resumed(entry) for name, entry in self._entries.items() if name not in self.suspects_held]

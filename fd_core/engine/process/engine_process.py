@@ -24,10 +24,7 @@ class EngineProcess:
 
     @classmethod
     async def begin(cls, backend: str, place: EnginePlace | None = None) -> EngineProcess:
-        """Start a process that imports what `backend` needs and waits for a `Start`; `place` is where it computes.
-
-        Raises `EngineDead` if the system refuses.
-        """
+        """Start a process at `place`, which waits for a `Start`. Raises `EngineDead` if the system refuses."""
         where = place or EnginePlace()
         own, engines = socket.socketpair()
         try:

@@ -74,10 +74,7 @@ class EngineService:
         return deltas
 
     def tell(self, deltas: list[Delta], now: float) -> bool:
-        """Send what a turn delivered, with statistics now and then; `now` in seconds of one clock.
-
-        Returns whether the engine has work.
-        """
+        """Send what a turn delivered, statistics now and then; return whether there is work. `now` in seconds."""
         engine = self.engine
         busy = engine.has_work
         news: EngineStats | None = None

@@ -204,10 +204,7 @@ class RankProcesses:
             self._patience.renew()
 
     def hold(self, adapters: Sequence[Adapter], known: Collection[Adapter]) -> str | None:
-        """Have the other ranks hold these adapters and no others; `known` are those that they hold.
-
-        Returns why one cannot, in its words; it holds what it held. None if all do.
-        """
+        """Have the other ranks hold these adapters alone; return why one cannot and still holds the `known` ones."""
         there = {adapter.digest for adapter in known}
         new = tuple(adapter for adapter in adapters if adapter.digest not in there)
         with self.together():

@@ -96,10 +96,7 @@ class TraceContents:
 
 
 def read_trace(path: Path, last: int) -> TraceContents:
-    """Read the last `last` steps of a trace.
-
-    Raises `ConfigError` if the file cannot be read, is not a trace, or is of another format version.
-    """
+    """Read the last `last` steps. Raises `ConfigError` for a file that is no trace of a version read here."""
     lines = _raw_lines(path)
     reader = _TraceReader(_header(next(lines, b""), path), last)
     for raw in lines:
@@ -108,10 +105,7 @@ def read_trace(path: Path, last: int) -> TraceContents:
 
 
 def read_lines(path: Path) -> Iterator[TraceHeader | StepLine]:
-    """Yield the headers and steps of a trace without keeping them; damaged lines are left out.
-
-    Raises `ConfigError` as `read_trace` does.
-    """
+    """Yield the headers and steps that are whole, without keeping them. Raises `ConfigError` as `read_trace` does."""
     decoder, lines = msgspec.json.Decoder(StepLine), _raw_lines(path)
     header = _header(next(lines, b""), path)
     yield header

@@ -335,10 +335,7 @@ class TraceWriter:
         return (now - self._origin) // 1000
 
     def _follow(self, plan: StepPlan, deltas: list[Delta]) -> tuple[int | None, ...]:
-        """Keep track of which request holds which slot and what it got, through steps that are dropped as well.
-
-        Returns what the requests that end here got, as `StepRecord.answered`.
-        """
+        """Keep track of occupants and tokens, also in dropped steps; return `StepRecord.answered` of those that end."""
         for entry in plan.admissions:
             self._occupants[entry.slot] = ResidencyEntry(entry.slot, entry.gen, entry.request_id)
         for revocation in plan.revocations:

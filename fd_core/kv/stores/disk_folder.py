@@ -24,9 +24,10 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, StoreError, StoreStats, Trouble
 
@@ -44,10 +45,7 @@ _PARTIAL_NAME: Final = re.compile(r"([0-9]{1,15})-[0-9a-f]{16,64}")
 
 
 def value_name(key: bytes) -> tuple[str, str]:
-    """Return sub-folder and name of a key's file. Only hex digits of the key reach the path.
-
-    Raises `StoreError` for a key that is empty or too long.
-    """
+    """Return sub-folder and name of a key's file, in hex digits. Raises `StoreError` for a key of a wrong length."""
     if not 1 <= len(key) <= MAX_KEY_BYTES:
         raise StoreError(Trouble.OTHER, f"a key of {len(key)} bytes is not between 1 and {MAX_KEY_BYTES}")
     digits = key.hex()
@@ -95,8 +93,7 @@ def _open_folder(root: int, name: str) -> int:
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(msgspec.Struct, frozen=True):
     """What the file system of a folder has left."""
 
     block: int
@@ -144,8 +141,7 @@ def _space(found: os.stat_result, block: int) -> int:
     return max(space_for(found.st_size, block), found.st_blocks * _SECTOR + _FILE_BYTES)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FoundFile:
+class FoundFile(msgspec.Struct, frozen=True, order=True):
     """A file of the store; files sort by the time of their last use."""
 
     used_ns: int

@@ -61,7 +61,7 @@ class Copier:
             return
         self._host.touch(keys[:host])
         self._tally.add("host_hit_blocks", host)
-        if missing and self._reader.ready():
+        if missing and self._reader.store.ready():
             self._reader.loop.post(partial(self._reader.look_up, lookup, host, missing))
         else:
             self._pending.finish(found)
@@ -118,7 +118,7 @@ class Copier:
         job = LoadJob(load, began, arrays, len(keys), Loaded(load.operation, 0))
         missing = [index for index, array in enumerate(arrays) if array is None]
         self._host.touch(keys)
-        if missing and self._reader.ready():
+        if missing and self._reader.store.ready():
             job.missing.extend(missing)
             for _ in range(2):  # one batch is copied while the next is fetched
                 self._reader.loop.post(partial(self._reader.fetch, job, self._deliver))

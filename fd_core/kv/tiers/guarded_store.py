@@ -56,10 +56,7 @@ class GuardedStore:
             return self._breaker.ready(now)
 
     def call(self, what: str, timeout: float, do: Callable[[KVStore, float], _Result]) -> _Result | None:
-        """Return what `do(store, timeout)` returns, or None if the call failed or the breaker does not admit it.
-
-        `what` names the call in the log.
-        """
+        """Return `do(store, timeout)`, None if it failed or the breaker is open; `what` names it in the log."""
         with self._lock:
             now = self._clock()
             if self._store is None or not self._breaker.admit(now):

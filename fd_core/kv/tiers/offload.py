@@ -238,7 +238,7 @@ class KVOffload(EffectPort[TierStats]):
         """Whether neither tier can have anything, so that a question needs no thread."""
         if self._closed:
             return True
-        return not (len(self._host) or self._reader.ready() or self._pending.numbers(Saved))
+        return not (len(self._host) or self._reader.store.ready() or self._pending.numbers(Saved))
 
 
 _EXPIRED: dict[type[Completion], str] = {Found: "lookups_expired", Loaded: "load_expired", Saved: "saves_expired"}

@@ -49,7 +49,7 @@ class StoreReader:
     """
 
     loop: ThreadLoop
-    _store: GuardedStore
+    store: GuardedStore
     _envelope: Envelope
     _block: BlockFormat
     _pending: PendingOperations[Found | Loaded | Saved]
@@ -66,10 +66,6 @@ class StoreReader:
     def __post_init__(self) -> None:
         self._limit = self._block.bytes + HEADER_BYTES
 
-    def ready(self) -> bool:
-        """Whether the store would be asked at once. Any thread."""
-        return self._store.ready()
-
     def look_up(self, lookup: Lookup, host: int, missing: Sequence[int]) -> None:
         """Complete a lookup: the host tier has the leading `host` keys and all but those at the indices `missing`."""
         if lookup.operation not in self._pending:
@@ -84,7 +80,7 @@ class StoreReader:
                 raise ValueError("longest_prefix returned no number of keys")
             return found
 
-        found = self._store.call("longest_prefix", self.lookup_seconds, ask)
+        found = self.store.call("longest_prefix", self.lookup_seconds, ask)
         total = host
         if found is not None:
             self.latency.add(self.clock() - began, 1, self.clock())
@@ -107,7 +103,7 @@ class StoreReader:
                 raise ValueError("get returned another number of values")
             return [None if value is None else memoryview(value).cast("B") for value in values]
 
-        values = self._store.call("get", self.fetch_seconds, get)
+        values = self.store.call("get", self.fetch_seconds, get)
         arrays: list[tuple[int, HostArray]] = []
         for index, value in zip(batch, values or (), strict=False):
             array = None if value is None else self._open(keys[index], value)

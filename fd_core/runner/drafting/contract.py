@@ -161,10 +161,7 @@ def check_drafter(drafter: type[Drafter], config: SpeculativeConfig) -> None:
 def make_drafter(
     drafter: type[Drafter], config: EngineConfig, backend: Backend, ops: Ops, model: Model, progress: LoadProgress
 ) -> Drafter | None:
-    """Make a drafter for the loaded `model`, which shares its backend and pack; None without speculation.
-
-    Raises `ConfigError` or `ModelError`.
-    """
+    """Make a drafter for the loaded `model`, None without speculation. Raises `ConfigError` or `ModelError`."""
     speculative = config.speculative
     if speculative is None or not speculative.num_speculative_tokens:
         return None

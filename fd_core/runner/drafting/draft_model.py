@@ -129,7 +129,9 @@ class DraftModelDrafter(Drafter):
         length, computed = self._length[slots], self._blocks.computed
         # The last token is always computed: its logits yield the first draft.
         computed[slots] = np.minimum(computed[slots], length - 1)
-        wanted = np.minimum(self._useful(len(slots), limit), self._longest - length)
+        # Drafts that each slot can have verified when all share what a step has for them.
+        useful = min(limit, -(-max(self._cheap_tokens - len(slots), 0) // max(len(slots), 1)))
+        wanted = np.minimum(useful, self._longest - length)
         rows, chunks = self._choose(slots, wanted)
         if not len(rows):
             return tokens, counts
@@ -140,10 +142,6 @@ class DraftModelDrafter(Drafter):
             counts[rows] = wanted
             tokens[rows] = self._draft(slots, wanted, logits, limit)
         return tokens, counts
-
-    def _useful(self, num_slots: int, limit: int) -> int:
-        """Return how many drafts each of so many slots can have verified when they share what a step has for them."""
-        return min(limit, -(-max(self._cheap_tokens - num_slots, 0) // max(num_slots, 1)))
 
     def _choose(self, slots: IntArray, wanted: IntArray) -> tuple[npt.NDArray[np.intp], IntArray]:
         """Return the rows that compute something, and how many tokens each: those with the least to catch up first.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -72,10 +72,7 @@ class SlotGrammars:
         return None if matcher is None else matcher.trouble or "no token continues a text of the form asked for"
 
     def admit(self, admission: Admission) -> None:
-        """A residency begins; what lies behind the prompt was delivered before.
-
-        Compiles the grammar if nobody did. Raises `GrammarError` if it cannot be used.
-        """
+        """Begin a residency, whose text lies behind the prompt. Raises `GrammarError` if its grammar cannot be used."""
         slot, params = admission.slot, admission.params
         self.matchers.pop(slot, None)
         self._forced.pop(slot, None)
@@ -154,9 +151,8 @@ class SlotGrammars:
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="fdcore-masks")
-        return self._waiter(self._thread.submit(self._compute, wanted))
+        masks = self._thread.submit(self._compute, wanted)
 
-    def _waiter(self, masks: Future[Masks]) -> Callable[[], Masks]:
         def wait() -> Masks:
             began = time.perf_counter()
             result = masks.result()

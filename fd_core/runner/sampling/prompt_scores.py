@@ -74,10 +74,7 @@ class PromptScorer:
     def score(
         self, states: Array, head: Callable[[Array], Array], rows: tuple[IntArray, IntArray, IntArray], tokens: IntArray
     ) -> PromptScores:
-        """Score prompt tokens, at least one: states [T, H] of the step's tokens, `rows` as above.
-
-        `tokens` int32[num_slots, *] holds what is known of every slot.
-        """
+        """Score prompt tokens from states [T, H]; `rows` as above, `tokens` int32[num_slots, *] are all known ones."""
         places, slots, positions = rows
         top_n = max(self.wanted[slot][1] for slot in set(slots.tolist()))
         ids, host = tokens[slots, positions], self._ops.from_host

@@ -7,7 +7,7 @@ running --save--> Save --saved--> the host tier stores it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -34,8 +34,7 @@ _DOUBT = 0.9
 """Share of the estimated load time that remains after each decline."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True):
     """Measured costs in seconds; None while nothing was measured."""
 
     prefill_token: Annotated[
@@ -62,7 +61,7 @@ class LoadOrRecompute:
 
     def prefill_measured(self, pace: PrefillPaceMeasured) -> None:
         """Learn what computing costs at present."""
-        self.pace = replace(self.pace, prefill_token=pace.token)
+        self.pace = msgspec.structs.replace(self.pace, prefill_token=pace.token)
 
     def load_measured(self, pace: LoadPaceMeasured) -> None:
         """Learn what loading costs at present."""
@@ -110,8 +109,7 @@ class OffloadCounters(msgspec.Struct, kw_only=True):
     ] = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """The KV of a loading request arrived, or will not arrive: the request in `slot` may compute."""
 
     slot: int
@@ -122,8 +120,7 @@ class Arrival:
     """Those of them that no prefill computed for this request."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeepKV:
+class KeepKV(msgspec.Struct, frozen=True):
     """Which requests leave their KV outside the device."""
 
     preempted: bool = True
@@ -196,10 +193,7 @@ class KVOffloading:
             request.stored_on_host, request.stored = answer.host, answer.total
 
     def leave(self, request: Request) -> None:
-        """A waiting or loading request was aborted: hurry the answers that it waits for.
-
-        The blocks of a load stay pinned until its completion.
-        """
+        """Hurry the answers that an aborted request waits for; blocks of a load stay pinned until its completion."""
         for number in (request.lookup, request.load):
             if number is not None:
                 self.operations.effects.append(Cancel(number))
@@ -240,10 +234,7 @@ class KVOffloading:
         return Arrival(load.slot, request, tokens, tokens)
 
     def save(self, request: Request, keys: Sequence[bytes], blocks: IntArray) -> int | None:
-        """Store settled `blocks` under `keys` while they still have an owner; return the operation, if one is needed.
-
-        Blocks that the store is believed to have are left out.
-        """
+        """Store settled blocks that the store lacks while they have an owner; return the operation if one begins."""
         chosen = [index for index, key in enumerate(keys) if not (self.keep.persist and key in self._remembered)]
         if not chosen:
             return None

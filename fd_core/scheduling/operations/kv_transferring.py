@@ -57,10 +57,7 @@ class KVTransferring:
         return request.prefill is None and not request.num_generated
 
     def worth_fetching(self, request: Request, first: int) -> bool:
-        """Whether at least a block is left to fetch behind the `first` blocks that the device has.
-
-        The last token of the prompt is computed here in any case, because it yields the next one.
-        """
+        """Whether a block is left to fetch behind the `first` ones; the last token is computed here in any case."""
         if request.num_tokens - 1 - first * self.block_size >= self.block_size:
             return True
         self._is_over(request, "held")

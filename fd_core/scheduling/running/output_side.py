@@ -65,10 +65,7 @@ class OutputSide:
     _told_first: set[str] = field(default_factory=set)
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        """Apply the answer to `plan` and return what the clients are told, at most one delta for each request.
-
-        Raises `fd_core.signals.MalformedOutput` if the backend broke the protocol.
-        """
+        """Apply the answer to `plan`; return a delta for each request at most. Raises `signals.MalformedOutput`."""
         if (output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step:
             self.counters.stale_outputs += 1
             return []

@@ -102,10 +102,7 @@ class PlanBuilder:
         self._revocations.append(Revocation(slot, gen))
 
     def build(self, table: SlotTable) -> StepPlan | None:
-        """Freeze the plan; positions are read from the slot table. None if the step would do nothing.
-
-        A plan that only admits or only revokes does something.
-        """
+        """Freeze the plan, with positions from the slot table; None without rows, admissions and revocations."""
         if not (self._slots or self._revocations or self._admissions):
             return None
         slots, num_tokens, num_drafts = np.empty(0, np.intp), _ZEROS[:0], _ZEROS[:0]

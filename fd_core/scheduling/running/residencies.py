@@ -7,7 +7,7 @@ but its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -189,10 +189,7 @@ class Residencies:
         self._on_end(request, reason)
 
     def release(self, slot: int) -> Request:
-        """The -9 of a draining slot arrived; return its request.
-
-        The request is waiting again (preempted), or ended (aborted, or its last token arrived while it drained).
-        """
+        """Free a draining slot on its -9; return its request, which waits again (preempted) or has ended."""
         request = self.slots.request_in(slot)
         if not self.slots.draining[slot]:
             raise RuntimeError(f"slot {slot} was released but not revoked")
@@ -240,10 +237,7 @@ class Residencies:
         for slot, request in enumerate(slots.requests):
             if request is not None and (request.slot != slot or request.num_tokens != slots.num_tokens[slot]):
                 raise RuntimeError(f"slot {slot} and its request disagree about the slot or the number of tokens")
-        self._pool.check_integrity(self._owners())
-
-    def _owners(self) -> Iterable[IntArray]:
-        return (self.slots.blocks(int(slot)) for slot in np.flatnonzero(self.slots.running | self.slots.loading))
+        self._pool.check_integrity(slots.blocks(int(slot)) for slot in np.flatnonzero(slots.running | slots.loading))
 
 
 def slot_of(request: Request) -> int:

@@ -105,10 +105,7 @@ class SlotTable:
         return request
 
     def occupy(self, slot: int, request: Request, matched: IntArray, blocks: IntArray) -> None:
-        """Begin a residency: a new gen, every token still to compute.
-
-        The slot owns the blocks of a known prefix, `matched`, and the `blocks` behind them.
-        """
+        """Begin a residency, a new gen: the slot owns the known prefix, `matched`, and the `blocks` behind it."""
         spec, known, count = request.spec, len(matched), len(matched) + len(blocks)
         self.requests[slot] = request
         self.names[slot] = spec.request_id

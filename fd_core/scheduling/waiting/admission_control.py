@@ -44,10 +44,7 @@ class UsageForecast:
         self.share += (min(generated / max(asked, 1), 1.0) - self.share) / self._seen
 
     def remaining(self, generated: IntArray, asked: IntArray) -> npt.NDArray[np.int64]:
-        """Predict int64[n]: tokens that running requests will still generate, at least one each.
-
-        A request that outgrew the average is expected to go on for half as long as it already did.
-        """
+        """Predict int64[n] tokens still to come, at least 1; whoever outgrew the average goes on for half as long."""
         expected = np.maximum(self.share * asked, 1.5 * generated)
         left: npt.NDArray[np.int64] = np.maximum(np.minimum(expected, asked) - generated, 1).astype(np.int64)
         return left
@@ -107,10 +104,7 @@ class AdmissionControl:
         self.return_cost = ReturnCost(return_share)
 
     def growth(self, slots: SlotTable, request: Request) -> int:
-        """Return the blocks that running requests and `request` will soon need beyond the blocks that they hold.
-
-        A request that runs alone may always begin.
-        """
+        """Return the blocks that all will need beyond those that they hold; 0 for a request that runs alone."""
         rows = np.flatnonzero(slots.running | slots.loading)
         if not len(rows):
             return 0
@@ -144,10 +138,7 @@ class AdmissionPass:
     _bound: int | None = None
 
     def admits(self, request: Request, needed: int, free: int) -> bool:
-        """Whether `free` blocks hold the `needed` blocks of a request and what all requests grow by.
-
-        If so, the request counts among them from now on.
-        """
+        """Whether `free` blocks hold the `needed` ones and all growth; if so, the request counts from now on."""
         if needed > free:
             return False
         if self._bound is None:
