@@ -39,6 +39,10 @@ _COSTLY: Final = SamplingParams(
     temperature=0.8, top_k=1000, top_p=0.9, min_p=0.01, seed=1, presence_penalty=0.1, repetition_penalty=1.1, logprobs=1
 )
 
+_log = logging.getLogger(__name__)
+_ENOUGH: Final = 2**60
+"""Bytes in which every slot has all the blocks that it can use."""
+
 
 @contextmanager
 def rehearsed(make: Callable[[Limits], Runner], limits: Limits, *, adapters: bool = False) -> Iterator[None]:
@@ -76,12 +80,6 @@ def _plans(runner: Runner) -> Iterator[StepPlan]:
         some = slots[: max(1, budget // (1 + drafts))]
         batch.guess(some, np.zeros((len(some), drafts), np.int32), np.full(len(some), drafts, np.int32))
         yield decode_plan(3, some, batch.gen[some], batch.length[some] - 1, drafts)
-
-
-_log = logging.getLogger(__name__)
-
-_ENOUGH: Final = 2**60
-"""Bytes in which every slot has all the blocks that it can use."""
 
 
 class Computing:

@@ -30,7 +30,7 @@ from fd_core.types.metrics import snapshot
 
 
 class FailedRequests:
-    """Why requests failed, by slot and generation."""
+    """Why requests failed, by slot and generation: steps in flight may be of the residency before."""
 
     def __init__(self) -> None:
         self.reasons: dict[tuple[int, int], str] = {}

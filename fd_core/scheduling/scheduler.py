@@ -16,20 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fd_core.effects.operations import (
-    NO_EFFECTS,
-    Completion,
-    Effects,
-    Fetched,
-    Found,
-    GrammarReady,
-    Loaded,
-    LoadPaceMeasured,
-    NotStored,
-    PrefillPaceMeasured,
-    Saved,
-    Sent,
-)
+from fd_core.effects import operations as effects
 from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.contract import Scheduler, SchedulerHoldings, SchedulerSetup, SchedulerStats
@@ -113,7 +100,7 @@ class ContinuousBatchingScheduler(Scheduler):
         self._aborting: list[Request] = []
         """Running requests to revoke in the next plan."""
 
-    def add(self, spec: RequestSpec) -> Effects:
+    def add(self, spec: RequestSpec) -> effects.Effects:
         """Queue a request."""
         if spec.request_id in self._requests:
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
@@ -155,7 +142,7 @@ class ContinuousBatchingScheduler(Scheduler):
         """Whether a request has not ended, a slot is still draining, or an operation on KV is not over."""
         return bool(self._requests or self._operations.open or self._operations.effects or self._slots.draining.any())
 
-    def plan(self) -> tuple[StepPlan | None, Effects]:
+    def plan(self) -> tuple[StepPlan | None, effects.Effects]:
         """Decide the next step."""
         plan = None
         if self._requests:
@@ -173,34 +160,34 @@ class ContinuousBatchingScheduler(Scheduler):
         """
         self._admissions.admit(draft, step)
 
-    def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], Effects]:
+    def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], effects.Effects]:
         """Apply the answer to `plan`."""
         return self._output_side.commit(plan, output), self._effects()
 
-    def complete(self, completion: Completion) -> Delta | None:
+    def complete(self, completion: effects.Completion) -> Delta | None:
         """An operation is over, or what is known of stored KV changed; return the last delta of a request that ends."""
         match completion:
-            case Found():
+            case effects.Found():
                 self._offloading.found(completion)
                 self._waiting.wake(completion.operation)
-            case Saved():
+            case effects.Saved():
                 self._offloading.saved(completion)
                 self._waiting.wake(completion.operation)
-            case Loaded():
+            case effects.Loaded():
                 if (arrival := self._offloading.loaded(completion)) is not None:
                     self._residencies.arrive(arrival)
-            case Fetched():
+            case effects.Fetched():
                 if (arrival := self._transferring.fetched(completion)) is not None:
                     self._residencies.arrive(arrival)
-            case Sent():
+            case effects.Sent():
                 self._transferring.sent(completion)
-            case GrammarReady():
+            case effects.GrammarReady():
                 return self._grammar_ready(completion)
-            case NotStored(keys):
+            case effects.NotStored(keys):
                 self._offloading.not_stored(keys)
-            case LoadPaceMeasured():
+            case effects.LoadPaceMeasured():
                 self._offloading.load_or_recompute.load_measured(completion)
-            case PrefillPaceMeasured():
+            case effects.PrefillPaceMeasured():
                 self._offloading.load_or_recompute.prefill_measured(completion)
         return None
 
@@ -237,7 +224,7 @@ class ContinuousBatchingScheduler(Scheduler):
             operations=len(self._operations.open),
         )
 
-    def _grammar_ready(self, answer: GrammarReady) -> Delta | None:
+    def _grammar_ready(self, answer: effects.GrammarReady) -> Delta | None:
         """Let the request that waits for a grammar go on, or end it if the grammar cannot be used."""
         request = self._grammars.ready(answer.operation)
         if request is None or answer.error is None:
@@ -249,13 +236,15 @@ class ContinuousBatchingScheduler(Scheduler):
         end = self._output_side.end(request, FinishReason.ERROR)
         return msgspec.structs.replace(end, error=f"{GRAMMAR_FAULT}cannot be used: {answer.error}")
 
-    def _effects(self) -> Effects:
+    def _effects(self) -> effects.Effects:
         wanted = self._operations
         if self._recorder is None and not (wanted.effects or wanted.decisions):
-            return NO_EFFECTS
+            return effects.NO_EFFECTS
         operations, decisions = wanted.take()
         events = () if self._recorder is None else self._recorder.take()
-        return Effects(operations, decisions, events) if operations or decisions or events else NO_EFFECTS
+        return (
+            effects.Effects(operations, decisions, events) if operations or decisions or events else effects.NO_EFFECTS
+        )
 
     def _ended(self, request: Request, reason: FinishReason) -> None:
         request.ended = reason

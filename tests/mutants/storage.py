@@ -47,7 +47,7 @@ MUTANTS = (
     mutant(
         "free-while-a-save-reads",
         "3.2: a block leaves fenced only when no storage operation reads it",
-        (OFFLOADING, "self.keep.persist), request, copied)", "self.keep.persist), request)"),
+        (OFFLOADING, "begin(save, request, copied)", "begin(save, request)"),
     ),
     mutant(
         "blocks-of-a-load-stay-pinned",

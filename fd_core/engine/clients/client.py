@@ -14,16 +14,7 @@ import msgspec
 
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.request_ledger import RequestLedger
-from fd_core.engine.process.messages import (
-    Abort,
-    AdaptersChanged,
-    ChangeAdapters,
-    ClientMessage,
-    EngineInfo,
-    EngineStats,
-    StepEvents,
-    Submit,
-)
+from fd_core.engine.process import messages
 from fd_core.errors import BadRequest, EngineDead, FdError
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.event_log import KVEventLog
@@ -39,16 +30,19 @@ _PATIENCE = 5
 _FIRST_SECONDS = 1.0
 """Pause after the first failed start; it doubles with each."""
 _LONGEST_SECONDS = 60.0
+StartProgress = Callable[[str, int, int], None]
+"""Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
+and `warmup` (steps)."""
+EngineClient: TypeAlias = "SingleEngineClient | DataParallelClient"
+"""What a server uses, from one event loop: one engine, or several of one model on this machine.
+
+Opened by `fd_core.engine.clients.launch.open_client`.
+"""
 
 
 def pause_after(failures: int) -> float:
     """Return the seconds between a failed start and the next one; `failures` are those in a row."""
     return min(_FIRST_SECONDS * 2.0 ** min(failures - 1, 30), _LONGEST_SECONDS)
-
-
-StartProgress = Callable[[str, int, int], None]
-"""Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
-and `warmup` (steps)."""
 
 
 class DeltaStream(AsyncIterator[Delta]):
@@ -125,7 +119,7 @@ class SingleEngineClient(abc.ABC):
     resumes each request with the same text; until then new requests are refused. When none will be, streams end.
     """
 
-    info: EngineInfo
+    info: messages.EngineInfo
     """Valid from the moment the client was opened; replaced when the engine restarts with a new epoch."""
     kv_log: KVEventLog | None = None
     """Events about the prefixes that the device holds; None unless `kv_events` is on. The log outlives the engine."""
@@ -139,7 +133,7 @@ class SingleEngineClient(abc.ABC):
         self._prefill_listeners: list[Callable[[PrefillTrace], None]] = []
         self._left: set[str] = set()
         """Requests whose reader left before the engine reported their end."""
-        self.stats = EngineStats()
+        self.stats = messages.EngineStats()
         """The latest statistics that the engine sent, at most about half a second old."""
         self.alive = False
         """Whether the engine answers; false from its death until a restart is ready."""
@@ -205,7 +199,7 @@ class SingleEngineClient(abc.ABC):
         stream = DeltaStream(self, request_id, on_news)
         self._ledger.begin(spec)
         self._streams[request_id] = stream
-        self._send(Submit(spec))
+        self._send(messages.Submit(spec))
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
@@ -226,7 +220,7 @@ class SingleEngineClient(abc.ABC):
                     self._streams.pop(request_id).push(end)
         if asked:
             self._ledger.aborting(asked)
-            self._send(Abort(tuple(asked)))
+            self._send(messages.Abort(tuple(asked)))
         return known
 
     def abort_all(self) -> list[str]:
@@ -240,7 +234,7 @@ class SingleEngineClient(abc.ABC):
         ticket = next(self._tickets)
         self._changes[ticket] = asyncio.get_running_loop().create_future()
         try:
-            self._send(ChangeAdapters(ticket, name, path))
+            self._send(messages.ChangeAdapters(ticket, name, path))
             await self._changes[ticket]
         finally:
             del self._changes[ticket]
@@ -252,10 +246,10 @@ class SingleEngineClient(abc.ABC):
     # For subclasses ---------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _send(self, message: ClientMessage) -> None:
+    def _send(self, message: messages.ClientMessage) -> None:
         """Carry a message to the engine without waiting."""
 
-    def _adapters_changed(self, answer: AdaptersChanged) -> None:
+    def _adapters_changed(self, answer: messages.AdaptersChanged) -> None:
         self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
         modules = tuple(f"{each.name}={each.path}" for each in answer.adapters)
         self._config = msgspec.structs.replace(self._config, lora_modules=modules)
@@ -267,17 +261,17 @@ class SingleEngineClient(abc.ABC):
         else:
             waiting.set_exception(BadRequest(answer.error, field=answer.field))
 
-    def _came_up(self, info: EngineInfo) -> None:
+    def _came_up(self, info: messages.EngineInfo) -> None:
         """An engine is ready: it resumes the requests of its predecessor."""
         self.info = info
-        self.stats = EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
+        self.stats = messages.EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
         self.alive, self.restarts = True, False
         if info.kv_events and self.kv_log is None:
             self.kv_log = KVEventLog(info.block_size)
         left_over = self._ledger.resubmissions()
         self.requests_requeued += len(left_over)
         for spec in left_over:
-            self._send(Submit(spec))
+            self._send(messages.Submit(spec))
 
     def _went_away(self, reason: str, rank: str | None = None) -> None:
         """Let requests wait for another engine; `rank` is the one at fault, as `EngineDead.field` names it."""
@@ -329,7 +323,7 @@ class SingleEngineClient(abc.ABC):
             self.kv_log.restart(self.kv_place)
         self._left.clear()
 
-    def _dispatch(self, events: StepEvents) -> None:
+    def _dispatch(self, events: messages.StepEvents) -> None:
         if not self.alive or events.epoch != self.info.epoch:
             return  # from an epoch that is over: its successor delivers the same tokens
         if events.stats is not None:
@@ -353,21 +347,14 @@ class SingleEngineClient(abc.ABC):
                 stream = self._streams.pop(delta.request_id) if ended else self._streams[delta.request_id]
                 stream.push(seen)
         if self._ledger.suspects_held and (suspect := self._ledger.next_suspect()) is not None:
-            self._send(Submit(suspect))
+            self._send(messages.Submit(suspect))
 
     def _leave(self, request_id: str) -> None:
         known = self.alive and not self._ledger.held(request_id)
         self._ledger.drop(request_id)
         if self._streams.pop(request_id, None) is not None and known:
             self._left.add(request_id)
-            self._send(Abort((request_id,)))
-
-
-EngineClient: TypeAlias = "SingleEngineClient | DataParallelClient"
-"""What a server uses, from one event loop: one engine, or several of one model on this machine.
-
-Opened by `fd_core.engine.clients.launch.open_client`.
-"""
+            self._send(messages.Abort((request_id,)))
 
 
 def _merged(deltas: list[Delta]) -> Delta:

@@ -111,7 +111,8 @@ class DataParallelClient:
         """What the schedulers count, summed; the rest is each engine's own."""
         parts = [engine.stats.scheduler for engine in self.engines]
         summed = ("slots", "counters", "blocks", "outputs", "drafts", "offload")
-        return EngineStats(SchedulerStats(**{name: total([getattr(part, name) for part in parts]) for name in summed}))
+        sums = {name: total([getattr(part, name) for part in parts]) for name in summed}
+        return EngineStats(scheduler=SchedulerStats(**sums))
 
     @property
     def alive(self) -> bool:

@@ -11,19 +11,9 @@ from typing import Final
 from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import SingleEngineClient, StartProgress
+from fd_core.engine.process import messages
 from fd_core.engine.process.engine_process import EngineProcess
 from fd_core.engine.process.message_stream import EngineSocket
-from fd_core.engine.process.messages import (
-    AdaptersChanged,
-    ClientMessage,
-    EngineMessage,
-    Fault,
-    Progress,
-    Ready,
-    Shutdown,
-    Start,
-    StepEvents,
-)
 from fd_core.errors import ConfigError, EngineDead, FdError
 
 _log = logging.getLogger(__name__)
@@ -92,17 +82,17 @@ class ProcessClient(SingleEngineClient):
         process = self._process.process if self._process is not None else None
         if process is not None and process.returncode is None and self.alive:
             if drain_seconds > 0:
-                self._send(Shutdown(drain=True))
+                self._send(messages.Shutdown(drain=True))
                 await _wait(process, drain_seconds)
             if process.returncode is None:
-                self._send(Shutdown(drain=False))
+                self._send(messages.Shutdown(drain=False))
                 await _wait(process, 5.0)
         # Before the process is killed: the keeper may be starting another.
         await _cancelled(self._keeper)
         await self._reap()
         self._went_down("the engine was closed")
 
-    def _send(self, message: ClientMessage) -> None:
+    def _send(self, message: messages.ClientMessage) -> None:
         if self._socket is None:
             raise EngineDead(self._death)
         self._socket.send(message)
@@ -118,7 +108,7 @@ class ProcessClient(SingleEngineClient):
         self._watch = asyncio.create_task(self._watch_over(self._process.process, self._socket))
         path = str(self._path) if self._path else None
         try:
-            self._socket.send(Start(self._config, path, self._epoch))
+            self._socket.send(messages.Start(self._config, path, self._epoch))
         except UnicodeEncodeError:
             raise ConfigError("a path or name in the settings is not UTF-8", hint="rename it, or use a link") from None
         ready = asyncio.create_task(self._ready.wait())
@@ -130,18 +120,18 @@ class ProcessClient(SingleEngineClient):
         if end.done():
             raise end.result()
 
-    def _handle(self, message: EngineMessage) -> None:
+    def _handle(self, message: messages.EngineMessage) -> None:
         match message:
-            case StepEvents():
+            case messages.StepEvents():
                 self._dispatch(message)
-            case AdaptersChanged():
+            case messages.AdaptersChanged():
                 self._adapters_changed(message)
-            case Ready(info):
+            case messages.Ready(info):
                 self._ready.set()
                 self._came_up(info)
-            case Progress(phase, done, total):
+            case messages.Progress(phase, done, total):
                 self._progress(phase, done, total)
-            case Fault():
+            case messages.Fault():
                 raise message.error()
 
     def _failed(self, error: Exception) -> None:

@@ -97,7 +97,7 @@ class MessageStream:
 
 
 class EngineSocket:
-    """The client's end of a pair of sockets, used from one event loop."""
+    """The client's end, used from one event loop, which hands over messages; no task or future is made for one."""
 
     def __init__(
         self, sock: socket.socket, receive: Callable[[EngineMessage], None], failed: Callable[[Exception], None]

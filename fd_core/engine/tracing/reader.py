@@ -11,20 +11,7 @@ from typing import Final
 import msgspec
 
 from fd_core.config.sizes import format_size
-from fd_core.engine.tracing.format import (
-    COUNT_LETTERS,
-    DECODE,
-    DRAINING,
-    FORMAT_VERSION,
-    IDLE,
-    LOADING,
-    OLDEST_VERSION,
-    PREFILL,
-    ClosingLine,
-    LimitLine,
-    StepLine,
-    TraceHeader,
-)
+from fd_core.engine.tracing import format as lines
 from fd_core.errors import ConfigError
 from fd_core.types import FinishReason
 
@@ -56,7 +43,7 @@ class ResidencySpan:
 class Position:
     """One step that was read, with what the lines before it say about it."""
 
-    line: StepLine
+    line: lines.StepLine
     epoch: int
     """Index into `TraceContents.headers`."""
     missing: int
@@ -71,7 +58,7 @@ class Position:
 class TraceContents:
     """The steps and residencies that could be read from a trace."""
 
-    headers: list[TraceHeader]
+    headers: list[lines.TraceHeader]
     positions: deque[Position]
     first: int = 0
     """Number of the first of `positions`; residencies count from the trace's own beginning."""
@@ -97,19 +84,19 @@ class TraceContents:
 
 def read_trace(path: Path, last: int) -> TraceContents:
     """Read the last `last` steps. Raises `ConfigError` for a file that is no trace of a version read here."""
-    lines = _raw_lines(path)
-    reader = _TraceReader(_header(next(lines, b""), path), last)
-    for raw in lines:
+    raw_lines = _raw_lines(path)
+    reader = _TraceReader(_header(next(raw_lines, b""), path), last)
+    for raw in raw_lines:
         reader.feed(raw)
     return reader.result()
 
 
-def read_lines(path: Path) -> Iterator[TraceHeader | StepLine]:
+def read_lines(path: Path) -> Iterator[lines.TraceHeader | lines.StepLine]:
     """Yield the headers and steps that are whole, without keeping them. Raises `ConfigError` as `read_trace` does."""
-    decoder, lines = msgspec.json.Decoder(StepLine), _raw_lines(path)
-    header = _header(next(lines, b""), path)
+    decoder, raw_lines = msgspec.json.Decoder(lines.StepLine), _raw_lines(path)
+    header = _header(next(raw_lines, b""), path)
     yield header
-    for raw in lines:
+    for raw in raw_lines:
         try:
             if raw.startswith(b'{"fdcore_trace"'):
                 header = _header(raw, path)
@@ -135,16 +122,16 @@ class _Version(msgspec.Struct):
     fdcore_trace: int
 
 
-def _header(raw: bytes, path: Path | str) -> TraceHeader:
+def _header(raw: bytes, path: Path | str) -> lines.TraceHeader:
     try:
         version = msgspec.json.decode(raw, type=_Version).fdcore_trace
-        if not OLDEST_VERSION <= version <= FORMAT_VERSION:
+        if not lines.OLDEST_VERSION <= version <= lines.FORMAT_VERSION:
             raise ConfigError(
-                f"{path} is a trace of format version {version}; this fdcore reads versions {OLDEST_VERSION} to "
-                f"{FORMAT_VERSION}",
+                f"{path} is a trace of format version {version}; this fdcore reads versions {lines.OLDEST_VERSION} to "
+                f"{lines.FORMAT_VERSION}",
                 field="FILE",
             )
-        header = msgspec.json.decode(raw, type=TraceHeader)
+        header = msgspec.json.decode(raw, type=lines.TraceHeader)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} is not a trace: its first line is not the header of one",
@@ -159,10 +146,10 @@ def _header(raw: bytes, path: Path | str) -> TraceHeader:
 class _TraceReader:
     """Reads a trace line by line."""
 
-    def __init__(self, header: TraceHeader, last: int) -> None:
+    def __init__(self, header: lines.TraceHeader, last: int) -> None:
         room = min(last, _MAX_CELLS // header.limits.max_num_seqs)
         self._trace = TraceContents([header], deque(maxlen=room))
-        self._decoder = msgspec.json.Decoder(StepLine)
+        self._decoder = msgspec.json.Decoder(lines.StepLine)
         self._residencies = _Residencies()
         self._count = 0
         self._expected = 0
@@ -184,10 +171,10 @@ class _TraceReader:
             if raw.startswith(b'{"fdcore_trace"'):
                 self._begin_epoch(_header(raw, "the trace"))
             elif raw.startswith(b'{"full"'):
-                self._limit = msgspec.json.decode(raw, type=LimitLine).full
+                self._limit = msgspec.json.decode(raw, type=lines.LimitLine).full
                 self._full = True
             elif raw.startswith(b'{"closed"'):
-                dropped = msgspec.json.decode(raw, type=ClosingLine).dropped
+                dropped = msgspec.json.decode(raw, type=lines.ClosingLine).dropped
                 if self._full:
                     self._later += dropped
                 else:
@@ -217,11 +204,11 @@ class _TraceReader:
         positions, first = self._trace.positions, self._trace.first
         while residency.exit == "unknown" and residency.end > max(residency.start, first):
             slots = positions[residency.end - first].line.slots
-            if slots[residency.slot : residency.slot + 1] not in ("", IDLE, LOADING):
+            if slots[residency.slot : residency.slot + 1] not in ("", lines.IDLE, lines.LOADING):
                 break
             residency.end -= 1
 
-    def _begin_epoch(self, header: TraceHeader) -> None:
+    def _begin_epoch(self, header: lines.TraceHeader) -> None:
         if header.limits.max_num_seqs > self._trace.num_slots:
             room = min(self._trace.positions.maxlen or 1, _MAX_CELLS // header.limits.max_num_seqs)
             self._trace.positions = deque(self._trace.positions, maxlen=room)
@@ -230,7 +217,7 @@ class _TraceReader:
         self._residencies.seen.clear()
         self._expected, self._closed, self._full = 0, False, False
 
-    def _take(self, line: StepLine) -> None:
+    def _take(self, line: lines.StepLine) -> None:
         if line.step < self._expected:
             raise ValueError(f"step {line.step} comes again")
         missing = line.step - self._expected
@@ -263,7 +250,7 @@ class _TraceReader:
             yield "The trace has no closing line: the engine still runs or was killed, or the end of the file is lost."
 
 
-def _check(line: StepLine, header: TraceHeader) -> None:
+def _check(line: lines.StepLine, header: lines.TraceHeader) -> None:
     """Raise `ValueError` if a line names what its header does not allow."""
     slots = header.limits.max_num_seqs
     named = [slot for slot, _ in (*line.chunks, *line.revoked)]
@@ -271,7 +258,8 @@ def _check(line: StepLine, header: TraceHeader) -> None:
     named += [load.slot for load in line.loads]
     if max(len(line.slots), len(line.drafted), len(line.accepted), 1 + max(named, default=0)) > slots:
         raise ValueError("a slot that does not exist")
-    letters = (IDLE + PREFILL + DECODE + DRAINING + LOADING, COUNT_LETTERS, COUNT_LETTERS)
+    states = lines.IDLE + lines.PREFILL + lines.DECODE + lines.DRAINING + lines.LOADING
+    letters = (states, lines.COUNT_LETTERS, lines.COUNT_LETTERS)
     if any(text.strip(known) for text, known in zip((line.slots, line.drafted, line.accepted), letters, strict=True)):
         raise ValueError("a letter that means nothing")
     if line.ended < line.began:
@@ -291,7 +279,7 @@ class _Residencies:
         self._open: dict[int, ResidencySpan] = {}
         self._of_request: dict[str, ResidencySpan] = {}
 
-    def follow(self, line: StepLine, at: int) -> Counter[str]:
+    def follow(self, line: lines.StepLine, at: int) -> Counter[str]:
         """Apply a step and return the number of events of each kind."""
         events: Counter[str] = Counter()
         for entry in line.admitted:
@@ -335,7 +323,7 @@ class _Residencies:
         if self._of_request.get(residency.request_id) is residency:
             del self._of_request[residency.request_id]
 
-    def _reconcile(self, line: StepLine, at: int) -> None:
+    def _reconcile(self, line: lines.StepLine, at: int) -> None:
         """Correct the residencies after missing steps, from the occupants that the line names."""
         there = {residency.slot: residency for residency in line.occupants}
         for slot, residency in list(self._open.items()):

@@ -1,38 +1,71 @@
 """A store in a folder: survives restarts and kills, keeps to a limit, shared by the engines of one machine.
 
+    FOLDER/ab/abcdef....kv      one value, named by its key in hex, in the sub-folder of the key's first byte
+    FOLDER/partial/720960-...   a value that is being written, named by the space that it takes and a random number
+    FOLDER/usage                space that all values take, finished or not; locked while it changes
+
 A value appears in one step, by a rename. Nothing is forced to the disk: after a power cut a file may be torn, which the
 envelope detects. The deadline is checked between values; a call into the kernel that hangs, such as on a network
-file system that went away, cannot be interrupted.
+file system that went away, cannot be interrupted. Every name is opened relative to the folder that holds it, and never
+if it is a link. Other files in the folder are never touched.
+
+Space is counted in bytes as the file system gives them, in whole blocks and with what a file takes beside its content:
+a value of 100 bytes takes 4,608. It is reserved before a value is written: the reservation is the file in `partial`,
+made under the lock with the value's space in its name. So a count of the folder under the lock counts everything, and
+what a killed engine leaves behind makes the number too large, never too small. When space runs out, everything is
+counted afresh and the least recently used values are deleted, whichever engine wrote them. Space runs out at the limit,
+or earlier where the file system does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import re
+import secrets
+import shutil
 import stat
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from fd_core.config.paths import user_path
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
-from fd_core.kv.stores.contract import Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
-from fd_core.kv.stores.disk_folder import (
-    DiskEviction,
-    DiskReservations,
-    inside,
-    opened,
-    room_in,
-    size_of_value,
-    space_of_value,
-    value_name,
-)
+from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.location import StoreLocation
 
+PARTIAL: Final = "partial"
+
+_FILE_BYTES: Final = 512
+"""What the system takes for a file beside its content: an inode and its entry in a folder, about."""
+_MAX_BLOCK: Final = 1 << 16
+"""Servers of files tell how much they like to move at once, which is not what a file takes."""
+_SECTOR: Final = 512
+
+_SHARD: Final = re.compile(r"[0-9a-f]{2}")
+_VALUE: Final = re.compile(r"[0-9a-f]{2,64}\.kv")
+_PARTIAL_NAME: Final = re.compile(r"([0-9]{1,15})-[0-9a-f]{16,64}")
+DEFAULT_BYTES: Final = 10 << 30
+SHARE_OF_FREE: Final = 0.5
+"""Share of the disk, files of others left out, that a store without a limit from the user may take."""
+_USAGE: Final = "usage"
+_KEPT_SHARE: Final = 7 / 8
+"""Share of the limit that eviction leaves in use; the rest is free until everything is counted again."""
+_SPARE_BLOCKS: Final = 2
+"""Blocks that stay free for the folders of values."""
+_STALE_SECONDS: Final = 900.0
+"""A reservation as old as this belongs to a writer that died."""
+_NEXT_TRY_SECONDS: Final = 0.001
+_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MAX_PARTS: Final = 1024
 """Buffers that the system takes in one call."""
-
 _TROUBLES: Final = {
     errno.ENOSPC: Trouble.FULL,
     errno.EDQUOT: Trouble.FULL,
@@ -52,6 +85,288 @@ _TROUBLES: Final = {
     errno.ENOTDIR: Trouble.MALFORMED,
     errno.EISDIR: Trouble.MALFORMED,
 }
+
+
+def value_name(key: bytes) -> tuple[str, str]:
+    """Return sub-folder and name of a key's file, in hex digits. Raises `StoreError` for a key of a wrong length."""
+    if not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise StoreError(Trouble.OTHER, f"a key of {len(key)} bytes is not between 1 and {MAX_KEY_BYTES}")
+    digits = key.hex()
+    return digits[:2], f"{digits}.kv"
+
+
+@contextmanager
+def opened(path: Path, *, create: bool = False) -> Iterator[int]:
+    """Give a descriptor of the store's folder; `path` itself may be a link.
+
+    Raises `StoreError(Trouble.UNREACHABLE, ...)` if `path` is something else than a folder.
+    """
+    try:
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileExistsError, NotADirectoryError) as error:
+        # Something wrong inside the folder concerns a key or two; here the whole store is out of reach.
+        raise StoreError(Trouble.UNREACHABLE, f"{path}, where the KV store should be, is not a folder") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def inside(root: int, name: str, *, create: bool = False) -> Iterator[int]:
+    """Give a descriptor of the sub-folder `name`; NotADirectoryError if it is a link."""
+    try:
+        descriptor = _open_folder(root, name)
+    except FileNotFoundError:
+        if not create:
+            raise
+        with contextlib.suppress(FileExistsError):  # another engine was faster
+            os.mkdir(name, 0o700, dir_fd=root)
+        descriptor = _open_folder(root, name)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_folder(root: int, name: str) -> int:
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What the file system of a folder has left."""
+
+    block: int
+    """Bytes of a block: a file takes whole ones."""
+    free: int
+    """Bytes that the user may still take."""
+    full_of_files: bool
+    """Whether no further file can be made, however small."""
+
+
+def room_in(root: int) -> Room:
+    """Ask the file system of the opened folder."""
+    told = os.fstatvfs(root)
+    block = told.f_frsize or told.f_bsize or 4096
+    return Room(min(block, _MAX_BLOCK), told.f_bavail * block, told.f_files > 0 and told.f_favail < 2)
+
+
+def space_for(size: int, block: int) -> int:
+    """Return the bytes that a file of `size` bytes takes."""
+    return -(-size // block) * block + _FILE_BYTES
+
+
+def size_of_value(folder: int, name: str) -> int | None:
+    """Return the size of a value in bytes, None if there is none."""
+    found = _value(folder, name)
+    return None if found is None else found.st_size
+
+
+def space_of_value(folder: int, name: str, block: int) -> int:
+    """Return the space that a value takes, 0 if there is none."""
+    found = _value(folder, name)
+    return 0 if found is None else _space(found, block)
+
+
+def _value(folder: int, name: str) -> os.stat_result | None:
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
+def _space(found: os.stat_result, block: int) -> int:
+    """Systems that write later count no blocks at first; those that keep some ready count more."""
+    return max(space_for(found.st_size, block), found.st_blocks * _SECTOR + _FILE_BYTES)
+
+
+class FoundFile(msgspec.Struct, frozen=True, order=True):
+    """A file of the store; files sort by the time of their last use."""
+
+    used_ns: int
+    space: int
+    folder: str
+    name: str
+
+
+def found_partials(root: int) -> Iterator[FoundFile]:
+    """Yield the values being written, those of dead writers included, each with the space that was reserved for it."""
+    for entry in _listed(root, PARTIAL, _PARTIAL_NAME, 1):
+        space, _, _ = entry.name.partition("-")
+        yield FoundFile(entry.used_ns, int(space), PARTIAL, entry.name)
+
+
+def found_values(root: int, deadline: Deadline) -> Iterator[FoundFile]:
+    """Yield every value. Raises `StoreError` after a sub-folder if the deadline has passed."""
+    with os.scandir(root) as listing:
+        shards = [entry.name for entry in listing if _SHARD.fullmatch(entry.name)]
+    block = room_in(root).block
+    for shard in shards:
+        yield from _listed(root, shard, _VALUE, block)
+        deadline.check()
+
+
+def _listed(root: int, folder: str, names: re.Pattern[str], block: int) -> Iterator[FoundFile]:
+    try:
+        with inside(root, folder) as descriptor, os.scandir(descriptor) as listing:
+            for entry in listing:
+                if not names.fullmatch(entry.name):
+                    continue
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # another engine deleted it
+                if stat.S_ISREG(found.st_mode):
+                    yield FoundFile(found.st_mtime_ns, _space(found, block), folder, entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+class DiskEviction:
+    """The limit of one folder, as one engine sees it."""
+
+    def __init__(self, path: Path, limit_bytes: int | None) -> None:
+        self.path = path
+        self._limit = limit_bytes
+        self.counted = False
+        """Whether this engine counted the folder: what others recorded may be wrong."""
+
+    @contextlib.contextmanager
+    def reservations(self, root: int, deadline: Deadline) -> Iterator[DiskReservations]:
+        """Give the reservations of one call that writes to or deletes from the opened folder `root`."""
+        with contextlib.ExitStack() as stack:
+            usage = os.open(_USAGE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=root)
+            stack.callback(os.close, usage)
+            partial = stack.enter_context(inside(root, PARTIAL, create=True))
+            yield DiskReservations(self, root, partial, usage, deadline)
+
+    def stats(self, root: int, deadline: Deadline) -> StoreStats:
+        """Count all values."""
+        values = list(found_values(root, deadline))
+        return StoreStats(len(values), sum(value.space for value in values), self.limit_bytes(root, deadline))
+
+    def limit_bytes(self, root: int, deadline: Deadline) -> int:
+        """Return the limit in bytes, derived from the free space if the user gave none."""
+        if self._limit is None:
+            free = shutil.disk_usage(root).free + sum(value.space for value in found_values(root, deadline))
+            self._limit = min(DEFAULT_BYTES, int(free * SHARE_OF_FREE))
+        return self._limit
+
+
+class DiskReservations:
+    """Space that one call of the store reserves and gives back."""
+
+    def __init__(self, eviction: DiskEviction, root: int, partial: int, usage: int, deadline: Deadline) -> None:
+        self.root = root
+        self.partial = partial
+        """Descriptor of the folder that holds the reservations."""
+        self.deadline = deadline
+        self.shown = eviction.path
+        self._eviction = eviction
+        self._usage = usage
+
+    def reserve(self, size: int) -> tuple[str, int, int] | None:
+        """Make the file in `partial` for a value of `size` bytes; return name, open descriptor and space of it.
+
+        Returns None for a value larger than the limit. Raises `StoreError(Trouble.FULL, ...)` if other engines, or
+        files that are not ours, take what the value needs.
+        """
+        with self._locked():
+            limit = self._eviction.limit_bytes(self.root, self.deadline)
+            room = room_in(self.root)
+            space = space_for(size, room.block)
+            if space > limit:
+                return None
+            used = self._recorded()
+            # Writing takes blocks for folders as well.
+            short = room.free < space + _SPARE_BLOCKS * room.block or room.full_of_files
+            if used is None or not self._eviction.counted or used + space > limit or short:
+                used = _evict(self, space, limit, room)
+                self._eviction.counted = True
+            if used + space > limit:
+                raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self._eviction.path}")
+            name = f"{space}-{secrets.token_hex(16)}"
+            file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.partial)
+            self._record(used + space)
+            return name, file, space
+
+    def give_back(self, space: int) -> None:
+        """Record that so many bytes of space came free, unless the deadline has passed: the next count finds out."""
+        if not space:
+            return
+        with contextlib.suppress(StoreError), self._locked():
+            used = self._recorded()
+            if used is not None:
+                self._record(max(0, used - space))
+
+    def _recorded(self) -> int | None:
+        """Return the bytes in use as recorded last, None if the record is not legible."""
+        text = os.pread(self._usage, 32, 0)
+        return int(text) if text.isdigit() else None
+
+    def _record(self, used: int) -> None:
+        # Always of one length, so that no digit of a longer number stays behind.
+        os.pwrite(self._usage, b"%020d" % used, 0)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock. On a file system without locks nothing is held, and each engine keeps to the limit alone."""
+        while True:
+            try:
+                fcntl.flock(self._usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                self.deadline.check()
+                time.sleep(_NEXT_TRY_SECONDS)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                yield
+                return
+        try:
+            yield
+        finally:
+            fcntl.flock(self._usage, fcntl.LOCK_UN)
+
+
+def _evict(reservations: DiskReservations, space: int, limit: int, room: Room) -> int:
+    """Delete the least recently used values until `space` more fits; return the space in use.
+
+    Raises `StoreError(Trouble.FULL, ...)`, and deletes nothing, where that would not be enough.
+    """
+    root, deadline = reservations.root, reservations.deadline
+    # Reservations first: a value that is finished meanwhile is counted twice rather than not at all.
+    writing = [found for found in found_partials(root) if not _removed_stale(reservations.partial, found)]
+    values = sorted(found_values(root, deadline))
+    used = sum(found.space for found in (*writing, *values))
+    given = used + room.free - _SPARE_BLOCKS * room.block
+    if room.full_of_files:
+        given = min(given, used)
+    if sum(found.space for found in writing) + space > given:
+        raise StoreError(Trouble.FULL, f"No space left on the disk of the KV store in {reservations.shown}")
+    limit = min(limit, given)
+    if used + space <= limit:
+        return used
+    for value in values:
+        if used + space <= limit * _KEPT_SHARE or (not deadline.left and used + space <= limit):
+            break
+        deadline.check()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), inside(root, value.folder) as folder:
+            os.unlink(value.name, dir_fd=folder)
+        used -= value.space
+    return used
+
+
+def _removed_stale(partial: int, found: FoundFile) -> bool:
+    if time.time() - found.used_ns / 1e9 < _STALE_SECONDS:
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(found.name, dir_fd=partial)
+    return True
 
 
 class DiskStore(KVStore):

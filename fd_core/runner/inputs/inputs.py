@@ -17,6 +17,11 @@ from fd_core.runner.batch import PersistentBatch
 from fd_core.types import IntArray, StepPlan
 
 _Value = TypeVar("_Value")
+Fed = tuple[Array | None, Array]
+"""Where in a step's tokens some are put that the host does not know, int32[n], and whose they are, int32[n].
+
+The places are None for all tokens of a step: then there is a slot for each, the one behind the last for padding.
+"""
 
 
 def uploaded(value: _Value, ops: Ops) -> _Value:
@@ -270,13 +275,6 @@ def _padded(array: IntArray, more: int, value: IntArray | int) -> IntArray:
     filling = np.empty((more, *array.shape[1:]), array.dtype)
     filling[...] = value
     return np.concatenate([array, filling])
-
-
-Fed = tuple[Array | None, Array]
-"""Where in a step's tokens some are put that the host does not know, int32[n], and whose they are, int32[n].
-
-The places are None for all tokens of a step: then there is a slot for each, the one behind the last for padding.
-"""
 
 
 class LastTokens:

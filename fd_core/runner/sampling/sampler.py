@@ -14,6 +14,9 @@ from fd_core.runner.sampling.grammars import Masks
 from fd_core.runner.sampling.penalties import Counting, Penalties
 from fd_core.types import Admission, IntArray
 
+_FORBIDDEN = np.float32(-np.inf)
+_NO_PENALTIES = 1.0, 0.0, 0.0
+
 
 class Bans:
     """The banned sequences of one request. What is banned next depends on the tokens of its own text only."""
@@ -46,10 +49,6 @@ class Bans:
                 and tokens[position - len(before) : position].tolist() == before
             ]
         return np.array(banned, np.int32)
-
-
-_FORBIDDEN = np.float32(-np.inf)
-_NO_PENALTIES = 1.0, 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from fd_core.effects.operations import (
-    Cancel,
-    Found,
-    Load,
-    LoadDecision,
-    Loaded,
-    LoadPaceMeasured,
-    Lookup,
-    PrefillPaceMeasured,
-    Save,
-    Saved,
-)
+from fd_core.effects import operations as effects
 from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
@@ -32,6 +21,8 @@ from fd_core.types.metrics import counter, gauge
 
 _DOUBT = 0.9
 """Share of the estimated load time that remains after each decline."""
+_MAX_REMEMBERED = 1 << 20
+"""Keys remembered as stored; blocks whose keys were forgotten may be stored a second time."""
 
 
 class Pace(msgspec.Struct, frozen=True):
@@ -53,29 +44,29 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 class LoadOrRecompute:
-    """Decides for one request at a time."""
+    """Decides for one request at a time by estimates; each decline shrinks that of loading, so it is tried again."""
 
     def __init__(self) -> None:
         self.pace = Pace()
         self._trust = 1.0
 
-    def prefill_measured(self, pace: PrefillPaceMeasured) -> None:
+    def prefill_measured(self, pace: effects.PrefillPaceMeasured) -> None:
         """Learn what computing costs at present."""
         self.pace = msgspec.structs.replace(self.pace, prefill_token=pace.token)
 
-    def load_measured(self, pace: LoadPaceMeasured) -> None:
+    def load_measured(self, pace: effects.LoadPaceMeasured) -> None:
         """Learn what loading costs at present."""
         latency = pace.store_latency or 0.0
         self.pace = Pace(self.pace.prefill_token, pace.host_block, pace.store_block, latency)
 
-    def decide(self, request_id: str, host_blocks: int, store_blocks: int, block_size: int) -> LoadDecision:
+    def decide(self, request_id: str, host_blocks: int, store_blocks: int, block_size: int) -> effects.LoadDecision:
         """Weigh bringing `host_blocks` and `store_blocks` back against computing their tokens."""
         tokens = (host_blocks + store_blocks) * block_size
         recompute = None if self.pace.prefill_token is None else self.pace.prefill_token * tokens
         load = self._load_seconds(host_blocks, store_blocks)
         worth = load is None or recompute is None or load * self._trust < recompute
         self._trust = 1.0 if worth else self._trust * _DOUBT
-        return LoadDecision(request_id, worth, host_blocks, store_blocks, tokens, load, recompute)
+        return effects.LoadDecision(request_id, worth, host_blocks, store_blocks, tokens, load, recompute)
 
     def _load_seconds(self, host_blocks: int, store_blocks: int) -> float | None:
         total = 0.0
@@ -84,10 +75,6 @@ class LoadOrRecompute:
                 return None
             total += blocks * (each or 0.0)
         return total + (self.pace.store_latency if store_blocks else 0.0)
-
-
-_MAX_REMEMBERED = 1 << 20
-"""Keys remembered as stored; blocks whose keys were forgotten may be stored a second time."""
 
 
 class OffloadCounters(msgspec.Struct, kw_only=True):
@@ -181,12 +168,12 @@ class KVOffloading:
             return None
         request.asked_store = True
         request.stored = request.stored_on_host = 0
-        request.lookup = self.operations.begin(Lookup(self.operations.next, tuple(keys)), request)
+        request.lookup = self.operations.begin(effects.Lookup(self.operations.next, tuple(keys)), request)
         return request.lookup
 
-    def found(self, answer: Found) -> None:
+    def found(self, answer: effects.Found) -> None:
         """A lookup was answered."""
-        lookup, request = self.operations.end(answer.operation, Lookup)
+        lookup, request = self.operations.end(answer.operation, effects.Lookup)
         self.not_stored(lookup.keys[answer.total :])
         if request.lookup == answer.operation:
             request.lookup = None
@@ -196,7 +183,7 @@ class KVOffloading:
         """Hurry the answers that an aborted request waits for; blocks of a load stay pinned until its completion."""
         for number in (request.lookup, request.load):
             if number is not None:
-                self.operations.effects.append(Cancel(number))
+                self.operations.effects.append(effects.Cancel(number))
         request.lookup = request.load = None
 
     def worth_loading(self, request: Request, first: int, count: int) -> int:
@@ -215,13 +202,13 @@ class KVOffloading:
 
     def load(self, request: Request, slot: int, keys: Sequence[bytes], blocks: IntArray) -> None:
         """Bring `keys` of the request's chain into `blocks`, which `slot` owns."""
-        load = Load(self.operations.next, tuple(keys), blocks, slot, request.spec.request_id)
+        load = effects.Load(self.operations.next, tuple(keys), blocks, slot, request.spec.request_id)
         request.load = self.operations.begin(load, request, blocks)
         self.counters.loads += 1
 
-    def loaded(self, answer: Loaded) -> Arrival | None:
+    def loaded(self, answer: effects.Loaded) -> Arrival | None:
         """A load is over; return its request, or None if the request left meanwhile."""
-        load, request = self.operations.end(answer.operation, Load)
+        load, request = self.operations.end(answer.operation, effects.Load)
         if request.load != answer.operation:
             return None
         request.load = None
@@ -245,14 +232,15 @@ class KVOffloading:
             self._remembered.update(dict.fromkeys(named))
             while len(self._remembered) > _MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
-        number = self.operations.begin(Save(self.operations.next, named, copied, self.keep.persist), request, copied)
+        save = effects.Save(self.operations.next, named, copied, self.keep.persist)
+        number = self.operations.begin(save, request, copied)
         if len(named) < len(keys):
             self._in_part.add(number)
         return number
 
-    def saved(self, answer: Saved) -> None:
+    def saved(self, answer: effects.Saved) -> None:
         """A save no longer reads its blocks."""
-        save, request = self.operations.end(answer.operation, Save)
+        save, request = self.operations.end(answer.operation, effects.Save)
         count = min(answer.blocks, len(save.keys))
         self.counters.saved_tokens += count * self.block_size
         self.not_stored(save.keys[count:])

@@ -1,4 +1,8 @@
-"""Collects the parts of a step plan while the scheduler decides."""
+"""Collects the parts of a step plan while the scheduler decides, and deals out the step token budget.
+
+The charge is per request and exact: a prefill chunk, or one token plus the row's real drafts. Drafts are the first to
+shrink; a decode is left out only in rotation, the longest waiting first in.
+"""
 
 from __future__ import annotations
 
