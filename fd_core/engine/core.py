@@ -11,15 +11,7 @@ from typing import Final
 import msgspec
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
-from fd_core.effects.operations import (
-    NO_EFFECTS,
-    Effects,
-    GiveUp,
-    LeaseEnded,
-    PrefillJobArrived,
-    PrefillPaceMeasured,
-    PrefillTraced,
-)
+from fd_core.effects import operations
 from fd_core.effects.port import EffectPort
 from fd_core.engine.building.kv_transfer import prefill_request, prefill_request_id
 from fd_core.engine.device import Device, RunnerDevice
@@ -62,7 +54,7 @@ class PrefillPace:
         self._token = token
         self._answered = 0.0
 
-    def observe(self, plan: StepPlan, submitted: float, answered: float) -> PrefillPaceMeasured | None:
+    def observe(self, plan: StepPlan, submitted: float, answered: float) -> operations.PrefillPaceMeasured | None:
         """Learn from a step; return the new average if the step tells something. Times in seconds of one clock."""
         begun = max(submitted, self._answered)  # the device computes one step after the other
         self._answered = answered
@@ -73,7 +65,7 @@ class PrefillPace:
         if prefill < max(_MIN_PREFILL_TOKENS, tokens // 2):
             return None
         self._token += _SHARE * ((answered - begun) / tokens - self._token)
-        return PrefillPaceMeasured(self._token)
+        return operations.PrefillPaceMeasured(self._token)
 
 
 class EngineProbe(msgspec.Struct, frozen=True):
@@ -121,7 +113,7 @@ class Engine:
         self.prefill_traces: list[PrefillTrace] = []
         """Traced prefill jobs that ended since `take_prefill_traces`."""
         self._prefill_pace = PrefillPace(prefill_token)
-        scheduler.complete(PrefillPaceMeasured(prefill_token))
+        scheduler.complete(operations.PrefillPaceMeasured(prefill_token))
         self._stopping = False
         self._trace = trace
         self._observer = observer
@@ -197,7 +189,7 @@ class Engine:
         while len(self._in_flight) < self.info.pipeline_depth:
             ended += self._complete()
             plan, effects = self._scheduler.plan()
-            if effects is not NO_EFFECTS:
+            if effects is not operations.NO_EFFECTS:
                 self._perform(effects)
             if plan is None:
                 if effects.operations:
@@ -215,7 +207,7 @@ class Engine:
         if (pace := self._prefill_pace.observe(plan, submitted, self._clock())) is not None:
             self._scheduler.complete(pace)
         deltas, effects = self._scheduler.commit(plan, output)
-        if effects is not NO_EFFECTS:
+        if effects is not operations.NO_EFFECTS:
             self._perform(effects)
         if self._observer is not None:
             self._observer.step_ended(plan, output)
@@ -286,11 +278,11 @@ class Engine:
         ended: list[Delta] = []
         for completion in self._outside.completions():
             match completion:
-                case PrefillJobArrived(job):
+                case operations.PrefillJobArrived(job):
                     self._begin_job(job)
-                case PrefillTraced(trace):
+                case operations.PrefillTraced(trace):
                     self.prefill_traces.append(trace)
-                case LeaseEnded(lease):
+                case operations.LeaseEnded(lease):
                     self._scheduler.abort(prefill_request_id(lease))
                 case _:
                     if self._trace is not None:
@@ -311,7 +303,7 @@ class Engine:
                 raise BadRequest("the prefill worker is shutting down")
             self._add(prefill_request(job))
         except BadRequest as error:
-            self._outside.perform([GiveUp(job.lease, error.message, refused=True)])
+            self._outside.perform([operations.GiveUp(job.lease, error.message, refused=True)])
 
     def _nanoseconds(self) -> int:
         return round(1e9 * self._clock())
@@ -321,7 +313,7 @@ class Engine:
         if spec.adapter:
             self._adapters.require(spec.adapter)
         effects = self._scheduler.add(spec)
-        if effects is not NO_EFFECTS:
+        if effects is not operations.NO_EFFECTS:
             self._perform(effects)
         if spec.adapter:
             self._adapters.began(spec)
@@ -331,7 +323,7 @@ class Engine:
     def _hold(self, adapters: Collection[Adapter]) -> None:
         self._device.perform(lambda runner: runner.adapters.replace(adapters))
 
-    def _perform(self, effects: Effects) -> None:
+    def _perform(self, effects: operations.Effects) -> None:
         """Begin what the scheduler wants done outside steps."""
         self.kv_events.extend(effects.events)
         if self._trace is not None:

@@ -27,18 +27,14 @@ class KVEventLog:
         """Events with the number of blocks in each, oldest first."""
         self._size = 0
         self._next = 0
-        self._closed = False
+        self.closed = False
+        """Whether the log gets no more events."""
         self._waiting: set[asyncio.Event] = set()
 
     @property
     def engines(self) -> int:
         """How many engines tell."""
         return len(self._stored)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the log gets no more events."""
-        return self._closed
 
     def extend(self, events: Iterable[KVEvent], engine: int = 0) -> None:
         """Append events that an engine told."""
@@ -70,7 +66,7 @@ class KVEventLog:
 
     async def wait(self, after: int | None, seconds: float) -> None:
         """Wait until `read(after)` would return an event, at most `seconds`."""
-        if after != self._next or self._closed:
+        if after != self._next or self.closed:
             return
         woken = asyncio.Event()
         self._waiting.add(woken)
@@ -84,7 +80,7 @@ class KVEventLog:
 
     def close(self) -> None:
         """End every `wait`: the server ends."""
-        self._closed = True
+        self.closed = True
         self._wake()
 
     def _wake(self) -> None:

@@ -368,6 +368,6 @@ class Runner:
         """Fail the request that holds a slot, or the one that held it in generation `gen`."""
         held = int(self.batch.gen[slot])
         if gen is None or gen == held:
-            self._grammars.drop(slot)
+            self._grammars.matchers.pop(slot, None)
             self.batch.num_drafts[slot] = 0
         self._failed.reasons[slot, held if gen is None else gen] = message

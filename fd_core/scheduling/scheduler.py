@@ -180,7 +180,7 @@ class ContinuousBatchingScheduler(Scheduler):
                 if (arrival := self._transferring.fetched(completion)) is not None:
                     self._residencies.arrive(arrival)
             case effects.Sent():
-                self._transferring.sent(completion)
+                self._operations.end(completion.operation, effects.Send)
             case effects.GrammarReady():
                 return self._grammar_ready(completion)
             case effects.NotStored(keys):

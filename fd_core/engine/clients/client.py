@@ -212,7 +212,7 @@ class SingleEngineClient(abc.ABC):
         known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._ledger]
         asked = []
         for request_id in known:
-            if self.alive and not self._ledger.held(request_id):
+            if self.alive and request_id not in self._ledger.suspects_held:
                 asked.append(request_id)
             else:  # no engine has the request, so it ends here
                 end = self._ledger.deliver(Delta(request_id, finish_reason=FinishReason.ABORT))
@@ -350,7 +350,7 @@ class SingleEngineClient(abc.ABC):
             self._send(messages.Submit(suspect))
 
     def _leave(self, request_id: str) -> None:
-        known = self.alive and not self._ledger.held(request_id)
+        known = self.alive and request_id not in self._ledger.suspects_held
         self._ledger.drop(request_id)
         if self._streams.pop(request_id, None) is not None and known:
             self._left.add(request_id)

@@ -94,10 +94,6 @@ class RequestLedger:
         entry.told_cached = True
         return delta
 
-    def held(self, request_id: str) -> bool:
-        """Whether a request is live, but unknown to the current epoch."""
-        return request_id in self.suspects_held
-
     def aborting(self, request_ids: Iterable[str]) -> None:
         """The engine was asked to abort these requests; if it dies first, they end as aborted all the same."""
         for request_id in request_ids:

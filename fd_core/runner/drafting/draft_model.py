@@ -35,11 +35,6 @@ class SlotBlocks:
         self._turn = 0
         self._free = list(range(num_blocks))
 
-    @property
-    def num_free(self) -> int:
-        """Blocks that no slot holds."""
-        return len(self._free)
-
     def release(self, slot: int) -> None:
         """Free the blocks of a slot; none of its tokens counts as computed then."""
         self._free.extend(self.tables[slot, : self._held[slot]].tolist())

@@ -88,10 +88,6 @@ class SlotGrammars:
         matcher.consume(admission.token_ids[admission.prompt_len :].tolist())
         self.matchers[slot] = matcher
 
-    def drop(self, slot: int) -> None:
-        """The request in a slot failed: it needs no masks any more."""
-        self.matchers.pop(slot, None)
-
     def extend(
         self, slots: IntArray, tokens: IntArray, verified: IntArray, accepted: IntArray
     ) -> Iterator[tuple[int, str]]:

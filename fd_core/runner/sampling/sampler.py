@@ -25,26 +25,21 @@ class Bans:
         """`begin` is the position where the text begins, behind the prompt."""
         self._begin = begin
         self._always: list[int] = []
-        self._behind: dict[int, list[tuple[list[int], int]]] = {}
+        self.behind: dict[int, list[tuple[list[int], int]]] = {}
         """By the last token but one: the sequence without its last token, and that token."""
         for *before, last in sequences:
             if before:
-                self._behind.setdefault(before[-1], []).append((before, last))
+                self.behind.setdefault(before[-1], []).append((before, last))
             else:
                 self._always.append(last)
-
-    @property
-    def read_text(self) -> bool:
-        """Whether what is banned next depends on the tokens before it."""
-        return bool(self._behind)
 
     def at(self, position: int, tokens: IntArray) -> IntArray:
         """Return the tokens int32[n] that may not stand at `position`, behind those of `tokens` before it."""
         banned = self._always
-        if self._behind and position > self._begin:
+        if self.behind and position > self._begin:
             banned = banned + [
                 last
-                for before, last in self._behind.get(int(tokens[position - 1]), ())
+                for before, last in self.behind.get(int(tokens[position - 1]), ())
                 if position - len(before) >= self._begin
                 and tokens[position - len(before) : position].tolist() == before
             ]
@@ -161,7 +156,7 @@ class Sampler:
 
     def reads_text(self, slots: IntArray) -> bool:
         """Say whether a choice for one of `slots` depends on tokens of its text, other than through counts."""
-        readers = [slot for slot, extras in self._extras.items() if extras.bans.read_text]
+        readers = [slot for slot, extras in self._extras.items() if extras.bans.behind]
         return bool(readers) and bool(np.isin(readers, slots).any())
 
     def gather(self, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> SamplingWork:

@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 
 import msgspec
 
-from fd_core.effects.operations import Cancel, Fetch, Fetched, GiveUp, Send, Sent
+from fd_core.effects.operations import Cancel, Fetch, Fetched, GiveUp, Send
 from fd_core.scheduling.operations.kv_offloading import Arrival
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
@@ -118,10 +118,6 @@ class KVTransferring:
         if job is not None and not request.sent_all:
             self.counters.given_up += 1
             self.operations.effects.append(GiveUp(job.lease, f"the prefill worker ended the request: {reason.value}"))
-
-    def sent(self, answer: Sent) -> None:
-        """The blocks of a send are not read any more."""
-        self.operations.end(answer.operation, Send)
 
     def _send(self, request: Request, lease: str, blocks: IntArray, num_tokens: int | None) -> None:
         first = min(request.sent, len(blocks))
