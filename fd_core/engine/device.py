@@ -22,8 +22,7 @@ from fd_core.engine.process.frames import decode_output, encode_output
 from fd_core.errors import ConfigError, EngineDead
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.patience import Patience
-from fd_core.runner.launching import LaunchedStep
-from fd_core.runner.runner import Runner
+from fd_core.runner.runner import LaunchedStep, Runner
 from fd_core.runner.sampling.grammars import MaskStats
 from fd_core.types import StepOutput, StepPlan
 

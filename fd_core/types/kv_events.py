@@ -14,7 +14,6 @@ A server with several engines tells of all of them. Each event names its engine,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -137,8 +136,7 @@ class Recorder:
             self.cleared()
 
 
-@dataclass(slots=True)
-class _Block:
+class _Block(msgspec.Struct):
     parent: bytes
     tokens: bytes
     stored: bool = True

@@ -9,7 +9,6 @@ and 4).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -24,8 +23,7 @@ MAX_DEATHS = 5
 """A request is given up when so many epochs died before its end, whether it waited or ran and got tokens or not."""
 
 
-@dataclass(slots=True)
-class _LiveRequest:
+class _LiveRequest(msgspec.Struct):
     """A request that has not ended."""
 
     spec: RequestSpec

@@ -14,9 +14,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fd_core.engine.tracing.cells import KINDS, kinds_of_cells
 from fd_core.engine.tracing.format import total
-from fd_core.engine.tracing.reader import Position, ResidencySpan, TraceContents
+from fd_core.engine.tracing.reader import KINDS, Position, ResidencySpan, TraceContents, kinds_of_cells
 
 _STEPS, _SLOTS, _KV = 1, 2, 3
 """Ids of the processes. A slot's thread id is the number of the slot plus 1."""

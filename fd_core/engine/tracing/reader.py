@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from fd_core.config.sizes import format_size
 from fd_core.engine.tracing import format as lines
@@ -21,10 +22,13 @@ _MAX_LINE_BYTES: Final = 1 << 24
 _MAX_SLOTS: Final = 1 << 16
 _MAX_CELLS: Final = 100_000_000
 """Slots times steps that a page holds."""
+KINDS: Final = ("idle", "unscheduled", "prefill", "decode", "draining", "overrun", "loading")
+"""What a step did with a slot. *unscheduled*: its request had no row in the step; *overrun*: computed for a request
+that had ended by then, which a pipeline cannot avoid."""
+_UNSCHEDULED, _PREFILL, _DECODE, _DRAINING, _OVERRUN, _LOADING = range(1, len(KINDS))
 
 
-@dataclass(slots=True)
-class ResidencySpan:
+class ResidencySpan(msgspec.Struct):
     """A request's residency in a slot, in positions of the trace, both ends included."""
 
     slot: int
@@ -39,8 +43,7 @@ class ResidencySpan:
     exit: str = "open"
 
 
-@dataclass(slots=True)
-class Position:
+class Position(msgspec.Struct):
     """One step that was read, with what the lines before it say about it."""
 
     line: lines.StepLine
@@ -54,16 +57,15 @@ class Position:
     """Tokens that requests which returned in this step must compute again."""
 
 
-@dataclass(slots=True)
-class TraceContents:
+class TraceContents(msgspec.Struct):
     """The steps and residencies that could be read from a trace."""
 
     headers: list[lines.TraceHeader]
     positions: deque[Position]
     first: int = 0
     """Number of the first of `positions`; residencies count from the trace's own beginning."""
-    residencies: list[ResidencySpan] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    residencies: list[ResidencySpan] = []
+    problems: list[str] = []
     """A sentence for each thing that is missing."""
 
     @property
@@ -333,3 +335,40 @@ class _Residencies:
         for slot, now in there.items():
             if slot not in self._open:
                 self._begin(ResidencySpan(slot, now.gen, now.request_id, at, now.request_id in self.seen, 0, 0))
+
+
+def kinds_of_cells(trace: TraceContents) -> npt.NDArray[np.uint8]:
+    """Return uint8[slots, steps], indices into `KINDS`."""
+    codes = {
+        lines.IDLE: 0,
+        lines.PREFILL: _PREFILL,
+        lines.DECODE: _DECODE,
+        lines.DRAINING: _DRAINING,
+        lines.LOADING: _LOADING,
+    }
+    kinds = matrix_of_letters(trace, [position.line.slots for position in trace.positions], codes)
+    depth = max(header.limits.pipeline_depth for header in trace.headers)
+    starts = {(residency.slot, residency.start) for residency in trace.residencies}
+    for residency in trace.residencies:
+        begin, end = max(residency.start - trace.first, 0), residency.end - trace.first
+        span = kinds[residency.slot, begin : end + 1]
+        span[span == 0] = _UNSCHEDULED
+        if residency.exit in ("open", "preempted", "unknown", "engine ended"):
+            continue
+        for at in range(end + 1, min(end + depth, kinds.shape[1])):
+            if (residency.slot, at + trace.first) in starts:
+                break
+            if kinds[residency.slot, at] in (_PREFILL, _DECODE):
+                kinds[residency.slot, at] = _OVERRUN
+    return kinds
+
+
+def matrix_of_letters(trace: TraceContents, texts: list[str], codes: dict[str, int]) -> npt.NDArray[np.uint8]:
+    """Return uint8[slots, steps]: the code of each letter in the `texts` of the steps; 0 where a text has ended."""
+    table = np.zeros(256, np.uint8)
+    for letter, code in codes.items():
+        table[ord(letter)] = code
+    by_step = np.zeros((len(texts), trace.num_slots), np.uint8)
+    for index, text in enumerate(texts):
+        by_step[index, : len(text)] = np.frombuffer(text.encode("ascii"), np.uint8)
+    return np.ascontiguousarray(table[by_step].T)

@@ -159,12 +159,6 @@ def space_for(size: int, block: int) -> int:
     return -(-size // block) * block + _FILE_BYTES
 
 
-def size_of_value(folder: int, name: str) -> int | None:
-    """Return the size of a value in bytes, None if there is none."""
-    found = _value(folder, name)
-    return None if found is None else found.st_size
-
-
 def space_of_value(folder: int, name: str, block: int) -> int:
     """Return the space that a value takes, 0 if there is none."""
     found = _value(folder, name)
@@ -191,13 +185,6 @@ class FoundFile(msgspec.Struct, frozen=True, order=True):
     space: int
     folder: str
     name: str
-
-
-def found_partials(root: int) -> Iterator[FoundFile]:
-    """Yield the values being written, those of dead writers included, each with the space that was reserved for it."""
-    for entry in _listed(root, PARTIAL, _PARTIAL_NAME, 1):
-        space, _, _ = entry.name.partition("-")
-        yield FoundFile(entry.used_ns, int(space), PARTIAL, entry.name)
 
 
 def found_values(root: int, deadline: Deadline) -> Iterator[FoundFile]:
@@ -340,13 +327,19 @@ def _evict(reservations: DiskReservations, space: int, limit: int, room: Room) -
     """
     root, deadline = reservations.root, reservations.deadline
     # Reservations first: a value that is finished meanwhile is counted twice rather than not at all.
-    writing = [found for found in found_partials(root) if not _removed_stale(reservations.partial, found)]
+    writing = 0
+    for found in _listed(root, PARTIAL, _PARTIAL_NAME, 1):
+        if time.time() - found.used_ns / 1e9 < _STALE_SECONDS:
+            writing += int(found.name.partition("-")[0])  # the space that was reserved for it
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(found.name, dir_fd=reservations.partial)
     values = sorted(found_values(root, deadline))
-    used = sum(found.space for found in (*writing, *values))
+    used = writing + sum(found.space for found in values)
     given = used + room.free - _SPARE_BLOCKS * room.block
     if room.full_of_files:
         given = min(given, used)
-    if sum(found.space for found in writing) + space > given:
+    if writing + space > given:
         raise StoreError(Trouble.FULL, f"No space left on the disk of the KV store in {reservations.shown}")
     limit = min(limit, given)
     if used + space <= limit:
@@ -359,14 +352,6 @@ def _evict(reservations: DiskReservations, space: int, limit: int, room: Room) -
             os.unlink(value.name, dir_fd=folder)
         used -= value.space
     return used
-
-
-def _removed_stale(partial: int, found: FoundFile) -> bool:
-    if time.time() - found.used_ns / 1e9 < _STALE_SECONDS:
-        return False
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(found.name, dir_fd=partial)
-    return True
 
 
 class DiskStore(KVStore):
@@ -484,7 +469,8 @@ def _size(root: int, key: bytes) -> int | None:
     folder, name = value_name(key)
     try:
         with inside(root, folder) as shard:
-            return size_of_value(shard, name)
+            found = _value(shard, name)
+            return None if found is None else found.st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
 

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, Saved
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import Tally
@@ -18,8 +20,7 @@ from fd_core.kv.tiers.host import HostArray
 from fd_core.kv.tiers.rates import Rate
 
 
-@dataclass(slots=True, eq=False)
-class LoadJob:
+class LoadJob(msgspec.Struct, eq=False):
     """How far a load came. The thread that copies owns all of it but `missing`, which the thread that reads owns."""
 
     effect: Load
@@ -30,9 +31,9 @@ class LoadJob:
     """Blocks that may still be loaded: the prefix ends before the first that is missing, damaged or not copied."""
     answer: Loaded
     """The completion, if the load were to end here."""
-    missing: deque[int] = field(default_factory=deque)
+    missing: deque[int] = msgspec.field(default_factory=deque)
     """Indices of the keys that are still to be fetched from the store, ascending."""
-    fetched: set[int] = field(default_factory=set)
+    fetched: set[int] = set()
     """Indices of the keys whose blocks came from the store."""
 
 

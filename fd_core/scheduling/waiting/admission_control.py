@@ -10,7 +10,6 @@ generates as many tokens as its return costs before that happens, admitting it w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -102,6 +101,9 @@ class AdmissionControl:
         """`return_share` is the share of its tokens that a preempted request is expected to compute again."""
         self.forecast = UsageForecast()
         self.return_cost = ReturnCost(return_share)
+        self.bound: int | None = None
+        """Blocks that all may grow by, each at its own worst moment: where there is room for them, an admission costs
+        O(1). None where a plan's admissions begin."""
 
     def growth(self, slots: SlotTable, request: Request) -> int:
         """Return the blocks that all will need beyond those that they hold; 0 for a request that runs alone."""
@@ -128,25 +130,16 @@ class AdmissionControl:
         prompts = slots.prompt_len[rows]
         return self.forecast.remaining(slots.num_planned[rows] - prompts, slots.limit[rows] - prompts)
 
-
-@dataclass
-class AdmissionPass:
-    """The admissions of one plan. Where the pool has room for every request's worst moment, one costs O(1)."""
-
-    _control: AdmissionControl
-    _slots: SlotTable
-    _bound: int | None = None
-
-    def admits(self, request: Request, needed: int, free: int) -> bool:
+    def admits(self, slots: SlotTable, request: Request, needed: int, free: int) -> bool:
         """Whether `free` blocks hold the `needed` ones and all growth; if so, the request counts from now on."""
         if needed > free:
             return False
-        if self._bound is None:
-            self._bound = self._control.largest_growth(self._slots)
-        length, size = request.num_tokens, self._slots.block_size
-        left = self._control.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
+        if self.bound is None:
+            self.bound = self.largest_growth(slots)
+        length, size = request.num_tokens, slots.block_size
+        left = self.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
         growth = -(-(length + left) // size) - -(-length // size)
-        if needed + self._bound + growth > free and needed + self._control.growth(self._slots, request) > free:
+        if needed + self.bound + growth > free and needed + self.growth(slots, request) > free:
             return False
-        self._bound += growth
+        self.bound += growth
         return True

@@ -31,7 +31,7 @@ from fd_core.scheduling.requests import Event, Request
 from fd_core.scheduling.running.plan import PlanBuilder
 from fd_core.scheduling.running.residencies import Residencies
 from fd_core.scheduling.running.slots import SlotTable
-from fd_core.scheduling.waiting.admission_control import AdmissionControl, AdmissionPass
+from fd_core.scheduling.waiting.admission_control import AdmissionControl
 from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import IntArray, Phase
 
@@ -92,7 +92,7 @@ class Admissions:
         for late in self._waiting.expire(step):
             self._impatient.add(late.arrival)
         pool, prefixes, size = self._pool, self._prefixes, self._limits.block_size
-        admission_pass = AdmissionPass(self._control, self._slots)
+        self._control.bound = None
         slot = self._slots.free_slot()
         matched = nothing = np.empty(0, np.int32)
         parked = shared = 0
@@ -118,7 +118,9 @@ class Admissions:
                 continue
             needed = -(-request.num_tokens // size) - len(matched)
             pool.acquire(matched)
-            blocks = pool.allocate(needed) if admission_pass.admits(request, needed, pool.num_free) else None
+            blocks = (
+                pool.allocate(needed) if self._control.admits(self._slots, request, needed, pool.num_free) else None
+            )
             if blocks is None:
                 pool.release(matched, -1)
                 self._blocked = (request.arrival, pool.num_freed, step)

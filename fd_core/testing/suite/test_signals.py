@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fd_core.runner.launching import LaunchedStep
+from fd_core.runner.runner import LaunchedStep
 from fd_core.scheduling.requests import State
 from fd_core.signals import Outcome
 from fd_core.testing.kit.requirements import thorough_but
