@@ -324,7 +324,6 @@ class Engine:
         self._device.perform(lambda runner: runner.adapters.replace(adapters))
 
     def _perform(self, effects: operations.Effects) -> None:
-        """Begin what the scheduler wants done outside steps."""
         self.kv_events.extend(effects.events)
         if self._trace is not None:
             self._trace.kv.began(effects)

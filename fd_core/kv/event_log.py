@@ -89,5 +89,4 @@ class KVEventLog:
 
 
 def _of(engine: int, events: Iterable[KVEvent]) -> Iterable[KVEvent]:
-    """Return what an engine told, with its name."""
     return (msgspec.structs.replace(event, engine=engine) for event in events) if engine else events

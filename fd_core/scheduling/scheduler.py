@@ -175,10 +175,10 @@ class ContinuousBatchingScheduler(Scheduler):
                 self._waiting.wake(completion.operation)
             case effects.Loaded():
                 if (arrival := self._offloading.loaded(completion)) is not None:
-                    self._residencies.arrive(arrival)
+                    self._residencies.arrive(*arrival)
             case effects.Fetched():
                 if (arrival := self._transferring.fetched(completion)) is not None:
-                    self._residencies.arrive(arrival)
+                    self._residencies.arrive(*arrival)
             case effects.Sent():
                 self._operations.end(completion.operation, effects.Send)
             case effects.GrammarReady():

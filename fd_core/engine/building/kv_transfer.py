@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import Final
 
 from fd_core.config import EngineConfig, Limits
 from fd_core.disagg.connectors.contract import ConnectorSettings
@@ -17,16 +16,14 @@ from fd_core.disagg.keys import transfer_key
 from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.effects.port import CompletionQueue, LockedKVCache
+from fd_core.engine.vectors import ONE_TOKEN
 from fd_core.errors import ConfigError
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location
 from fd_core.plugins import CONNECTOR, STORE, Plugins
-from fd_core.types import PrefillJob, RequestSpec, SamplingParams
-
-_ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-"""The KV of the prompt is what counts; the token that its last position yields is dropped."""
+from fd_core.types import PrefillJob, RequestSpec
 
 
 def prefill_request_id(lease: str) -> str:
@@ -39,7 +36,7 @@ def prefill_request(job: PrefillJob) -> RequestSpec:
     return RequestSpec(
         request_id=prefill_request_id(job.lease),
         prompt=tuple(job.token_ids.tolist()),
-        params=_ONE_TOKEN,
+        params=ONE_TOKEN,
         priority=job.priority,
         tenant=job.tenant,
         cache_salt=job.cache_salt,

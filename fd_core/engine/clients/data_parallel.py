@@ -234,7 +234,6 @@ class DataParallelClient:
 
 
 def _require_separable(config: EngineConfig) -> None:
-    """Raise `ConfigError` for settings that mean one engine."""
     refused = (
         ("--role", config.role != "mixed", f"a {config.role} worker is one engine"),
         ("--trace", config.trace is not None, "a trace is that of one engine"),

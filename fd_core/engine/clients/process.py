@@ -200,7 +200,6 @@ class ProcessClient(SingleEngineClient):
             raise EngineDead(f"its process cannot be started: {(error.strerror or str(error)).lower()}") from error
 
     async def _reap(self) -> None:
-        """End the watch over the process, the socket and the process."""
         await _cancelled(self._watch)
         if self._socket is not None:
             self._socket.close()

@@ -142,15 +142,12 @@ class _Copies:
         threading.Thread(target=self._run, name="fdcore-copies", daemon=True).start()
 
     def came_to(self, *place: object) -> None:
-        """Note how far loading came."""
         self._sign = messages.SIGN + repr(place).encode()
 
     def begin(self, cache: KVCache) -> None:
-        """Copy blocks of a cache from now on."""
         self._caches.put(cache)
 
     def _run(self) -> None:
-        """Work until the context ends."""
         try:
             cache = None
             while cache is None:

@@ -350,7 +350,6 @@ class RankProcesses:
         return self._expect(rank, self._receive(rank), kind)
 
     def _hear(self, rank: int, kind: type[_Message]) -> _Message:
-        """Return a rank's next message, which has to be of a kind."""
         patience = Patience(self._seconds)
         while not self._ready_to(zmq.POLLIN, rank):
             if patience.is_over():

@@ -213,47 +213,15 @@ def _listed(root: int, folder: str, names: re.Pattern[str], block: int) -> Itera
         return
 
 
-class DiskEviction:
-    """The limit of one folder, as one engine sees it."""
-
-    def __init__(self, path: Path, limit_bytes: int | None) -> None:
-        self.path = path
-        self._limit = limit_bytes
-        self.counted = False
-        """Whether this engine counted the folder: what others recorded may be wrong."""
-
-    @contextlib.contextmanager
-    def reservations(self, root: int, deadline: Deadline) -> Iterator[DiskReservations]:
-        """Give the reservations of one call that writes to or deletes from the opened folder `root`."""
-        with contextlib.ExitStack() as stack:
-            usage = os.open(_USAGE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=root)
-            stack.callback(os.close, usage)
-            partial = stack.enter_context(inside(root, PARTIAL, create=True))
-            yield DiskReservations(self, root, partial, usage, deadline)
-
-    def stats(self, root: int, deadline: Deadline) -> StoreStats:
-        """Count all values."""
-        values = list(found_values(root, deadline))
-        return StoreStats(len(values), sum(value.space for value in values), self.limit_bytes(root, deadline))
-
-    def limit_bytes(self, root: int, deadline: Deadline) -> int:
-        """Return the limit in bytes, derived from the free space if the user gave none."""
-        if self._limit is None:
-            free = shutil.disk_usage(root).free + sum(value.space for value in found_values(root, deadline))
-            self._limit = min(DEFAULT_BYTES, int(free * SHARE_OF_FREE))
-        return self._limit
-
-
 class DiskReservations:
-    """Space that one call of the store reserves and gives back."""
+    """Space that one call of a store reserves and gives back in the opened folder `root`."""
 
-    def __init__(self, eviction: DiskEviction, root: int, partial: int, usage: int, deadline: Deadline) -> None:
+    def __init__(self, store: DiskStore, root: int, partial: int, usage: int, deadline: Deadline) -> None:
+        """`partial` is the folder that holds the reservations, `usage` the file that is locked."""
         self.root = root
         self.partial = partial
-        """Descriptor of the folder that holds the reservations."""
         self.deadline = deadline
-        self.shown = eviction.path
-        self._eviction = eviction
+        self.store = store
         self._usage = usage
 
     def reserve(self, size: int) -> tuple[str, int, int] | None:
@@ -263,7 +231,7 @@ class DiskReservations:
         files that are not ours, take what the value needs.
         """
         with self._locked():
-            limit = self._eviction.limit_bytes(self.root, self.deadline)
+            limit = self.store.limit_bytes(self.root, self.deadline)
             room = room_in(self.root)
             space = space_for(size, room.block)
             if space > limit:
@@ -271,11 +239,11 @@ class DiskReservations:
             used = self._recorded()
             # Writing takes blocks for folders as well.
             short = room.free < space + _SPARE_BLOCKS * room.block or room.full_of_files
-            if used is None or not self._eviction.counted or used + space > limit or short:
+            if used is None or not self.store.counted or used + space > limit or short:
                 used = _evict(self, space, limit, room)
-                self._eviction.counted = True
+                self.store.counted = True
             if used + space > limit:
-                raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self._eviction.path}")
+                raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self.store.path}")
             name = f"{space}-{secrets.token_hex(16)}"
             file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.partial)
             self._record(used + space)
@@ -340,7 +308,7 @@ def _evict(reservations: DiskReservations, space: int, limit: int, room: Room) -
     if room.full_of_files:
         given = min(given, used)
     if writing + space > given:
-        raise StoreError(Trouble.FULL, f"No space left on the disk of the KV store in {reservations.shown}")
+        raise StoreError(Trouble.FULL, f"No space left on the disk of the KV store in {reservations.store.path}")
     limit = min(limit, given)
     if used + space <= limit:
         return used
@@ -371,18 +339,20 @@ class DiskStore(KVStore):
         if not location.rest or "\0" in location.rest:
             raise ConfigError(f"{location.shown} names no folder", field="--kv-store", hint="write disk:FOLDER")
         self.path = user_path(location.rest, "--kv-store")
-        self._eviction = DiskEviction(self.path, location.size("max_bytes"))
+        self._limit = location.size("max_bytes")
+        self.counted = False
+        """Whether this engine counted the folder: what others recorded may be wrong."""
         self._closed = False
 
     def open(self, timeout: float) -> str:
         """Make the folder, reserve a file in it, and return how full the store is."""
         deadline = Deadline(timeout)
         with self._reported(), opened(self.path, create=True) as root:
-            with self._eviction.reservations(root, deadline) as reservations:
+            with self._reservations(root, deadline) as reservations:
                 reserved = reservations.reserve(0)
                 if reserved:
                     _abandon(reservations, *reserved)
-            full = self._eviction.stats(root, deadline)
+            full = self._full(root, deadline)
         return (
             f"disk {self.path}, {format_size(full.bytes or 0)} of at most {format_size(full.limit_bytes or 0)} in "
             f"{full.values:,} values"
@@ -406,7 +376,7 @@ class DiskStore(KVStore):
         with (
             self._reported(),
             opened(self.path, create=True) as root,
-            self._eviction.reservations(root, deadline) as reservations,
+            self._reservations(root, deadline) as reservations,
         ):
             for key, parts in values:
                 deadline.check()
@@ -440,19 +410,39 @@ class DiskStore(KVStore):
                     freed += space
                     count += 1
             if freed:
-                with self._eviction.reservations(root, deadline) as reservations:
+                with self._reservations(root, deadline) as reservations:
                     reservations.give_back(freed)
         return count
 
     def stats(self, timeout: float) -> StoreStats:
         """Count the files of all engines."""
         with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
-            return self._eviction.stats(root, Deadline(timeout))
+            return self._full(root, Deadline(timeout))
         return StoreStats(0, 0, None)
 
     def close(self) -> None:
         """Refuse further calls; nothing stays open between calls."""
         self._closed = True
+
+    def limit_bytes(self, root: int, deadline: Deadline) -> int:
+        """Return the limit in bytes, derived from the free space if the user gave none."""
+        if self._limit is None:
+            free = shutil.disk_usage(root).free + sum(value.space for value in found_values(root, deadline))
+            self._limit = min(DEFAULT_BYTES, int(free * SHARE_OF_FREE))
+        return self._limit
+
+    def _full(self, root: int, deadline: Deadline) -> StoreStats:
+        values = list(found_values(root, deadline))
+        return StoreStats(len(values), sum(value.space for value in values), self.limit_bytes(root, deadline))
+
+    @contextlib.contextmanager
+    def _reservations(self, root: int, deadline: Deadline) -> Iterator[DiskReservations]:
+        """Give the reservations of one call that writes to or deletes from the opened folder `root`."""
+        with contextlib.ExitStack() as stack:
+            usage = os.open(_USAGE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=root)
+            stack.callback(os.close, usage)
+            partial = stack.enter_context(inside(root, PARTIAL, create=True))
+            yield DiskReservations(self, root, partial, usage, deadline)
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:

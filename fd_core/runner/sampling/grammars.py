@@ -158,7 +158,6 @@ class SlotGrammars:
         return wait
 
     def _compute(self, wanted: Sequence[tuple[TokenMatcher, list[int], int]]) -> Masks:
-        """Compute masks, on the thread."""
         began = time.perf_counter()
         total = sum(len(drafts) + 1 for _, drafts, _ in wanted)
         bits = np.zeros((total, mask_words(self._vocab_size)), np.int32)

@@ -96,17 +96,6 @@ class OffloadCounters(msgspec.Struct, kw_only=True):
     ] = 0
 
 
-class Arrival(msgspec.Struct, frozen=True):
-    """The KV of a loading request arrived, or will not arrive: the request in `slot` may compute."""
-
-    slot: int
-    request: Request
-    num_tokens: int
-    """Leading tokens whose KV is in the blocks of the request, fewer than the request has."""
-    num_cached: int
-    """Those of them that no prefill computed for this request."""
-
-
 class KeepKV(msgspec.Struct, frozen=True):
     """Which requests leave their KV outside the device."""
 
@@ -206,8 +195,8 @@ class KVOffloading:
         request.load = self.operations.begin(load, request, blocks)
         self.counters.loads += 1
 
-    def loaded(self, answer: effects.Loaded) -> Arrival | None:
-        """A load is over; return its request, or None if the request left meanwhile."""
+    def loaded(self, answer: effects.Loaded) -> tuple[Request, int, int] | None:
+        """A load is over; return its request, tokens in place and those not prefilled for it; None if it left."""
         load, request = self.operations.end(answer.operation, effects.Load)
         if request.load != answer.operation:
             return None
@@ -218,7 +207,7 @@ class KVOffloading:
         self.counters.lost_tokens += (len(load.keys) - count) * self.block_size
         self.not_stored(load.keys[count:])  # damaged or gone, perhaps: they are stored again once they are computed
         tokens = (request.chain.index(load.keys[0]) + count) * self.block_size
-        return Arrival(load.slot, request, tokens, tokens)
+        return request, tokens, tokens
 
     def save(self, request: Request, keys: Sequence[bytes], blocks: IntArray) -> int | None:
         """Store settled blocks that the store lacks while they have an owner; return the operation if one begins."""

@@ -13,7 +13,6 @@ from typing import Annotated, get_args
 import msgspec
 
 from fd_core.effects.operations import Cancel, Fetch, Fetched, GiveUp, Send
-from fd_core.scheduling.operations.kv_offloading import Arrival
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
 from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome
@@ -80,8 +79,8 @@ class KVTransferring:
             request.fetch = None
             self._is_over(request, "aborted")
 
-    def fetched(self, answer: Fetched) -> Arrival | None:
-        """A fetch is over; return its request, or None if the request left meanwhile."""
+    def fetched(self, answer: Fetched) -> tuple[Request, int, int] | None:
+        """A fetch is over; return its request, tokens in place and those not prefilled for it; None if it left."""
         fetch, request = self.operations.end(answer.operation, Fetch)
         if request.fetch != answer.operation:
             return None
@@ -89,9 +88,9 @@ class KVTransferring:
         self._is_over(request, answer.outcome)
         on_device, num_tokens = fetch.job.held_blocks * self.block_size, fetch.job.num_tokens
         if answer.outcome != "transferred":
-            return Arrival(fetch.slot, request, on_device, on_device)
+            return request, on_device, on_device
         self.counters.fetched_tokens += num_tokens - on_device
-        return Arrival(fetch.slot, request, num_tokens, max(on_device, min(answer.cached, num_tokens)))
+        return request, num_tokens, max(on_device, min(answer.cached, num_tokens))
 
     def _is_over(self, request: Request, outcome: PrefillOutcome) -> None:
         request.prefill = outcome

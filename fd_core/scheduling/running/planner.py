@@ -47,8 +47,10 @@ class Planner:
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are revoked."""
         draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
-        if self._residencies.arrived:
-            self._residencies.announce_arrivals(draft)
+        for slot in self._residencies.arrived:
+            if self._slots.running[slot]:
+                draft.admit(slot, self._slots.request_in(slot), self._slots)
+        self._residencies.arrived.clear()
         for request in aborting:
             if request.state is State.RUNNING:
                 self._residencies.revoke(slot_of(request), request, draft)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.kv.blocks import BlockPool
-from fd_core.scheduling.operations.kv_offloading import Arrival, KVOffloading
+from fd_core.scheduling.operations.kv_offloading import KVOffloading
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.prefixes import Prefixes
@@ -106,23 +106,16 @@ class Residencies:
         if request.spec.prefill_job is not None:
             self._send_settled(slot, request)
 
-    def arrive(self, arrival: Arrival) -> None:
-        """The wait of a slot for its KV is over: what arrived is settled, the rest is computed."""
-        slot, request = arrival.slot, arrival.request
+    def arrive(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        """The KV of the leading `num_tokens` arrived, the rest is computed; no prefill for it computed `num_cached`."""
+        slot = slot_of(request)
         request.advance(Event.LOADED)
-        arrived = arrival.num_tokens // self.slots.block_size
+        arrived = num_tokens // self.slots.block_size
         self._register(slot, request, arrived)
         if not request.announced:
             self._prefixes.announce(request, arrived, len(self._prefixes.keys(request)))
-        self.run(slot, request, arrival.num_tokens, arrival.num_cached)
+        self.run(slot, request, num_tokens, num_cached)
         self.arrived.append(slot)
-
-    def announce_arrivals(self, draft: PlanBuilder) -> None:
-        """Tell the runner of the slots whose KV arrived since the last plan."""
-        for slot in self.arrived:
-            if self.slots.running[slot]:
-                draft.admit(slot, self.slots.request_in(slot), self.slots)
-        self.arrived.clear()
 
     def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
         """The KV of slots `rows` is settled below positions `upto` int32[n]: name the blocks that this completes."""

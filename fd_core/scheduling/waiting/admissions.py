@@ -118,9 +118,8 @@ class Admissions:
                 continue
             needed = -(-request.num_tokens // size) - len(matched)
             pool.acquire(matched)
-            blocks = (
-                pool.allocate(needed) if self._control.admits(self._slots, request, needed, pool.num_free) else None
-            )
+            fits = self._control.admits(self._slots, request, needed, pool.num_free)
+            blocks = pool.allocate(needed) if fits else None
             if blocks is None:
                 pool.release(matched, -1)
                 self._blocked = (request.arrival, pool.num_freed, step)
