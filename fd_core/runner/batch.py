@@ -50,10 +50,7 @@ class PersistentBatch:
         return begins
 
     def settle(self, slots: IntArray, begins: IntArray, sampled: IntArray, accepted: IntArray) -> None:
-        """Remember what the oldest step delivered that is not settled, of residencies that go on.
-
-        `begins` is what `advance` returned; of row i of sampled int32[N, 1 + k] the first 1 + accepted[i] are kept.
-        """
+        """Settle the oldest step: from begins[i] on, the first 1 + accepted[i] of sampled int32[N, 1 + k] are kept."""
         limit = self.tokens.shape[1]
         self.unsettled[slots] -= 1
         for column in range(int(accepted.max(initial=-1)) + 1):

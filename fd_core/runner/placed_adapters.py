@@ -32,10 +32,7 @@ class RunnerAdapters:
             self.replace(())
 
     def replace(self, adapters: Iterable[Adapter]) -> None:
-        """Hold these adapters and no others. Whoever calls knows that no request uses one that goes.
-
-        Raises `ModelError` for a model without adapters, and `MemoryError`; then those before are held as they were.
-        """
+        """Hold these adapters alone; no request uses one that goes. `ModelError` and `MemoryError` change nothing."""
         wanted = {adapter.digest: adapter for adapter in adapters}
         places = [wanted.pop(held.digest, None) if held is not None else None for held in self.places]
         for adapter in wanted.values():

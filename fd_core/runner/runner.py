@@ -108,10 +108,7 @@ class FailedRequests:
         return np.array([key not in self.reasons for key in keys], np.bool_)
 
     def of_step(self, slots: IntArray, gens: IntArray) -> tuple[tuple[int, str], ...]:
-        """Return (slot, reason) of the failed ones among `slots`, which a step computes as generations `gens`.
-
-        Both are int32[n] and int32[max_num_seqs]. Steps are asked for in order, so what is older is forgotten.
-        """
+        """Return (slot, reason) of failed `slots` int32[n]; `gens` int32[max_num_seqs] tell what is forgotten."""
         self.reasons = {(slot, gen): why for (slot, gen), why in self.reasons.items() if gen >= gens[slot]}
         keys = ((slot, int(gens[slot])) for slot in slots.tolist())
         return tuple((key[0], self.reasons[key]) for key in keys if key in self.reasons)

@@ -101,10 +101,7 @@ class Recorder:
         upto: int,
         holds: Callable[[bytes], bool],
     ) -> None:
-        """Record that the blocks `first` to `upto` of the path `chain`, whose tokens are `tokens`, became known.
-
-        Blocks that were known before are left out. `holds` returns whether the pool knows a key.
-        """
+        """Record blocks `first` to `upto` of the path `chain` that became known to the pool, which `holds` keys."""
         new = [index for index in range(first, upto) if chain[index] not in self._told and holds(chain[index])]
         if not new:
             return

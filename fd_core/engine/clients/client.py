@@ -203,10 +203,7 @@ class SingleEngineClient(abc.ABC):
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """Abort the named requests and return those that were running or waiting. Idempotent.
-
-        Requests of an engine that died end at once. Raises `EngineDead` if no engine will replace it.
-        """
+        """Abort requests and return those that had not ended. Raises `EngineDead` if no engine will follow."""
         if not self.alive and not self.restarts:
             raise EngineDead(self._death)
         known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._ledger]

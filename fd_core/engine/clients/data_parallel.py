@@ -186,10 +186,7 @@ class DataParallelClient:
         raise EngineDead(self.missing)
 
     async def change_adapters(self, name: str, path: str | None) -> None:
-        """Load a LoRA adapter into every engine, or unload it from all.
-
-        Raises `BadRequest` if it cannot be done and `EngineDead` while an engine is missing; then nothing has changed.
-        """
+        """Load an adapter into all engines, or unload it. Raises `BadRequest` or `EngineDead`, and undoes it then."""
         async with self._changing:
             if self.missing:
                 raise EngineDead(self.missing)

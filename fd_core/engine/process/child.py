@@ -57,10 +57,7 @@ class _SocketInbox:
 
 
 def main(backend: str) -> int:
-    """Serve the client at the other end of standard input until it says so or is gone.
-
-    The framework of `backend`, as `EngineConfig.backend`, is imported before the client knows what to load.
-    """
+    """Serve the client behind standard input; the framework of `backend` is imported before it knows what to load."""
     become_child()
     stream = MessageStream(socket.socket(fileno=os.dup(sys.stdin.fileno())))
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())  # no process that this one starts gets the socket

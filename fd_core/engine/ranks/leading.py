@@ -164,10 +164,7 @@ class RankProcesses:
         self._heard = time.monotonic()
 
     def look(self) -> None:
-        """Ask ranks that have nothing to do, now and then, whether they go on; never waits.
-
-        Called while nothing is executed. Raises `EngineDead` if one has ended, or not answered for too long.
-        """
+        """Ask idle ranks now and then whether they go on; never waits. Raises `EngineDead` if one is gone or silent."""
         if self.group.abandoned:
             raise RanksApart("a rank is gone")
         now = time.monotonic()
@@ -462,10 +459,7 @@ class JoinedKVCache(KVCache):
     """The KV of all ranks as one cache, for copies: what is exported knows nothing of ranks."""
 
     def __init__(self, own: KVCache, ranks: RankProcesses, shares: Sequence[tuple[int, int]], axis: int = -2) -> None:
-        """`shares` are what each rank keeps, from rank 0 on: the first, and the one behind the last.
-
-        They are KV heads where `axis` of exported blocks is -2, layers where it is 1.
-        """
+        """`shares`: first and end of what each rank keeps, KV heads if `axis` of exports is -2, layers if 1."""
         self.shape = joined_shape(own.shape, shares, axis)
         self.num_blocks = own.num_blocks
         self.spare_block = own.spare_block

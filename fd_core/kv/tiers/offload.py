@@ -209,10 +209,7 @@ class KVOffload(EffectPort[TierStats]):
         )
 
     def close(self, flush_seconds: float = _FLUSH_SECONDS) -> None:
-        """Copy and write what was to be saved for at most `flush_seconds`, complete the rest as it is, end the threads.
-
-        A thread whose call of the store does not return is left behind; it keeps nothing alive but itself. Idempotent.
-        """
+        """Copy and write for `flush_seconds`, end the threads but those whose call does not return. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -130,10 +130,7 @@ class SlotGrammars:
         return chosen
 
     def begin(self, rows: Rows, tokens: IntArray) -> Callable[[], Masks] | None:
-        """Begin to compute the masks of a step, None if it needs none; what is returned waits for them.
-
-        `tokens` int32[num_slots, *] holds the drafts of each slot, which nobody changes meanwhile.
-        """
+        """Begin a step's masks, None if it needs none; the result waits for them. `tokens` do not change meanwhile."""
         firsts = np.cumsum(rows.drafts + 1) - (rows.drafts + 1)
         wanted: list[tuple[TokenMatcher, list[int], int]] = []
         for slot, first, count in zip(

@@ -43,10 +43,7 @@ class Operations:
         return number
 
     def end(self, number: int, kind: type[_Operation]) -> tuple[_Operation, Request]:
-        """Close an operation, which no longer holds its blocks; return its effect and the request that it serves.
-
-        Raises `RuntimeError` if no operation of that kind and number is open.
-        """
+        """Close an operation; return its effect and request. Raises `RuntimeError` if none of that kind is open."""
         effect, request, blocks = self.open.pop(number, (None, None, None))
         if not isinstance(effect, kind) or request is None:
             raise RuntimeError(f"operation {number} was completed, but is not open or is of another kind")

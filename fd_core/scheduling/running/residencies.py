@@ -159,11 +159,7 @@ class Residencies:
         draft.revoke(slot, int(self.slots.gen[slot]))
 
     def finish(self, slot: int, request: Request, reason: FinishReason) -> None:
-        """The request in `slot` has delivered its last token.
-
-        A running slot is free at once: what is in flight for it belongs to an old gen. A draining slot is free on its
-        -9.
-        """
+        """Free the slot of a request that delivered its last token: a running one at once, a draining one on its -9."""
         if request.ended is not None:
             raise RuntimeError(f"slot {slot} has no request to finish")
         generated = int(self.slots.num_tokens[slot]) - request.prompt_len

@@ -69,11 +69,7 @@ class ReturnCost:
         self.share += _LEARN * (recomputed / max(tokens, 1) - self.share)
 
     def horizon(self, length: int, block_size: int) -> int:
-        """Return how many steps to look ahead before a request of `length` tokens is admitted, at least a block's.
-
-        By then the request has generated as many tokens as its return may cost, and filled a block, so that no request
-        is sent to and fro without progress.
-        """
+        """Return steps to look ahead, in which a request makes what its return may cost and fills a block at least."""
         return max(int(_RECOMPUTED_TOKEN * self.share * length), block_size)
 
 
