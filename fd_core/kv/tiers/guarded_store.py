@@ -50,7 +50,10 @@ class GuardedStore:
         now = self._clock()
         due = self._due
         if due is not None and now > due + _GRACE_SECONDS:
-            self._hangs(due, now)
+            with self._lock:
+                if not self._hung and self._due == due:
+                    self._hung = True
+                    self._trouble(Trouble.TIMEOUT, now)
             return False
         with self._lock:
             return self._breaker.ready(now)
@@ -77,13 +80,6 @@ class GuardedStore:
                 self._breaker.success()
             return result
         return None
-
-    def _hangs(self, due: float, now: float) -> None:
-        with self._lock:
-            if self._hung or self._due != due:
-                return
-            self._hung = True
-            self._trouble(Trouble.TIMEOUT, now)
 
     def _fails(self, trouble: Trouble) -> None:
         with self._lock:

@@ -65,12 +65,9 @@ class GrammarCompiling:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
 
-    def begin_wait(self, request: Request) -> int | None:
-        """Return the operation that a request waits for from now on; None for a request without a grammar."""
-        grammar = request.spec.params.grammar
-        if grammar is not None:
-            compiling = CompileGrammar(self._operations.next, grammar)
-            request.compiling = self._operations.begin(compiling, request)
+    def begin_wait(self, request: Request, grammar: str) -> int:
+        """Return the operation that a request waits for from now on."""
+        request.compiling = self._operations.begin(CompileGrammar(self._operations.next, grammar), request)
         return request.compiling
 
     def ready(self, number: int) -> Request | None:

@@ -69,7 +69,8 @@ class Admissions:
     def wait(self, request: Request) -> None:
         """A request begins to wait, new or after a preemption."""
         self._prefixes.extend(request)
-        operation = None if request.spec.params.grammar is None else self._grammars.begin_wait(request)
+        grammar = request.spec.params.grammar
+        operation = None if grammar is None else self._grammars.begin_wait(request, grammar)
         if self._offloading.stores and not (self._transferring.paired and self._transferring.wants(request)):
             asked = self._offloading.begin_wait(request, self._prefixes.keys(request))
             operation = operation if asked is None else asked
@@ -100,9 +101,11 @@ class Admissions:
             request = self._waiting.first()
             if request is None:
                 return
-            if self._blocked is not None and self._is_blocked(request, step):
-                self._times.line_waits_for(Phase.BLOCKS)
-                return
+            if self._blocked is not None:
+                arrival, freed, since = self._blocked
+                if request.arrival == arrival and freed == pool.num_freed and step - since < _RETRY_STEPS:
+                    self._times.line_waits_for(Phase.BLOCKS)
+                    return
             if request.compiling is not None:
                 self._waiting.park(request, request.compiling)
                 parked += 1
@@ -129,13 +132,6 @@ class Admissions:
             shared += len(matched)
             slot = self._slots.free_slot()
         self._times.line_waits_for(Phase.SLOT if slot is None else Phase.BUDGET)
-
-    def _is_blocked(self, request: Request, step: int) -> bool:
-        """Whether the first in line did not fit and nothing has changed since."""
-        if self._blocked is None:
-            return False
-        arrival, freed, since = self._blocked
-        return request.arrival == arrival and freed == self._pool.num_freed and step - since < _RETRY_STEPS
 
     def _park_for_prefix(self, request: Request, keys: Sequence[bytes], step: int) -> bool:
         """Park a request if running requests are about to compute blocks of its prefix."""
