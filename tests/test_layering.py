@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": BASE | {"hookspecs", "models"},
     "backends": BASE | {"hookspecs", "models", "ops", "runner"},
     "runner": BASE | {"backends", "hookspecs", "ops", "signals", "structured"},
-    "structured": BASE | {"effects", "kv", "text"},
+    "structured": BASE | {"effects", "kv", "launching", "text"},
     # Every pure part, and the engine whole: what is simulated is what is served.
     "simulation": BASE
     | {
