@@ -82,6 +82,12 @@ class BlockPool:
 
     # Questions --------------------------------------------------------------------------------------------
 
+    def stats(self) -> BlockStats:
+        """Return gauges."""
+        fenced, cached = self._num_fenced + len(self._pinned), len(self._cached)
+        used = self.num_blocks - self._num_empty - cached - fenced
+        return BlockStats(used=used, fenced=fenced, cached=cached, total=self.num_blocks)
+
     @property
     def num_free(self) -> int:
         """Blocks that an allocation can take at once."""

@@ -31,7 +31,7 @@ from fd_core.scheduling.running.output_side import OutputSide
 from fd_core.scheduling.running.plan import PlanBuilder
 from fd_core.scheduling.running.planner import Planner
 from fd_core.scheduling.running.residencies import Residencies
-from fd_core.scheduling.running.slots import SlotTable
+from fd_core.scheduling.running.slots import SlotStats, SlotTable
 from fd_core.scheduling.waiting.admission_control import AdmissionControl
 from fd_core.scheduling.waiting.admissions import Admissions
 from fd_core.scheduling.waiting.queue import WaitingQueue
@@ -193,8 +193,11 @@ class ContinuousBatchingScheduler(Scheduler):
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters as they are now."""
-        return msgspec.structs.replace(
-            super().stats(),
+        slots = self._slots
+        running, loading, draining = (int(column.sum()) for column in (slots.running, slots.loading, slots.draining))
+        return SchedulerStats(
+            slots=SlotStats(running=running, loading=loading, draining=draining, waiting=len(self._waiting)),
+            blocks=self._pool.stats(),
             counters=snapshot(self._residencies.counters),
             outputs=snapshot(self._output_side.counters),
             drafts=self._drafts.stats(),
@@ -211,16 +214,16 @@ class ContinuousBatchingScheduler(Scheduler):
 
     def held(self) -> SchedulerHoldings:
         """Return what is held now."""
-        slots, pool = self._slots, self._pool
+        slots, blocks = self._slots, self._pool.stats()
         running, loading, draining = (int(column.sum()) for column in (slots.running, slots.loading, slots.draining))
         return SchedulerHoldings(
             waiting=len(self._waiting),
             loading=loading,
             running=running,
             draining=draining,
-            owned=pool.num_owned,
-            fenced=pool.num_fenced,
-            cached=pool.num_cached,
+            owned=blocks.used,
+            fenced=blocks.fenced,
+            cached=blocks.cached,
             operations=len(self._operations.open),
         )
 
