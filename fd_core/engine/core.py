@@ -13,7 +13,7 @@ import msgspec
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.effects import operations
 from fd_core.effects.port import EffectPort
-from fd_core.engine.building.kv_transfer import prefill_request, prefill_request_id
+from fd_core.engine.building.kv_offload import prefill_request, prefill_request_id
 from fd_core.engine.device import Device, RunnerDevice
 from fd_core.engine.loaded_adapters import EngineAdapters
 from fd_core.engine.process.messages import EngineInfo, EngineStats, LeaseStats

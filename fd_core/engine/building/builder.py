@@ -16,8 +16,14 @@ from fd_core.backends.contract import cache_shape
 from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.effects.port import CompletionQueue, JoinedEffectPort, LockedKVCache
-from fd_core.engine.building.kv_offload import KVStorage, kv_identity, open_kv_storage, start_kv_offload
-from fd_core.engine.building.kv_transfer import open_kv_transfer, require_role
+from fd_core.engine.building.kv_offload import (
+    KVStorage,
+    kv_identity,
+    open_kv_storage,
+    open_kv_transfer,
+    require_role,
+    start_kv_offload,
+)
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.computing import Computing
 from fd_core.engine.core import AdmissionSink, Engine

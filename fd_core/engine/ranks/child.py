@@ -27,8 +27,7 @@ from fd_core.errors import FdError
 from fd_core.launching.child import become_child
 from fd_core.ops.contract import KVCache
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
-from fd_core.runner.placed_adapters import RunnerAdapters
-from fd_core.runner.runner import Runner
+from fd_core.runner.runner import Runner, RunnerAdapters
 
 _log = logging.getLogger(__name__)
 _LINGER_MS: Final = 2000

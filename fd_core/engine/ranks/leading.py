@@ -38,8 +38,7 @@ from fd_core.ops.parallel import RankMeeting, RanksApart
 from fd_core.ops.patience import Patience
 from fd_core.ops.weights import Adapter
 from fd_core.plugins import LAUNCHER, installed_plugins
-from fd_core.runner.placed_adapters import RunnerAdapters
-from fd_core.runner.runner import Runner
+from fd_core.runner.runner import Runner, RunnerAdapters
 from fd_core.types import IntArray, StepOutput, StepPlan
 
 CHILD: Final = ("-m", "fd_core.engine.ranks.child")
