@@ -240,8 +240,6 @@ class SingleEngineClient(abc.ABC):
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Let running requests finish for up to `drain_seconds`, abort the rest and stop the engine."""
 
-    # For subclasses ---------------------------------------------------------------------------------------
-
     @abc.abstractmethod
     def _send(self, message: messages.ClientMessage) -> None:
         """Carry a message to the engine without waiting."""
