@@ -29,9 +29,8 @@ from fd_core.backends.null import NullModel
 from fd_core.config import EngineConfig, Limits
 from fd_core.ops.contract import Array, HostCopies, KVCache, PenaltyInput, SampleInput, StepInput
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.runner.launching import LaunchedStep
 from fd_core.runner.postprocess.contract import Postprocess
-from fd_core.runner.runner import Runner
+from fd_core.runner.runner import LaunchedStep, Runner
 from fd_core.types import Admission, BlockGrant, SamplingParams, StepPlan
 
 __all__ = ["KINDS", "HostSteps", "NothingOps", "median_microseconds"]

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": BASE | {"hookspecs", "models"},
     "backends": BASE | {"hookspecs", "models", "ops"},
     "runner": BASE | {"backends", "hookspecs", "ops", "signals", "structured"},
-    "structured": BASE | {"effects", "text"},
+    "structured": BASE | {"effects", "launching", "text"},
     # Every pure part, and the engine whole: what is simulated is what is served.
     "simulation": BASE
     | {

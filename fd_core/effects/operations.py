@@ -17,23 +17,20 @@ An operation is a number chosen by the scheduler, unique within an engine. What 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from fd_core.types import IntArray, PrefillJob, PrefillOutcome, PrefillTrace
 from fd_core.types.kv_events import KVEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(msgspec.Struct, frozen=True):
     """Ask how many of the leading `keys` are stored outside the device."""
 
     operation: int
     keys: tuple[bytes, ...]
-    """Block keys of one prefix, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """Copy the KV named by `keys` into device `blocks`, int32[len(keys)], which belong to the operation meanwhile."""
 
     operation: int
@@ -42,11 +39,9 @@ class Load:
     slot: int = 0
     """The slot that waits for the blocks, for traces."""
     request_id: str = ""
-    """The request in that slot, for traces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(msgspec.Struct, frozen=True):
     """Copy settled device `blocks`, int32[len(keys)], to the host tier under `keys`; nobody writes them meanwhile."""
 
     operation: int
@@ -56,15 +51,13 @@ class Save:
     """Whether the blocks are also written to the KV store, some time after the copy to the host."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(msgspec.Struct, frozen=True):
     """Nobody waits for an operation any more; unknown and completed ones are ignored."""
 
     operation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """Answer to a `Lookup`."""
 
     operation: int
@@ -74,8 +67,7 @@ class Found:
     """Leading keys that host tier and store hold together, at least `host`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """Answer to a `Load`: whatever was not loaded is as it was or worthless."""
 
     operation: int
@@ -87,8 +79,7 @@ class Loaded:
     """From the effect to the last copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(msgspec.Struct, frozen=True):
     """Answer to a `Save`: its device blocks are not read any more."""
 
     operation: int
@@ -98,15 +89,13 @@ class Saved:
     """How many of them the host tier holds: a `Load` of these keys needs no `Lookup`."""
 
 
-@dataclass(frozen=True, slots=True)
-class NotStored:
+class NotStored(msgspec.Struct, frozen=True):
     """Blocks of completed `Save`s that were to be written to the KV store and may not be there."""
 
     keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPaceMeasured:
+class LoadPaceMeasured(msgspec.Struct, frozen=True):
     """What loading costs at present, in seconds; None where nothing was measured lately."""
 
     host_block: float | None = None
@@ -117,16 +106,14 @@ class LoadPaceMeasured:
     """To ask the store one question."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillPaceMeasured:
+class PrefillPaceMeasured(msgspec.Struct, frozen=True):
     """What computing a prompt costs at present."""
 
     token: float
     """Seconds for one token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """Have a prefill worker compute the KV of a prompt, and copy that KV into device blocks leased for it."""
 
     operation: int
@@ -139,11 +126,9 @@ class Fetch:
     slot: int = 0
     """The slot that waits for the blocks, for traces."""
     request_id: str = ""
-    """The request in that slot, for traces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(msgspec.Struct, frozen=True):
     """Answer to a `Fetch`: unless it was transferred, the blocks are as they were or worthless."""
 
     operation: int
@@ -156,8 +141,7 @@ class Fetched:
     """Why the transfer failed, for people; empty if it did not. Never holds a prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send settled device `blocks` to the decode worker that owns the lease; nobody writes the blocks meanwhile."""
 
     operation: int
@@ -172,36 +156,31 @@ class Send:
     """With `tokens`: how many of them came from the prefix cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(msgspec.Struct, frozen=True):
     """Answer to a `Send`: its device blocks are not read any more, whether or not they were wanted."""
 
     operation: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillJobArrived:
+class PrefillJobArrived(msgspec.Struct, frozen=True):
     """A decode worker leased blocks for a prompt: the engine computes it and sends its KV, or gives the lease up."""
 
     job: PrefillJob
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnded:
+class LeaseEnded(msgspec.Struct, frozen=True):
     """The lease of a job that arrived is over before its KV was complete: nobody needs the rest of the prompt."""
 
     lease: str
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTraced:
+class PrefillTraced(msgspec.Struct, frozen=True):
     """A job that is traced is over; the scheduler does not hear of it."""
 
     trace: PrefillTrace
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(msgspec.Struct, frozen=True):
     """The request that computes for a lease ended without all its KV, or the engine does not take the job at all."""
 
     lease: str
@@ -211,8 +190,7 @@ class GiveUp:
     """Whether the engine did not take the job, which is what the decode worker is told then."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompileGrammar:
+class CompileGrammar(msgspec.Struct, frozen=True):
     """Compile the grammar of a request that waits, so that no step has to."""
 
     operation: int
@@ -220,8 +198,7 @@ class CompileGrammar:
     """See `fd_core.types.SamplingParams.grammar`."""
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarReady:
+class GrammarReady(msgspec.Struct, frozen=True):
     """Answer to a `CompileGrammar`: the runner finds the grammar compiled, or compiles it if it was forgotten."""
 
     operation: int
@@ -246,8 +223,7 @@ Completion = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadDecision:
+class LoadDecision(msgspec.Struct, frozen=True):
     """Whether to load KV or to compute it again for one request, and why; told to the trace."""
 
     request_id: str
@@ -261,12 +237,10 @@ class LoadDecision:
     """None while unknown; what is unknown is tried."""
 
 
-@dataclass(frozen=True, slots=True)
-class Effects:
+class Effects(msgspec.Struct, frozen=True):
     """What one call of the scheduler wants done, in order."""
 
     operations: tuple[Effect, ...] = ()
-    """Operations to begin or to cancel."""
     decisions: tuple[LoadDecision, ...] = ()
     events: tuple[KVEvent, ...] = ()
     """Which prefixes the device came to hold and lost."""

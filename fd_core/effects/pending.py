@@ -54,10 +54,7 @@ class PendingOperations(Generic[_Answer]):
         return self._awaited(number) is not None
 
     def numbers(self, *kinds: type[_Answer]) -> list[int]:
-        """Return the numbers of the operations that somebody still waits for, ascending.
-
-        With `kinds`, only of operations whose completion is one of these.
-        """
+        """Return the numbers of operations that somebody waits for, ascending; of completions of `kinds` if given."""
         with self._lock:
             return sorted(
                 number
@@ -66,10 +63,7 @@ class PendingOperations(Generic[_Answer]):
             )
 
     def begin(self, answer: _Answer, deadline: float = math.inf) -> None:
-        """Open the operation that `answer` completes if nothing is done for it until `deadline`.
-
-        Raises `ValueError` if an operation of that number is pending.
-        """
+        """Open the operation that `answer` completes by `deadline`. Raises `ValueError` if its number is pending."""
         number = answer.operation
         with self._lock:
             if number in self._pending:

@@ -26,10 +26,7 @@ class ThreadLoop:
     """
 
     def __init__(self, name: str, turn: Callable[[], float] | None = None, end: Job | None = None) -> None:
-        """`turn` is called on the thread after each round of jobs and messages, `end` once after the last turn.
-
-        `turn` returns how many seconds the thread may sleep if nothing comes, 0 if there is work left.
-        """
+        """`turn` runs after each round and returns seconds that the thread may sleep, 0 for none; `end` runs last."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._turn = turn
         self._end = end

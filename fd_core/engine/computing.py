@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +11,10 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from fd_core.backends.contract import Backend, Model, cache_shape
 from fd_core.config import EngineConfig, Limits, resolve_limits
-from fd_core.engine.building.rehearsal import rehearsed
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.ranks.messages import RankLoaded
 from fd_core.errors import ModelError
@@ -25,13 +26,58 @@ from fd_core.plugins import DRAFTER, POSTPROCESS, installed_plugins
 from fd_core.runner.drafting import Drafter, make_drafter
 from fd_core.runner.postprocess.contract import require_fit
 from fd_core.runner.runner import Runner
+from fd_core.runner.warm_up import decode_plan, prefill_plan
 from fd_core.structured.compiler import GrammarCompiler, grammar_vocabulary
 from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from fd_core.types import SamplingParams, StepPlan
+
+_BLOCKS: Final = 16
+"""KV blocks of a rehearsal; all tables lead to them, so what is computed means nothing."""
+_COSTLY: Final = SamplingParams(
+    temperature=0.8, top_k=1000, top_p=0.9, min_p=0.01, seed=1, presence_penalty=0.1, repetition_penalty=1.1, logprobs=1
+)
 
 _log = logging.getLogger(__name__)
-
 _ENOUGH: Final = 2**60
 """Bytes in which every slot has all the blocks that it can use."""
+
+
+@contextmanager
+def rehearsed(make: Callable[[Limits], Runner], limits: Limits, *, adapters: bool = False) -> Iterator[None]:
+    """Compute the largest steps with a small cache on entering, and give back what they hold on leaving.
+
+    They are: one prompt as long as a step can be, of which log-probabilities are wanted; a prompt in every slot, all of
+    which sample with filters, penalties and log-probabilities; a decode of all slots; the same with drafts. Backends
+    that record their forward do so at the decodes, and beforehand for tokens with adapters if there may be `adapters`.
+    """
+    runner = make(msgspec.structs.replace(limits, num_kv_blocks=min(_BLOCKS, limits.num_kv_blocks)))
+    if adapters:
+        runner.adapters.prepare()
+    for plan in _plans(runner):
+        runner.execute(plan)
+    try:
+        yield
+    finally:
+        runner.close()
+        del runner
+        gc.collect()
+
+
+def _plans(runner: Runner) -> Iterator[StepPlan]:
+    limits, batch = runner.limits, runner.batch
+    budget, longest = limits.max_num_batched_tokens, limits.max_model_len - 1
+    table = np.arange(limits.blocks_per_seq, dtype=np.int32) % limits.num_kv_blocks
+    scored = msgspec.structs.replace(_COSTLY, prompt_logprobs=1)
+    yield prefill_plan(0, 1, np.full(1, max(1, min(budget, longest)), np.int32), [scored], [table])
+    rows = min(limits.max_num_seqs, budget)
+    lengths = np.full(rows, max(1, min(budget // rows, longest // 2)), np.int32)
+    yield prefill_plan(1, 2, lengths, [_COSTLY] * rows, [table] * rows)
+    slots = np.arange(rows, dtype=np.int32)
+    yield decode_plan(2, slots, batch.gen[slots], batch.length[slots] - 1)
+    if drafts := limits.max_drafts:
+        some = slots[: max(1, budget // (1 + drafts))]
+        batch.guess(some, np.zeros((len(some), drafts), np.int32), np.full(len(some), drafts, np.int32))
+        yield decode_plan(3, some, batch.gen[some], batch.length[some] - 1, drafts)
 
 
 class Computing:

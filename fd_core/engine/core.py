@@ -5,24 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
-from fd_core.effects.operations import (
-    NO_EFFECTS,
-    Effects,
-    GiveUp,
-    LeaseEnded,
-    PrefillJobArrived,
-    PrefillPaceMeasured,
-    PrefillTraced,
-)
+from fd_core.effects import operations
 from fd_core.effects.port import EffectPort
-from fd_core.engine.building.kv_transfer import prefill_request, prefill_request_id
+from fd_core.engine.building.kv_offload import prefill_request, prefill_request_id
 from fd_core.engine.device import Device, RunnerDevice
 from fd_core.engine.loaded_adapters import EngineAdapters
 from fd_core.engine.process.messages import EngineInfo, EngineStats, LeaseStats
@@ -63,7 +54,7 @@ class PrefillPace:
         self._token = token
         self._answered = 0.0
 
-    def observe(self, plan: StepPlan, submitted: float, answered: float) -> PrefillPaceMeasured | None:
+    def observe(self, plan: StepPlan, submitted: float, answered: float) -> operations.PrefillPaceMeasured | None:
         """Learn from a step; return the new average if the step tells something. Times in seconds of one clock."""
         begun = max(submitted, self._answered)  # the device computes one step after the other
         self._answered = answered
@@ -74,11 +65,10 @@ class PrefillPace:
         if prefill < max(_MIN_PREFILL_TOKENS, tokens // 2):
             return None
         self._token += _SHARE * ((answered - begun) / tokens - self._token)
-        return PrefillPaceMeasured(self._token)
+        return operations.PrefillPaceMeasured(self._token)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineProbe:
+class EngineProbe(msgspec.Struct, frozen=True):
     """The parts of one engine as they are, for audits and tests: whoever changes them may break every law."""
 
     scheduler: Scheduler
@@ -123,7 +113,7 @@ class Engine:
         self.prefill_traces: list[PrefillTrace] = []
         """Traced prefill jobs that ended since `take_prefill_traces`."""
         self._prefill_pace = PrefillPace(prefill_token)
-        scheduler.complete(PrefillPaceMeasured(prefill_token))
+        scheduler.complete(operations.PrefillPaceMeasured(prefill_token))
         self._stopping = False
         self._trace = trace
         self._observer = observer
@@ -159,13 +149,13 @@ class Engine:
     def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
         """Serve one more LoRA adapter; raises `BadRequest` or `ModelError`, and then nothing has changed."""
         info = self._adapters.load(name, folder, self._hold)
-        self._tell_adapters()
+        self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
         return info
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Take no more requests for an adapter; those that use it go on. Raises `BadRequest` if there is none."""
         info = self._adapters.unload(name)
-        self._tell_adapters()
+        self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
         return info
 
     def stop(self) -> None:
@@ -188,10 +178,7 @@ class Engine:
         return len(self._in_flight)
 
     def begin_steps(self) -> list[Delta]:
-        """Submit plans until `pipeline_depth` of them are in flight, or nothing is left to plan.
-
-        Returns the last deltas of requests that ended before any step.
-        """
+        """Submit plans until `pipeline_depth` are in flight or none is left; return what ended before any step."""
         if self._trace is not None:
             self._trace.turn_began(self._nanoseconds())
         if not self._in_flight:
@@ -202,7 +189,7 @@ class Engine:
         while len(self._in_flight) < self.info.pipeline_depth:
             ended += self._complete()
             plan, effects = self._scheduler.plan()
-            if effects is not NO_EFFECTS:
+            if effects is not operations.NO_EFFECTS:
                 self._perform(effects)
             if plan is None:
                 if effects.operations:
@@ -220,13 +207,12 @@ class Engine:
         if (pace := self._prefill_pace.observe(plan, submitted, self._clock())) is not None:
             self._scheduler.complete(pace)
         deltas, effects = self._scheduler.commit(plan, output)
-        if effects is not NO_EFFECTS:
+        if effects is not operations.NO_EFFECTS:
             self._perform(effects)
         if self._observer is not None:
             self._observer.step_ended(plan, output)
         if self._trace is not None:
-            held = self._scheduler.held()
-            self._trace.step_ended(self._nanoseconds(), plan, output, deltas, held)
+            self._trace.step_ended(self._nanoseconds(), plan, output, deltas, self._scheduler.held())
         return deltas
 
     def stats(self) -> EngineStats:
@@ -239,12 +225,11 @@ class Engine:
                 receiver=transfer if isinstance(transfer, ReceiverStats) else None,
                 sender=transfer if isinstance(transfer, SenderStats) else None,
             )
-        observer = None if self._observer is None else self._observer.stats()
         return EngineStats(
             scheduler=self._scheduler.stats(),
             kv=kv,
             leases=leases,
-            observer=observer,
+            observer=None if self._observer is None else self._observer.stats(),
             grammars=grammars,
             masks=self._device.mask_stats(),
             compilations=self._device.compilation_stats(),
@@ -289,18 +274,15 @@ class Engine:
             self._trace.close(self._nanoseconds())
 
     def _complete(self) -> list[Delta]:
-        """Tell the scheduler what became of operations outside steps, and take in what other workers ask for.
-
-        Returns the last deltas of requests that ended by it.
-        """
+        """Take in what became of operations outside steps, and jobs; return last deltas of what ended by it."""
         ended: list[Delta] = []
         for completion in self._outside.completions():
             match completion:
-                case PrefillJobArrived(job):
+                case operations.PrefillJobArrived(job):
                     self._begin_job(job)
-                case PrefillTraced(trace):
+                case operations.PrefillTraced(trace):
                     self.prefill_traces.append(trace)
-                case LeaseEnded(lease):
+                case operations.LeaseEnded(lease):
                     self._scheduler.abort(prefill_request_id(lease))
                 case _:
                     if self._trace is not None:
@@ -316,14 +298,12 @@ class Engine:
         return deltas
 
     def _begin_job(self, job: PrefillJob) -> None:
-        reason = "the prefill worker is shutting down" if self._stopping else None
-        if reason is None:
-            try:
-                self._add(prefill_request(job))
-            except BadRequest as error:
-                reason = error.message
-        if reason is not None:
-            self._outside.perform([GiveUp(job.lease, reason, refused=True)])
+        try:
+            if self._stopping:
+                raise BadRequest("the prefill worker is shutting down")
+            self._add(prefill_request(job))
+        except BadRequest as error:
+            self._outside.perform([operations.GiveUp(job.lease, error.message, refused=True)])
 
     def _nanoseconds(self) -> int:
         return round(1e9 * self._clock())
@@ -333,7 +313,7 @@ class Engine:
         if spec.adapter:
             self._adapters.require(spec.adapter)
         effects = self._scheduler.add(spec)
-        if effects is not NO_EFFECTS:
+        if effects is not operations.NO_EFFECTS:
             self._perform(effects)
         if spec.adapter:
             self._adapters.began(spec)
@@ -343,11 +323,7 @@ class Engine:
     def _hold(self, adapters: Collection[Adapter]) -> None:
         self._device.perform(lambda runner: runner.adapters.replace(adapters))
 
-    def _tell_adapters(self) -> None:
-        self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
-
-    def _perform(self, effects: Effects) -> None:
-        """Begin what the scheduler wants done outside steps."""
+    def _perform(self, effects: operations.Effects) -> None:
         self.kv_events.extend(effects.events)
         if self._trace is not None:
             self._trace.kv.began(effects)

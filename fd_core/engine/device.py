@@ -18,12 +18,11 @@ from typing import Final
 
 import zmq
 
-from fd_core.engine.process.frames import decode_output, encode_output
+from fd_core.engine.process.message_stream import decode_output, encode_output
 from fd_core.errors import ConfigError, EngineDead
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.patience import Patience
-from fd_core.runner.launching import LaunchedStep
-from fd_core.runner.runner import Runner
+from fd_core.runner.runner import LaunchedStep, Runner
 from fd_core.runner.sampling.grammars import MaskStats
 from fd_core.types import StepOutput, StepPlan
 
@@ -206,19 +205,16 @@ class _Threaded(RunnerDevice):
         self._thread.start()
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue a plan for the thread."""
         self.runner.announce(plan)
         self._plans.put(plan)
 
     def perform(self, change: Callable[[Runner], None]) -> None:
-        """Queue the change for the thread and wait for its end."""
         done: Future[None] = Future()
         self._changes.append(change)
         self._plans.put(done)
         done.result()
 
     def close(self) -> None:
-        """End the thread once it has computed what was submitted."""
         self._plans.put(None)
         self._thread.join()
 
@@ -307,7 +303,6 @@ def _healthy(output: StepOutput | EngineDead) -> StepOutput:
 
 
 def _failure(plan: StepPlan, error: Exception) -> EngineDead:
-    """Return what is raised for a step that failed."""
     if isinstance(error, EngineDead):
         return error
     return EngineDead(f"step {plan.step} failed: {type(error).__name__}: {error}")

@@ -63,7 +63,6 @@ class LLM:
             settings["lora_modules"] = tuple(f"{name}={folder}" for name, folder in modules.items())
         assets = find_assets(make_settings(EngineConfig, {"model": model, **settings}))
         self.tokenizer = assets.tokenizer
-        """The model's tokenizer."""
         self._engine: Engine = load_engine(assets.config, assets.path, progress=lambda *_: None)
         self._requests = 0
 

@@ -105,10 +105,7 @@ class EngineAdapters:
         return self._adapters.values()
 
     def reserved_bytes(self, item_bytes: int, first: Parallel) -> int:
-        """Return the bytes of a device that adapters take on rank 0, with those that may be loaded later.
-
-        No other rank has more.
-        """
+        """Return the bytes that adapters take on rank 0, with those that may be loaded later; no rank takes more."""
         count, rank = len(self._adapters), max((adapter.rank for adapter in self.held), default=0)
         if self._config.lora_folder is not None:
             count, rank = self._config.max_loras, self._config.max_lora_rank
@@ -124,10 +121,7 @@ class EngineAdapters:
         self._users[spec.request_id] = spec.adapter
 
     def load(self, name: str, folder: Path, hold: Callable[[Collection[Adapter]], None]) -> AdapterInfo:
-        """Serve one more adapter, which `hold` lets the runner hold.
-
-        Raises `BadRequest` for a name that is taken and for one too many, `ModelError` for what is wrong with it.
-        """
+        """Serve an adapter, which `hold` lets the runner hold. Raises `BadRequest`, or `ModelError` for its files."""
         if not _NAME.fullmatch(name):
             raise BadRequest("a name has 1 to 255 characters, none of them '=' or a new line", field="lora_name")
         if name in self._named:

@@ -9,8 +9,8 @@ from fd_core.errors import BadRequest
 from fd_core.models.loading.config import VectorSettings
 from fd_core.types import Pooling, RequestSpec, SamplingParams
 
-_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-"""A request ends with the token that its prefill yields, and that is dropped."""
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+"""Of a request for what its prompt yields: it ends with one token, which is dropped."""
 
 
 def pooling_request(
@@ -27,7 +27,7 @@ def pooling_request(
     return RequestSpec(
         request_id=request_id,
         prompt=prompt,
-        params=_ONE_TOKEN,
+        params=ONE_TOKEN,
         pooling=pooling,
         priority=priority,
         tenant=tenant,
@@ -45,10 +45,7 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
 
 
 def vector_of(pooled: bytes, settings: VectorSettings, dimensions: int | None = None) -> npt.NDArray[np.float32]:
-    """Return what an engine delivered as float32[dimensions], the leading elements.
-
-    Its length is 1 if the settings say so, and always if it was cut.
-    """
+    """Return what an engine delivered as float32[dimensions], of length 1 if it was cut or the settings say so."""
     whole = np.frombuffer(pooled, "<f4").astype(np.float64)
     vector = whole[:dimensions]
     if settings.normalize or len(vector) < len(whole):

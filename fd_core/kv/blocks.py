@@ -80,8 +80,6 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
-    # Questions --------------------------------------------------------------------------------------------
-
     def stats(self) -> BlockStats:
         """Return gauges."""
         fenced, cached = self._num_fenced + len(self._pinned), len(self._cached)
@@ -134,8 +132,6 @@ class BlockPool:
             if found[index] not in self._cached and found[index] not in self._pinned:
                 return blocks[:index]
         return blocks
-
-    # Ownership --------------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> IntArray | None:
         """Take `count` free blocks for one owner, or none at all if fewer are free."""
@@ -212,13 +208,8 @@ class BlockPool:
         # The order of a sequence, tail first, as `release` gives it.
         self._set_free(np.array(waited[::-1], np.int32))
 
-    # Known prefixes ---------------------------------------------------------------------------------------
-
     def register(self, block: int, key: bytes) -> bool:
-        """Remember that an owned block holds the settled tokens named by `key`; return whether that was not known.
-
-        The first holder of a key stays its holder.
-        """
+        """Name an owned block that holds settled tokens; return False if it or another has a name: the first stays."""
         if key in self._block_of or block in self._key_of:
             return False
         self._block_of[key] = block
@@ -234,8 +225,6 @@ class BlockPool:
         self._num_empty += len(cached)
         if self._recorder is not None:
             self._recorder.cleared()
-
-    # Audit ------------------------------------------------------------------------------------------------
 
     def free_blocks(self) -> set[int]:
         """Return the blocks that an allocation can take, those that hold a reusable prefix included."""

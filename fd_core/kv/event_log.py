@@ -27,19 +27,14 @@ class KVEventLog:
         """Events with the number of blocks in each, oldest first."""
         self._size = 0
         self._next = 0
-        """Number of the next event."""
-        self._closed = False
+        self.closed = False
+        """Whether the log gets no more events."""
         self._waiting: set[asyncio.Event] = set()
 
     @property
     def engines(self) -> int:
         """How many engines tell."""
         return len(self._stored)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the log gets no more events."""
-        return self._closed
 
     def extend(self, events: Iterable[KVEvent], engine: int = 0) -> None:
         """Append events that an engine told."""
@@ -71,7 +66,7 @@ class KVEventLog:
 
     async def wait(self, after: int | None, seconds: float) -> None:
         """Wait until `read(after)` would return an event, at most `seconds`."""
-        if after != self._next or self._closed:
+        if after != self._next or self.closed:
             return
         woken = asyncio.Event()
         self._waiting.add(woken)
@@ -85,7 +80,7 @@ class KVEventLog:
 
     def close(self) -> None:
         """End every `wait`: the server ends."""
-        self._closed = True
+        self.closed = True
         self._wake()
 
     def _wake(self) -> None:
@@ -94,5 +89,4 @@ class KVEventLog:
 
 
 def _of(engine: int, events: Iterable[KVEvent]) -> Iterable[KVEvent]:
-    """Return what an engine told, with its name."""
     return (msgspec.structs.replace(event, engine=engine) for event in events) if engine else events

@@ -1,17 +1,37 @@
-"""Runs a launched process: `python -P -m fd_core.launching.child CORES -m MODULE ARGUMENTS...`.
+"""Runs a child process: `python -P -m fd_core.launching.child CORES -m MODULE ARGUMENTS...`.
 
-It ends when standard input closes, for then nobody watches over it any more. CORES are numbers of processors, such as
-`0,1`; empty means all. Libraries count the processors as soon as they are imported, so nothing is imported before.
+Standard input is a socket to the parent. The process ends when the other end closes, for then nobody watches over it
+any more. CORES are numbers of processors, such as `0,1`; empty means all. Libraries count the processors as soon as
+they are imported, so nothing is imported before.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import select
+import signal
 import sys
+import threading
+from collections.abc import Sequence
 
 from fd_core.launching.announcing import open_channel
-from fd_core.launching.parent_watch import end_with_parent
+
+
+def child_command(cores: Sequence[int], *command: str) -> list[str]:
+    """Return how a child is started on `cores`, all if there are none; `command` is `-m MODULE ARGUMENTS...`."""
+    # -P: no module of the folder in which somebody happens to start it.
+    return [sys.executable, "-P", "-m", "fd_core.launching.child", ",".join(map(str, cores)), *command]
+
+
+def become_child() -> None:
+    """Log as the parent does, and leave it to the parent when to stop: Ctrl-C reaches the whole group of a terminal."""
+    from fd_core.config.logs import configure_logs
+
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    level, form = os.environ.get("FD_LOG_LEVEL", "WARNING"), os.environ.get("FD_LOG_FORMAT", "text")
+    configure_logs(level, form, text="%(levelname)s %(message)s", access=os.environ.get("FD_ACCESS_LOG") == "1")
 
 
 def main(cores: str, _: str, module: str, *arguments: str) -> None:
@@ -19,9 +39,17 @@ def main(cores: str, _: str, module: str, *arguments: str) -> None:
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     open_channel()
-    end_with_parent()
+    threading.Thread(target=_end_with_parent, args=(os.dup(0),), name="fdcore-parent-watch", daemon=True).start()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _end_with_parent(descriptor: int) -> None:
+    """End this process once the other end of standard input is gone, however the parent ended; reads nothing of it."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from fd_core.launching.child import child_command
 from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec, how_ended
 
 _LAST_LINES: Final = 10
@@ -30,14 +31,13 @@ class OwnedProcess:
         self.node = node
         self.address = address
         variables = {**os.environ, **spec.environment, **spec.secrets, **environment}
-        # -P: no module of the folder in which somebody happens to start it.
-        command = ("-P", "-m", "fd_core.launching.child", ",".join(map(str, cores)), *spec.command)
+        command = child_command(cores, *spec.command)
         self._channel, theirs = socket.socketpair()
         """Its end tells the process that this one is gone; the process announces itself on it."""
         self._channel.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *(_at(address, word) for word in command)],
+                [_at(address, word) for word in command],
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -42,10 +42,7 @@ class PersistentBatch:
             self.tables[grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks
 
     def advance(self, slots: IntArray) -> IntArray:
-        """A step that samples of `slots` int32[N] was launched: each text is a token longer, which nobody knows yet.
-
-        Returns where those tokens will stand, int32[N].
-        """
+        """Count a token that a launched step samples of each of `slots` int32[N]; return their places, int32[N]."""
         begins: IntArray = self.length[slots]
         self.length[slots] = np.minimum(begins + 1, self.tokens.shape[1])
         self.num_drafts[slots] = 0
@@ -53,10 +50,7 @@ class PersistentBatch:
         return begins
 
     def settle(self, slots: IntArray, begins: IntArray, sampled: IntArray, accepted: IntArray) -> None:
-        """Remember what the oldest step delivered that is not settled, of residencies that go on.
-
-        `begins` is what `advance` returned; of row i of sampled int32[N, 1 + k] the first 1 + accepted[i] are kept.
-        """
+        """Settle the oldest step: from begins[i] on, the first 1 + accepted[i] of sampled int32[N, 1 + k] are kept."""
         limit = self.tokens.shape[1]
         self.unsettled[slots] -= 1
         for column in range(int(accepted.max(initial=-1)) + 1):

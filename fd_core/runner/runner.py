@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.backends.contract import LoadProgress, Model, cache_shape
+from fd_core.backends.contract import AdaptableModel, LoadProgress, Model, cache_shape
 from fd_core.config import Limits
-from fd_core.ops.contract import Array, Ops, StepInput
+from fd_core.errors import ModelError
+from fd_core.ops.contract import Array, Forward, HostCopies, KVCache, Ops, StepInput
+from fd_core.ops.weights import Adapter
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
-from fd_core.runner.failures import FailedRequests
-from fd_core.runner.inputs.inputs import Rows, gather_inputs, resolve_rows
-from fd_core.runner.inputs.last_tokens import LastTokens
-from fd_core.runner.inputs.uploading import uploaded
-from fd_core.runner.launching import LaunchedStep, Readings, StepWork
-from fd_core.runner.placed_adapters import RunnerAdapters
-from fd_core.runner.pooling import Pooler
+from fd_core.runner.inputs.inputs import Fed, LastTokens, Rows, gather_inputs, resolve_rows, uploaded
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.sampling.grammars import Masks, MaskStats, SlotGrammars
-from fd_core.runner.sampling.prompt_scores import PromptScorer
-from fd_core.runner.sampling.sampler import Sampled, Sampler
+from fd_core.runner.sampling.prompt_scores import PooledParts, Pooler, PromptScorer, PromptScores
+from fd_core.runner.sampling.sampler import Sampled, Sampler, SamplingWork
 from fd_core.runner.warm_up import warm_up_plans
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.types import (
@@ -33,10 +31,141 @@ from fd_core.types import (
     NOT_FINITE,
     Admission,
     IntArray,
+    LogprobRows,
+    PooledRows,
+    PromptLogprobRows,
     StepOutput,
     StepPlan,
 )
 from fd_core.types.metrics import snapshot
+
+Readings = tuple[PromptScores | None, PooledParts | None]
+"""What a step read from prompts, on the device."""
+
+
+class RunnerAdapters:
+    """Places of adapters, 1 and up; an adapter keeps its place for as long as it is there."""
+
+    def __init__(self, ops: Ops, model: Model, cache: KVCache) -> None:
+        self._ops = ops
+        self._cache = cache
+        self._model = model
+        self.places: list[Adapter | None] = []
+        """What is at each place, from 1 on."""
+        self._forwards: tuple[Forward, Forward] | None = None
+
+    @property
+    def held(self) -> list[Adapter]:
+        """The adapters that are there."""
+        return [adapter for adapter in self.places if adapter is not None]
+
+    def prepare(self) -> None:
+        """Set up what adapters may need before the first is held, if the model takes any. Raises as `replace`."""
+        if isinstance(self._model, AdaptableModel):
+            self.replace(())
+
+    def replace(self, adapters: Iterable[Adapter]) -> None:
+        """Hold these adapters alone; no request uses one that goes. `ModelError` and `MemoryError` change nothing."""
+        wanted = {adapter.digest: adapter for adapter in adapters}
+        places = [wanted.pop(held.digest, None) if held is not None else None for held in self.places]
+        for adapter in wanted.values():
+            if None in places:
+                places[places.index(None)] = adapter
+            else:
+                places.append(adapter)
+        if not isinstance(self._model, AdaptableModel):
+            raise ModelError(f"{self._model.architecture} on this backend takes no adapters", field="lora_modules")
+        model = self._model.with_adapters(places)
+        before = None if self._forwards is None else self._forwards[0]
+        forward = self._ops.compile_adapted(model.forward, self._cache, before)
+        self._forwards = forward, self._ops.compile_adapted(model.states)
+        self._model = model
+        self.places = places
+
+    def place(self, digest: str) -> int:
+        """Return the place of an adapter; `RuntimeError` if it is not held."""
+        for index, adapter in enumerate(self.places, start=1):
+            if adapter is not None and adapter.digest == digest:
+                return index
+        raise RuntimeError(f"the runner does not hold the adapter {digest[:12]}")
+
+    @property
+    def forwards(self) -> tuple[Forward, Forward]:
+        """The model's `forward` and `states` for steps with adapters."""
+        if self._forwards is None:
+            raise RuntimeError("the runner holds no adapters")
+        return self._forwards
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The arrays of a step of which N rows sample: gathered on the host, then uploaded all at once."""
+
+    inputs: StepInput | None
+    """None for a step without rows."""
+    fed: Fed | None
+    sampling: SamplingWork | None
+    """None where no row samples."""
+    slots: Array
+    """int32[N]"""
+    revoked: Array
+    """int32[M]"""
+    undrafted: Array
+    """int32[N], zeros: what rows without drafts accept of them."""
+    cells: Array | None
+    """int32[N * (1 + k)], `Rows.cells`; None where k is 0, and on the host where no row has drafts."""
+    drafts: tuple[Array, Array] | None
+    """int32[N, k] and how many of each row are drafts, int32[N]; None for a step without drafts."""
+    unsampled: tuple[Array, ...]
+    """Tokens int32[0, 1 + k] and peaks float32[0] where no row samples; else nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device computes, or has computed."""
+
+    plan: StepPlan
+    rows: Rows
+    gens: IntArray
+    """int32[max_num_seqs], the generation that each slot held when the step was launched."""
+    begins: IntArray
+    """int32[N], where the first token of each sampling row will stand in its text."""
+    sampled: Sampled
+    read: Readings
+    copies: HostCopies
+    """Token matrix, accepted drafts, peaks, then what there is of log-probabilities, prompt scores and vectors."""
+
+    def extras(
+        self, arrays: Iterable[npt.NDArray[Any]]
+    ) -> tuple[LogprobRows | None, PromptLogprobRows | None, PooledRows | None]:
+        """Return what there is of log-probabilities, prompt scores and vectors, given their arrays of `copies`."""
+        found = iter(arrays)
+        sampled, (scores, pooled) = self.sampled, self.read
+        slots, columns = self.rows.logits_slots[sampled.scored], self.rows.columns[sampled.scored]
+        return (
+            LogprobRows(slots, columns, *islice(found, len(sampled.scores))) if sampled.scores else None,
+            None if scores is None else scores.on_host([*islice(found, len(scores.arrays))]),
+            None if pooled is None else pooled.on_host([*found]),
+        )
+
+
+class FailedRequests:
+    """Why requests failed, by slot and generation: steps in flight may be of the residency before."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[tuple[int, int], str] = {}
+        """Empty most of the time, when no step has to tell of a failure."""
+
+    def healthy(self, slots: IntArray, gens: IntArray) -> npt.NDArray[np.bool_]:
+        """Return bool[n]: which requests, in `slots` int32[n] with generations `gens` int32[n], did not fail."""
+        keys = zip(slots.tolist(), gens.tolist(), strict=True)
+        return np.array([key not in self.reasons for key in keys], np.bool_)
+
+    def of_step(self, slots: IntArray, gens: IntArray) -> tuple[tuple[int, str], ...]:
+        """Return (slot, reason) of failed `slots` int32[n]; `gens` int32[max_num_seqs] tell what is forgotten."""
+        self.reasons = {(slot, gen): why for (slot, gen), why in self.reasons.items() if gen >= gens[slot]}
+        keys = ((slot, int(gens[slot])) for slot in slots.tolist())
+        return tuple((key[0], self.reasons[key]) for key in keys if key in self.reasons)
 
 
 class Runner:
@@ -114,10 +243,7 @@ class Runner:
         return None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue all that a step computes.
-
-        A plan whose whole batch was revoked computes nothing and still yields an output.
-        """
+        """Queue all that a step computes; a plan whose whole batch was revoked still yields an output."""
         batch, width = self.batch, self.limits.max_drafts + 1
         for admission in plan.admissions:
             self._admit(admission)
@@ -176,10 +302,7 @@ class Runner:
         return snapshot(self._grammars.stats)
 
     def warm_up(self, progress: LoadProgress) -> float:
-        """Compute first steps, so that no request pays for first times; see `Ops.warm_up_tokens` and `warm_up_steps`.
-
-        Returns the seconds that a token of the prefill took, cold as it was.
-        """
+        """Compute first steps, see `Ops.warm_up_steps`; return the seconds that a token of the cold prefill took."""
         limits, ops = self.limits, self.ops
         length = min(limits.max_num_batched_tokens, limits.max_model_len - 1, ops.warm_up_tokens or sys.maxsize)
         plans = warm_up_plans(limits, length, ops.warm_up_steps(limits))
@@ -335,10 +458,7 @@ class Runner:
                 return
 
     def _guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
-        """Place drafts int32[n, k], of which row i has counts[i], behind the texts of `slots`, as grammars allow.
-
-        A row ends before its first id without an embedding row, which only a wrong drafter proposes.
-        """
+        """Place counts[i] of drafts[i] behind each text as grammars allow, up to an id beyond the embedding's rows."""
         unknown = drafts.astype(np.uint32) >= self.limits.vocab_size
         if unknown.any():
             counts = np.where(unknown.any(axis=1), np.minimum(counts, unknown.argmax(axis=1)), counts).astype(np.int32)
@@ -365,6 +485,6 @@ class Runner:
         """Fail the request that holds a slot, or the one that held it in generation `gen`."""
         held = int(self.batch.gen[slot])
         if gen is None or gen == held:
-            self._grammars.drop(slot)
+            self._grammars.matchers.pop(slot, None)
             self.batch.num_drafts[slot] = 0
-        self._failed.add(slot, held if gen is None else gen, message)
+        self._failed.reasons[slot, held if gen is None else gen] = message

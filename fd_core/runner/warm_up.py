@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from fd_core.config import Limits
 from fd_core.ops.warm_up import WarmUpRow, WarmUpStep
-from fd_core.types import Admission, BlockGrant, IntArray, StepPlan
+from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepPlan
 
 
 def warm_up_plans(limits: Limits, length: int, more: Sequence[WarmUpStep] = ()) -> tuple[StepPlan, ...]:
@@ -17,11 +17,47 @@ def warm_up_plans(limits: Limits, length: int, more: Sequence[WarmUpStep] = ()) 
     All requests share the blocks 0 and up, which are overwritten. Steps beyond the limits are left out.
     """
     plans = list(_plans((WarmUpRow(length),), 0, limits))
-    plans.append(_decode(plans[0], 0, 1))
+    plans.append(decode_plan(1, plans[0].slots, plans[0].gens, plans[0].num_tokens))
     for rows in more:
         if _fits(rows, limits):
             plans.extend(_plans(rows, len(plans), limits))
     return tuple(plans)
+
+
+def prefill_plan(
+    step: int, gen: int, lengths: IntArray, params: Iterable[SamplingParams], tables: Iterable[IntArray]
+) -> StepPlan:
+    """Return a step that admits a prompt of each length, in the slots from 0 on, and computes it as a whole."""
+    rows = np.arange(len(lengths), dtype=np.int32)
+    return StepPlan(
+        epoch=0,
+        step=step,
+        slots=rows,
+        gens=np.full_like(rows, gen),
+        starts=np.zeros_like(rows),
+        num_tokens=lengths,
+        num_drafts=np.zeros_like(rows),
+        samples=np.ones(len(rows), np.bool_),
+        admissions=tuple(
+            Admission(slot, gen, np.zeros(length, np.int32), length, each, eos_token_ids=(), computed=0)
+            for slot, (length, each) in enumerate(zip(lengths.tolist(), params, strict=True))
+        ),
+        grants=tuple(BlockGrant(slot, 0, table) for slot, table in enumerate(tables)),
+    )
+
+
+def decode_plan(step: int, slots: IntArray, gens: IntArray, starts: IntArray, drafts: int = 0) -> StepPlan:
+    """Return a step that computes a token of each request, and drafts."""
+    return StepPlan(
+        epoch=0,
+        step=step,
+        slots=slots,
+        gens=gens,
+        starts=starts,
+        num_tokens=np.full_like(slots, 1 + drafts),
+        num_drafts=np.full_like(slots, drafts),
+        samples=np.ones(len(slots), np.bool_),
+    )
 
 
 def _fits(rows: WarmUpStep, limits: Limits) -> bool:
@@ -36,43 +72,10 @@ def _fits(rows: WarmUpStep, limits: Limits) -> bool:
 
 
 def _plans(rows: WarmUpStep, step: int, limits: Limits) -> Iterator[StepPlan]:
-    """Return a step that admits and computes requests, and another one if they have drafts."""
-    size = limits.block_size
-    blocks = [np.arange(-(-(row.tokens + 1 + row.drafts) // size), dtype=np.int32) for row in rows]
-    first = StepPlan(
-        epoch=0,
-        step=step,
-        slots=np.arange(len(rows), dtype=np.int32),
-        gens=np.full(len(rows), step, np.int32),
-        starts=np.zeros(len(rows), np.int32),
-        num_tokens=_column(row.tokens for row in rows),
-        num_drafts=np.zeros(len(rows), np.int32),
-        samples=np.ones(len(rows), np.bool_),
-        admissions=tuple(
-            Admission(slot, step, np.zeros(row.tokens, np.int32), row.tokens, row.params, eos_token_ids=(), computed=0)
-            for slot, row in enumerate(rows)
-        ),
-        grants=tuple(BlockGrant(slot, 0, own) for slot, own in enumerate(blocks)),
-    )
+    """Yield a step that admits and computes requests, and another one if they have drafts."""
+    lengths, drafts = np.array([row.tokens for row in rows], np.int32), rows[0].drafts
+    tables = (np.arange(-(-(row.tokens + 1 + row.drafts) // limits.block_size), dtype=np.int32) for row in rows)
+    first = prefill_plan(step, step, lengths, (row.params for row in rows), tables)
     yield first
-    if rows[0].drafts:
-        yield _decode(first, rows[0].drafts, step + 1)
-
-
-def _decode(before: StepPlan, drafts: int, step: int) -> StepPlan:
-    """Return the step behind another one: a token of each of its requests, and drafts."""
-    count = len(before.slots)
-    return StepPlan(
-        epoch=0,
-        step=step,
-        slots=before.slots,
-        gens=before.gens,
-        starts=before.num_tokens,
-        num_tokens=np.full(count, 1 + drafts, np.int32),
-        num_drafts=np.full(count, drafts, np.int32),
-        samples=before.samples,
-    )
-
-
-def _column(values: Iterator[int]) -> IntArray:
-    return np.array(list(values), np.int32)
+    if drafts:
+        yield decode_plan(step + 1, first.slots, first.gens, lengths, drafts)

@@ -20,9 +20,8 @@ from fd_core.config import Limits
 from fd_core.effects.operations import Completion, Effects
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.scheduling.operations.kv_offloading import KeepKV, OffloadCounters
+from fd_core.scheduling.operations.kv_offloading import KeepKV, OffloadCounters, Pace
 from fd_core.scheduling.operations.kv_transferring import TransferCounters
-from fd_core.scheduling.operations.load_or_recompute import Pace
 from fd_core.scheduling.phases import PhaseCounters
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.running.drafts import DraftControl, DraftStats

@@ -81,10 +81,7 @@ class PhaseClock:
             times.phase, times.joined = phase, None if phase is not None else [*self._line_seconds]
 
     def told(self, times: PhaseTimes) -> tuple[float, ...] | None:
-        """Return the seconds of a request until now by the number of the phase; their sum is all its time here.
-
-        None without a clock.
-        """
+        """Return all seconds of a request until now by the number of the phase; None without a clock."""
         if not self._tells:
             return None
         self._settle(times)

@@ -51,10 +51,7 @@ class Prefixes:
                 self.hasher.extend(request.chain, request.root, tokens, len(tokens))
 
     def keys(self, request: Request) -> Sequence[bytes]:
-        """Return the keys of the leading full blocks behind which a token is left to compute: it yields the next.
-
-        There are none for a request that needs every position computed: nothing known can stand for them.
-        """
+        """Return the keys of full blocks that may be known and leave a token to compute, which yields the next."""
         if self.hasher is None or ((request.prompt_logprobs or request.pooled) and request.needs_every_position):
             return ()
         return request.chain[: (request.num_tokens - 1) // self.hasher.block_size]
@@ -70,8 +67,6 @@ class Prefixes:
             more = self._pool.match(keys[count:])
             return np.concatenate([last, more]) if len(more) else last
         return self._pool.match(keys)
-
-    # Prefixes in the making -------------------------------------------------------------------------------
 
     def awaited(self, keys: Sequence[bytes]) -> tuple[bytes, int] | None:
         """Return what a prompt had better wait for: the key of its last block that running requests will complete.

@@ -15,12 +15,13 @@ import enum
 from dataclasses import InitVar, dataclass, field
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from fd_core.errors import BadRequest
 from fd_core.scheduling.phases import PhaseTimes
-from fd_core.scheduling.running.pooled_state import PooledState
-from fd_core.scheduling.running.prompt_logprobs import PromptLogprobs
 from fd_core.scheduling.running.tokens import TokenBuffer
-from fd_core.types import FinishReason, Phase, PrefillOutcome, RequestSpec
+from fd_core.types import FinishReason, IntArray, Phase, PrefillOutcome, PromptLogprobRows, RequestSpec, TokenLogprobs
 
 __all__ = ["TRANSITIONS", "Event", "QueuedRequest", "Request", "State"]
 
@@ -89,7 +90,6 @@ class Request:
 
     spec: RequestSpec
     arrival: int
-    """Order of arrival."""
     max_model_len: InitVar[int]
     root: bytes
     """Where the chain of its block keys begins."""
@@ -115,7 +115,6 @@ class Request:
     announced: int = 0
     """Leading blocks that the request announced to compute or load, for others with the same prefix to wait for."""
     times: PhaseTimes = field(init=False)
-    """Where its time went."""
 
     compiling: int | None = None
     """Operation that compiles the grammar; the request waits for its completion."""
@@ -206,3 +205,50 @@ def check_spec(spec: RequestSpec, max_model_len: int) -> None:
             f"{len(spec.delivered)} tokens were delivered already, so none of at most {most} is left to generate",
             field="delivered",
         )
+
+
+class PromptLogprobs:
+    """Log-probabilities of a prompt but for its first token, by position: what is computed again replaces them."""
+
+    def __init__(self, prompt_len: int, top_n: int) -> None:
+        """`top_n` most likely tokens are kept for each position."""
+        self._chosen = np.full(prompt_len - 1, np.nan, np.float32)
+        self._top_ids = np.zeros((prompt_len - 1, top_n), np.int32)
+        self._top = np.zeros((prompt_len - 1, top_n), np.float32)
+        self._ranks = np.zeros(prompt_len - 1, np.int32)
+
+    def take(self, rows: PromptLogprobRows, mine: IntArray) -> None:
+        """Keep rows `mine` int[n] of what a step computed."""
+        places, top_n = rows.positions[mine] - 1, self._top.shape[1]
+        self._chosen[places] = rows.chosen[mine]
+        self._top_ids[places] = rows.top_ids[mine, :top_n]
+        self._top[places] = rows.top[mine, :top_n]
+        self._ranks[places] = rows.ranks[mine]
+
+    def delivered(self) -> tuple[TokenLogprobs, ...]:
+        """Return them in the order of the prompt."""
+        columns = self._chosen.tolist(), self._top_ids.tolist(), self._top.tolist(), self._ranks.tolist()
+        return tuple(
+            TokenLogprobs(chosen, tuple(ids), tuple(top), rank) for chosen, ids, top, rank in zip(*columns, strict=True)
+        )
+
+
+class PooledState:
+    """The vector of a request's prompt; a mean begins anew where the prompt does, as after a preemption."""
+
+    def __init__(self, *, mean: bool) -> None:
+        self.mean = mean
+        self._sum: npt.NDArray[np.float64] = np.zeros(0)
+        self._count = 0
+
+    def take(self, start: int, count: int, value: npt.NDArray[np.float32]) -> None:
+        """Add what a step computed from `count` tokens, the first of them at position `start`."""
+        if self.mean and start:
+            self._sum = self._sum + value
+            self._count += count
+        else:
+            self._sum, self._count = value.astype(np.float64), count
+
+    def delivered(self) -> bytes:
+        """Return the vector as float32, little-endian."""
+        return (self._sum / self._count).astype("<f4").tobytes()

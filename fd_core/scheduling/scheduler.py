@@ -16,27 +16,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fd_core.effects.operations import (
-    NO_EFFECTS,
-    Completion,
-    Effects,
-    Fetched,
-    Found,
-    GrammarReady,
-    Loaded,
-    LoadPaceMeasured,
-    NotStored,
-    PrefillPaceMeasured,
-    Saved,
-    Sent,
-)
+from fd_core.effects import operations as effects
 from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.contract import Scheduler, SchedulerHoldings, SchedulerSetup, SchedulerStats
-from fd_core.scheduling.operations.grammars import GrammarCompiling
-from fd_core.scheduling.operations.kv_offloading import Arrival, KeepKV, KVOffloading
+from fd_core.scheduling.operations.kv_offloading import KeepKV, KVOffloading
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
-from fd_core.scheduling.operations.registry import Operations
+from fd_core.scheduling.operations.registry import GrammarCompiling, Operations
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request, State, check_spec
@@ -45,7 +31,7 @@ from fd_core.scheduling.running.output_side import OutputSide
 from fd_core.scheduling.running.plan import PlanBuilder
 from fd_core.scheduling.running.planner import Planner
 from fd_core.scheduling.running.residencies import Residencies
-from fd_core.scheduling.running.slots import SlotTable
+from fd_core.scheduling.running.slots import SlotStats, SlotTable
 from fd_core.scheduling.waiting.admission_control import AdmissionControl
 from fd_core.scheduling.waiting.admissions import Admissions
 from fd_core.scheduling.waiting.queue import WaitingQueue
@@ -114,13 +100,8 @@ class ContinuousBatchingScheduler(Scheduler):
         self._aborting: list[Request] = []
         """Running requests to revoke in the next plan."""
 
-    # Requests come and go ---------------------------------------------------------------------------------
-
-    def add(self, spec: RequestSpec) -> Effects:
-        """Queue a request; return what is to be done outside steps before the request can enter a slot.
-
-        Raises `BadRequest` if the request can never run here.
-        """
+    def add(self, spec: RequestSpec) -> effects.Effects:
+        """Queue a request."""
         if spec.request_id in self._requests:
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
         check_spec(spec, self.limits.max_model_len)
@@ -135,11 +116,7 @@ class ContinuousBatchingScheduler(Scheduler):
         return self._effects()
 
     def abort(self, request_id: str) -> Delta | None:
-        """Ask for the end of a request; return its last delta if it ended at once, as it does while it waits or loads.
-
-        A running request is revoked by the next plan; its last delta comes with the answer. Unknown ids and repeated
-        aborts are ignored.
-        """
+        """End a request that waits or loads, and have one that runs revoked by the next plan."""
         request = self._requests.get(request_id)
         if request is None or request.abort_wanted:
             return None
@@ -165,10 +142,8 @@ class ContinuousBatchingScheduler(Scheduler):
         """Whether a request has not ended, a slot is still draining, or an operation on KV is not over."""
         return bool(self._requests or self._operations.open or self._operations.effects or self._slots.draining.any())
 
-    # Steps ------------------------------------------------------------------------------------------------
-
-    def plan(self) -> tuple[StepPlan | None, Effects]:
-        """Decide the next step, None if a step could do nothing now; return also what is to be done outside steps."""
+    def plan(self) -> tuple[StepPlan | None, effects.Effects]:
+        """Decide the next step."""
         plan = None
         if self._requests:
             plan = self._planner.plan(self._aborting)
@@ -185,46 +160,45 @@ class ContinuousBatchingScheduler(Scheduler):
         """
         self._admissions.admit(draft, step)
 
-    def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], Effects]:
-        """Apply the answer to `plan`; return what the clients are told and what is to be done outside steps.
+    def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], effects.Effects]:
+        """Apply the answer to `plan`."""
+        return self._output_side.commit(plan, output), self._effects()
 
-        There is at most one delta for each request. Raises `fd_core.signals.MalformedOutput` if the backend broke the
-        protocol.
-        """
-        deltas = self._output_side.commit(plan, output)
-        return deltas, self._effects()
-
-    def complete(self, completion: Completion) -> Delta | None:
+    def complete(self, completion: effects.Completion) -> Delta | None:
         """An operation is over, or what is known of stored KV changed; return the last delta of a request that ends."""
         match completion:
-            case Found():
+            case effects.Found():
                 self._offloading.found(completion)
                 self._waiting.wake(completion.operation)
-            case Saved():
+            case effects.Saved():
                 self._offloading.saved(completion)
                 self._waiting.wake(completion.operation)
-            case Loaded():
-                self._arrive(self._offloading.loaded(completion))
-            case Fetched():
-                self._arrive(self._transferring.fetched(completion))
-            case Sent():
-                self._transferring.sent(completion)
-            case GrammarReady():
+            case effects.Loaded():
+                if (arrival := self._offloading.loaded(completion)) is not None:
+                    self._residencies.arrive(*arrival)
+            case effects.Fetched():
+                if (arrival := self._transferring.fetched(completion)) is not None:
+                    self._residencies.arrive(*arrival)
+            case effects.Sent():
+                self._operations.end(completion.operation, effects.Send)
+            case effects.GrammarReady():
                 return self._grammar_ready(completion)
-            case NotStored(keys):
+            case effects.NotStored(keys):
                 self._offloading.not_stored(keys)
-            case LoadPaceMeasured():
+            case effects.LoadPaceMeasured():
                 self._offloading.load_or_recompute.load_measured(completion)
-            case PrefillPaceMeasured():
+            case effects.PrefillPaceMeasured():
                 self._offloading.load_or_recompute.prefill_measured(completion)
         return None
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters as they are now."""
+        slots = self._slots
+        running, loading, draining = (int(column.sum()) for column in (slots.running, slots.loading, slots.draining))
         return SchedulerStats(
-            slots=self._slots.stats(len(self._waiting)),
-            counters=snapshot(self._residencies.counters),
+            slots=SlotStats(running=running, loading=loading, draining=draining, waiting=len(self._waiting)),
             blocks=self._pool.stats(),
+            counters=snapshot(self._residencies.counters),
             outputs=snapshot(self._output_side.counters),
             drafts=self._drafts.stats(),
             offload=snapshot(self._offloading.counters),
@@ -240,28 +214,22 @@ class ContinuousBatchingScheduler(Scheduler):
 
     def held(self) -> SchedulerHoldings:
         """Return what is held now."""
-        slots, pool = self._slots, self._pool
+        slots, blocks = self._slots, self._pool.stats()
         running, loading, draining = (int(column.sum()) for column in (slots.running, slots.loading, slots.draining))
         return SchedulerHoldings(
             waiting=len(self._waiting),
             loading=loading,
             running=running,
             draining=draining,
-            owned=pool.num_owned,
-            fenced=pool.num_fenced,
-            cached=pool.num_cached,
+            owned=blocks.used,
+            fenced=blocks.fenced,
+            cached=blocks.cached,
             operations=len(self._operations.open),
         )
 
-    # Inside -----------------------------------------------------------------------------------------------
-
-    def _arrive(self, arrival: Arrival | None) -> None:
-        if arrival is not None:
-            self._residencies.arrive(arrival)
-
-    def _grammar_ready(self, answer: GrammarReady) -> Delta | None:
+    def _grammar_ready(self, answer: effects.GrammarReady) -> Delta | None:
         """Let the request that waits for a grammar go on, or end it if the grammar cannot be used."""
-        request = self._grammars.ready(answer)
+        request = self._grammars.ready(answer.operation)
         if request is None or answer.error is None:
             self._waiting.wake(answer.operation)
             return None
@@ -271,13 +239,15 @@ class ContinuousBatchingScheduler(Scheduler):
         end = self._output_side.end(request, FinishReason.ERROR)
         return msgspec.structs.replace(end, error=f"{GRAMMAR_FAULT}cannot be used: {answer.error}")
 
-    def _effects(self) -> Effects:
+    def _effects(self) -> effects.Effects:
         wanted = self._operations
         if self._recorder is None and not (wanted.effects or wanted.decisions):
-            return NO_EFFECTS
+            return effects.NO_EFFECTS
         operations, decisions = wanted.take()
         events = () if self._recorder is None else self._recorder.take()
-        return Effects(operations, decisions, events) if operations or decisions or events else NO_EFFECTS
+        return (
+            effects.Effects(operations, decisions, events) if operations or decisions or events else effects.NO_EFFECTS
+        )
 
     def _ended(self, request: Request, reason: FinishReason) -> None:
         request.ended = reason

@@ -249,7 +249,6 @@ class Admission:
     """Whose stay it is, for traces; the runner has no use for it."""
     pooling: Pooling | None = None
     adapter: str = ""
-    """Digest of the LoRA adapter that computes it; empty for the model itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ A server with several engines tells of all of them. Each event names its engine,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -102,10 +101,7 @@ class Recorder:
         upto: int,
         holds: Callable[[bytes], bool],
     ) -> None:
-        """Record that the blocks `first` to `upto` of the path `chain`, whose tokens are `tokens`, became known.
-
-        Blocks that were known before are left out. `holds` returns whether the pool knows a key.
-        """
+        """Record blocks `first` to `upto` of the path `chain` that became known to the pool, which `holds` keys."""
         new = [index for index in range(first, upto) if chain[index] not in self._told and holds(chain[index])]
         if not new:
             return
@@ -137,8 +133,7 @@ class Recorder:
             self.cleared()
 
 
-@dataclass(slots=True)
-class _Block:
+class _Block(msgspec.Struct):
     parent: bytes
     tokens: bytes
     stored: bool = True

@@ -57,7 +57,8 @@ class MetricSpec:
         if self.kind == "state":
             return [((*fixed, each), float(each == value)) for each in self.values]
         if isinstance(value, Mapping):
-            counts = dict.fromkeys(self.values, 0) | {_label(key): count for key, count in value.items()}
+            told = {str(key.value if isinstance(key, Enum) else key): count for key, count in value.items()}
+            counts = dict.fromkeys(self.values, 0) | told
             return [((*fixed, key), float(count)) for key, count in counts.items()]
         if self.label is not None:
             return [((*fixed, str(position)), float(count)) for position, count in enumerate(value)]
@@ -73,10 +74,7 @@ state = partial(MetricSpec, "state")
 
 
 def read_metrics(stats: Any) -> Iterator[tuple[MetricSpec, Samples]]:
-    """Yield every metric that the type of `stats` and the statistics nested in it declare, with its samples.
-
-    Nested statistics that are None are passed over.
-    """
+    """Yield every metric that `stats` and the statistics nested in it declare and are not None, with its samples."""
     for name, spec, _ in _members(type(stats)):  # type: ignore[arg-type]  # mypy: type is Hashable
         value = getattr(stats, name)
         if spec is None:
@@ -100,10 +98,7 @@ snapshot = copy.deepcopy
 
 
 def total(parts: Sequence[T]) -> T:
-    """Return the sum of statistics of one type, field by field; `parts` is not empty.
-
-    Numbers add up, and so do the entries of mappings and sequences that stand for the same.
-    """
+    """Return the sum of statistics of one type, at least one: numbers, entries of mappings and of sequences add up."""
     found: T = _total(parts)
     return found
 
@@ -149,7 +144,3 @@ def _nested(hint: Any) -> type[Any] | None:
         if isinstance(option, type) and hasattr(option, "__annotations__") and _members(option):
             return option
     return None
-
-
-def _label(key: object) -> str:
-    return str(key.value if isinstance(key, Enum) else key)

@@ -18,7 +18,7 @@ from fd_core.cli.app import app
 from fd_core.cli.chats.api_client import ServerAnswer
 from fd_core.cli.serving import startup
 from fd_core.config import EngineConfig, resolve_limits
-from fd_core.engine.process.engine_process import EngineProcess, Start
+from fd_core.engine.clients.launch import open_client
 from fd_core.errors import ConfigError, FdError, ModelError
 from fd_core.http.connections import listening
 from fd_core.http.connections.listening import bind_socket
@@ -203,12 +203,5 @@ def test_bytes_that_are_not_utf_8_are_one_line(arguments: list[str], variable: s
 
 
 def test_a_setting_that_is_not_utf_8_does_not_reach_an_engine() -> None:
-    async def start() -> None:
-        process = await EngineProcess.begin("null")
-        try:
-            await process.start(Start(EngineConfig(model="a\udcff"), None, 1))
-        finally:
-            await process.close()
-
     with pytest.raises(ConfigError, match="is not UTF-8"):
-        asyncio.run(start())
+        asyncio.run(open_client(EngineConfig(backend="null", model="a\udcff"), None))

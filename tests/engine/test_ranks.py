@@ -151,7 +151,7 @@ def test_an_adapter_that_one_rank_cannot_hold_is_refused_and_held_by_none(
     # A rank that has no room for a second adapter.
     script = (
         "from fd_core.engine.ranks import child\n"
-        "from fd_core.runner.placed_adapters import RunnerAdapters\n"
+        "from fd_core.runner.runner import RunnerAdapters\n"
         "replace = RunnerAdapters.replace\n"
         "def full(self, adapters):\n"
         "    adapters = list(adapters)\n"

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine.clients import process, restarting
+from fd_core.engine.clients import client as clients
+from fd_core.engine.clients import process
 from fd_core.engine.clients.client import EngineClient
 from fd_core.engine.clients.inproc import InprocClient
 from fd_core.engine.clients.launch import open_client
@@ -260,7 +261,7 @@ def test_who_enters_in_the_same_step_as_a_request_that_kills_engines_is_not_give
 
 def test_requests_end_when_no_engine_can_be_started(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     faults.arm("load")
-    monkeypatch.setattr(restarting, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(clients, "_FIRST_SECONDS", 0.01)
 
     async def main() -> None:
         async with opened(restart_attempts=2) as client:
@@ -282,8 +283,8 @@ def test_an_engine_comes_back_after_more_failures_than_requests_wait_for(
     faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults.arm("load")
-    monkeypatch.setattr(restarting, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(restarting, "_PATIENCE", 1)
+    monkeypatch.setattr(clients, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(clients, "_PATIENCE", 1)
 
     async def main() -> None:
         async with opened(restart_attempts=0) as client:
@@ -306,7 +307,7 @@ def test_an_engine_comes_back_after_more_failures_than_requests_wait_for(
 
 
 def test_a_process_that_cannot_be_started_is_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarting, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(clients, "_FIRST_SECONDS", 0.01)
 
     async def main() -> None:
         async with opened(backend="null", restart_attempts=3) as client:
@@ -324,11 +325,11 @@ def test_a_process_that_cannot_be_started_is_a_failed_start(monkeypatch: pytest.
 
 
 def test_pauses_between_starts_double_up_to_a_minute() -> None:
-    assert [restarting.pause_after(failures) for failures in (1, 2, 3, 6, 7, 10**6)] == [1, 2, 4, 32, 60, 60]
+    assert [clients.pause_after(failures) for failures in (1, 2, 3, 6, 7, 10**6)] == [1, 2, 4, 32, 60, 60]
 
 
 def test_an_engine_that_is_stuck_in_its_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarting, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(clients, "_FIRST_SECONDS", 0.01)
 
     async def main() -> None:
         async with opened(backend="null") as client:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fd_core.effects.operations import Found, Load, Lookup, Save
-from fd_core.scheduling.operations.load_or_recompute import Pace
+from fd_core.scheduling.operations.kv_offloading import Pace
 from fd_core.scheduling.requests import State
 from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import golden

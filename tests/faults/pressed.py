@@ -17,8 +17,7 @@ import numpy as np
 from fd_core.effects.operations import Effect, Load, Lookup, Save
 from fd_core.kv.tiers.offload import KVOffload
 from fd_core.kv.tiers.stats import TierStats
-from fd_core.scheduling.operations.kv_offloading import OffloadCounters
-from fd_core.scheduling.operations.load_or_recompute import Pace
+from fd_core.scheduling.operations.kv_offloading import OffloadCounters, Pace
 from fd_core.scheduling.running.slots import SlotStats
 from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import Texts, golden, null_engine, random_specs

@@ -49,12 +49,12 @@ MUTANTS = (
     mutant(
         "who-waits-behind-one-that-does-not-fit-is-looked-at",
         "2.6: planning costs the same however many requests wait",
-        (ADMISSIONS, "if self._blocked is not None and self._is_blocked(request, step):", "if False:"),
+        (ADMISSIONS, "if self._blocked is not None:", "if False:"),
     ),
     mutant(
         "one-that-does-not-fit-is-never-looked-at-again",
         "2.6: whoever can compute does",
-        (ADMISSIONS, " and freed == self._pool.num_freed and step - since < _RETRY_STEPS", ""),
+        (ADMISSIONS, " and freed == pool.num_freed and step - since < _RETRY_STEPS", ""),
     ),
     mutant(
         "what-an-abort-decides-is-dropped",
@@ -73,7 +73,7 @@ MUTANTS = (
     mutant(
         "a-save-says-nothing-about-the-host",
         "5.2: a preempted request that returns does not look up what was just saved",
-        (OFFLOADING, "            if saving.whole:\n", "            if False:\n"),
+        (OFFLOADING, "            if answer.operation in self._in_part:\n", "            if True:\n"),
     ),
     mutant(
         "a-charge-is-never-corrected",

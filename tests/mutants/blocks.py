@@ -91,7 +91,7 @@ MUTANTS = (
     mutant(
         "matching-evicts-what-it-matched",
         "3.3: matching a prefix never evicts what it matched",
-        (ADMISSIONS, "            pool.acquire(matched)\n            blocks", "            blocks"),
+        (ADMISSIONS, "            pool.acquire(matched)\n            fits", "            fits"),
         (
             ADMISSIONS,
             "            if blocks is None:\n                pool.release(matched, -1)\n",

@@ -9,7 +9,7 @@ from tests.mutants.mutant import mutant
 
 PLANNER = "scheduling/running/planner.py"
 ADMISSIONS = "scheduling/waiting/admissions.py"
-BUDGET = "scheduling/running/budget.py"
+BUDGET = "scheduling/running/plan.py"
 
 _LIMIT = "        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)\n"
 _PREFILLS = "            if draft.num_rows < len(rows):\n                self._continue_prefills(rows, draft)\n"

@@ -58,15 +58,15 @@ MUTANTS = (
     mutant(
         "the-answer-to-a-look-is-taken-for-that-of-a-step",
         "1.5: an output applies only to its own step",
-        (LEADING, "if rank in self._unheard and isinstance(message, RankReady):", "if False:"),
+        (LEADING, "if rank in self._unheard and isinstance(message, messages.RankReady):", "if False:"),
     ),
     mutant(
         "a-rank-drafts-by-itself",
         "4: all ranks verify the same drafts",
         (
             LEADING,
-            "encode_order(RankStep(plan, *self.batch.guesses()))",
-            "encode_order(RankStep(plan, *(part[:0] for part in self.batch.guesses())))",
+            "messages.encode_order(messages.RankStep(plan, *self.batch.guesses()))",
+            "messages.encode_order(messages.RankStep(plan, *(part[:0] for part in self.batch.guesses())))",
         ),
     ),
     mutant(

@@ -42,12 +42,12 @@ MUTANTS = (
     mutant(
         "free-while-a-load-is-in-flight",
         "3.2: a block leaves fenced only when no storage operation writes it; an aborted load still does",
-        (OFFLOADING, "first), blocks)", "first))"),
+        (OFFLOADING, "begin(load, request, blocks)", "begin(load, request)"),
     ),
     mutant(
         "free-while-a-save-reads",
         "3.2: a block leaves fenced only when no storage operation reads it",
-        (OFFLOADING, "len(keys)), copied)", "len(keys)))"),
+        (OFFLOADING, "begin(save, request, copied)", "begin(save, request)"),
     ),
     mutant(
         "blocks-of-a-load-stay-pinned",
@@ -55,7 +55,7 @@ MUTANTS = (
         (
             OPERATIONS,
             "        if blocks is not None:\n            self._pool.unpin",
-            '        if blocks is not None and kind.__name__ != "_Loading":\n            self._pool.unpin',
+            '        if blocks is not None and kind.__name__ != "Load":\n            self._pool.unpin',
         ),
     ),
     mutant(
@@ -66,7 +66,7 @@ MUTANTS = (
     mutant(
         "a-load-in-part-is-taken-as-whole",
         "5.4: what did not arrive is computed, never used",
-        (OFFLOADING, "count = min(answer.blocks, len(loading.keys))", "count = len(loading.keys)"),
+        (OFFLOADING, "count = min(answer.blocks, len(load.keys))", "count = len(load.keys)"),
     ),
     mutant(
         "a-loaded-slot-is-not-announced",
@@ -194,11 +194,11 @@ MUTANTS = (
     mutant(
         "loading-is-never-weighed",
         "5.6: the engine measures both and decides",
-        ("scheduling/operations/load_or_recompute.py", "load * self._trust < recompute", "True"),
+        ("scheduling/operations/kv_offloading.py", "load * self._trust < recompute", "True"),
     ),
     mutant(
         "stored-for-ever-although-a-lookup-missed-it",
         "5.5: a store may forget; what it forgot is stored again",
-        (OFFLOADING, "        self.not_stored(looked_up.keys[answer.total :])\n", ""),
+        (OFFLOADING, "        self.not_stored(lookup.keys[answer.total :])\n", ""),
     ),
 )

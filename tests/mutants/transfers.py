@@ -24,12 +24,12 @@ MUTANTS = (
     mutant(
         "free-while-a-fetch-is-in-flight",
         _HELD,
-        (TRANSFERRING, "wanted), blocks)", "wanted))"),
+        (TRANSFERRING, "begin(fetch, request, blocks)", "begin(fetch, request)"),
     ),
     mutant(
         "free-while-a-send-is-read",
         _HELD,
-        (TRANSFERRING, "_Sending(lease), sent)", "_Sending(lease))"),
+        (TRANSFERRING, "begin(send, request, sent)", "begin(send, request)"),
     ),
     mutant(
         "blocks-of-a-fetch-stay-pinned",
@@ -37,7 +37,7 @@ MUTANTS = (
         (
             OPERATIONS,
             _UNPIN,
-            '        if blocks is not None and kind.__name__ != "_Fetching":\n            self._pool.unpin',
+            '        if blocks is not None and kind.__name__ != "Fetch":\n            self._pool.unpin',
         ),
     ),
     mutant(
@@ -46,7 +46,7 @@ MUTANTS = (
         (
             OPERATIONS,
             _UNPIN,
-            '        if blocks is not None and kind.__name__ != "_Sending":\n            self._pool.unpin',
+            '        if blocks is not None and kind.__name__ != "Send":\n            self._pool.unpin',
         ),
     ),
     mutant(
@@ -64,8 +64,8 @@ MUTANTS = (
         "4: the text is a function of the request; its last prompt token yields the first one",
         (
             TRANSFERRING,
-            "wanted = request.spec, request.num_tokens - 1\n",
-            "wanted = request.spec, request.num_tokens\n",
+            "tokens = request.tokens.view(upto=request.num_tokens - 1)",
+            "tokens = request.tokens.view(upto=request.num_tokens)",
         ),
     ),
     mutant(

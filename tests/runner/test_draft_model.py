@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fd_core.backends.null import NullModel
 from fd_core.errors import ConfigError
-from fd_core.runner.drafting.slot_blocks import SlotBlocks
+from fd_core.runner.drafting.draft_model import SlotBlocks
 from tests.runner.drafters import LIMITS, Watched, draft_model, extend, greedy, ids, propose
 
 LONGEST = LIMITS["max_model_len"]
@@ -153,5 +153,4 @@ def test_a_block_is_free_or_held_by_one_slot(events: list[tuple[int, int]], num_
             blocks.release(slot)
         held = [blocks.tables[row, : blocks._held[row]].tolist() for row in range(4)]
         assert sorted(itertools.chain(blocks._free, *held)) == list(range(num_blocks))
-        assert blocks.num_free == len(blocks._free)
         assert len(held[slot]) >= -(-tokens // 4)

@@ -11,8 +11,7 @@ from fd_core.engine.process.messages import EngineStats
 from fd_core.http.metrics import metric_families
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.scheduling.contract import SchedulerStats
-from fd_core.scheduling.operations.kv_offloading import OffloadCounters
-from fd_core.scheduling.operations.load_or_recompute import Pace
+from fd_core.scheduling.operations.kv_offloading import OffloadCounters, Pace
 
 KV = TierStats(
     host_blocks=3,

@@ -14,8 +14,8 @@ from fd_core.ops.compilations import CompilationStats
 from fd_core.runner.observing import ObserverStats
 from fd_core.runner.sampling.grammars import MaskStats
 from fd_core.scheduling.contract import SchedulerStats
+from fd_core.scheduling.operations.kv_offloading import Pace
 from fd_core.scheduling.operations.kv_transferring import TransferCounters
-from fd_core.scheduling.operations.load_or_recompute import Pace
 from fd_core.scheduling.phases import PhaseCounters
 from fd_core.server.state.metrics import ServerMetrics
 from fd_core.structured.compiler import CompilerStats

@@ -11,9 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.engine.tracing.cells import KINDS, kinds_of_cells, matrix_of_letters
 from fd_core.engine.tracing.format import COUNT_LETTERS, IDLE, total
-from fd_core.engine.tracing.reader import EXITS, Position, TraceContents
+from fd_core.engine.tracing.reader import EXITS, KINDS, Position, TraceContents, kinds_of_cells, matrix_of_letters
 from fd_core.http.pages.assembling import assemble
 
 _EVENTS: Final = ("admitted", "returned", "preempted", "aborted", "late", "finished")

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from fd_core import plugins
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.errors import ModelError
 from fd_core.kv.stores.location import parse_location
 from fd_core.models.catalog import resolve_model
 from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
-from fd_core.plugins import (
-    DRAFTER,
-    OBSERVER,
-    POSTPROCESS,
-    SCHEDULER,
-    SCHEDULING_POLICY,
-    STORE,
-    VICTIMS,
-    installed_plugins,
-)
 from fd_core.runner.drafting import FLAG, check_drafter
 from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
@@ -32,12 +22,10 @@ _log = logging.getLogger(__name__)
 _SHOWN_TOKENS: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Assets:
+class Assets(msgspec.Struct, frozen=True):
     """A model on this machine."""
 
     name: str
-    """What people call it."""
     path: Path | None
     """The checkpoint; None for a backend that needs none."""
     tokenizer: Tokenizer
@@ -51,18 +39,18 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
     A backend that needs no checkpoint takes any model name, and its tokens are bytes. The plugins that `config` names
     are looked up first, so that nothing is fetched in vain. Raises `ConfigError`, `ModelError` or `PluginError`.
     """
-    plugins = installed_plugins()
-    plugins.load(SCHEDULER, config.scheduler)
-    plugins.load(SCHEDULING_POLICY, config.scheduling_policy)
-    plugins.load(VICTIMS, config.victim_policy)
-    for kind, name in ((POSTPROCESS, config.postprocess), (OBSERVER, config.observer)):
+    known = plugins.installed_plugins()
+    known.load(plugins.SCHEDULER, config.scheduler)
+    known.load(plugins.SCHEDULING_POLICY, config.scheduling_policy)
+    known.load(plugins.VICTIMS, config.victim_policy)
+    for kind, name in ((plugins.POSTPROCESS, config.postprocess), (plugins.OBSERVER, config.observer)):
         if name is not None:
-            plugins.find(kind, name)  # imported where the engine runs, with its framework
+            known.find(kind, name)  # imported where the engine runs, with its framework
     if config.kv_store is not None:
-        plugins.find(STORE, parse_location(config.kv_store).scheme)
+        known.find(plugins.STORE, parse_location(config.kv_store).scheme)
     if config.speculative is not None:
-        check_drafter(plugins.load(DRAFTER, config.speculative.method), config.speculative)
-    if config.backend != "auto" and not plugins.choose_backend(config.backend).cls.needs_checkpoint:
+        check_drafter(known.load(plugins.DRAFTER, config.speculative.method), config.speculative)
+    if config.backend != "auto" and not known.choose_backend(config.backend).cls.needs_checkpoint:
         return Assets(config.model, None, byte_tokenizer(), config)
     found = resolve_model(config.model, revision=config.revision, progress=progress)
     if config.speculative is not None:

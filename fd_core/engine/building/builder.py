@@ -16,8 +16,14 @@ from fd_core.backends.contract import cache_shape
 from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.effects.port import CompletionQueue, JoinedEffectPort, LockedKVCache
-from fd_core.engine.building.kv_offload import KVStorage, kv_identity, open_kv_storage, start_kv_offload
-from fd_core.engine.building.kv_transfer import open_kv_transfer, require_role
+from fd_core.engine.building.kv_offload import (
+    KVStorage,
+    kv_identity,
+    open_kv_storage,
+    open_kv_transfer,
+    require_role,
+    start_kv_offload,
+)
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.computing import Computing
 from fd_core.engine.core import AdmissionSink, Engine
@@ -32,14 +38,7 @@ from fd_core.engine.tracing.writer import TraceWriter, require_trace_file
 from fd_core.errors import ConfigError, PluginError
 from fd_core.models.loading.config import VectorSettings, read_vector_settings
 from fd_core.ops.weights import ITEM_BYTES, WeightUse, summed_uses
-from fd_core.plugins import (
-    CONNECTOR,
-    OBSERVER,
-    SCHEDULER,
-    SCHEDULING_POLICY,
-    VICTIMS,
-    installed_plugins,
-)
+from fd_core.plugins import CONNECTOR, OBSERVER, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
 from fd_core.runner.observing import ObserverThread
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
@@ -87,6 +86,7 @@ class _EngineBuilder:
         self._path = path
         self._epoch = epoch
         self._progress = progress
+        self._kv_events = bool(config.kv_events) and config.enable_prefix_caching
         self._plugins = installed_plugins()
         self._scheduler_class = _fitting(self._plugins.load(SCHEDULER, config.scheduler), config)
         self._policy = self._plugins.load(SCHEDULING_POLICY, config.scheduling_policy)()
@@ -151,8 +151,6 @@ class _EngineBuilder:
             observer=self._observer_thread(),
         )
 
-    # The model on its ranks ---------------------------------------------------------------------------------
-
     @cached_property
     def _adapters(self) -> EngineAdapters:
         """Adapters that were read and fit the model, before any weight of it is."""
@@ -165,7 +163,8 @@ class _EngineBuilder:
             return self._computing.runner(limits)
         self._ranks.allocate(limits)
         lead = LastStageRunner if limits.num_stages > 1 else LeadingRunner
-        return self._computing.runner(limits, partial(lead, self._ranks, self._kv_shares))
+        shares = [rank.kv_share for rank in self._loaded]
+        return self._computing.runner(limits, partial(lead, self._ranks, shares))
 
     @cached_property
     def _loaded(self) -> list[RankLoaded]:
@@ -174,22 +173,17 @@ class _EngineBuilder:
         return [own] if self._ranks is None else [own, *self._ranks.loaded()]
 
     @property
-    def _kv_shares(self) -> list[tuple[int, int]]:
-        return [rank.kv_share for rank in self._loaded]
-
-    @property
     def _weights(self) -> tuple[WeightUse, ...]:
         """How the model's weights are computed. Each stage tells its own, other ranks all."""
         return summed_uses([rank.weights for rank in self._loaded[: self._config.pipeline_parallel_size]])
-
-    # KV -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _identity(self) -> str:
         model, ops = self._computing.model, self._computing.ops
         forms = "+".join(sorted({use.computed for use in self._weights}))
         shape = cache_shape(model, self._config.block_size, self._config.kv_cache_dtype)
-        shape = joined_shape(shape, self._kv_shares, -2 if self._config.pipeline_parallel_size == 1 else 1)
+        shares = [rank.kv_share for rank in self._loaded]
+        shape = joined_shape(shape, shares, -2 if self._config.pipeline_parallel_size == 1 else 1)
         return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{shape}")
 
     @cached_property
@@ -203,8 +197,6 @@ class _EngineBuilder:
         if self._config.pooling == "auto":
             return found
         return msgspec.structs.replace(found, pooling="mean" if self._config.pooling == "mean" else "last")
-
-    # Planning -----------------------------------------------------------------------------------------------
 
     @cached_property
     def _limits(self) -> Limits:
@@ -221,10 +213,6 @@ class _EngineBuilder:
             default_pipeline_depth=self._computing.backend.default_pipeline_depth,
             default_batched_tokens=self._computing.backend.default_batched_tokens,
         )
-
-    @property
-    def _kv_events(self) -> bool:
-        return bool(self._config.kv_events) and self._config.enable_prefix_caching
 
     def _scheduler(self) -> Scheduler:
         limits, speculative, storage = self._limits, self._config.speculative, self._storage
@@ -247,8 +235,6 @@ class _EngineBuilder:
                 clock=time.monotonic,
             )
         )
-
-    # What others are told -----------------------------------------------------------------------------------
 
     def _trace(self) -> TraceWriter | None:
         config = self._config

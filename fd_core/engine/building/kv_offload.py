@@ -1,28 +1,41 @@
-"""Opening KV outside the device: how blocks are named, whose KV is stored, and where."""
+"""Opening KV outside the device: how blocks are named, whose KV is stored and where, and transfers between workers.
+
+The scheduler decides, `fd_core.kv.tiers` and `fd_core.disagg` perform on threads of their own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from fd_core.config import EngineConfig
+import msgspec
+
+from fd_core.config import EngineConfig, Limits
+from fd_core.disagg.connectors.contract import ConnectorSettings
+from fd_core.disagg.decode.receiver import Receiver
+from fd_core.disagg.keys import transfer_key
+from fd_core.disagg.kv_compatibility import KVCompatibility
+from fd_core.disagg.prefill.sender import Sender
 from fd_core.effects.port import CompletionQueue, LockedKVCache
+from fd_core.engine.vectors import ONE_TOKEN
 from fd_core.errors import ConfigError, ModelError
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.kv.stores.contract import StoreError
+from fd_core.kv.stores.contract import KVStore, StoreError
 from fd_core.kv.stores.envelope import Compression, Envelope
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.secret import derive, load_secret
 from fd_core.kv.tiers.offload import KVOffload, SealedStore
 from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.plugins import STORE, Plugins
+from fd_core.plugins import CONNECTOR, STORE, Plugins
 from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.types import PrefillJob, RequestSpec
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +45,7 @@ _LAYOUT: Final = "canonical-1"
 """Order of a block's payload, see `fd_core.ops.contract.KVCache.export_blocks`."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVStorage:
+class KVStorage(msgspec.Struct, frozen=True):
     """What is decided and opened before the scheduler and the cache exist."""
 
     hasher: PrefixHasher | None
@@ -66,18 +78,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
         # No other process reads the host tier, so block keys need no secret that others share.
         hasher = PrefixHasher(block_size=config.block_size, identity="", secret=os.urandom(32))
         return KVStorage(hasher, kept_kv(config, stored=False))
-    return _open_store(config, config.kv_store, plugins, identity())
-
-
-def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
-    """Decide whose KV is kept outside the device; `stored`: whether there is a store behind the host tier."""
-    if stored:
-        return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
-    return KeepKV(shared=False) if config.save_preempted_kv and config.host_kv_memory > 0 else None
-
-
-def _open_store(config: EngineConfig, text: str, plugins: Plugins, identity: str) -> KVStorage:
-    location = parse_location(text)
+    location = parse_location(config.kv_store)
     store = plugins.load(STORE, location.scheme)(location)
     secret = load_secret(Path(config.kv_store_secret_file) if config.kv_store_secret_file else None)
     compression: Compression = "zlib" if config.kv_store_compression == "zlib" else "none"
@@ -89,12 +90,19 @@ def _open_store(config: EngineConfig, text: str, plugins: Plugins, identity: str
         summary = f"{location.shown} cannot be used at the moment, so KV is computed meanwhile: {error}"
         _log.warning("KV store %s", summary)
     return KVStorage(
-        PrefixHasher(block_size=config.block_size, identity=identity, secret=derive(secret, "block keys")),
+        PrefixHasher(block_size=config.block_size, identity=identity(), secret=derive(secret, "block keys")),
         kept_kv(config, stored=True),
         SealedStore(store, Envelope(derive(secret, "envelope"), compression)),
         summary,
         reachable,
     )
+
+
+def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
+    """Decide whose KV is kept outside the device; `stored`: whether there is a store behind the host tier."""
+    if stored:
+        return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
+    return KeepKV(shared=False) if config.save_preempted_kv and config.host_kv_memory > 0 else None
 
 
 def start_kv_offload(
@@ -126,3 +134,81 @@ def kv_identity(path: Path | None, numerics: str) -> str:
             with contextlib.suppress(ModelError):
                 tokenizer = checkpoint.tokenizer.digest
     return f"{weights}/{tokenizer}/{numerics}/{_LAYOUT}/rank-0-of-1"
+
+
+def prefill_request_id(lease: str) -> str:
+    """Return the id of the request that computes the prefill job of a lease."""
+    return f"lease-{lease}"
+
+
+def prefill_request(job: PrefillJob) -> RequestSpec:
+    """Return the request that computes a prefill job."""
+    return RequestSpec(
+        request_id=prefill_request_id(job.lease),
+        prompt=tuple(job.token_ids.tolist()),
+        params=ONE_TOKEN,
+        priority=job.priority,
+        tenant=job.tenant,
+        cache_salt=job.cache_salt,
+        prefill_job=job,
+        adapter=job.adapter,
+    )
+
+
+def require_role(config: EngineConfig) -> None:
+    """Raise `ConfigError` for a role that the other settings contradict."""
+    if config.role != "mixed" and not config.enable_prefix_caching:
+        raise ConfigError(
+            f"a {config.role} worker names blocks by their prefix, but prefix caching is off",
+            field="--role",
+            hint="leave out --no-enable-prefix-caching",
+        )
+
+
+def open_kv_transfer(
+    config: EngineConfig,
+    plugins: Plugins,
+    limits: Limits,
+    cache: LockedKVCache,
+    dtype: str,
+    identity: Callable[[], str],
+    queue: CompletionQueue,
+) -> Receiver | Sender | None:
+    """Open the side of transfers that the role in `config` asks for; None for `mixed`, which has none.
+
+    `dtype` is the pack's; `identity` names the KV, see `kv_identity`, and is called only for such a side.
+    Raises `ConfigError` or `PluginError`.
+    """
+    if config.role == "mixed":
+        return None
+    shape = cache.shape
+    block = BlockFormat.of(shape, dtype)
+    compatibility = KVCompatibility(
+        model=hashlib.sha256(identity().encode()).hexdigest(),
+        dtype="int8" if shape.quantized else dtype,
+        block_size=shape.block_size,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    envelope = Envelope(transfer_key(config.transfer_secret_file))
+    make_store: Callable[[], KVStore] | None = None
+    if config.kv_store is not None:
+        location = parse_location(config.kv_store)
+        make_store = partial(plugins.load(STORE, location.scheme), location)
+    settings = ConnectorSettings(make_store, config.kv_store_timeout)
+    if config.role == "decode":
+        connector = plugins.load(CONNECTOR, config.kv_connector)(settings)
+        return Receiver(cache, block, compatibility, envelope, connector, queue, silence=config.lease_seconds)
+    return Sender(
+        cache,
+        block,
+        compatibility,
+        envelope,
+        lambda name: plugins.load(CONNECTOR, name)(settings),
+        queue,
+        host=config.transfer_host,
+        port=config.transfer_port,
+        max_leases=4 * limits.max_num_seqs,
+        max_tokens=limits.max_model_len,
+    )

@@ -5,34 +5,44 @@ from __future__ import annotations
 import abc
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.request_ledger import RequestLedger
-from fd_core.engine.clients.restarting import start_again
-from fd_core.engine.process.messages import (
-    Abort,
-    AdaptersChanged,
-    ChangeAdapters,
-    ClientMessage,
-    EngineInfo,
-    EngineStats,
-    StepEvents,
-    Submit,
-)
-from fd_core.errors import BadRequest, EngineDead
+from fd_core.engine.process import messages
+from fd_core.errors import BadRequest, EngineDead, FdError
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.event_log import KVEventLog
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.types import Delta, FinishReason, PrefillTrace, RequestSpec
 
+if TYPE_CHECKING:
+    from fd_core.engine.clients.data_parallel import DataParallelClient
+
+_log = logging.getLogger(__name__)
+_PATIENCE = 5
+"""Failed starts in a row that requests wait for; those that come, or still wait, after them are refused."""
+_FIRST_SECONDS = 1.0
+"""Pause after the first failed start; it doubles with each."""
+_LONGEST_SECONDS = 60.0
 StartProgress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
 and `warmup` (steps)."""
+EngineClient: TypeAlias = "SingleEngineClient | DataParallelClient"
+"""What a server uses, from one event loop: one engine, or several of one model on this machine.
+
+Opened by `fd_core.engine.clients.launch.open_client`.
+"""
+
+
+def pause_after(failures: int) -> float:
+    """Return the seconds between a failed start and the next one; `failures` are those in a row."""
+    return min(_FIRST_SECONDS * 2.0 ** min(failures - 1, 30), _LONGEST_SECONDS)
 
 
 class DeltaStream(AsyncIterator[Delta]):
@@ -102,96 +112,28 @@ class DeltaStream(AsyncIterator[Delta]):
                 self._on_news(None)
 
 
-class EngineClient(Protocol):
-    """What a server uses: one engine, or several of one model on this machine, from one asyncio event loop.
-
-    Opened by `fd_core.engine.clients.launch.open_client`.
-    """
-
-    @property
-    def engines(self) -> Sequence[SingleEngineClient]:
-        """The engines, each with slots and KV of its own."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """What runs, all engines together; `epoch` grows whenever one of them starts again."""
-
-    @property
-    def stats(self) -> EngineStats:
-        """The latest statistics, summed over engines; of several, what cannot be summed is left out."""
-
-    @property
-    def kv_log(self) -> KVEventLog | None:
-        """Events about the prefixes that devices hold; None unless `kv_events` is on."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether requests are taken: at least one engine answers."""
-
-    @property
-    def restarts(self) -> bool:
-        """Whether an engine is gone and another one will resume its requests."""
-
-    @property
-    def healthy(self) -> bool:
-        """Whether requests are taken and no engine is gone for good."""
-
-    @property
-    def missing(self) -> str:
-        """Which engines do not answer, in words; empty if all do."""
-
-    @property
-    def active_requests(self) -> int:
-        """Requests that have not ended, including requests that are being aborted."""
-
-    @property
-    def requests_requeued(self) -> int:
-        """Requests given to a new epoch because the one before died with them; only grows."""
-
-    def submit(self, spec: RequestSpec) -> DeltaStream:
-        """Start a request and return its deltas, as `SingleEngineClient.submit` does."""
-
-    def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """Abort the named requests and return those that were running or waiting. Idempotent."""
-
-    def abort_all(self) -> list[str]:
-        """Abort everything and return the ids."""
-
-    def listen_for_prefills(self, listener: Callable[[PrefillTrace], None]) -> None:
-        """Call `listener` with each traced job of a decode worker that is over; for a prefill worker."""
-
-    async def change_adapters(self, name: str, path: str | None) -> None:
-        """Load the LoRA adapter in a folder under a name, or unload the one of that name, in every engine."""
-
-    async def close(self, drain_seconds: float = 0.0) -> None:
-        """Let running requests finish for up to `drain_seconds`, abort the rest and stop."""
-
-
 class SingleEngineClient(abc.ABC):
-    """A connection to one engine, used from one asyncio event loop; subclasses carry messages and start engines.
+    """A connection to one engine, used from one event loop; subclasses carry messages and start engines.
 
-    It is an `EngineClient` by itself. Every method is safe after the engine has died. When another will be
-    started, streams pause, and the new epoch resumes each request with the same text; until then new requests are
-    refused. When none will be started, streams end.
+    Every method is safe after the engine has died. When another will be started, streams pause, and the new epoch
+    resumes each request with the same text; until then new requests are refused. When none will be, streams end.
     """
 
-    info: EngineInfo
+    info: messages.EngineInfo
     """Valid from the moment the client was opened; replaced when the engine restarts with a new epoch."""
     kv_log: KVEventLog | None = None
     """Events about the prefixes that the device holds; None unless `kv_events` is on. The log outlives the engine."""
     kv_place: int = 0
-    """Which of the log's engines this is."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         """What engines are started with: a later one serves the adapters that were loaded meanwhile."""
         self._ledger = RequestLedger()
         self._streams: dict[str, DeltaStream] = {}
-        """The stream of each request in the ledger."""
         self._prefill_listeners: list[Callable[[PrefillTrace], None]] = []
         self._left: set[str] = set()
         """Requests whose reader left before the engine reported their end."""
-        self.stats = EngineStats()
+        self.stats = messages.EngineStats()
         """The latest statistics that the engine sent, at most about half a second old."""
         self.alive = False
         """Whether the engine answers; false from its death until a restart is ready."""
@@ -203,7 +145,7 @@ class SingleEngineClient(abc.ABC):
         """Starts of an engine that failed after one died; only grows."""
         self.gone = False
         """Whether the engine died and none will be started in its place."""
-        self._interrupted = False
+        self.restarts = False
         """Whether the engine is gone and another one will resume its requests."""
         self._death = "the engine is not running"
         self._changes: dict[int, asyncio.Future[None]] = {}
@@ -214,11 +156,6 @@ class SingleEngineClient(abc.ABC):
     def active_requests(self) -> int:
         """Requests that have not ended, including requests that are being aborted."""
         return len(self._streams) + len(self._left)
-
-    @property
-    def restarts(self) -> bool:
-        """Whether the engine is gone and another one will resume its requests."""
-        return self._interrupted
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
@@ -262,20 +199,17 @@ class SingleEngineClient(abc.ABC):
         stream = DeltaStream(self, request_id, on_news)
         self._ledger.begin(spec)
         self._streams[request_id] = stream
-        self._send(Submit(spec))
+        self._send(messages.Submit(spec))
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """Abort the named requests and return those that were running or waiting. Idempotent.
-
-        Requests of an engine that died end at once. Raises `EngineDead` if no engine will replace it.
-        """
-        if not self.alive and not self._interrupted:
+        """Abort requests and return those that had not ended. Raises `EngineDead` if no engine will follow."""
+        if not self.alive and not self.restarts:
             raise EngineDead(self._death)
         known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._ledger]
         asked = []
         for request_id in known:
-            if self.alive and not self._ledger.held(request_id):
+            if self.alive and request_id not in self._ledger.suspects_held:
                 asked.append(request_id)
             else:  # no engine has the request, so it ends here
                 end = self._ledger.deliver(Delta(request_id, finish_reason=FinishReason.ABORT))
@@ -283,7 +217,7 @@ class SingleEngineClient(abc.ABC):
                     self._streams.pop(request_id).push(end)
         if asked:
             self._ledger.aborting(asked)
-            self._send(Abort(tuple(asked)))
+            self._send(messages.Abort(tuple(asked)))
         return known
 
     def abort_all(self) -> list[str]:
@@ -291,16 +225,13 @@ class SingleEngineClient(abc.ABC):
         return self.abort(list(self._ledger))
 
     async def change_adapters(self, name: str, path: str | None) -> None:
-        """Load the LoRA adapter in a folder under a name, or unload the one of that name if there is no path.
-
-        Raises `BadRequest` if it cannot be done; then nothing has changed.
-        """
+        """Load the LoRA adapter in a folder, or unload it. Raises `BadRequest`, and then nothing has changed."""
         if not self.alive:
             raise EngineDead(self._death)
         ticket = next(self._tickets)
         self._changes[ticket] = asyncio.get_running_loop().create_future()
         try:
-            self._send(ChangeAdapters(ticket, name, path))
+            self._send(messages.ChangeAdapters(ticket, name, path))
             await self._changes[ticket]
         finally:
             del self._changes[ticket]
@@ -309,13 +240,11 @@ class SingleEngineClient(abc.ABC):
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Let running requests finish for up to `drain_seconds`, abort the rest and stop the engine."""
 
-    # For subclasses ---------------------------------------------------------------------------------------
-
     @abc.abstractmethod
-    def _send(self, message: ClientMessage) -> None:
+    def _send(self, message: messages.ClientMessage) -> None:
         """Carry a message to the engine without waiting."""
 
-    def _adapters_changed(self, answer: AdaptersChanged) -> None:
+    def _adapters_changed(self, answer: messages.AdaptersChanged) -> None:
         self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
         modules = tuple(f"{each.name}={each.path}" for each in answer.adapters)
         self._config = msgspec.structs.replace(self._config, lora_modules=modules)
@@ -327,45 +256,45 @@ class SingleEngineClient(abc.ABC):
         else:
             waiting.set_exception(BadRequest(answer.error, field=answer.field))
 
-    def _forget_changes(self, reason: str) -> None:
-        for waiting in self._changes.values():
-            if not waiting.done():
-                waiting.set_exception(EngineDead(reason))
-
-    def _came_up(self, info: EngineInfo) -> None:
+    def _came_up(self, info: messages.EngineInfo) -> None:
         """An engine is ready: it resumes the requests of its predecessor."""
         self.info = info
-        self.stats = EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
-        self.alive, self._interrupted = True, False
+        self.stats = messages.EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
+        self.alive, self.restarts = True, False
         if info.kv_events and self.kv_log is None:
             self.kv_log = KVEventLog(info.block_size)
         left_over = self._ledger.resubmissions()
         self.requests_requeued += len(left_over)
         for spec in left_over:
-            self._send(Submit(spec))
+            self._send(messages.Submit(spec))
 
     def _went_away(self, reason: str, rank: str | None = None) -> None:
-        """The engine died and another will be started: its requests wait, unless they are aborted or given up.
-
-        `rank` is the one at fault, as `EngineDead.field` names it.
-        """
+        """Let requests wait for another engine; `rank` is the one at fault, as `EngineDead.field` names it."""
         if rank is not None and (number := rank.removeprefix("rank ")) in self.rank_failures:
             self.rank_failures[number] += 1
-        self.alive, self._interrupted = False, True
-        self._death = reason
-        self._forget_changes(reason)
-        self._forget_kv()
-        self._left.clear()
+        self._lost(reason, restarts=True)
         for end in self._ledger.died(reason):
             self._streams.pop(end.request_id).push(end)
 
     async def _start_again(self, start: Callable[[], Awaitable[None]]) -> str | None:
-        """Start an engine in place of the one that died; return the reason if none will be started."""
-
-        def failed() -> None:
-            self.start_failures += 1
-
-        return await start_again(start, self._config.restart_attempts, failed, self._went_down)
+        """Start an engine in place of the one that died, as often as it takes; return the reason if none will be."""
+        failures = 0
+        while True:
+            try:
+                await start()
+            except FdError as error:
+                failures += 1
+                self.start_failures += 1
+                if failures == self._config.restart_attempts:  # 0 for as many as it takes
+                    _log.error("the engine did not start again: %s", error)
+                    return f"the engine failed {failures} times to start again; restart the server"
+                pause = pause_after(failures)
+                _log.error("the engine did not start again; the next attempt is in %g s: %s", pause, error)
+                if failures == _PATIENCE:
+                    self._went_down(f"the engine failed {failures} times to start again; the server keeps trying")
+                await asyncio.sleep(pause)
+            else:
+                return None
 
     def _gave_up(self, reason: str) -> None:
         """No engine will be started any more."""
@@ -374,21 +303,22 @@ class SingleEngineClient(abc.ABC):
 
     def _went_down(self, reason: str) -> None:
         """The engine is gone for now or for good, and every request with it."""
-        self.alive = self._interrupted = False
-        self._death = reason
-        self._forget_changes(reason)
-        self._forget_kv()
+        self._lost(reason, restarts=False)
         streams, self._streams = self._streams, {}
         self._ledger = RequestLedger()
-        self._left.clear()
         for stream in streams.values():
             stream.fail(reason)
 
-    def _forget_kv(self) -> None:
+    def _lost(self, reason: str, *, restarts: bool) -> None:
+        self.alive, self.restarts, self._death = False, restarts, reason
+        for waiting in self._changes.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDead(reason))
         if self.kv_log is not None:
             self.kv_log.restart(self.kv_place)
+        self._left.clear()
 
-    def _dispatch(self, events: StepEvents) -> None:
+    def _dispatch(self, events: messages.StepEvents) -> None:
         if not self.alive or events.epoch != self.info.epoch:
             return  # from an epoch that is over: its successor delivers the same tokens
         if events.stats is not None:
@@ -412,14 +342,14 @@ class SingleEngineClient(abc.ABC):
                 stream = self._streams.pop(delta.request_id) if ended else self._streams[delta.request_id]
                 stream.push(seen)
         if self._ledger.suspects_held and (suspect := self._ledger.next_suspect()) is not None:
-            self._send(Submit(suspect))
+            self._send(messages.Submit(suspect))
 
     def _leave(self, request_id: str) -> None:
-        known = self.alive and not self._ledger.held(request_id)
+        known = self.alive and request_id not in self._ledger.suspects_held
         self._ledger.drop(request_id)
         if self._streams.pop(request_id, None) is not None and known:
             self._left.add(request_id)
-            self._send(Abort((request_id,)))
+            self._send(messages.Abort((request_id,)))
 
 
 def _merged(deltas: list[Delta]) -> Delta:

@@ -38,10 +38,7 @@ _FLAG = "--data-parallel-size"
 async def open_engines(
     config: EngineConfig, path: Path | None, progress: StartProgress, count: int
 ) -> DataParallelClient:
-    """Start `count` engines at the same time and return once all are ready.
-
-    Raises what loading raises, and `ConfigError` for settings that several engines cannot share.
-    """
+    """Start `count` engines at once. Raises what loading does, and `ConfigError` for settings that mean one."""
     _require_separable(config)
     chosen = await asyncio.to_thread(installed_plugins().choose_backend, config.backend)
     places = chosen.cls.places(count, config.tensor_parallel_size)
@@ -60,7 +57,7 @@ async def open_engines(
 
 
 class DataParallelClient:
-    """An `EngineClient` of several engines. One that dies starts again by itself; the others go on meanwhile."""
+    """Several engines as one. One that dies starts again by itself; the others go on meanwhile."""
 
     def __init__(self, engines: Sequence[SingleEngineClient], *, prefixes: bool = True, reason: str = "") -> None:
         """`prefixes`: whether engines keep what they computed of prompts; `reason`: why their backend was chosen."""
@@ -93,8 +90,6 @@ class DataParallelClient:
         self._epochs = [engine.info.epoch for engine in self.engines]
         self._changing = asyncio.Lock()
 
-    # All engines together -----------------------------------------------------------------------------------
-
     @property
     def info(self) -> EngineInfo:
         """What each engine runs, with the slots and the memory of all; `epoch` counts the starts of all."""
@@ -115,16 +110,9 @@ class DataParallelClient:
     def stats(self) -> EngineStats:
         """What the schedulers count, summed; the rest is each engine's own."""
         parts = [engine.stats.scheduler for engine in self.engines]
-        return EngineStats(
-            scheduler=SchedulerStats(
-                slots=total([part.slots for part in parts]),
-                counters=total([part.counters for part in parts]),
-                blocks=total([part.blocks for part in parts]),
-                outputs=total([part.outputs for part in parts]),
-                drafts=total([part.drafts for part in parts]),
-                offload=total([part.offload for part in parts]),
-            )
-        )
+        summed = ("slots", "counters", "blocks", "outputs", "drafts", "offload")
+        sums = {name: total([getattr(part, name) for part in parts]) for name in summed}
+        return EngineStats(scheduler=SchedulerStats(**sums))
 
     @property
     def alive(self) -> bool:
@@ -162,8 +150,6 @@ class DataParallelClient:
         """Let running requests finish for up to `drain_seconds`, abort the rest and stop every engine."""
         await asyncio.gather(*(engine.close(drain_seconds) for engine in self.engines))
 
-    # Requests -----------------------------------------------------------------------------------------------
-
     def submit(self, spec: RequestSpec) -> DeltaStream:
         """Start a request on the engine that the policy chooses; otherwise as `SingleEngineClient.submit`."""
         if any(engine.runs(spec.request_id) for engine in self.engines):
@@ -187,27 +173,20 @@ class DataParallelClient:
         """There are no prefill workers among several engines."""
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """Abort the named requests, wherever they are, and return those that were running or waiting. Idempotent.
-
-        Raises `EngineDead` if no engine is left.
-        """
-        there = [engine for engine in self.engines if engine.alive or engine.restarts]
-        if not there:
-            raise EngineDead(self.missing)
-        return [request_id for engine in there for request_id in engine.abort(request_ids)]
+        """Abort the named requests, wherever they are. Raises `EngineDead` if no engine is left."""
+        return [request_id for engine in self._not_gone() for request_id in engine.abort(request_ids)]
 
     def abort_all(self) -> list[str]:
         """Abort everything and return the ids."""
-        there = [engine for engine in self.engines if engine.alive or engine.restarts]
-        if not there:
-            raise EngineDead(self.missing)
-        return [request_id for engine in there for request_id in engine.abort_all()]
+        return [request_id for engine in self._not_gone() for request_id in engine.abort_all()]
+
+    def _not_gone(self) -> list[SingleEngineClient]:
+        if there := [engine for engine in self.engines if engine.alive or engine.restarts]:
+            return there
+        raise EngineDead(self.missing)
 
     async def change_adapters(self, name: str, path: str | None) -> None:
-        """Load a LoRA adapter into every engine, or unload it from all.
-
-        Raises `BadRequest` if it cannot be done and `EngineDead` while an engine is missing; then nothing has changed.
-        """
+        """Load an adapter into all engines, or unload it. Raises `BadRequest` or `EngineDead`, and undoes it then."""
         async with self._changing:
             if self.missing:
                 raise EngineDead(self.missing)
@@ -252,7 +231,6 @@ class DataParallelClient:
 
 
 def _require_separable(config: EngineConfig) -> None:
-    """Raise `ConfigError` for settings that mean one engine."""
     refused = (
         ("--role", config.role != "mixed", f"a {config.role} worker is one engine"),
         ("--trace", config.trace is not None, "a trace is that of one engine"),

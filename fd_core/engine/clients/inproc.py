@@ -85,8 +85,6 @@ class InprocClient(SingleEngineClient):
         self._went_down("the engine was closed")
         self._thread = None
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     def _send(self, message: ClientMessage) -> None:
         self._inbox.queue.put(message)
 
@@ -131,7 +129,6 @@ class InprocClient(SingleEngineClient):
             self._loop.call_soon_threadsafe(self._adapters_changed, message)
 
     def _ended(self, failure: EngineDead | None) -> None:
-        """The engine's thread is at its end."""
         reason = "the engine was closed" if failure is None else f"the engine failed: {failure}"
         if failure is None or self._closing:
             self._went_down(reason)

@@ -11,22 +11,12 @@ from typing import Final
 from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import SingleEngineClient, StartProgress
-from fd_core.engine.process.engine_process import EngineProcess, Start
-from fd_core.engine.process.engine_socket import EngineSocket
-from fd_core.engine.process.messages import (
-    AdaptersChanged,
-    ClientMessage,
-    EngineMessage,
-    Fault,
-    Progress,
-    Ready,
-    Shutdown,
-    StepEvents,
-)
-from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
+from fd_core.engine.process import messages
+from fd_core.engine.process.engine_process import EngineProcess
+from fd_core.engine.process.message_stream import EngineSocket
+from fd_core.errors import ConfigError, EngineDead, FdError
 
 _log = logging.getLogger(__name__)
-_ERRORS: dict[int, type[FdError]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
 _START_SECONDS = 600.0
 """An engine is taken for stuck after so long without a sign of its start."""
 _LOOKS: Final = 4
@@ -71,10 +61,7 @@ class ProcessClient(SingleEngineClient):
         place: EnginePlace | None = None,
         begun: EngineProcess | None = None,
     ) -> ProcessClient:
-        """Start the process and wait until it is ready; `place` is where it computes, everywhere if None.
-
-        `begun` is a process that waits to be told what to load, in the same place; the client starts one if None.
-        """
+        """Wait for a process that computes at `place`, everywhere if None: for the one that was `begun`, if any."""
         client = cls(config, path, progress, place, begun)
         try:
             await client._start()
@@ -95,28 +82,23 @@ class ProcessClient(SingleEngineClient):
         process = self._process.process if self._process is not None else None
         if process is not None and process.returncode is None and self.alive:
             if drain_seconds > 0:
-                self._send(Shutdown(drain=True))
+                self._send(messages.Shutdown(drain=True))
                 await _wait(process, drain_seconds)
             if process.returncode is None:
-                self._send(Shutdown(drain=False))
+                self._send(messages.Shutdown(drain=False))
                 await _wait(process, 5.0)
         # Before the process is killed: the keeper may be starting another.
         await _cancelled(self._keeper)
         await self._reap()
         self._went_down("the engine was closed")
 
-    # Inside -----------------------------------------------------------------------------------------------
-
-    def _send(self, message: ClientMessage) -> None:
+    def _send(self, message: messages.ClientMessage) -> None:
         if self._socket is None:
             raise EngineDead(self._death)
         self._socket.send(message)
 
     async def _start(self) -> None:
-        """Start a process for the next epoch and wait until it is ready.
-
-        Raises `EngineDead` if it ends or gives no sign of its start for too long, and what loading raises.
-        """
+        """Start a process for the next epoch. Raises `EngineDead` if it ends or stalls, and what loading raises."""
         self._epoch += 1
         self._ready.clear()
         self._end = asyncio.get_running_loop().create_future()
@@ -125,7 +107,10 @@ class ProcessClient(SingleEngineClient):
         self._socket = EngineSocket(self._process.socket, self._handle, self._failed)
         self._watch = asyncio.create_task(self._watch_over(self._process.process, self._socket))
         path = str(self._path) if self._path else None
-        await self._process.start(Start(self._config, path, self._epoch))
+        try:
+            self._socket.send(messages.Start(self._config, path, self._epoch))
+        except UnicodeEncodeError:
+            raise ConfigError("a path or name in the settings is not UTF-8", hint="rename it, or use a link") from None
         ready = asyncio.create_task(self._ready.wait())
         end: asyncio.Future[FdError] = self._end
         try:
@@ -135,19 +120,19 @@ class ProcessClient(SingleEngineClient):
         if end.done():
             raise end.result()
 
-    def _handle(self, message: EngineMessage) -> None:
+    def _handle(self, message: messages.EngineMessage) -> None:
         match message:
-            case StepEvents():
+            case messages.StepEvents():
                 self._dispatch(message)
-            case AdaptersChanged():
+            case messages.AdaptersChanged():
                 self._adapters_changed(message)
-            case Ready(info):
+            case messages.Ready(info):
                 self._ready.set()
                 self._came_up(info)
-            case Progress(phase, done, total):
+            case messages.Progress(phase, done, total):
                 self._progress(phase, done, total)
-            case Fault(text, field, hint, code):
-                raise _ERRORS.get(code, EngineDead)(text, field=field, hint=hint)
+            case messages.Fault():
+                raise message.error()
 
     def _failed(self, error: Exception) -> None:
         if self._end.done():
@@ -215,7 +200,6 @@ class ProcessClient(SingleEngineClient):
             raise EngineDead(f"its process cannot be started: {(error.strerror or str(error)).lower()}") from error
 
     async def _reap(self) -> None:
-        """End the watch over the process, the socket and the process."""
         await _cancelled(self._watch)
         if self._socket is not None:
             self._socket.close()

@@ -9,7 +9,6 @@ and 4).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -24,8 +23,7 @@ MAX_DEATHS = 5
 """A request is given up when so many epochs died before its end, whether it waited or ran and got tokens or not."""
 
 
-@dataclass(slots=True)
-class _LiveRequest:
+class _LiveRequest(msgspec.Struct):
     """A request that has not ended."""
 
     spec: RequestSpec
@@ -94,10 +92,6 @@ class RequestLedger:
         entry.told_cached = True
         return delta
 
-    def held(self, request_id: str) -> bool:
-        """Whether a request is live, but unknown to the current epoch."""
-        return request_id in self.suspects_held
-
     def aborting(self, request_ids: Iterable[str]) -> None:
         """The engine was asked to abort these requests; if it dies first, they end as aborted all the same."""
         for request_id in request_ids:
@@ -118,10 +112,7 @@ class RequestLedger:
         return ends
 
     def resubmissions(self) -> list[RequestSpec]:
-        """Return the requests for a new epoch, with the tokens delivered so far, in order of arrival.
-
-        Of the suspects only the first is among them; `next_suspect` returns the others.
-        """
+        """Return the requests for a new epoch in order of arrival; of suspects the first, see `next_suspect`."""
         suspects = [name for name, entry in self._entries.items() if entry.suspected]
         self._tried, self.suspects_held = suspects[0] if suspects else "", dict.fromkeys(suspects[1:])
         return [_resumed(entry) for name, entry in self._entries.items() if name not in self.suspects_held]

@@ -1,4 +1,4 @@
-"""An engine's own process; `fd_core.engine.clients.process` starts it through `child_on_cores`."""
+"""An engine's own process, run by `fd_core.launching.child`: `-m fd_core.engine.process.child BACKEND`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -15,19 +14,18 @@ from typing import Final
 
 import msgspec
 
-from fd_core.config.logs import configure_logs
 from fd_core.engine.building.builder import load_engine
-from fd_core.engine.process.engine_process import Prepare, Start
 from fd_core.engine.process.message_stream import MessageStream
-from fd_core.engine.process.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown
+from fd_core.engine.process.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown, Start
 from fd_core.engine.process.service import serve_engine, tells_admissions
 from fd_core.errors import FdError
-from fd_core.launching.parent_watch import end_with_parent
+from fd_core.launching.child import become_child
 from fd_core.plugins import installed_plugins
 
 _log = logging.getLogger(__name__)
 _LINGER_SECONDS: Final = 2.0
 """How long the last words of an engine may take to leave."""
+_IDLE_SECONDS: Final = 60.0
 
 
 class _SocketInbox:
@@ -58,30 +56,22 @@ class _SocketInbox:
             os.write(self._wake, b"\0")
 
 
-def main() -> int:
-    """Serve one client until it says so or is gone."""
-    # Ctrl-C and hangups reach the whole terminal group; when to stop is the client's decision.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    level, form = os.environ.get("FD_LOG_LEVEL", "WARNING"), os.environ.get("FD_LOG_FORMAT", "text")
-    access = os.environ.get("FD_ACCESS_LOG") == "1"
-    configure_logs(level, form, text="%(levelname)s %(message)s", access=access)
-    prepare = msgspec.json.decode(sys.stdin.buffer.readline(), type=Prepare)
-    os.set_inheritable(prepare.descriptor, False)
-    stream = MessageStream(socket.socket(fileno=prepare.descriptor))
-    encoder = msgspec.msgpack.Encoder()
+def main(backend: str) -> int:
+    """Serve the client behind standard input; the framework of `backend` is imported before it knows what to load."""
+    become_child()
+    stream = MessageStream(socket.socket(fileno=os.dup(sys.stdin.fileno())))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())  # no process that this one starts gets the socket
+    inbox, encoder = _SocketInbox(stream), msgspec.msgpack.Encoder()
 
     def send(message: EngineMessage) -> None:
         stream.send(encoder.encode(message))
 
     try:
-        installed_plugins().choose_backend(prepare.backend).cls.import_framework()
-        line = sys.stdin.buffer.readline()
-        if not line:
-            return 0  # whoever began this process found no model for it, or is gone
-        start = msgspec.json.decode(line, type=Start)
-        end_with_parent()
-        inbox = _SocketInbox(stream)
+        installed_plugins().choose_backend(backend).cls.import_framework()
+        while not (messages := inbox.receive(_IDLE_SECONDS)):
+            pass
+        if not isinstance(start := messages[0], Start):
+            return 0  # whoever began this process found no model for it
         path = Path(start.path) if start.path is not None else None
         engine = load_engine(
             start.config,
@@ -97,7 +87,7 @@ def main() -> int:
         send(Ready(engine.info))
         serve_engine(engine, inbox, send)
     except FdError as error:
-        send(Fault(error.message, error.field, error.hint, error.exit_code))
+        send(Fault.of(error))
         return error.exit_code
     except MemoryError:
         _log.error("the engine has no memory left")  # a traceback would need more
@@ -111,3 +101,7 @@ def main() -> int:
     finally:
         stream.close(_LINGER_SECONDS)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,11 +1,24 @@
-"""Whole messages over a stream socket between processes of one machine: no thread carries them, and nobody waits."""
+"""Whole messages over a stream socket between processes of one machine, and arrays and outputs as frames.
+
+No thread carries the messages, and nobody waits. Both ends run the same version.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from struct import Struct
-from typing import Final
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.engine.process.messages import ClientMessage, EngineMessage
+from fd_core.errors import EngineDead
+from fd_core.types import StepOutput
 
 _LENGTH: Final = Struct("<I")
 _CHUNK: Final = 1 << 14
@@ -88,3 +101,90 @@ class MessageStream:
             return 0
         except ConnectionError:
             return len(data)
+
+
+class EngineSocket:
+    """The client's end, used from one event loop, which hands over messages; no task or future is made for one."""
+
+    def __init__(
+        self, sock: socket.socket, receive: Callable[[EngineMessage], None], failed: Callable[[Exception], None]
+    ) -> None:
+        """Take over `sock`. What `receive` raises, and what cannot be decoded, is given to `failed`."""
+        self.received = 0
+        """Messages that arrived; only grows."""
+        self._receive = receive
+        self._failed = failed
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+        self._loop = asyncio.get_running_loop()
+        self._stream = MessageStream(sock)
+        self._descriptor = self._stream.fileno()
+        self._closed = False
+        self._loop.add_reader(self._descriptor, self._read)
+
+    def send(self, message: ClientMessage) -> None:
+        """Queue a message; one for an engine that is gone is lost."""
+        self._stream.send(self._encoder.encode(message))
+        if self._stream.unsent:
+            self._loop.add_writer(self._descriptor, self._flush)
+
+    def close(self) -> None:
+        """Hand nothing over any more; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._descriptor)
+            self._loop.remove_writer(self._descriptor)
+            self._stream.close()
+
+    def _flush(self) -> None:
+        self._stream.flush()
+        if not self._stream.unsent:
+            self._loop.remove_writer(self._descriptor)
+
+    def _read(self) -> None:
+        messages = self._stream.receive()
+        if self._stream.ended:
+            self._loop.remove_reader(self._descriptor)
+        for message in messages or ():
+            if self._closed:
+                return
+            try:
+                self.received += 1
+                self._receive(self._decoder.decode(message))
+            except Exception as error:  # noqa: BLE001 - nobody else sees what a callback of the event loop raises
+                self._failed(error)
+
+
+class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    reason: str
+    field: str | None
+
+
+def encode_array(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], str, bytes]:
+    """Be msgspec's `enc_hook` for messages with arrays: return shape, type character and values in C order."""
+    return array.shape, array.dtype.char, array.tobytes()
+
+
+def decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.NDArray[Any]:
+    """Be msgspec's `dec_hook`: return the array of which `encode_array` made `packed`."""
+    shape, dtype, values = packed
+    return np.frombuffer(values, dtype).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_array)
+_DECODER: msgspec.msgpack.Decoder[StepOutput | _Failure] = msgspec.msgpack.Decoder(
+    StepOutput | _Failure, dec_hook=decode_array
+)
+
+
+def encode_output(output: StepOutput | EngineDead) -> bytes:
+    """Return the frame of an output, or of the reason why there is none."""
+    if isinstance(output, EngineDead):
+        return _ENCODER.encode(_Failure(output.message, output.field))
+    return _ENCODER.encode(output)
+
+
+def decode_output(frame: bytes) -> StepOutput | EngineDead:
+    """Return what `encode_output` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
+    read = _DECODER.decode(frame)
+    return EngineDead(read.reason, field=read.field) if isinstance(read, _Failure) else read

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import msgspec
 
+from fd_core.config import EngineConfig
 from fd_core.disagg.stats import ReceiverStats, SenderStats
+from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.models.loading.config import VectorSettings
 from fd_core.ops.compilations import CompilationStats
@@ -28,7 +30,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     backend: str
     backend_reason: str
-    """Why this backend was chosen."""
     scheduler: str = "continuous"
     postprocess: str | None = None
     """None for the one that belongs to the backend's framework."""
@@ -42,7 +43,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_formats: tuple[str, ...] = ()
     """Packed formats that the backend computes."""
     kv_dtype: str
-    """Number type of keys and values in the cache."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
@@ -55,7 +55,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
     pipeline_depth: int
     host_kv_bytes: int = 0
-    """Host memory for KV outside the device."""
     kv_store: str | None = None
     """A line about the KV store, without secrets."""
     kv_store_answers: bool = True
@@ -73,13 +72,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     state_size: int = 0
     """Elements of the vector that a text becomes."""
     vectors: VectorSettings = VectorSettings()
-    """How texts become vectors."""
     generates: bool = True
     """Whether it makes texts; false for a checkpoint without an output projection."""
     structured_output: bool = True
     """Whether it takes grammars."""
     adapters: tuple[AdapterInfo, ...] = ()
-    """LoRA adapters that it serves."""
     lora_folder: str | None = None
     """Folder from which more may be loaded; None for none."""
     epoch: int = 1
@@ -90,9 +87,7 @@ class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
 
     open: Annotated[int, gauge("kv_leases_open", "KV leases between prefill and decode workers in progress.")] = 0
     receiver: ReceiverStats | None = None
-    """Of a decode worker."""
     sender: SenderStats | None = None
-    """Of a prefill worker."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,12 +135,30 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """The engine cannot start or go on."""
+    """The engine, or one of its ranks, cannot start or go on."""
 
     message: str
     field: str | None = None
     hint: str | None = None
     exit_code: int = 1
+
+    @classmethod
+    def of(cls, error: FdError) -> Fault:
+        """Return what is sent in place of an error; `error` restores it."""
+        return cls(error.message, error.field, error.hint, error.exit_code)
+
+    def error(self, prefix: str = "") -> FdError:
+        """Return the error: that of loading, or `EngineDead`."""
+        kinds: dict[int, type[FdError]] = {kind.exit_code: kind for kind in (ConfigError, ModelError, PluginError)}
+        return kinds.get(self.exit_code, EngineDead)(prefix + self.message, field=self.field, hint=self.hint)
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Load a model and serve: the first message to an engine's process, which has imported its framework by then."""
+
+    config: EngineConfig
+    path: str | None
+    epoch: int
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -178,7 +191,6 @@ class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters-changed"):
     adapters: tuple[AdapterInfo, ...]
     """All that requests may ask for now."""
     error: str | None = None
-    """Why nothing changed."""
     field: str | None = None
 
 
@@ -188,5 +200,5 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain: bool = True
 
 
-ClientMessage = Submit | Abort | ChangeAdapters | Shutdown
+ClientMessage = Start | Submit | Abort | ChangeAdapters | Shutdown
 EngineMessage = StepEvents | AdaptersChanged | Ready | Progress | Fault

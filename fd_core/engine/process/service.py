@@ -11,17 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fd_core.engine.core import AdmissionSink, Engine
-from fd_core.engine.process.messages import (
-    Abort,
-    AdaptersChanged,
-    ChangeAdapters,
-    ClientMessage,
-    EngineMessage,
-    EngineStats,
-    Shutdown,
-    StepEvents,
-    Submit,
-)
+from fd_core.engine.process import messages
 from fd_core.errors import FdError
 from fd_core.types import Delta
 
@@ -32,55 +22,52 @@ _IDLE_SECONDS = 0.5
 class Inbox(Protocol):
     """The queue of messages from the client."""
 
-    def receive(self, timeout: float) -> list[ClientMessage]:
+    def receive(self, timeout: float) -> list[messages.ClientMessage]:
         """Return the messages that arrived; wait up to `timeout` seconds for the first one, not at all if it is 0."""
 
     def wake(self) -> None:
         """End the current wait in `receive`, or the next one. Called from any thread."""
 
 
-def tells_admissions(send: Callable[[EngineMessage], None], epoch: int) -> AdmissionSink:
+def tells_admissions(send: Callable[[messages.EngineMessage], None], epoch: int) -> AdmissionSink:
     """Return what tells the client which requests the engine of this epoch gives a slot."""
-    return lambda admitted: send(StepEvents([], epoch=epoch, admitted=admitted))
+    return lambda admitted: send(messages.StepEvents([], epoch=epoch, admitted=admitted))
 
 
 class EngineService:
     """What an engine does with messages, and what it tells after a turn. The caller makes the steps and keeps time."""
 
-    def __init__(self, engine: Engine, send: Callable[[EngineMessage], None]) -> None:
+    def __init__(self, engine: Engine, send: Callable[[messages.EngineMessage], None]) -> None:
         self.engine = engine
         self.stopping = False
         """Whether the engine takes no more requests and ends once it is idle."""
         self._send = send
         self._last_stats = 0.0
-        self._told: EngineStats | None = None
+        self._told: messages.EngineStats | None = None
         self._was_busy = True
 
-    def take(self, messages: Iterable[ClientMessage]) -> list[Delta]:
+    def take(self, received: Iterable[messages.ClientMessage]) -> list[Delta]:
         """Do what the client asks for; return the last deltas of requests that ended by it."""
         engine, deltas = self.engine, []
-        for message in messages:
+        for message in received:
             match message:
-                case Submit(spec):
+                case messages.Submit(spec):
                     deltas += engine.submit(spec)
-                case Abort(request_ids, everything):
+                case messages.Abort(request_ids, everything):
                     deltas += engine.abort_all() if everything else engine.abort(request_ids)
-                case ChangeAdapters():
+                case messages.ChangeAdapters():
                     self._send(_change_adapters(engine, message))
-                case Shutdown(drain):
+                case messages.Shutdown(drain):
                     self.stopping = True
                     engine.stop()
                     deltas += [] if drain else engine.abort_all()
         return deltas
 
     def tell(self, deltas: list[Delta], now: float) -> bool:
-        """Send what a turn delivered, with statistics now and then; `now` in seconds of one clock.
-
-        Returns whether the engine has work.
-        """
+        """Send what a turn delivered, statistics now and then; return whether there is work. `now` in seconds."""
         engine = self.engine
         busy = engine.has_work
-        news: EngineStats | None = None
+        news: messages.EngineStats | None = None
         # Statistics are sent as soon as the engine turns idle, so that gauges are exact whenever nothing runs. Writes
         # to a KV store go on after that, so an idle engine sends changes as well.
         if now - self._last_stats >= _STATS_SECONDS or (self._was_busy and not busy):
@@ -90,12 +77,12 @@ class EngineService:
         kv = engine.take_kv_events() if engine.kv_events else ()
         prefills = engine.take_prefill_traces() if engine.prefill_traces else ()
         if deltas or news is not None or kv or prefills:
-            self._send(StepEvents(deltas, news, engine.info.epoch, kv=kv, prefills=prefills))
+            self._send(messages.StepEvents(deltas, news, engine.info.epoch, kv=kv, prefills=prefills))
         self._was_busy = busy
         return busy
 
 
-def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
+def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[messages.EngineMessage], None]) -> None:
     """Serve until a `Shutdown` arrives. An error of a step ends the loop: the client sees a dead engine."""
     service = EngineService(engine, send)
     # Whoever looks before the first request finds statistics too.
@@ -107,12 +94,12 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], N
     engine.close()
 
 
-def _change_adapters(engine: Engine, asked: ChangeAdapters) -> AdaptersChanged:
+def _change_adapters(engine: Engine, asked: messages.ChangeAdapters) -> messages.AdaptersChanged:
     try:
         if asked.path is None:
             engine.unload_adapter(asked.name)
         else:
             engine.load_adapter(asked.name, Path(asked.path))
     except FdError as error:
-        return AdaptersChanged(asked.ticket, engine.info.adapters, str(error), error.field)
-    return AdaptersChanged(asked.ticket, engine.info.adapters)
+        return messages.AdaptersChanged(asked.ticket, engine.info.adapters, str(error), error.field)
+    return messages.AdaptersChanged(asked.ticket, engine.info.adapters)

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -18,37 +17,17 @@ from typing import Final
 import msgspec
 import zmq
 
-from fd_core.config.logs import configure_logs
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.computing import Computing
 from fd_core.engine.process.messages import Fault
+from fd_core.engine.ranks import messages
 from fd_core.engine.ranks.groups import joined_group
-from fd_core.engine.ranks.messages import (
-    LOOK,
-    RANK_DOOR,
-    SIGN,
-    WARM_UP,
-    AdaptersHeld,
-    BlockCopy,
-    HoldAdapters,
-    RankDoor,
-    RankLimits,
-    RankMessage,
-    RankReady,
-    RankStart,
-    RankStep,
-    StepDigest,
-    decode_blocks,
-    decode_order,
-    encode_blocks,
-    step_digest,
-)
 from fd_core.engine.ranks.stages import EarlierStageRunner, shared_memory
 from fd_core.errors import FdError
+from fd_core.launching.child import become_child
 from fd_core.ops.contract import KVCache
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
-from fd_core.runner.placed_adapters import RunnerAdapters
-from fd_core.runner.runner import Runner
+from fd_core.runner.runner import Runner, RunnerAdapters
 
 _log = logging.getLogger(__name__)
 _LINGER_MS: Final = 2000
@@ -58,22 +37,16 @@ _SIGN_SECONDS: Final = 0.5
 
 def main() -> int:
     """Execute what rank 0 says until it is gone."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    configure_logs(
-        os.environ.get("FD_LOG_LEVEL", "WARNING"),
-        os.environ.get("FD_LOG_FORMAT", "text"),
-        text="%(levelname)s %(message)s",
-    )
-    door = msgspec.json.decode(os.environ.pop(RANK_DOOR), type=RankDoor)
+    become_child()
+    door = msgspec.json.decode(os.environ.pop(messages.RANK_DOOR), type=messages.RankDoor)
     context = zmq.Context(1)
     steps = _connected(context, door.steps, door.keys)
-    start = msgspec.json.decode(steps.recv(), type=RankStart)
+    start = msgspec.json.decode(steps.recv(), type=messages.RankStart)
     parallel = Parallel(start.rank, start.config.num_ranks)
     copies = _Copies(_connected(context, door.copies, door.keys))
     group = joined_group(parallel, start.place, start.config.rank_seconds)
 
-    def say(message: RankMessage) -> None:
+    def say(message: messages.RankMessage) -> None:
         steps.send(msgspec.msgpack.encode(message))
 
     try:
@@ -82,10 +55,10 @@ def main() -> int:
         # Loaded objects live as long as the process: the garbage collector need not visit them during a step.
         gc.collect()
         gc.freeze()
-        say(RankReady())
+        say(messages.RankReady())
         _execute(steps, runner, say)
     except FdError as error:
-        say(Fault(error.message, error.field, error.hint, error.exit_code))
+        say(Fault.of(error))
     except RanksApart as error:
         if not group.abandoned:  # else another rank has said, or cannot say any more, what happened
             say(Fault(str(error)))
@@ -112,50 +85,50 @@ def _connected(
 
 
 def _load(
-    start: RankStart,
+    start: messages.RankStart,
     group: RankGroup,
     steps: zmq.Socket[bytes],
-    say: Callable[[RankMessage], None],
+    say: Callable[[messages.RankMessage], None],
     progress: StartProgress,
 ) -> Runner:
     """Load this rank's share of the model, and allocate what rank 0 decides."""
     path = Path(start.path) if start.path is not None else None
     computing = Computing(start.config, path, progress, group)
     say(computing.loaded())
-    limits = msgspec.msgpack.decode(steps.recv(), type=RankLimits).limits
+    limits = msgspec.msgpack.decode(steps.recv(), type=messages.RankLimits).limits
     return computing.runner(
         limits, partial(EarlierStageRunner, shared_memory(group)) if limits.num_stages > 1 else Runner
     )
 
 
-def _execute(steps: zmq.Socket[bytes], runner: Runner, say: Callable[[RankMessage], None]) -> None:
+def _execute(steps: zmq.Socket[bytes], runner: Runner, say: Callable[[messages.RankMessage], None]) -> None:
     while True:
         frame = steps.recv()
-        if frame == WARM_UP:
+        if frame == messages.WARM_UP:
             runner.warm_up(lambda *_: None)
             continue
-        if frame == LOOK:
-            say(RankReady())
+        if frame == messages.LOOK:
+            say(messages.RankReady())
             continue
         if isinstance(runner, EarlierStageRunner):
             runner.hear(frame)
             continue
-        match decode_order(frame):
-            case RankStep(plan, slots, drafts, counts):
+        match messages.decode_order(frame):
+            case messages.RankStep(plan, slots, drafts, counts):
                 runner.batch.num_drafts[:] = 0
                 runner.batch.guess(slots, drafts, counts)
-                say(StepDigest(plan.step, step_digest(frame, runner.execute(plan))))
-            case HoldAdapters() as asked:
+                say(messages.StepDigest(plan.step, messages.step_digest(frame, runner.execute(plan))))
+            case messages.HoldAdapters() as asked:
                 say(_hold(runner.adapters, asked))
 
 
-def _hold(adapters: RunnerAdapters, asked: HoldAdapters) -> AdaptersHeld:
+def _hold(adapters: RunnerAdapters, asked: messages.HoldAdapters) -> messages.AdaptersHeld:
     known = {adapter.digest: adapter for adapter in (*adapters.held, *asked.new)}
     try:
         adapters.replace(known[digest] for digest in asked.digests)
     except MemoryError as error:
-        return AdaptersHeld(str(error) or "it has no memory left")
-    return AdaptersHeld()
+        return messages.AdaptersHeld(str(error) or "it has no memory left")
+    return messages.AdaptersHeld()
 
 
 class _Copies:
@@ -164,19 +137,16 @@ class _Copies:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._caches: queue.SimpleQueue[KVCache] = queue.SimpleQueue()
-        self._sign = SIGN
+        self._sign = messages.SIGN
         threading.Thread(target=self._run, name="fdcore-copies", daemon=True).start()
 
     def came_to(self, *place: object) -> None:
-        """Note how far loading came."""
-        self._sign = SIGN + repr(place).encode()
+        self._sign = messages.SIGN + repr(place).encode()
 
     def begin(self, cache: KVCache) -> None:
-        """Copy blocks of a cache from now on."""
         self._caches.put(cache)
 
     def _run(self) -> None:
-        """Work until the context ends."""
         try:
             cache = None
             while cache is None:
@@ -189,16 +159,16 @@ class _Copies:
             self._socket.close(linger=0)
 
     def _copy(self, cache: KVCache) -> None:
-        _, blocks, data = decode_blocks(self._socket.recv_multipart())
+        _, blocks, data = messages.decode_blocks(self._socket.recv_multipart())
         try:
             if data is None:
-                answer = encode_blocks(blocks, cache.export_blocks(blocks))
+                answer = messages.encode_blocks(blocks, cache.export_blocks(blocks))
             else:
                 cache.import_blocks(blocks, data)
-                answer = encode_blocks(blocks)
+                answer = messages.encode_blocks(blocks)
         except Exception as error:  # noqa: BLE001 - it ends that copy only
             text = f"{type(error).__name__}: {error}"
-            answer = [msgspec.msgpack.encode(BlockCopy(b"", error=text))]
+            answer = [msgspec.msgpack.encode(messages.BlockCopy(b"", error=text))]
         self._socket.send_multipart(answer)
 
 

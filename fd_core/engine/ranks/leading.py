@@ -29,41 +29,19 @@ import zmq
 from fd_core.backends.contract import LoadProgress, Model
 from fd_core.config import EngineConfig, Limits
 from fd_core.engine.process.messages import Fault
+from fd_core.engine.ranks import messages
 from fd_core.engine.ranks.groups import opened_group
-from fd_core.engine.ranks.messages import (
-    LOOK,
-    RANK_DOOR,
-    SIGN,
-    WARM_UP,
-    AdaptersHeld,
-    HoldAdapters,
-    RankDoor,
-    RankLimits,
-    RankLoaded,
-    RankMessage,
-    RankReady,
-    RankStart,
-    RankStep,
-    StepDigest,
-    decode_blocks,
-    encode_blocks,
-    encode_order,
-    step_digest,
-)
-from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
+from fd_core.errors import ConfigError, EngineDead, FdError
 from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.parallel import RankMeeting, RanksApart
 from fd_core.ops.patience import Patience
 from fd_core.ops.weights import Adapter
 from fd_core.plugins import LAUNCHER, installed_plugins
-from fd_core.runner.placed_adapters import RunnerAdapters
-from fd_core.runner.runner import Runner
+from fd_core.runner.runner import Runner, RunnerAdapters
 from fd_core.types import IntArray, StepOutput, StepPlan
 
-_ERRORS: Final[dict[int, type[FdError]]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
 CHILD: Final = ("-m", "fd_core.engine.ranks.child")
-"""The command of a rank's process."""
 _ON_PROCESSORS: Final = ("cpu", "reference", "null")
 """Backends whose ranks Ray may place."""
 _WATCH_SECONDS: Final = 1.0
@@ -78,7 +56,7 @@ _LOAD_SECONDS: Final = 300.0
 """For which a rank that goes on may come no further while it loads, once rank 0 has loaded itself; less than what its
 client allows rank 0 to say nothing."""
 _RANK: Final = re.compile(r"rank \d+")
-_Message = TypeVar("_Message", RankLoaded, RankReady, StepDigest, AdaptersHeld)
+_Message = TypeVar("_Message", messages.RankLoaded, messages.RankReady, messages.StepDigest, messages.AdaptersHeld)
 
 
 def require_ranks(config: EngineConfig) -> None:
@@ -155,9 +133,9 @@ class RankProcesses:
         """Process ids of the other ranks, from rank 1 on."""
         return tuple(process.pid for process in self._processes)
 
-    def loaded(self) -> list[RankLoaded]:
+    def loaded(self) -> list[messages.RankLoaded]:
         """Wait until the other ranks have their weights. Raises what loading raised on one of them."""
-        told = [self._hear_loading(rank, RankLoaded) for rank in self._ranks]
+        told = [self._hear_loading(rank, messages.RankLoaded) for rank in self._ranks]
         if all(socket.poll(_CONNECT_MS, zmq.POLLOUT) for socket in self._copies):
             # Nobody connects any more, and an engine that is killed leaves no files behind.
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -165,9 +143,9 @@ class RankProcesses:
 
     def allocate(self, limits: Limits) -> None:
         """Have the other ranks allocate what the limits say. Raises what that raised on one of them."""
-        self.tell(msgspec.msgpack.encode(RankLimits(limits)))
+        self.tell(msgspec.msgpack.encode(messages.RankLimits(limits)))
         for rank in self._ranks:
-            self._hear_loading(rank, RankReady)
+            self._hear_loading(rank, messages.RankReady)
 
     def tell(self, frame: bytes) -> None:
         """Send a frame to all other ranks. Any thread. One that is gone is missed by whoever waits for it."""
@@ -179,42 +157,36 @@ class RankProcesses:
     def compare(self, step: int, digest: bytes) -> None:
         """Wait until the other ranks have executed a step. Raises `EngineDead` if one made something else of it."""
         for rank in self._ranks:
-            heard = self._hear(rank, StepDigest)
+            heard = self._hear(rank, messages.StepDigest)
             if (heard.step, heard.digest) != (step, digest):
                 raise _dead(f"rank {rank} made something else of step {step} than rank 0")
         self._heard = time.monotonic()
 
     def look(self) -> None:
-        """Ask ranks that have nothing to do, now and then, whether they go on; never waits.
-
-        Called while nothing is executed. Raises `EngineDead` if one has ended, or not answered for too long.
-        """
+        """Ask idle ranks now and then whether they go on; never waits. Raises `EngineDead` if one is gone or silent."""
         if self.group.abandoned:
             raise RanksApart("a rank is gone")
         now = time.monotonic()
         if self._unheard:
             for rank in sorted(self._unheard):
                 if self._steps[rank - 1].poll(0):
-                    self._expect(rank, self._receive(rank), RankReady)
+                    self._expect(rank, self._receive(rank), messages.RankReady)
                     self._unheard.remove(rank)
             self._heard = now
             if self._patience.is_over() and self._unheard:
                 raise _dead(f"rank {min(self._unheard)} did not answer within {self._seconds:g} s")
         elif now - self._heard > _IDLE_SECONDS:
-            self.tell(LOOK)
+            self.tell(messages.LOOK)
             self._unheard = set(self._ranks)
             self._patience.renew()
 
     def hold(self, adapters: Sequence[Adapter], known: Collection[Adapter]) -> str | None:
-        """Have the other ranks hold these adapters and no others; `known` are those that they hold.
-
-        Returns why one cannot, in its words; it holds what it held. None if all do.
-        """
+        """Have the other ranks hold these adapters alone; return why one cannot and still holds the `known` ones."""
         there = {adapter.digest for adapter in known}
         new = tuple(adapter for adapter in adapters if adapter.digest not in there)
         with self.together():
-            self.tell(encode_order(HoldAdapters(tuple(adapter.digest for adapter in adapters), new)))
-            answers = [(rank, self._hear(rank, AdaptersHeld)) for rank in self._ranks]
+            self.tell(messages.encode_order(messages.HoldAdapters(tuple(adapter.digest for adapter in adapters), new)))
+            answers = [(rank, self._hear(rank, messages.AdaptersHeld)) for rank in self._ranks]
         return next((f"rank {rank}: {answer.error}" for rank, answer in answers if answer.error is not None), None)
 
     def copy(self, requests: Sequence[tuple[int, list[bytes]]]) -> list[list[bytes]]:
@@ -228,8 +200,8 @@ class RankProcesses:
         answers = []
         for rank, _ in requests:
             socket, patience = self._copies[rank - 1], Patience(self._seconds)
-            parts = [SIGN]  # of its start, which nobody waited for
-            while parts[0].startswith(SIGN):
+            parts = [messages.SIGN]  # of its start, which nobody waited for
+            while parts[0].startswith(messages.SIGN):
                 while self.group.abandoned or not socket.poll(_LOOK_MS):
                     if not self.group.abandoned and patience.is_over():
                         self._silent = f"rank {rank} did not answer within {self._seconds:g} s"
@@ -291,8 +263,6 @@ class RankProcesses:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     @property
     def _ranks(self) -> range:
         return range(1, len(self._processes) + 1)
@@ -309,7 +279,7 @@ class RankProcesses:
         specs = []
         for rank in range(1, size):
             door = self._open_door(rank, host if network else None)
-            secrets = settings | {RANK_DOOR: msgspec.json.encode(door).decode()}
+            secrets = settings | {messages.RANK_DOOR: msgspec.json.encode(door).decode()}
             shown = environments[rank]
             specs.append(ProcessSpec(f"rank-{rank}", CHILD, shown, secrets=secrets, cores=cores, group="ranks"))
         self._processes = launcher.start(specs)
@@ -324,13 +294,13 @@ class RankProcesses:
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"fdcore-rank-{rank}", daemon=True).start()
         for rank in self._ranks:
-            start = RankStart(own, None if path is None else str(path), rank, told)
+            start = messages.RankStart(own, None if path is None else str(path), rank, told)
             silent = Patience(2 * self._seconds)
             while not self._ready_to(zmq.POLLOUT, rank):  # until it has connected
                 self._require_signs(rank, silent)
             self._steps[rank - 1].send(msgspec.json.encode(start))
 
-    def _open_door(self, rank: int, host: str | None) -> RankDoor:
+    def _open_door(self, rank: int, host: str | None) -> messages.RankDoor:
         """Open a rank's sockets: for this machine, or at an address for whoever has the keys that are made here."""
         keys, addresses = None, []
         if host is not None:
@@ -349,7 +319,7 @@ class RankProcesses:
             socket.curve_server, socket.curve_publickey, socket.curve_secretkey = True, public, secret
             socket.bind(f"tcp://{host}:*")
             addresses.append(socket.get_string(zmq.LAST_ENDPOINT))
-        return RankDoor(addresses[0], addresses[1], keys)
+        return messages.RankDoor(addresses[0], addresses[1], keys)
 
     def _watch(self, rank: int, process: LaunchedProcess) -> None:
         """Let nobody wait for a rank that has ended."""
@@ -376,13 +346,12 @@ class RankProcesses:
         return self._expect(rank, self._receive(rank), kind)
 
     def _hear(self, rank: int, kind: type[_Message]) -> _Message:
-        """Return a rank's next message, which has to be of a kind."""
         patience = Patience(self._seconds)
         while not self._ready_to(zmq.POLLIN, rank):
             if patience.is_over():
                 raise _dead(f"rank {rank} did not answer within {self._seconds:g} s")
         message = self._receive(rank)
-        if rank in self._unheard and isinstance(message, RankReady):
+        if rank in self._unheard and isinstance(message, messages.RankReady):
             self._unheard.remove(rank)
             return self._hear(rank, kind)
         return self._expect(rank, message, kind)
@@ -399,19 +368,17 @@ class RankProcesses:
             raise _dead(self.reason(f"rank {rank} is gone"))
         return False
 
-    def _expect(self, rank: int, message: RankMessage, kind: type[_Message]) -> _Message:
+    def _expect(self, rank: int, message: messages.RankMessage, kind: type[_Message]) -> _Message:
         """Return a message that has to be of a kind. Raises what a fault says."""
         if isinstance(message, kind):
             return message
         if isinstance(message, Fault):
-            text = f"rank {rank}: {message.message}"
-            if message.exit_code in _ERRORS:
-                raise _ERRORS[message.exit_code](text, field=message.field, hint=message.hint)
-            raise _dead(text)
+            error = message.error(f"rank {rank}: ")
+            raise _dead(error.message) if isinstance(error, EngineDead) else error
         raise _dead(f"rank {rank} said {type(message).__name__} where {kind.__name__} was due")
 
-    def _receive(self, rank: int) -> RankMessage:
-        message: RankMessage = msgspec.msgpack.decode(self._steps[rank - 1].recv(), type=RankMessage)
+    def _receive(self, rank: int) -> messages.RankMessage:
+        message: messages.RankMessage = msgspec.msgpack.decode(self._steps[rank - 1].recv(), type=messages.RankMessage)
         return message
 
 
@@ -437,7 +404,7 @@ class LeadingRunner(Runner):
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Warm up, as every rank does by itself."""
-        self.ranks.tell(WARM_UP)
+        self.ranks.tell(messages.WARM_UP)
         with self.ranks.together():
             seconds = super().warm_up(progress)
         self._leads = True
@@ -453,10 +420,10 @@ class LeadingRunner(Runner):
         if not self._leads:
             return super().execute(plan)
         with self.ranks.together():
-            frame = encode_order(RankStep(plan, *self.batch.guesses()))
+            frame = messages.encode_order(messages.RankStep(plan, *self.batch.guesses()))
             self.ranks.tell(frame)
             output = super().execute(plan)
-            self.ranks.compare(plan.step, step_digest(frame, output))
+            self.ranks.compare(plan.step, messages.step_digest(frame, output))
         return output
 
     def check(self) -> None:
@@ -491,10 +458,7 @@ class JoinedKVCache(KVCache):
     """The KV of all ranks as one cache, for copies: what is exported knows nothing of ranks."""
 
     def __init__(self, own: KVCache, ranks: RankProcesses, shares: Sequence[tuple[int, int]], axis: int = -2) -> None:
-        """`shares` are what each rank keeps, from rank 0 on: the first, and the one behind the last.
-
-        They are KV heads where `axis` of exported blocks is -2, layers where it is 1.
-        """
+        """`shares`: first and end of what each rank keeps, KV heads if `axis` of exports is -2, layers if 1."""
         self.shape = joined_shape(own.shape, shares, axis)
         self.num_blocks = own.num_blocks
         self.spare_block = own.spare_block
@@ -510,7 +474,7 @@ class JoinedKVCache(KVCache):
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks from all ranks; of ranks that keep the same, from the first."""
         first = [rank for rank, share in enumerate(self._shares) if share not in self._shares[:rank]]
-        asked = encode_blocks(blocks)
+        asked = messages.encode_blocks(blocks)
         parts = {self._shares[0]: self._own.export_blocks(blocks)}
         for rank, answer in zip(first[1:], self._copy([(rank, asked) for rank in first[1:]]), strict=True):
             if answer is None:
@@ -522,13 +486,13 @@ class JoinedKVCache(KVCache):
         """Write blocks on all ranks, to each its share."""
         whole = np.moveaxis(data, self._axis, 0)
         own, *others = (np.moveaxis(whole[slice(*share)], 0, self._axis) for share in self._shares)
-        self._copy([(rank, encode_blocks(blocks, share)) for rank, share in enumerate(others, 1)])
+        self._copy([(rank, messages.encode_blocks(blocks, share)) for rank, share in enumerate(others, 1)])
         self._own.import_blocks(blocks, own)
 
     def _copy(self, requests: list[tuple[int, list[bytes]]]) -> list[npt.NDArray[Any] | None]:
         copied = []
         for (rank, _), parts in zip(requests, self._ranks.copy(requests), strict=True):
-            head, _, data = decode_blocks(parts)
+            head, _, data = messages.decode_blocks(parts)
             if head.error is not None:
                 raise RuntimeError(f"rank {rank}: {head.error}")
             copied.append(data)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import EngineConfig, Limits
-from fd_core.engine.process.frames import decode_array, encode_array
+from fd_core.engine.process.message_stream import decode_array, encode_array
 from fd_core.engine.process.messages import Fault
 from fd_core.ops.parallel import RankMeeting
 from fd_core.ops.weights import Adapter, WeightUse
@@ -36,9 +36,7 @@ class RankDoor(msgspec.Struct, frozen=True):
     """Where a rank finds rank 0."""
 
     steps: str
-    """Address of the socket of steps."""
     copies: str
-    """Address of the socket of copies of KV."""
     keys: tuple[str, str, str] | None = None
     """For CURVE, which sockets between machines speak: rank 0's public key, the rank's own, and its secret one."""
 

@@ -22,8 +22,7 @@ from fd_core.engine.ranks.messages import StageOutcome, StagePlan, decode_order,
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, Forward, KVCache, Ops, StepInput
 from fd_core.ops.parallel import SLOT_BYTES, RankGroup, SharedMemoryGroup
-from fd_core.runner.inputs.inputs import gather_inputs, resolve_rows
-from fd_core.runner.inputs.uploading import uploaded
+from fd_core.runner.inputs.inputs import gather_inputs, resolve_rows, uploaded
 from fd_core.runner.runner import Runner
 from fd_core.types import StepOutput, StepPlan
 
@@ -34,7 +33,13 @@ class LastStageRunner(LeadingRunner):
     def __init__(self, ranks: RankProcesses, layers: Sequence[tuple[int, int]], *parts: Any) -> None:
         """`layers` are those of each rank, from rank 0 on; `parts` what a `Runner` is made of."""
         super().__init__(ranks, layers, *parts, axis=1)
-        _require_room(parts)
+        model, limits = parts[1], parts[2]
+        if 4 * model.state_size * limits.max_num_batched_tokens > SLOT_BYTES:
+            raise ConfigError(
+                f"stages cannot hand on what a step of {limits.max_num_batched_tokens} tokens computes",
+                field="--max-num-batched-tokens",
+                hint=f"use at most {SLOT_BYTES // (4 * model.state_size)}",
+            )
         group = shared_memory(ranks.group)
         self._forward, self._states = (_continued(each, group, *parts) for each in (self._forward, self._states))
 
@@ -110,13 +115,3 @@ def _continued(forward: Forward, group: SharedMemoryGroup, ops: Ops, model: Any,
         return forward(replace(step, states=ops.states_from_host(states)), cache)
 
     return run
-
-
-def _require_room(parts: Sequence[Any]) -> None:
-    model, limits = parts[1], parts[2]
-    if 4 * model.state_size * limits.max_num_batched_tokens > SLOT_BYTES:
-        raise ConfigError(
-            f"stages cannot hand on what a step of {limits.max_num_batched_tokens} tokens computes",
-            field="--max-num-batched-tokens",
-            hint=f"use at most {SLOT_BYTES // (4 * model.state_size)}",
-        )

@@ -15,7 +15,6 @@ from fd_core.types import FinishReason
 
 FORMAT_VERSION: Final = 3
 OLDEST_VERSION: Final = 1
-"""The oldest format version that can be read."""
 IDLE, PREFILL, DECODE, DRAINING, LOADING = ".", "p", "d", "x", "l"
 """Letters of `StepLine.slots`."""
 COUNT_LETTERS: Final = "0123456789abcdefg"
@@ -122,7 +121,7 @@ KVEntry = DecisionEntry | LoadEntry | SaveEntry
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One step. Times are microseconds since the header's `started`."""
+    """One step, and what happened since the line before. Times are microseconds since the header's `started`."""
 
     step: Count
     began: Count
@@ -132,9 +131,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     budget: Count = 0
     """Tokens charged against the step token budget."""
     delivered: Count = 0
-    """Tokens that clients got."""
     waiting: Count = 0
-    """Length of the queue."""
     kv: tuple[Count, Count, Count] = (0, 0, 0)
     """Blocks owned, fenced, and free but with a cached prefix."""
     slots: str = ""
@@ -152,11 +149,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """(slot, gen) of every slot that was revoked; the step's output acknowledged it."""
     finished: tuple[FinishEntry, ...] = ()
     decisions: tuple[DecisionEntry, ...] = msgspec.field(name="chosen", default=())
-    """Decisions to load or to recompute since the line before."""
     loads: tuple[LoadEntry, ...] = ()
-    """Loads that ended since the line before."""
     saves: tuple[SaveEntry, ...] = ()
-    """Saves that ended since the line before."""
     dropped: Count = 0
     """Steps before this one that the writer had no room for."""
     occupants: tuple[ResidencyEntry, ...] = ()

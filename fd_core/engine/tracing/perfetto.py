@@ -8,15 +8,14 @@ the device*: loads and saves, which overlap, as asynchronous slices. Times are m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from fd_core.engine.tracing.cells import KINDS, kinds_of_cells
-from fd_core.engine.tracing.format import StepLine, total
-from fd_core.engine.tracing.reader import Position, ResidencySpan, TraceContents
+from fd_core.engine.tracing.format import total
+from fd_core.engine.tracing.reader import KINDS, Position, ResidencySpan, TraceContents, kinds_of_cells
 
 _STEPS, _SLOTS, _KV = 1, 2, 3
 """Ids of the processes. A slot's thread id is the number of the slot plus 1."""
@@ -174,34 +173,23 @@ def _cells(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
             if kind == "prefill":
                 figures = {"tokens": chunks[first].get(slot, 0)}
             name = kind
-            if kind == "loading" and (request_id := _loads_there(positions, slot, first, behind)):
-                name = f"loading {request_id}"
+            if kind == "loading":  # a load ends in one of these steps, or in the one behind them
+                loads = chain.from_iterable(position.line.loads for position in positions[first : behind + 1])
+                name = next((f"loading {load.request_id}" for load in loads if load.slot == slot), kind)
             yield _slice(_SLOTS, slot + 1, name, "slot", clock.began[first], clock.ended[behind - 1], figures)
-
-
-def _loads_there(positions: list[Position], slot: int, first: int, behind: int) -> str:
-    """Return the request that loads in `slot` from step `first` on: the load ends there, or in the step behind."""
-    for position in positions[first : behind + 1]:
-        for load in position.line.loads:
-            if load.slot == slot:
-                return load.request_id
-    return ""
 
 
 def _operations(trace: TraceContents, clock: _Clock) -> Iterator[TraceEvent]:
     number = 0
     for position in trace.positions:
-        for name, cat, began, ended, figures in _told(position.line):
+        told: list[tuple[str, str, int, int, dict[str, Any]]] = []
+        for load in position.line.loads:
+            figures = {"slot": load.slot, "blocks": load.blocks, "loaded": load.loaded, "from the host": load.from_host}
+            told.append((f"load {load.request_id}", "load", load.began, load.ended, figures))
+        for save in position.line.saves:
+            told.append(("save", "save", save.began, save.ended, {"blocks": save.blocks, "saved": save.saved}))
+        for name, cat, began, ended, figures in told:
             number += 1
             for ph, time, args in (("b", began, figures), ("e", ended, None)):
                 at = clock.at(position, time)
                 yield TraceEvent(ph=ph, name=name, pid=_KV, tid=1, ts=at, cat=cat, id=number, args=args)
-
-
-def _told(line: StepLine) -> Iterator[tuple[str, str, int, int, dict[str, Any]]]:
-    """Yield name, category, begin, end and figures of the operations that a line tells."""
-    for load in line.loads:
-        figures = {"slot": load.slot, "blocks": load.blocks, "loaded": load.loaded, "from the host": load.from_host}
-        yield f"load {load.request_id}", "load", load.began, load.ended, figures
-    for save in line.saves:
-        yield "save", "save", save.began, save.ended, {"blocks": save.blocks, "saved": save.saved}

@@ -4,41 +4,31 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from fd_core.config.sizes import format_size
-from fd_core.engine.tracing.format import (
-    COUNT_LETTERS,
-    DECODE,
-    DRAINING,
-    FORMAT_VERSION,
-    IDLE,
-    LOADING,
-    OLDEST_VERSION,
-    PREFILL,
-    ClosingLine,
-    LimitLine,
-    StepLine,
-    TraceHeader,
-)
+from fd_core.engine.tracing import format as lines
 from fd_core.errors import ConfigError
 from fd_core.types import FinishReason
 
 EXITS: Final = ("open", *(reason.value for reason in FinishReason), "preempted", "unknown", "engine ended")
-"""How a residency can end."""
 
 _MAX_LINE_BYTES: Final = 1 << 24
 _MAX_SLOTS: Final = 1 << 16
 _MAX_CELLS: Final = 100_000_000
 """Slots times steps that a page holds."""
+KINDS: Final = ("idle", "unscheduled", "prefill", "decode", "draining", "overrun", "loading")
+"""What a step did with a slot. *unscheduled*: its request had no row in the step; *overrun*: computed for a request
+that had ended by then, which a pipeline cannot avoid."""
+_UNSCHEDULED, _PREFILL, _DECODE, _DRAINING, _OVERRUN, _LOADING = range(1, len(KINDS))
 
 
-@dataclass(slots=True)
-class ResidencySpan:
+class ResidencySpan(msgspec.Struct):
     """A request's residency in a slot, in positions of the trace, both ends included."""
 
     slot: int
@@ -53,11 +43,10 @@ class ResidencySpan:
     exit: str = "open"
 
 
-@dataclass(slots=True)
-class Position:
+class Position(msgspec.Struct):
     """One step that was read, with what the lines before it say about it."""
 
-    line: StepLine
+    line: lines.StepLine
     epoch: int
     """Index into `TraceContents.headers`."""
     missing: int
@@ -68,16 +57,15 @@ class Position:
     """Tokens that requests which returned in this step must compute again."""
 
 
-@dataclass(slots=True)
-class TraceContents:
+class TraceContents(msgspec.Struct):
     """The steps and residencies that could be read from a trace."""
 
-    headers: list[TraceHeader]
+    headers: list[lines.TraceHeader]
     positions: deque[Position]
     first: int = 0
     """Number of the first of `positions`; residencies count from the trace's own beginning."""
-    residencies: list[ResidencySpan] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    residencies: list[ResidencySpan] = []
+    problems: list[str] = []
     """A sentence for each thing that is missing."""
 
     @property
@@ -97,43 +85,37 @@ class TraceContents:
 
 
 def read_trace(path: Path, last: int) -> TraceContents:
-    """Read the last `last` steps of a trace.
-
-    Raises `ConfigError` if the file cannot be read, is not a trace, or is of another format version.
-    """
-    try:
-        with path.open("rb") as file:
-            first = file.readline(_MAX_LINE_BYTES)
-            header = _header(first, path)
-            reader = _TraceReader(header, last)
-            while raw := file.readline(_MAX_LINE_BYTES):
-                reader.feed(raw)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error
+    """Read the last `last` steps. Raises `ConfigError` for a file that is no trace of a version read here."""
+    raw_lines = _raw_lines(path)
+    reader = _TraceReader(_header(next(raw_lines, b""), path), last)
+    for raw in raw_lines:
+        reader.feed(raw)
     return reader.result()
 
 
-def read_lines(path: Path) -> Iterator[TraceHeader | StepLine]:
-    """Yield the headers and steps of a trace without keeping them; damaged lines are left out.
+def read_lines(path: Path) -> Iterator[lines.TraceHeader | lines.StepLine]:
+    """Yield the headers and steps that are whole, without keeping them. Raises `ConfigError` as `read_trace` does."""
+    decoder, raw_lines = msgspec.json.Decoder(lines.StepLine), _raw_lines(path)
+    header = _header(next(raw_lines, b""), path)
+    yield header
+    for raw in raw_lines:
+        try:
+            if raw.startswith(b'{"fdcore_trace"'):
+                header = _header(raw, path)
+                yield header
+            elif raw.startswith(b'{"step"'):
+                line = decoder.decode(raw)
+                _check(line, header)
+                yield line
+        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError, ValueError):
+            continue
 
-    Raises `ConfigError` as `read_trace` does.
-    """
-    decoder = msgspec.json.Decoder(StepLine)
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
-            header = _header(file.readline(_MAX_LINE_BYTES), path)
-            yield header
             while raw := file.readline(_MAX_LINE_BYTES):
-                try:
-                    if raw.startswith(b'{"fdcore_trace"'):
-                        header = _header(raw, path)
-                        yield header
-                    elif raw.startswith(b'{"step"'):
-                        line = decoder.decode(raw)
-                        _check(line, header)
-                        yield line
-                except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError, ValueError):
-                    continue
+                yield raw
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error
 
@@ -142,16 +124,16 @@ class _Version(msgspec.Struct):
     fdcore_trace: int
 
 
-def _header(raw: bytes, path: Path | str) -> TraceHeader:
+def _header(raw: bytes, path: Path | str) -> lines.TraceHeader:
     try:
         version = msgspec.json.decode(raw, type=_Version).fdcore_trace
-        if not OLDEST_VERSION <= version <= FORMAT_VERSION:
+        if not lines.OLDEST_VERSION <= version <= lines.FORMAT_VERSION:
             raise ConfigError(
-                f"{path} is a trace of format version {version}; this fdcore reads versions {OLDEST_VERSION} to "
-                f"{FORMAT_VERSION}",
+                f"{path} is a trace of format version {version}; this fdcore reads versions {lines.OLDEST_VERSION} to "
+                f"{lines.FORMAT_VERSION}",
                 field="FILE",
             )
-        header = msgspec.json.decode(raw, type=TraceHeader)
+        header = msgspec.json.decode(raw, type=lines.TraceHeader)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} is not a trace: its first line is not the header of one",
@@ -166,10 +148,10 @@ def _header(raw: bytes, path: Path | str) -> TraceHeader:
 class _TraceReader:
     """Reads a trace line by line."""
 
-    def __init__(self, header: TraceHeader, last: int) -> None:
+    def __init__(self, header: lines.TraceHeader, last: int) -> None:
         room = min(last, _MAX_CELLS // header.limits.max_num_seqs)
         self._trace = TraceContents([header], deque(maxlen=room))
-        self._decoder = msgspec.json.Decoder(StepLine)
+        self._decoder = msgspec.json.Decoder(lines.StepLine)
         self._residencies = _Residencies()
         self._count = 0
         self._expected = 0
@@ -191,10 +173,10 @@ class _TraceReader:
             if raw.startswith(b'{"fdcore_trace"'):
                 self._begin_epoch(_header(raw, "the trace"))
             elif raw.startswith(b'{"full"'):
-                self._limit = msgspec.json.decode(raw, type=LimitLine).full
+                self._limit = msgspec.json.decode(raw, type=lines.LimitLine).full
                 self._full = True
             elif raw.startswith(b'{"closed"'):
-                dropped = msgspec.json.decode(raw, type=ClosingLine).dropped
+                dropped = msgspec.json.decode(raw, type=lines.ClosingLine).dropped
                 if self._full:
                     self._later += dropped
                 else:
@@ -224,11 +206,11 @@ class _TraceReader:
         positions, first = self._trace.positions, self._trace.first
         while residency.exit == "unknown" and residency.end > max(residency.start, first):
             slots = positions[residency.end - first].line.slots
-            if slots[residency.slot : residency.slot + 1] not in ("", IDLE, LOADING):
+            if slots[residency.slot : residency.slot + 1] not in ("", lines.IDLE, lines.LOADING):
                 break
             residency.end -= 1
 
-    def _begin_epoch(self, header: TraceHeader) -> None:
+    def _begin_epoch(self, header: lines.TraceHeader) -> None:
         if header.limits.max_num_seqs > self._trace.num_slots:
             room = min(self._trace.positions.maxlen or 1, _MAX_CELLS // header.limits.max_num_seqs)
             self._trace.positions = deque(self._trace.positions, maxlen=room)
@@ -237,7 +219,7 @@ class _TraceReader:
         self._residencies.seen.clear()
         self._expected, self._closed, self._full = 0, False, False
 
-    def _take(self, line: StepLine) -> None:
+    def _take(self, line: lines.StepLine) -> None:
         if line.step < self._expected:
             raise ValueError(f"step {line.step} comes again")
         missing = line.step - self._expected
@@ -270,7 +252,7 @@ class _TraceReader:
             yield "The trace has no closing line: the engine still runs or was killed, or the end of the file is lost."
 
 
-def _check(line: StepLine, header: TraceHeader) -> None:
+def _check(line: lines.StepLine, header: lines.TraceHeader) -> None:
     """Raise `ValueError` if a line names what its header does not allow."""
     slots = header.limits.max_num_seqs
     named = [slot for slot, _ in (*line.chunks, *line.revoked)]
@@ -278,7 +260,8 @@ def _check(line: StepLine, header: TraceHeader) -> None:
     named += [load.slot for load in line.loads]
     if max(len(line.slots), len(line.drafted), len(line.accepted), 1 + max(named, default=0)) > slots:
         raise ValueError("a slot that does not exist")
-    letters = (IDLE + PREFILL + DECODE + DRAINING + LOADING, COUNT_LETTERS, COUNT_LETTERS)
+    states = lines.IDLE + lines.PREFILL + lines.DECODE + lines.DRAINING + lines.LOADING
+    letters = (states, lines.COUNT_LETTERS, lines.COUNT_LETTERS)
     if any(text.strip(known) for text, known in zip((line.slots, line.drafted, line.accepted), letters, strict=True)):
         raise ValueError("a letter that means nothing")
     if line.ended < line.began:
@@ -298,7 +281,7 @@ class _Residencies:
         self._open: dict[int, ResidencySpan] = {}
         self._of_request: dict[str, ResidencySpan] = {}
 
-    def follow(self, line: StepLine, at: int) -> Counter[str]:
+    def follow(self, line: lines.StepLine, at: int) -> Counter[str]:
         """Apply a step and return the number of events of each kind."""
         events: Counter[str] = Counter()
         for entry in line.admitted:
@@ -342,7 +325,7 @@ class _Residencies:
         if self._of_request.get(residency.request_id) is residency:
             del self._of_request[residency.request_id]
 
-    def _reconcile(self, line: StepLine, at: int) -> None:
+    def _reconcile(self, line: lines.StepLine, at: int) -> None:
         """Correct the residencies after missing steps, from the occupants that the line names."""
         there = {residency.slot: residency for residency in line.occupants}
         for slot, residency in list(self._open.items()):
@@ -352,3 +335,40 @@ class _Residencies:
         for slot, now in there.items():
             if slot not in self._open:
                 self._begin(ResidencySpan(slot, now.gen, now.request_id, at, now.request_id in self.seen, 0, 0))
+
+
+def kinds_of_cells(trace: TraceContents) -> npt.NDArray[np.uint8]:
+    """Return uint8[slots, steps], indices into `KINDS`."""
+    codes = {
+        lines.IDLE: 0,
+        lines.PREFILL: _PREFILL,
+        lines.DECODE: _DECODE,
+        lines.DRAINING: _DRAINING,
+        lines.LOADING: _LOADING,
+    }
+    kinds = matrix_of_letters(trace, [position.line.slots for position in trace.positions], codes)
+    depth = max(header.limits.pipeline_depth for header in trace.headers)
+    starts = {(residency.slot, residency.start) for residency in trace.residencies}
+    for residency in trace.residencies:
+        begin, end = max(residency.start - trace.first, 0), residency.end - trace.first
+        span = kinds[residency.slot, begin : end + 1]
+        span[span == 0] = _UNSCHEDULED
+        if residency.exit in ("open", "preempted", "unknown", "engine ended"):
+            continue
+        for at in range(end + 1, min(end + depth, kinds.shape[1])):
+            if (residency.slot, at + trace.first) in starts:
+                break
+            if kinds[residency.slot, at] in (_PREFILL, _DECODE):
+                kinds[residency.slot, at] = _OVERRUN
+    return kinds
+
+
+def matrix_of_letters(trace: TraceContents, texts: list[str], codes: dict[str, int]) -> npt.NDArray[np.uint8]:
+    """Return uint8[slots, steps]: the code of each letter in the `texts` of the steps; 0 where a text has ended."""
+    table = np.zeros(256, np.uint8)
+    for letter, code in codes.items():
+        table[ord(letter)] = code
+    by_step = np.zeros((len(texts), trace.num_slots), np.uint8)
+    for index, text in enumerate(texts):
+        by_step[index, : len(text)] = np.frombuffer(text.encode("ascii"), np.uint8)
+    return np.ascontiguousarray(table[by_step].T)

@@ -30,33 +30,13 @@ import numpy.typing as npt
 
 from fd_core import signals
 from fd_core.config.sizes import format_size
-from fd_core.engine.tracing.format import (
-    COUNT_LETTERS,
-    DECODE,
-    DRAINING,
-    IDLE,
-    LOADING,
-    PREFILL,
-    AdmissionEntry,
-    ArrivalEntry,
-    ClosingLine,
-    DecisionEntry,
-    FinishEntry,
-    KVEntry,
-    LimitLine,
-    LoadEntry,
-    ResidencyEntry,
-    SaveEntry,
-    StepLine,
-    TraceHeader,
-)
-from fd_core.engine.tracing.kv_operations import KVTrace
+from fd_core.effects.operations import Cancel, Completion, Effects, Fetch, Fetched, Load, Loaded, Save, Saved
+from fd_core.engine.tracing import format as lines
 from fd_core.errors import ConfigError
 from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
 
 _log = logging.getLogger(__name__)
-
 _MAGIC: Final = b'{"fdcore_trace":'
 _MAX_QUEUED: Final = 4096
 """Steps that may wait for the writer; more are dropped."""
@@ -64,7 +44,69 @@ _WRITE_SECONDS: Final = 0.05
 """Sleep of the writer when its queue is empty; it flushes the file before."""
 _LAST_BYTES: Final = 256
 """Room that is kept for `LimitLine` and `ClosingLine`."""
-_LETTER_CODES: Final = np.frombuffer(COUNT_LETTERS.encode(), np.uint8)
+_LETTER_CODES: Final = np.frombuffer(lines.COUNT_LETTERS.encode(), np.uint8)
+
+
+class KVTrace:
+    """Follows effects from their beginning to their completion. Used from the engine's thread."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        """`now` returns the time as lines have it."""
+        self.entries: list[lines.KVEntry] = []
+        self.loading: dict[int, int] = {}
+        """Slots that wait for their KV, by operation; without those of aborted requests."""
+        self._now = now
+        self._open: dict[int, tuple[int, Load | Fetch | Save]] = {}
+        """Operations in flight, with the time at which each began."""
+
+    def began(self, effects: Effects) -> None:
+        """Note what was decided, which operations begin, and which requests wait for them."""
+        for decision in effects.decisions:
+            self.entries.append(
+                lines.DecisionEntry(
+                    self._now(),
+                    decision.request_id,
+                    decision.load,
+                    decision.host_blocks,
+                    decision.store_blocks,
+                    decision.num_tokens,
+                    _microseconds(decision.load_seconds),
+                    _microseconds(decision.recompute_seconds),
+                )
+            )
+        for effect in effects.operations:
+            match effect:
+                case Load(operation) | Fetch(operation):
+                    self._open[operation] = self._now(), effect
+                    self.loading[operation] = effect.slot
+                case Save(operation):
+                    self._open[operation] = self._now(), effect
+                case Cancel(operation):
+                    self.loading.pop(operation, None)
+
+    def ended(self, completion: Completion) -> None:
+        """Note how an operation ended."""
+        if not isinstance(completion, Loaded | Fetched | Saved) or completion.operation not in self._open:
+            return
+        began, effect = self._open.pop(completion.operation)
+        self.loading.pop(completion.operation, None)
+        done, from_host, blocks = 0, 0, len(effect.blocks)
+        match completion:
+            case Loaded(_, done, from_host) | Saved(_, done, from_host):
+                pass
+            case Fetched(_, "transferred"):
+                done = blocks
+        done = min(done, blocks)
+        if isinstance(effect, Save):
+            self.entries.append(lines.SaveEntry(began, self._now(), blocks, done))
+        else:
+            self.entries.append(
+                lines.LoadEntry(began, self._now(), effect.slot, effect.request_id, blocks, done, from_host)
+            )
+
+
+def _microseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1e6)
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
@@ -77,24 +119,23 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     deltas: tuple[Delta, ...]
     held: SchedulerHoldings
     dropped: int = 0
-    occupants: tuple[ResidencyEntry, ...] = ()
+    occupants: tuple[lines.ResidencyEntry, ...] = ()
     loading: tuple[int, ...] = ()
-    """Slots whose KV is being loaded."""
-    kv_entries: tuple[KVEntry, ...] = ()
-    arrived: tuple[ArrivalEntry, ...] = ()
+    kv_entries: tuple[lines.KVEntry, ...] = ()
+    arrived: tuple[lines.ArrivalEntry, ...] = ()
     answered: tuple[int | None, ...] = ()
     """Of each delta: tokens that its request got altogether, if it is the last; empty if none is."""
 
 
-def line_of(record: StepRecord) -> StepLine:
+def line_of(record: StepRecord) -> lines.StepLine:
     """Return the line that says what `record` holds, without tokens."""
     plan, output = record.plan, record.output
-    letters = np.full(len(output.gens), ord(IDLE), np.uint8)
-    letters[list(record.loading)] = ord(LOADING)
+    letters = np.full(len(output.gens), ord(lines.IDLE), np.uint8)
+    letters[list(record.loading)] = ord(lines.LOADING)
     prefills = ~plan.samples | (plan.num_tokens - plan.num_drafts > 1)
-    letters[plan.slots] = np.where(prefills, ord(PREFILL), ord(DECODE))
+    letters[plan.slots] = np.where(prefills, ord(lines.PREFILL), ord(lines.DECODE))
     for revocation in plan.revocations:
-        letters[revocation.slot] = ord(DRAINING)
+        letters[revocation.slot] = ord(lines.DRAINING)
     chunked = plan.slots[prefills]
     drafted = accepted = ""
     if plan.num_drafts.any():
@@ -104,7 +145,7 @@ def line_of(record: StepRecord) -> StepLine:
         answered = plan.samples & (output.gens[plan.slots] == plan.gens)
         kept[plan.slots] = np.where(answered, np.maximum(counts[plan.slots] - 1, 0), 0)
         drafted, accepted = _text(_LETTER_CODES[drafts], "0"), _text(_LETTER_CODES[kept], "0")
-    return StepLine(
+    return lines.StepLine(
         step=plan.step,
         began=record.began,
         ended=record.ended,
@@ -112,27 +153,27 @@ def line_of(record: StepRecord) -> StepLine:
         delivered=sum(len(delta.token_ids) for delta in record.deltas),
         waiting=record.held.waiting,
         kv=(record.held.owned, record.held.fenced, record.held.cached),
-        slots=_text(letters, IDLE),
+        slots=_text(letters, lines.IDLE),
         drafted=drafted,
         accepted=accepted,
         chunks=tuple(zip(chunked.tolist(), plan.num_tokens[prefills].tolist(), strict=True)),
         arrived=record.arrived,
         admitted=tuple(
-            AdmissionEntry(entry.slot, entry.gen, entry.request_id, len(entry.token_ids), entry.computed)
+            lines.AdmissionEntry(entry.slot, entry.gen, entry.request_id, len(entry.token_ids), entry.computed)
             for entry in plan.admissions
         ),
         revoked=tuple((revocation.slot, revocation.gen) for revocation in plan.revocations),
         finished=tuple(
-            FinishEntry(
+            lines.FinishEntry(
                 *(delta.request_id, delta.finish_reason, tokens),
                 None if delta.phases is None else tuple(round(1e6 * seconds) for seconds in delta.phases),
             )
             for delta, tokens in itertools.zip_longest(record.deltas, record.answered)
             if delta.finish_reason is not None
         ),
-        decisions=tuple(entry for entry in record.kv_entries if isinstance(entry, DecisionEntry)),
-        loads=tuple(entry for entry in record.kv_entries if isinstance(entry, LoadEntry)),
-        saves=tuple(entry for entry in record.kv_entries if isinstance(entry, SaveEntry)),
+        decisions=tuple(entry for entry in record.kv_entries if isinstance(entry, lines.DecisionEntry)),
+        loads=tuple(entry for entry in record.kv_entries if isinstance(entry, lines.LoadEntry)),
+        saves=tuple(entry for entry in record.kv_entries if isinstance(entry, lines.SaveEntry)),
         dropped=record.dropped,
         occupants=record.occupants,
     )
@@ -167,7 +208,7 @@ class TraceWriter:
     def __init__(
         self,
         path: Path,
-        header: TraceHeader,
+        header: lines.TraceHeader,
         limit: int,
         nanoseconds: Callable[[], int] = time.monotonic_ns,
         *,
@@ -186,13 +227,11 @@ class TraceWriter:
         self._dropped = 0
         self.kv = KVTrace(lambda: self._clock(nanoseconds()))
         """Told of KV outside the device; the line of the next step carries what it collects."""
-        self._occupants: dict[int, ResidencyEntry] = {}
-        """Requests that hold a slot, by slot."""
-        self._arrived: list[ArrivalEntry] = []
-        """Requests that came since the last line."""
+        self._occupants: dict[int, lines.ResidencyEntry] = {}
+        self._arrived: list[lines.ArrivalEntry] = []
         self._got: dict[str, int] = {}
         """Tokens that requests which run or wait have got."""
-        self._closed: ClosingLine | None = None
+        self._closed: lines.ClosingLine | None = None
         self._ending = threading.Event()
         self._failed = self._full = False
         self._left_out = 0
@@ -225,7 +264,7 @@ class TraceWriter:
     def request_came(self, now: int, spec: RequestSpec) -> None:
         """Note a request, and what it got in earlier epochs."""
         if not self._failed and not self._full:
-            self._arrived.append(ArrivalEntry(spec.request_id, self._clock(now), len(spec.prompt)))
+            self._arrived.append(lines.ArrivalEntry(spec.request_id, self._clock(now), len(spec.prompt)))
             self._got[spec.request_id] = len(spec.delivered)
 
     def requests_ended(self, deltas: Iterable[Delta]) -> None:
@@ -269,7 +308,7 @@ class TraceWriter:
     def close(self, now: int) -> None:
         """Write what waits and the closing line; idempotent."""
         if self._closed is None:
-            self._closed = ClosingLine(closed=self._clock(now), dropped=self._dropped)
+            self._closed = lines.ClosingLine(closed=self._clock(now), dropped=self._dropped)
         self._end()
 
     def _clock(self, now: int) -> int:
@@ -277,12 +316,9 @@ class TraceWriter:
         return (now - self._origin) // 1000
 
     def _follow(self, plan: StepPlan, deltas: list[Delta]) -> tuple[int | None, ...]:
-        """Keep track of which request holds which slot and what it got, through steps that are dropped as well.
-
-        Returns what the requests that end here got, as `StepRecord.answered`.
-        """
+        """Keep track of occupants and tokens, also in dropped steps; return `StepRecord.answered` of those that end."""
         for entry in plan.admissions:
-            self._occupants[entry.slot] = ResidencyEntry(entry.slot, entry.gen, entry.request_id)
+            self._occupants[entry.slot] = lines.ResidencyEntry(entry.slot, entry.gen, entry.request_id)
         for revocation in plan.revocations:
             self._occupants.pop(revocation.slot, None)
         ended = {delta.request_id for delta in deltas if delta.finish_reason is not None}
@@ -327,7 +363,9 @@ class TraceWriter:
             if self._has_room(len(line)):
                 self._write(line)
             else:
-                self._end_for_want_of_room()
+                self._full = True
+                self._write(self._encoder.encode(lines.LimitLine(full=self._limit)))
+                _log.warning("tracing ends: %s has reached its limit of %s", self._path, format_size(self._limit))
                 self._left_out += 1 + record.dropped
             wrote = True
             # Lets the engine's thread have the interpreter at once instead of after a switch interval.
@@ -341,11 +379,6 @@ class TraceWriter:
     def _write(self, line: bytes) -> None:
         self._file.write(line + b"\n")
         self._written += len(line) + 1
-
-    def _end_for_want_of_room(self) -> None:
-        self._full = True
-        self._write(self._encoder.encode(LimitLine(full=self._limit)))
-        _log.warning("tracing ends: %s has reached its limit of %s", self._path, format_size(self._limit))
 
 
 def _text(letters: npt.NDArray[np.uint8], blank: str) -> str:

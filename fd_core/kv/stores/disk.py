@@ -1,30 +1,71 @@
 """A store in a folder: survives restarts and kills, keeps to a limit, shared by the engines of one machine.
 
+    FOLDER/ab/abcdef....kv      one value, named by its key in hex, in the sub-folder of the key's first byte
+    FOLDER/partial/720960-...   a value that is being written, named by the space that it takes and a random number
+    FOLDER/usage                space that all values take, finished or not; locked while it changes
+
 A value appears in one step, by a rename. Nothing is forced to the disk: after a power cut a file may be torn, which the
 envelope detects. The deadline is checked between values; a call into the kernel that hangs, such as on a network
-file system that went away, cannot be interrupted.
+file system that went away, cannot be interrupted. Every name is opened relative to the folder that holds it, and never
+if it is a link. Other files in the folder are never touched.
+
+Space is counted in bytes as the file system gives them, in whole blocks and with what a file takes beside its content:
+a value of 100 bytes takes 4,608. It is reserved before a value is written: the reservation is the file in `partial`,
+made under the lock with the value's space in its name. So a count of the folder under the lock counts everything, and
+what a killed engine leaves behind makes the number too large, never too small. When space runs out, everything is
+counted afresh and the least recently used values are deleted, whichever engine wrote them. Space runs out at the limit,
+or earlier where the file system does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import re
+import secrets
+import shutil
 import stat
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from fd_core.config.paths import user_path
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
-from fd_core.kv.stores.contract import Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
-from fd_core.kv.stores.disk_eviction import DiskEviction, DiskReservations
-from fd_core.kv.stores.disk_folder import inside, opened, room_in, size_of_value, space_of_value, value_name
+from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.location import StoreLocation
 
+PARTIAL: Final = "partial"
+
+_FILE_BYTES: Final = 512
+"""What the system takes for a file beside its content: an inode and its entry in a folder, about."""
+_MAX_BLOCK: Final = 1 << 16
+"""Servers of files tell how much they like to move at once, which is not what a file takes."""
+_SECTOR: Final = 512
+
+_SHARD: Final = re.compile(r"[0-9a-f]{2}")
+_VALUE: Final = re.compile(r"[0-9a-f]{2,64}\.kv")
+_PARTIAL_NAME: Final = re.compile(r"([0-9]{1,15})-[0-9a-f]{16,64}")
+DEFAULT_BYTES: Final = 10 << 30
+SHARE_OF_FREE: Final = 0.5
+"""Share of the disk, files of others left out, that a store without a limit from the user may take."""
+_USAGE: Final = "usage"
+_KEPT_SHARE: Final = 7 / 8
+"""Share of the limit that eviction leaves in use; the rest is free until everything is counted again."""
+_SPARE_BLOCKS: Final = 2
+"""Blocks that stay free for the folders of values."""
+_STALE_SECONDS: Final = 900.0
+"""A reservation as old as this belongs to a writer that died."""
+_NEXT_TRY_SECONDS: Final = 0.001
+_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MAX_PARTS: Final = 1024
 """Buffers that the system takes in one call."""
-
 _TROUBLES: Final = {
     errno.ENOSPC: Trouble.FULL,
     errno.EDQUOT: Trouble.FULL,
@@ -46,6 +87,241 @@ _TROUBLES: Final = {
 }
 
 
+def value_name(key: bytes) -> tuple[str, str]:
+    """Return sub-folder and name of a key's file, in hex digits. Raises `StoreError` for a key of a wrong length."""
+    if not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise StoreError(Trouble.OTHER, f"a key of {len(key)} bytes is not between 1 and {MAX_KEY_BYTES}")
+    digits = key.hex()
+    return digits[:2], f"{digits}.kv"
+
+
+@contextmanager
+def opened(path: Path, *, create: bool = False) -> Iterator[int]:
+    """Give a descriptor of the store's folder; `path` itself may be a link.
+
+    Raises `StoreError(Trouble.UNREACHABLE, ...)` if `path` is something else than a folder.
+    """
+    try:
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileExistsError, NotADirectoryError) as error:
+        # Something wrong inside the folder concerns a key or two; here the whole store is out of reach.
+        raise StoreError(Trouble.UNREACHABLE, f"{path}, where the KV store should be, is not a folder") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def inside(root: int, name: str, *, create: bool = False) -> Iterator[int]:
+    """Give a descriptor of the sub-folder `name`; NotADirectoryError if it is a link."""
+    try:
+        descriptor = _open_folder(root, name)
+    except FileNotFoundError:
+        if not create:
+            raise
+        with contextlib.suppress(FileExistsError):  # another engine was faster
+            os.mkdir(name, 0o700, dir_fd=root)
+        descriptor = _open_folder(root, name)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_folder(root: int, name: str) -> int:
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What the file system of a folder has left."""
+
+    block: int
+    """Bytes of a block: a file takes whole ones."""
+    free: int
+    """Bytes that the user may still take."""
+    full_of_files: bool
+    """Whether no further file can be made, however small."""
+
+
+def room_in(root: int) -> Room:
+    """Ask the file system of the opened folder."""
+    told = os.fstatvfs(root)
+    block = told.f_frsize or told.f_bsize or 4096
+    return Room(min(block, _MAX_BLOCK), told.f_bavail * block, told.f_files > 0 and told.f_favail < 2)
+
+
+def space_for(size: int, block: int) -> int:
+    """Return the bytes that a file of `size` bytes takes."""
+    return -(-size // block) * block + _FILE_BYTES
+
+
+def space_of_value(folder: int, name: str, block: int) -> int:
+    """Return the space that a value takes, 0 if there is none."""
+    found = _value(folder, name)
+    return 0 if found is None else _space(found, block)
+
+
+def _value(folder: int, name: str) -> os.stat_result | None:
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
+def _space(found: os.stat_result, block: int) -> int:
+    """Systems that write later count no blocks at first; those that keep some ready count more."""
+    return max(space_for(found.st_size, block), found.st_blocks * _SECTOR + _FILE_BYTES)
+
+
+class FoundFile(msgspec.Struct, frozen=True, order=True):
+    """A file of the store; files sort by the time of their last use."""
+
+    used_ns: int
+    space: int
+    folder: str
+    name: str
+
+
+def found_values(root: int, deadline: Deadline) -> Iterator[FoundFile]:
+    """Yield every value. Raises `StoreError` after a sub-folder if the deadline has passed."""
+    with os.scandir(root) as listing:
+        shards = [entry.name for entry in listing if _SHARD.fullmatch(entry.name)]
+    block = room_in(root).block
+    for shard in shards:
+        yield from _listed(root, shard, _VALUE, block)
+        deadline.check()
+
+
+def _listed(root: int, folder: str, names: re.Pattern[str], block: int) -> Iterator[FoundFile]:
+    try:
+        with inside(root, folder) as descriptor, os.scandir(descriptor) as listing:
+            for entry in listing:
+                if not names.fullmatch(entry.name):
+                    continue
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # another engine deleted it
+                if stat.S_ISREG(found.st_mode):
+                    yield FoundFile(found.st_mtime_ns, _space(found, block), folder, entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+class DiskReservations:
+    """Space that one call of a store reserves and gives back in the opened folder `root`."""
+
+    def __init__(self, store: DiskStore, root: int, partial: int, usage: int, deadline: Deadline) -> None:
+        """`partial` is the folder that holds the reservations, `usage` the file that is locked."""
+        self.root = root
+        self.partial = partial
+        self.deadline = deadline
+        self.store = store
+        self._usage = usage
+
+    def reserve(self, size: int) -> tuple[str, int, int] | None:
+        """Make the file in `partial` for a value of `size` bytes; return name, open descriptor and space of it.
+
+        Returns None for a value larger than the limit. Raises `StoreError(Trouble.FULL, ...)` if other engines, or
+        files that are not ours, take what the value needs.
+        """
+        with self._locked():
+            limit = self.store.limit_bytes(self.root, self.deadline)
+            room = room_in(self.root)
+            space = space_for(size, room.block)
+            if space > limit:
+                return None
+            used = self._recorded()
+            # Writing takes blocks for folders as well.
+            short = room.free < space + _SPARE_BLOCKS * room.block or room.full_of_files
+            if used is None or not self.store.counted or used + space > limit or short:
+                used = _evict(self, space, limit, room)
+                self.store.counted = True
+            if used + space > limit:
+                raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self.store.path}")
+            name = f"{space}-{secrets.token_hex(16)}"
+            file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.partial)
+            self._record(used + space)
+            return name, file, space
+
+    def give_back(self, space: int) -> None:
+        """Record that so many bytes of space came free, unless the deadline has passed: the next count finds out."""
+        if not space:
+            return
+        with contextlib.suppress(StoreError), self._locked():
+            used = self._recorded()
+            if used is not None:
+                self._record(max(0, used - space))
+
+    def _recorded(self) -> int | None:
+        """Return the bytes in use as recorded last, None if the record is not legible."""
+        text = os.pread(self._usage, 32, 0)
+        return int(text) if text.isdigit() else None
+
+    def _record(self, used: int) -> None:
+        # Always of one length, so that no digit of a longer number stays behind.
+        os.pwrite(self._usage, b"%020d" % used, 0)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock. On a file system without locks nothing is held, and each engine keeps to the limit alone."""
+        while True:
+            try:
+                fcntl.flock(self._usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                self.deadline.check()
+                time.sleep(_NEXT_TRY_SECONDS)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                yield
+                return
+        try:
+            yield
+        finally:
+            fcntl.flock(self._usage, fcntl.LOCK_UN)
+
+
+def _evict(reservations: DiskReservations, space: int, limit: int, room: Room) -> int:
+    """Delete the least recently used values until `space` more fits; return the space in use.
+
+    Raises `StoreError(Trouble.FULL, ...)`, and deletes nothing, where that would not be enough.
+    """
+    root, deadline = reservations.root, reservations.deadline
+    # Reservations first: a value that is finished meanwhile is counted twice rather than not at all.
+    writing = 0
+    for found in _listed(root, PARTIAL, _PARTIAL_NAME, 1):
+        if time.time() - found.used_ns / 1e9 < _STALE_SECONDS:
+            writing += int(found.name.partition("-")[0])  # the space that was reserved for it
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(found.name, dir_fd=reservations.partial)
+    values = sorted(found_values(root, deadline))
+    used = writing + sum(found.space for found in values)
+    given = used + room.free - _SPARE_BLOCKS * room.block
+    if room.full_of_files:
+        given = min(given, used)
+    if writing + space > given:
+        raise StoreError(Trouble.FULL, f"No space left on the disk of the KV store in {reservations.store.path}")
+    limit = min(limit, given)
+    if used + space <= limit:
+        return used
+    for value in values:
+        if used + space <= limit * _KEPT_SHARE or (not deadline.left and used + space <= limit):
+            break
+        deadline.check()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), inside(root, value.folder) as folder:
+            os.unlink(value.name, dir_fd=folder)
+        used -= value.space
+    return used
+
+
 class DiskStore(KVStore):
     """`disk:FOLDER` with `max_bytes`; the least recently used values are deleted first.
 
@@ -63,18 +339,20 @@ class DiskStore(KVStore):
         if not location.rest or "\0" in location.rest:
             raise ConfigError(f"{location.shown} names no folder", field="--kv-store", hint="write disk:FOLDER")
         self.path = user_path(location.rest, "--kv-store")
-        self._eviction = DiskEviction(self.path, location.size("max_bytes"))
+        self._limit = location.size("max_bytes")
+        self.counted = False
+        """Whether this engine counted the folder: what others recorded may be wrong."""
         self._closed = False
 
     def open(self, timeout: float) -> str:
         """Make the folder, reserve a file in it, and return how full the store is."""
         deadline = Deadline(timeout)
         with self._reported(), opened(self.path, create=True) as root:
-            with self._eviction.reservations(root, deadline) as reservations:
+            with self._reservations(root, deadline) as reservations:
                 reserved = reservations.reserve(0)
                 if reserved:
                     _abandon(reservations, *reserved)
-            full = self._eviction.stats(root, deadline)
+            full = self._full(root, deadline)
         return (
             f"disk {self.path}, {format_size(full.bytes or 0)} of at most {format_size(full.limit_bytes or 0)} in "
             f"{full.values:,} values"
@@ -98,7 +376,7 @@ class DiskStore(KVStore):
         with (
             self._reported(),
             opened(self.path, create=True) as root,
-            self._eviction.reservations(root, deadline) as reservations,
+            self._reservations(root, deadline) as reservations,
         ):
             for key, parts in values:
                 deadline.check()
@@ -132,19 +410,39 @@ class DiskStore(KVStore):
                     freed += space
                     count += 1
             if freed:
-                with self._eviction.reservations(root, deadline) as reservations:
+                with self._reservations(root, deadline) as reservations:
                     reservations.give_back(freed)
         return count
 
     def stats(self, timeout: float) -> StoreStats:
         """Count the files of all engines."""
         with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
-            return self._eviction.stats(root, Deadline(timeout))
+            return self._full(root, Deadline(timeout))
         return StoreStats(0, 0, None)
 
     def close(self) -> None:
         """Refuse further calls; nothing stays open between calls."""
         self._closed = True
+
+    def limit_bytes(self, root: int, deadline: Deadline) -> int:
+        """Return the limit in bytes, derived from the free space if the user gave none."""
+        if self._limit is None:
+            free = shutil.disk_usage(root).free + sum(value.space for value in found_values(root, deadline))
+            self._limit = min(DEFAULT_BYTES, int(free * SHARE_OF_FREE))
+        return self._limit
+
+    def _full(self, root: int, deadline: Deadline) -> StoreStats:
+        values = list(found_values(root, deadline))
+        return StoreStats(len(values), sum(value.space for value in values), self.limit_bytes(root, deadline))
+
+    @contextlib.contextmanager
+    def _reservations(self, root: int, deadline: Deadline) -> Iterator[DiskReservations]:
+        """Give the reservations of one call that writes to or deletes from the opened folder `root`."""
+        with contextlib.ExitStack() as stack:
+            usage = os.open(_USAGE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=root)
+            stack.callback(os.close, usage)
+            partial = stack.enter_context(inside(root, PARTIAL, create=True))
+            yield DiskReservations(self, root, partial, usage, deadline)
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
@@ -161,7 +459,8 @@ def _size(root: int, key: bytes) -> int | None:
     folder, name = value_name(key)
     try:
         with inside(root, folder) as shard:
-            return size_of_value(shard, name)
+            found = _value(shard, name)
+            return None if found is None else found.st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
 

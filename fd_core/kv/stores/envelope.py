@@ -132,7 +132,15 @@ class Envelope:
             if len(stored) != payload_bytes:
                 raise Damaged(Damage.LENGTH)
             return stored
-        return _unpack(stored, payload_bytes)
+        unpacker = zlib.decompressobj()
+        try:
+            # One byte more than expected shows that there is more, without producing all of it.
+            raw = unpacker.decompress(stored, payload_bytes + 1)
+        except zlib.error as error:
+            raise Damaged(Damage.COMPRESSION) from error
+        if len(raw) != payload_bytes or not unpacker.eof or unpacker.unused_data:
+            raise Damaged(Damage.COMPRESSION)
+        return memoryview(raw)
 
     def _digest(self, fields: Bytes, stored: memoryview, nonce: bytes) -> bytes:
         # GMAC is GCM that encrypts nothing and authenticates everything.
@@ -141,15 +149,3 @@ class Envelope:
         mac.authenticate_additional_data(stored)
         mac.finalize()
         return mac.tag
-
-
-def _unpack(stored: memoryview, payload_bytes: int) -> memoryview:
-    unpacker = zlib.decompressobj()
-    try:
-        # One byte more than expected shows that there is more, without producing all of it.
-        raw = unpacker.decompress(stored, payload_bytes + 1)
-    except zlib.error as error:
-        raise Damaged(Damage.COMPRESSION) from error
-    if len(raw) != payload_bytes or not unpacker.eof or unpacker.unused_data:
-        raise Damaged(Damage.COMPRESSION)
-    return memoryview(raw)

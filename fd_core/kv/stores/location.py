@@ -46,10 +46,7 @@ class StoreLocation:
                 )
 
     def size(self, name: str) -> int | None:
-        """Return the size in bytes that parameter `name` gives, None without that parameter.
-
-        Raises `ConfigError` if the parameter is no size.
-        """
+        """Return the size in bytes that a parameter gives, None without it. Raises `ConfigError` if it is no size."""
         if name not in self.parameters:
             return None
         try:

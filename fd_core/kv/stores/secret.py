@@ -27,10 +27,7 @@ A group may read: that is how clusters hand out secrets.
 
 
 def derive(secret: bytes, purpose: str) -> bytes:
-    """Return 32 bytes for one purpose; bytes of different purposes tell nothing about each other or `secret`.
-
-    HKDF with SHA-256 (RFC 5869), with the purpose as its info.
-    """
+    """Return 32 bytes that tell nothing about other purposes or `secret`: HKDF with SHA-256 (RFC 5869)."""
     return HKDF(SHA256(), length=32, salt=None, info=f"fd_core KV store {purpose}".encode()).derive(secret)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, NotStored, Save, Saved
@@ -20,6 +21,7 @@ from fd_core.kv.tiers.writer import WriteBehind
 from fd_core.ops.contract import KVCache
 
 
+@dataclass
 class Copier:
     """Performs saves, and the host tier's part of loads and lookups, as jobs of `loop`, in their order.
 
@@ -27,32 +29,21 @@ class Copier:
     ends early waits for one block at most.
     """
 
-    def __init__(
-        self,
-        loop: ThreadLoop,
-        cache: KVCache,
-        block: BlockFormat,
-        host: HostTier,
-        reader: StoreReader,
-        writer: WriteBehind,
-        pending: PendingOperations[Found | Loaded | Saved],
-        tally: Tally,
-        clock: Callable[[], float],
-        tell: Callable[[NotStored], None],
-    ) -> None:
-        """`tell` takes the keys of blocks that were to be written to the store and may not be there."""
-        self.loop = loop
-        self.import_rate = Rate()
-        self._cache = cache
-        self._block = block
-        self._host = host
-        self._reader = reader
-        self._writer = writer
-        self._pending = pending
-        self._tally = tally
-        self._clock = clock
-        self._tell = tell
-        self._room = host.limit_bytes // block.bytes
+    loop: ThreadLoop
+    _cache: KVCache
+    _block: BlockFormat
+    _host: HostTier
+    _reader: StoreReader
+    _writer: WriteBehind
+    _pending: PendingOperations[Found | Loaded | Saved]
+    _tally: Tally
+    _clock: Callable[[], float]
+    _tell: Callable[[NotStored], None]
+    """Takes the keys of blocks that were to be written to the store and may not be there."""
+    import_rate: Rate = field(default_factory=Rate)
+
+    def __post_init__(self) -> None:
+        self._room = self._host.limit_bytes // self._block.bytes
         """Blocks that fit into the host tier; a longer prefix keeps its beginning there."""
 
     def lost(self, keys: Sequence[bytes]) -> None:
@@ -70,12 +61,10 @@ class Copier:
             return
         self._host.touch(keys[:host])
         self._tally.add("host_hit_blocks", host)
-        if missing and self._reader.ready():
+        if missing and self._reader.store.ready():
             self._reader.loop.post(partial(self._reader.look_up, lookup, host, missing))
         else:
             self._pending.finish(found)
-
-    # Saving -----------------------------------------------------------------------------------------------
 
     def save(self, save: Save) -> None:
         """Copy blocks to the host tier, and queue them to be written to the store."""
@@ -120,8 +109,6 @@ class Copier:
             self._tell(NotStored(tuple(dropped)))
         self._pending.end(save.operation)
 
-    # Loading ----------------------------------------------------------------------------------------------
-
     def load(self, load: Load, began: float) -> None:
         """Copy blocks to the device; `began` is in seconds of the clock."""
         keys = load.keys
@@ -131,16 +118,13 @@ class Copier:
         job = LoadJob(load, began, arrays, len(keys), Loaded(load.operation, 0))
         missing = [index for index, array in enumerate(arrays) if array is None]
         self._host.touch(keys)
-        if missing and self._reader.ready():
+        if missing and self._reader.store.ready():
             job.missing.extend(missing)
             for _ in range(2):  # one batch is copied while the next is fetched
-                self._fetch_more(job)
+                self._reader.loop.post(partial(self._reader.fetch, job, self._deliver))
         elif missing:
             job.end = missing[0]
         self._advance(job)
-
-    def _fetch_more(self, job: LoadJob) -> None:
-        self._reader.loop.post(partial(self._reader.fetch, job, self._deliver))
 
     def _deliver(self, job: LoadJob, arrays: list[tuple[int, HostArray]], end: int | None) -> None:
         self.loop.post(partial(self._take, job, arrays, end))
@@ -158,7 +142,7 @@ class Copier:
         if end is not None:
             job.end = end
         else:
-            self._fetch_more(job)
+            self._reader.loop.post(partial(self._reader.fetch, job, self._deliver))
         self._advance(job)
 
     def _advance(self, job: LoadJob) -> None:
@@ -184,7 +168,7 @@ class Copier:
             self._cache.import_blocks(job.effect.blocks[index : index + 1], array[None])
             ended = self._clock()
             seconds = max(0.0, ended - job.began)
-            job.answer = replace(job.answer, blocks=index + 1, from_host=from_host, seconds=seconds)
+            job.answer = msgspec.structs.replace(job.answer, blocks=index + 1, from_host=from_host, seconds=seconds)
         except Exception as error:  # noqa: BLE001 - a backend's cache: the prefix ends before what it cannot copy
             self._copy_failed("import_blocks", error)
             return False

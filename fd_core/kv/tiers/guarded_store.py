@@ -50,16 +50,16 @@ class GuardedStore:
         now = self._clock()
         due = self._due
         if due is not None and now > due + _GRACE_SECONDS:
-            self._hangs(due, now)
+            with self._lock:
+                if not self._hung and self._due == due:
+                    self._hung = True
+                    self._trouble(Trouble.TIMEOUT, now)
             return False
         with self._lock:
             return self._breaker.ready(now)
 
     def call(self, what: str, timeout: float, do: Callable[[KVStore, float], _Result]) -> _Result | None:
-        """Return what `do(store, timeout)` returns, or None if the call failed or the breaker does not admit it.
-
-        `what` names the call in the log.
-        """
+        """Return `do(store, timeout)`, None if it failed or the breaker is open; `what` names it in the log."""
         with self._lock:
             now = self._clock()
             if self._store is None or not self._breaker.admit(now):
@@ -80,13 +80,6 @@ class GuardedStore:
                 self._breaker.success()
             return result
         return None
-
-    def _hangs(self, due: float, now: float) -> None:
-        with self._lock:
-            if self._hung or self._due != due:
-                return
-            self._hung = True
-            self._trouble(Trouble.TIMEOUT, now)
 
     def _fails(self, trouble: Trouble) -> None:
         with self._lock:

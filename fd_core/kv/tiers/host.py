@@ -35,10 +35,7 @@ class HostTier:
         return self._arrays.get(key)
 
     def put(self, key: bytes, array: HostArray) -> bool:
-        """Store `array` as the most recently used; return whether `key` is stored afterwards.
-
-        An array larger than the whole tier is not stored; an array that is stored already stays.
-        """
+        """Store `array` as the most recently used, unless it is there or too large; return whether `key` is there."""
         if key in self._arrays:
             self._arrays.move_to_end(key)
             return True

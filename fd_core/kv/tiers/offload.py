@@ -209,19 +209,18 @@ class KVOffload(EffectPort[TierStats]):
         )
 
     def close(self, flush_seconds: float = _FLUSH_SECONDS) -> None:
-        """Copy and write what was to be saved for at most `flush_seconds`, complete the rest as it is, end the threads.
-
-        A thread whose call of the store does not return is left behind; it keeps nothing alive but itself. Idempotent.
-        """
+        """Copy and write for `flush_seconds`, end the threads but those whose call does not return. Idempotent."""
         if self._closed:
             return
         self._closed = True
         until = self._clock() + flush_seconds
-        self._end(Found, Loaded)
+        for number in self._pending.numbers(Found, Loaded):
+            self._pending.end(number)
         self._reader.loop.stop()
         self._copier.loop.stop()
         ended = self._copier.loop.join(flush_seconds)
-        self._end(Found, Loaded, Saved)
+        for number in self._pending.numbers():
+            self._pending.end(number)
         ended = ended or self._copier.loop.join(_JOIN_SECONDS)
         ended &= self._writer.close(max(0.0, until - self._clock()))
         ended &= self._reader.loop.join(_JOIN_SECONDS)
@@ -232,19 +231,11 @@ class KVOffload(EffectPort[TierStats]):
         if self._store is not None:
             self._store.close()
 
-    def _end(self, *kinds: type[Found | Loaded | Saved]) -> None:
-        for number in self._pending.numbers(*kinds):
-            self._pending.end(number)
-
     def _nothing_to_find(self) -> bool:
         """Whether neither tier can have anything, so that a question needs no thread."""
         if self._closed:
             return True
-        return not (len(self._host) or self._reader.ready() or self._pending.numbers(Saved))
+        return not (len(self._host) or self._reader.store.ready() or self._pending.numbers(Saved))
 
 
-_EXPIRED: dict[type[Completion], str] = {
-    Found: "lookups_expired",
-    Loaded: "load_expired",
-    Saved: "saves_expired",
-}
+_EXPIRED: dict[type[Completion], str] = {Found: "lookups_expired", Loaded: "load_expired", Saved: "saves_expired"}

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, Saved
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import Tally
@@ -18,8 +20,7 @@ from fd_core.kv.tiers.host import HostArray
 from fd_core.kv.tiers.rates import Rate
 
 
-@dataclass(slots=True, eq=False)
-class LoadJob:
+class LoadJob(msgspec.Struct, eq=False):
     """How far a load came. The thread that copies owns all of it but `missing`, which the thread that reads owns."""
 
     effect: Load
@@ -30,9 +31,9 @@ class LoadJob:
     """Blocks that may still be loaded: the prefix ends before the first that is missing, damaged or not copied."""
     answer: Loaded
     """The completion, if the load were to end here."""
-    missing: deque[int] = field(default_factory=deque)
+    missing: deque[int] = msgspec.field(default_factory=deque)
     """Indices of the keys that are still to be fetched from the store, ascending."""
-    fetched: set[int] = field(default_factory=set)
+    fetched: set[int] = set()
     """Indices of the keys whose blocks came from the store."""
 
 
@@ -40,6 +41,7 @@ Deliver = Callable[[LoadJob, list[tuple[int, HostArray]], int | None], None]
 """Takes blocks by index of their key and, if the prefix ends among them, the index where it does. Any thread."""
 
 
+@dataclass
 class StoreReader:
     """Reads the store. Lookups and fetches are jobs of `loop`, posted by any thread and done in order.
 
@@ -47,38 +49,23 @@ class StoreReader:
     to be copied are bounded and loads take turns.
     """
 
-    def __init__(
-        self,
-        loop: ThreadLoop,
-        store: GuardedStore,
-        envelope: Envelope,
-        block: BlockFormat,
-        pending: PendingOperations[Found | Loaded | Saved],
-        tally: Tally,
-        *,
-        lookup_seconds: float,
-        fetch_seconds: float,
-        forget: Callable[[bytes], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """`lookup_seconds` and `fetch_seconds` bound one call; `forget` is told the key of each damaged value."""
-        self.loop = loop
-        self.block_rate = Rate()
-        self.latency = Rate()
-        self._store = store
-        self._envelope = envelope
-        self._block = block
-        self._pending = pending
-        self._tally = tally
-        self._lookup_seconds = lookup_seconds
-        self._fetch_seconds = fetch_seconds
-        self._forget = forget
-        self._clock = clock
-        self._limit = block.bytes + HEADER_BYTES
+    loop: ThreadLoop
+    store: GuardedStore
+    _envelope: Envelope
+    _block: BlockFormat
+    _pending: PendingOperations[Found | Loaded | Saved]
+    _tally: Tally
+    lookup_seconds: float
+    """Bounds one call, as `fetch_seconds` does."""
+    fetch_seconds: float
+    forget: Callable[[bytes], None]
+    """Told the key of each damaged value."""
+    clock: Callable[[], float]
+    block_rate: Rate = field(default_factory=Rate)
+    latency: Rate = field(default_factory=Rate)
 
-    def ready(self) -> bool:
-        """Whether the store would be asked at once. Any thread."""
-        return self._store.ready()
+    def __post_init__(self) -> None:
+        self._limit = self._block.bytes + HEADER_BYTES
 
     def look_up(self, lookup: Lookup, host: int, missing: Sequence[int]) -> None:
         """Complete a lookup: the host tier has the leading `host` keys and all but those at the indices `missing`."""
@@ -86,22 +73,21 @@ class StoreReader:
             return
         keys = lookup.keys
         wanted = [keys[index] for index in missing]
-        began = self._clock()
-        found = self._store.call(
-            "longest_prefix", self._lookup_seconds, lambda store, timeout: self._longest_prefix(store, wanted, timeout)
-        )
+        began = self.clock()
+
+        def ask(store: KVStore, timeout: float) -> int:
+            found = store.longest_prefix(wanted, self._limit, timeout)
+            if not isinstance(found, int) or not 0 <= found <= len(wanted):
+                raise ValueError("longest_prefix returned no number of keys")
+            return found
+
+        found = self.store.call("longest_prefix", self.lookup_seconds, ask)
         total = host
         if found is not None:
-            self.latency.add(self._clock() - began, 1, self._clock())
+            self.latency.add(self.clock() - began, 1, self.clock())
             total = missing[found] if found < len(missing) else len(keys)
         if self._pending.finish(Found(lookup.operation, host, total)):
             self._tally.add("store_hit_blocks", total - host)
-
-    def _longest_prefix(self, store: KVStore, keys: Sequence[bytes], timeout: float) -> int:
-        found = store.longest_prefix(keys, self._limit, timeout)
-        if not isinstance(found, int) or not 0 <= found <= len(keys):
-            raise ValueError("longest_prefix returned no number of keys")
-        return found
 
     def fetch(self, job: LoadJob, deliver: Deliver) -> None:
         """Fetch a load's next batch of missing keys, if there is one, and deliver it."""
@@ -110,32 +96,31 @@ class StoreReader:
         batch = [job.missing.popleft() for _ in range(count)]
         if job.effect.operation not in self._pending or not batch:
             return
-        began = self._clock()
-        values = self._store.call(
-            "get", self._fetch_seconds, lambda store, timeout: self._get(store, [keys[i] for i in batch], timeout)
-        )
+        began = self.clock()
+
+        def get(store: KVStore, timeout: float) -> list[memoryview | None]:
+            values = store.get([keys[index] for index in batch], self._limit, timeout)
+            if len(values) != len(batch):
+                raise ValueError("get returned another number of values")
+            return [None if value is None else memoryview(value).cast("B") for value in values]
+
+        values = self.store.call("get", self.fetch_seconds, get)
         arrays: list[tuple[int, HostArray]] = []
         for index, value in zip(batch, values or (), strict=False):
             array = None if value is None else self._open(keys[index], value)
             if array is None:
                 break
             arrays.append((index, array))
-        self.block_rate.add(self._clock() - began, len(arrays), self._clock())
+        self.block_rate.add(self.clock() - began, len(arrays), self.clock())
         end = None if len(arrays) == len(batch) else batch[len(arrays)]
         if end is not None:
             job.missing.clear()
         deliver(job, arrays, end)
-
-    def _get(self, store: KVStore, keys: Sequence[bytes], timeout: float) -> list[memoryview | None]:
-        values = store.get(keys, self._limit, timeout)
-        if len(values) != len(keys):
-            raise ValueError("get returned another number of values")
-        return [None if value is None else memoryview(value).cast("B") for value in values]
 
     def _open(self, key: bytes, value: memoryview) -> HostArray | None:
         try:
             return self._block.array(self._envelope.open(key, value, self._block.bytes))
         except Damaged as damaged:
             self._tally.add_labelled("damaged", damaged.reason)
-            self._forget(key)
+            self.forget(key)
             return None

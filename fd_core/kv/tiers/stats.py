@@ -44,7 +44,6 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     saves: int = 0
     saves_expired: Annotated[int, counter("kv_saves_expired", "Saves of KV that ran out of time.")] = 0
     saved_blocks: int = 0
-    """Blocks copied from the device."""
     copy_errors: Annotated[
         int, counter("kv_copy_errors", "Copies of KV between device and host memory that failed.")
     ] = 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fd_core.effects.port import Tally
 from fd_core.effects.thread_loop import ThreadLoop
-from fd_core.kv.stores.contract import Bytes, KVStore
+from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
@@ -20,37 +21,27 @@ _MAX_FORGOTTEN = 1024
 """Keys that may wait to be deleted; a damaged value beyond them stays until it is read again."""
 
 
+@dataclass
 class WriteBehind:
     """Blocks that wait to be written to the store, `limit_bytes` at most, and the loop that puts and deletes.
 
     Blocks that do not fit or cannot be written are dropped and counted.
     """
 
-    def __init__(
-        self,
-        loop: ThreadLoop,
-        store: GuardedStore,
-        envelope: Envelope,
-        tally: Tally,
-        *,
-        limit_bytes: int,
-        batch: int,
-        put_seconds: float,
-        lost: Callable[[Sequence[bytes]], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """`lost` is told the keys of blocks that were accepted and may not have been written, on any thread."""
-        self.loop = loop
-        self.pending_bytes = 0
-        """Bytes of blocks that were accepted and neither written nor dropped."""
-        self._store = store
-        self._envelope = envelope
-        self._tally = tally
-        self._limit_bytes = limit_bytes
-        self._batch = batch
-        self._put_seconds = put_seconds
-        self._lost = lost
-        self._clock = clock
+    loop: ThreadLoop
+    _store: GuardedStore
+    _envelope: Envelope
+    _tally: Tally
+    limit_bytes: int
+    batch: int
+    put_seconds: float
+    lost: Callable[[Sequence[bytes]], None]
+    """Told the keys of blocks that were accepted and may not have been written, on any thread."""
+    clock: Callable[[], float]
+    pending_bytes: int = 0
+    """Bytes of blocks that were accepted and neither written nor dropped."""
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._queue: deque[tuple[bytes, HostArray]] = deque()
         self._queued: set[bytes] = set()
@@ -60,7 +51,7 @@ class WriteBehind:
 
     def accepts(self, size: int) -> bool:
         """Whether `offer` would take a block of `size` bytes. Reliable on the one thread that calls `offer`."""
-        return self.pending_bytes + size <= self._limit_bytes and self._store.ready()
+        return self.pending_bytes + size <= self.limit_bytes and self._store.ready()
 
     def offer(self, key: bytes, array: HostArray) -> bool:
         """Queue a block to be written; return False if the block is dropped. Never blocks."""
@@ -87,7 +78,7 @@ class WriteBehind:
 
     def close(self, seconds: float) -> bool:
         """Write what is pending for at most `seconds`, drop the rest; return whether the loop ended."""
-        self._give_up_at = self._clock() + seconds
+        self._give_up_at = self.clock() + seconds
         self.loop.stop()
         ended = self.loop.join(seconds + _GRACE_SECONDS)
         while batch := self._take():
@@ -103,13 +94,18 @@ class WriteBehind:
                 self._settle(batch, stored)
 
     def _put(self, batch: Sequence[tuple[bytes, HostArray]]) -> int:
-        left = self._give_up_at - self._clock()
+        left = self._give_up_at - self.clock()
         if left <= 0 or not self._store.ready():
             return 0
         values = [(key, self._envelope.seal(key, array.data.cast("B"))) for key, array in batch]
-        stored = self._store.call(
-            "put", min(self._put_seconds, left), lambda store, timeout: self._checked_put(store, values, timeout)
-        )
+
+        def put(store: KVStore, timeout: float) -> int:
+            stored = store.put(values, timeout)
+            if not isinstance(stored, int) or not 0 <= stored <= len(values):
+                raise ValueError("put returned no number of values")
+            return stored
+
+        stored = self._store.call("put", min(self.put_seconds, left), put)
         if stored == 0:
             size = sum(memoryview(part).nbytes for part in values[0][1])
             self._tally.log_once(
@@ -118,22 +114,16 @@ class WriteBehind:
             )
         return stored or 0
 
-    def _checked_put(self, store: KVStore, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
-        stored = store.put(values, timeout)
-        if not isinstance(stored, int) or not 0 <= stored <= len(values):
-            raise ValueError("put returned no number of values")
-        return stored
-
     def _delete(self, key: bytes) -> None:
         with self._lock:
             wanted = key in self._forgotten
             self._forgotten.discard(key)
         if wanted and self._give_up_at == _NEVER:  # an engine that ends has no time for it
-            self._store.call("delete", self._put_seconds, lambda store, timeout: store.delete([key], timeout))
+            self._store.call("delete", self.put_seconds, lambda store, timeout: store.delete([key], timeout))
 
     def _take(self) -> list[tuple[bytes, HostArray]]:
         with self._lock:
-            return [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
+            return [self._queue.popleft() for _ in range(min(self.batch, len(self._queue)))]
 
     def _settle(self, batch: Sequence[tuple[bytes, HostArray]], stored: int) -> None:
         with self._lock:
@@ -143,4 +133,4 @@ class WriteBehind:
         self._tally.add("written_blocks", stored)
         self._tally.add("dropped_blocks", len(batch) - stored)
         if stored < len(batch):  # the store does not say which of them it has
-            self._lost([key for key, _ in batch])
+            self.lost([key for key, _ in batch])

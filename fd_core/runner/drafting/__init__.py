@@ -4,7 +4,14 @@ A guess never changes a text: it is kept only if it equals the token that would 
 drafter is free to be wrong; it only has to be cheap.
 """
 
-from fd_core.runner.drafting.contract import FLAG, DraftContext, Drafter, PerSlotDrafter, SlotError
-from fd_core.runner.drafting.making import check_drafter, make_drafter
+from fd_core.runner.drafting.contract import (
+    FLAG,
+    DraftContext,
+    Drafter,
+    PerSlotDrafter,
+    SlotError,
+    check_drafter,
+    make_drafter,
+)
 
 __all__ = ["FLAG", "DraftContext", "Drafter", "PerSlotDrafter", "SlotError", "check_drafter", "make_drafter"]

@@ -12,9 +12,52 @@ from fd_core.config import Limits
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVShape, Ops, SampleInput
 from fd_core.runner.drafting.contract import FLAG, DraftContext, Drafter
-from fd_core.runner.drafting.slot_blocks import SlotBlocks
 from fd_core.runner.inputs.inputs import Spans, build_inputs
 from fd_core.types import IntArray
+
+
+class SlotBlocks:
+    """Block tables that grow on demand. The drafter is not told when a slot falls idle, so the slot that was unused for
+    the longest time loses its blocks first.
+
+    A draft that cannot be made costs speed only, so no blocks are reserved. None are fenced either, because one drafter
+    alone reads and writes the cache, one forward pass after the other.
+    """
+
+    def __init__(self, num_slots: int, num_blocks: int, block_size: int, max_tokens: int) -> None:
+        """Share `num_blocks` among slots of up to `max_tokens` tokens."""
+        self._block_size = block_size
+        self.tables = np.zeros((num_slots, -(-max_tokens // block_size)), np.int32)
+        self.computed = np.zeros(num_slots, np.int32)
+        """Tokens at the front of each slot whose KV is in its blocks."""
+        self._held = np.zeros(num_slots, np.int32)
+        self._last_use = np.zeros(num_slots, np.int64)
+        self._turn = 0
+        self._free = list(range(num_blocks))
+
+    def release(self, slot: int) -> None:
+        """Free the blocks of a slot; none of its tokens counts as computed then."""
+        self._free.extend(self.tables[slot, : self._held[slot]].tolist())
+        self._held[slot] = self.computed[slot] = 0
+
+    def begin_turn(self, slots: IntArray) -> None:
+        """Mark `slots` int32[n] as used; none of them loses blocks until the next turn."""
+        self._turn += 1
+        self._last_use[slots] = self._turn
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        """Give a slot of this turn blocks for its first `tokens` tokens; false, and no change, if there are too few."""
+        missing = -(-tokens // self._block_size) - int(self._held[slot])
+        while missing > len(self._free):
+            resting = np.flatnonzero((self._held > 0) & (self._last_use < self._turn))
+            if not len(resting):
+                return False
+            self.release(int(resting[self._last_use[resting].argmin()]))
+        if missing > 0:
+            held = int(self._held[slot])
+            self.tables[slot, held : held + missing] = [self._free.pop() for _ in range(missing)]
+            self._held[slot] = held + missing
+        return True
 
 
 class DraftModelDrafter(Drafter):
@@ -81,7 +124,9 @@ class DraftModelDrafter(Drafter):
         length, computed = self._length[slots], self._blocks.computed
         # The last token is always computed: its logits yield the first draft.
         computed[slots] = np.minimum(computed[slots], length - 1)
-        wanted = np.minimum(self._useful(len(slots), limit), self._longest - length)
+        # Drafts that each slot can have verified when all share what a step has for them.
+        useful = min(limit, -(-max(self._cheap_tokens - len(slots), 0) // max(len(slots), 1)))
+        wanted = np.minimum(useful, self._longest - length)
         rows, chunks = self._choose(slots, wanted)
         if not len(rows):
             return tokens, counts
@@ -92,10 +137,6 @@ class DraftModelDrafter(Drafter):
             counts[rows] = wanted
             tokens[rows] = self._draft(slots, wanted, logits, limit)
         return tokens, counts
-
-    def _useful(self, num_slots: int, limit: int) -> int:
-        """Return how many drafts each of so many slots can have verified when they share what a step has for them."""
-        return min(limit, -(-max(self._cheap_tokens - num_slots, 0) // max(num_slots, 1)))
 
     def _choose(self, slots: IntArray, wanted: IntArray) -> tuple[npt.NDArray[np.intp], IntArray]:
         """Return the rows that compute something, and how many tokens each: those with the least to catch up first.

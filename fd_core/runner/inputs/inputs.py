@@ -2,17 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.config import Limits
-from fd_core.ops.contract import HostStep, Ops, StepInput
+from fd_core.ops.contract import Array, HostStep, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
-from fd_core.runner.inputs.uploading import uploaded
 from fd_core.types import IntArray, StepPlan
+
+_Value = TypeVar("_Value")
+Fed = tuple[Array | None, Array]
+"""Where in a step's tokens some are put that the host does not know, int32[n], and whose they are, int32[n].
+
+The places are None for all tokens of a step: then there is a slot for each, the one behind the last for padding.
+"""
+
+
+def uploaded(value: _Value, ops: Ops) -> _Value:
+    """Return a value with its numpy arrays on the device, all in one upload; a pack on the host gets it as it is.
+
+    A value is an array, a dataclass or a tuple of values; anything else stays what it is: arrays of a device, and
+    `HostStep`.
+    """
+    if ops.on_host:
+        return value
+    arrays: list[npt.NDArray[Any]] = []
+    _gather((value,), arrays)
+    result: _Value = _replaced((value,), iter(ops.upload(arrays)))[0]
+    return result
+
+
+def _gather(parts: Iterable[Any], arrays: list[npt.NDArray[Any]]) -> None:
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            arrays.append(part)
+        elif isinstance(part, tuple):
+            _gather(part, arrays)
+        elif (parts_of := _parts_of(part.__class__)) is not None:
+            _gather(parts_of(part), arrays)
+
+
+def _replaced(parts: Iterable[Any], found: Iterator[Array]) -> list[Any]:
+    """Return the parts, each array replaced by the next one found."""
+    replaced = []
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            part = next(found)
+        elif isinstance(part, tuple):
+            part = tuple(_replaced(part, found))
+        elif (parts_of := _parts_of(part.__class__)) is not None:
+            part = part.__class__(*_replaced(parts_of(part), found))
+        replaced.append(part)
+    return replaced
+
+
+@cache
+def _parts_of(kind: type) -> attrgetter[tuple[Any, ...]] | None:
+    """Return what reads all fields of a dataclass, at least two; None for any other type, and for `HostStep`."""
+    return attrgetter(*(each.name for each in fields(kind))) if is_dataclass(kind) and kind is not HostStep else None
 
 
 class BudgetExceeded(RuntimeError):
@@ -59,7 +112,6 @@ class Rows(Spans):
     drafts: IntArray
     """int32[N], drafts that each of them verifies."""
     drafted: bool
-    """Whether there is any."""
     logits_slots: IntArray
     """int32[R]"""
     positions: IntArray
@@ -223,3 +275,41 @@ def _padded(array: IntArray, more: int, value: IntArray | int) -> IntArray:
     filling = np.empty((more, *array.shape[1:]), array.dtype)
     filling[...] = value
     return np.concatenate([array, filling])
+
+
+class LastTokens:
+    """int32[num_slots + 1, 1] on the device; the last row holds 0, for rows that only fill a step up.
+
+    Kept for packs that queue: behind a step that a pack computes in the call, the host knows all tokens.
+    """
+
+    def __init__(self, ops: Ops, num_slots: int) -> None:
+        self._ops = ops
+        self._num_slots = num_slots
+        self._tokens = ops.from_host(np.zeros((num_slots + 1, 1), np.int32))
+
+    def gather(self, rows: Rows, unsettled: IntArray, total: int) -> Fed | None:
+        """Say on the host what a step of `total` tokens, padding included, takes from here; None for nothing.
+
+        `unsettled` int32[num_slots] counts the tokens of each slot that the host does not know.
+        """
+        fed = unsettled[rows.slots].nonzero()[0]
+        if not len(fed):
+            return None
+        if len(fed) == len(rows.slots) and (rows.shape is None or rows.shape[1] == 1):  # one token in each row
+            slots = np.full(total, self._num_slots, np.int32)
+            slots[: len(fed)] = rows.slots
+            return None, slots
+        return (rows.begins + rows.counts - 1)[fed], rows.slots[fed]
+
+    def feed(self, token_ids: Array, fed: Fed) -> Array:
+        """Put last tokens, as `gather` said, into the tokens int32[T] of a step."""
+        places, slots = fed
+        tokens = self._ops.gather_rows(self._tokens, slots)
+        if places is not None:
+            tokens = self._ops.write_rows(token_ids.reshape(-1, 1), places, tokens)
+        return tokens.reshape(-1)
+
+    def keep(self, slots: Array, grid: Array) -> None:
+        """Remember what a step sampled: int32[N], int32[N, 1 + k] of rows without drafts; of others nobody asks."""
+        self._tokens = self._ops.write_rows(self._tokens, slots, grid[:, :1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -72,10 +72,7 @@ class SlotGrammars:
         return None if matcher is None else matcher.trouble or "no token continues a text of the form asked for"
 
     def admit(self, admission: Admission) -> None:
-        """A residency begins; what lies behind the prompt was delivered before.
-
-        Compiles the grammar if nobody did. Raises `GrammarError` if it cannot be used.
-        """
+        """Begin a residency, whose text lies behind the prompt. Raises `GrammarError` if its grammar cannot be used."""
         slot, params = admission.slot, admission.params
         self.matchers.pop(slot, None)
         self._forced.pop(slot, None)
@@ -90,10 +87,6 @@ class SlotGrammars:
         matcher = TokenMatcher(grammar, ends, self._vocab_size, params.reasoning)
         matcher.consume(admission.token_ids[admission.prompt_len :].tolist())
         self.matchers[slot] = matcher
-
-    def drop(self, slot: int) -> None:
-        """The request in a slot failed: it needs no masks any more."""
-        self.matchers.pop(slot, None)
 
     def extend(
         self, slots: IntArray, tokens: IntArray, verified: IntArray, accepted: IntArray
@@ -137,10 +130,7 @@ class SlotGrammars:
         return chosen
 
     def begin(self, rows: Rows, tokens: IntArray) -> Callable[[], Masks] | None:
-        """Begin to compute the masks of a step, None if it needs none; what is returned waits for them.
-
-        `tokens` int32[num_slots, *] holds the drafts of each slot, which nobody changes meanwhile.
-        """
+        """Begin a step's masks, None if it needs none; the result waits for them. `tokens` do not change meanwhile."""
         firsts = np.cumsum(rows.drafts + 1) - (rows.drafts + 1)
         wanted: list[tuple[TokenMatcher, list[int], int]] = []
         for slot, first, count in zip(
@@ -154,9 +144,8 @@ class SlotGrammars:
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="fdcore-masks")
-        return self._waiter(self._thread.submit(self._compute, wanted))
+        masks = self._thread.submit(self._compute, wanted)
 
-    def _waiter(self, masks: Future[Masks]) -> Callable[[], Masks]:
         def wait() -> Masks:
             began = time.perf_counter()
             result = masks.result()
@@ -166,7 +155,6 @@ class SlotGrammars:
         return wait
 
     def _compute(self, wanted: Sequence[tuple[TokenMatcher, list[int], int]]) -> Masks:
-        """Compute masks, on the thread."""
         began = time.perf_counter()
         total = sum(len(drafts) + 1 for _, drafts, _ in wanted)
         bits = np.zeros((total, mask_words(self._vocab_size)), np.int32)

@@ -10,13 +10,40 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput
-from fd_core.runner.sampling.bans import Bans
 from fd_core.runner.sampling.grammars import Masks
 from fd_core.runner.sampling.penalties import Counting, Penalties
 from fd_core.types import Admission, IntArray
 
 _FORBIDDEN = np.float32(-np.inf)
 _NO_PENALTIES = 1.0, 0.0, 0.0
+
+
+class Bans:
+    """The banned sequences of one request. What is banned next depends on the tokens of its own text only."""
+
+    def __init__(self, sequences: Iterable[tuple[int, ...]], begin: int) -> None:
+        """`begin` is the position where the text begins, behind the prompt."""
+        self._begin = begin
+        self._always: list[int] = []
+        self.behind: dict[int, list[tuple[list[int], int]]] = {}
+        """By the last token but one: the sequence without its last token, and that token."""
+        for *before, last in sequences:
+            if before:
+                self.behind.setdefault(before[-1], []).append((before, last))
+            else:
+                self._always.append(last)
+
+    def at(self, position: int, tokens: IntArray) -> IntArray:
+        """Return the tokens int32[n] that may not stand at `position`, behind those of `tokens` before it."""
+        banned = self._always
+        if self.behind and position > self._begin:
+            banned = banned + [
+                last
+                for before, last in self.behind.get(int(tokens[position - 1]), ())
+                if position - len(before) >= self._begin
+                and tokens[position - len(before) : position].tolist() == before
+            ]
+        return np.array(banned, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +156,7 @@ class Sampler:
 
     def reads_text(self, slots: IntArray) -> bool:
         """Say whether a choice for one of `slots` depends on tokens of its text, other than through counts."""
-        readers = [slot for slot, extras in self._extras.items() if extras.bans.read_text]
+        readers = [slot for slot, extras in self._extras.items() if extras.bans.behind]
         return bool(readers) and bool(np.isin(readers, slots).any())
 
     def gather(self, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray) -> SamplingWork:

@@ -12,16 +12,69 @@ from typing import Annotated
 
 import msgspec
 
-from fd_core.effects.operations import Cancel, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.effects import operations as effects
 from fd_core.kv.blocks import BlockPool
-from fd_core.scheduling.operations.load_or_recompute import LoadOrRecompute
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
 from fd_core.types import IntArray
-from fd_core.types.metrics import counter
+from fd_core.types.metrics import counter, gauge
 
+_DOUBT = 0.9
+"""Share of the estimated load time that remains after each decline."""
 _MAX_REMEMBERED = 1 << 20
 """Keys remembered as stored; blocks whose keys were forgotten may be stored a second time."""
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """Measured costs in seconds; None while nothing was measured."""
+
+    prefill_token: Annotated[
+        float | None, gauge("kv_pace_prefill_token_seconds", "Measured time to compute one prompt token, in seconds.")
+    ] = None
+    host_block: Annotated[
+        float | None,
+        gauge("kv_pace_host_block_seconds", "Measured time to load one KV block from the host tier, in seconds."),
+    ] = None
+    store_block: Annotated[
+        float | None,
+        gauge("kv_pace_store_block_seconds", "Measured time to load one KV block from the store, in seconds."),
+    ] = None
+    store_latency: float = 0.0
+    """Time until the first block of the store is on its way."""
+
+
+class LoadOrRecompute:
+    """Decides for one request at a time by estimates; each decline shrinks that of loading, so it is tried again."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self._trust = 1.0
+
+    def prefill_measured(self, pace: effects.PrefillPaceMeasured) -> None:
+        """Learn what computing costs at present."""
+        self.pace = msgspec.structs.replace(self.pace, prefill_token=pace.token)
+
+    def load_measured(self, pace: effects.LoadPaceMeasured) -> None:
+        """Learn what loading costs at present."""
+        latency = pace.store_latency or 0.0
+        self.pace = Pace(self.pace.prefill_token, pace.host_block, pace.store_block, latency)
+
+    def decide(self, request_id: str, host_blocks: int, store_blocks: int, block_size: int) -> effects.LoadDecision:
+        """Weigh bringing `host_blocks` and `store_blocks` back against computing their tokens."""
+        tokens = (host_blocks + store_blocks) * block_size
+        recompute = None if self.pace.prefill_token is None else self.pace.prefill_token * tokens
+        load = self._load_seconds(host_blocks, store_blocks)
+        worth = load is None or recompute is None or load * self._trust < recompute
+        self._trust = 1.0 if worth else self._trust * _DOUBT
+        return effects.LoadDecision(request_id, worth, host_blocks, store_blocks, tokens, load, recompute)
+
+    def _load_seconds(self, host_blocks: int, store_blocks: int) -> float | None:
+        total = 0.0
+        for blocks, each in ((host_blocks, self.pace.host_block), (store_blocks, self.pace.store_block)):
+            if blocks and each is None:
+                return None
+            total += blocks * (each or 0.0)
+        return total + (self.pace.store_latency if store_blocks else 0.0)
 
 
 class OffloadCounters(msgspec.Struct, kw_only=True):
@@ -43,20 +96,7 @@ class OffloadCounters(msgspec.Struct, kw_only=True):
     ] = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """The KV of a loading request arrived, or will not arrive: the request in `slot` may compute."""
-
-    slot: int
-    request: Request
-    num_tokens: int
-    """Leading tokens whose KV is in the blocks of the request, fewer than the request has."""
-    num_cached: int
-    """Those of them that no prefill computed for this request."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeepKV:
+class KeepKV(msgspec.Struct, frozen=True):
     """Which requests leave their KV outside the device."""
 
     preempted: bool = True
@@ -74,28 +114,6 @@ class KeepKV:
         return self.preempted or self.finished
 
 
-@dataclass(frozen=True, slots=True)
-class _LookedUp:
-    request: Request
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    request: Request
-    slot: int
-    keys: tuple[bytes, ...]
-    first: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Saving:
-    request: Request
-    keys: tuple[bytes, ...]
-    whole: bool
-    """Whether `keys` are all the leading blocks of the request, none left out because it is stored already."""
-
-
 @dataclass(slots=True)
 class KVOffloading:
     """Decides what is saved, looked up and loaded; owned by one scheduler."""
@@ -108,13 +126,13 @@ class KVOffloading:
     load_or_recompute: LoadOrRecompute = field(default_factory=LoadOrRecompute)
     stores: bool = field(init=False)
     """Whether anything may be stored outside the device now."""
+    _in_part: set[int] = field(default_factory=set)
+    """Saves that left out blocks which are stored already."""
     _remembered: dict[bytes, None] = field(default_factory=dict)
     """Keys believed to be in the store, oldest first."""
 
     def __post_init__(self) -> None:
         self.stores = self.keep.shared
-
-    # Lookups ----------------------------------------------------------------------------------------------
 
     def begin_wait(self, request: Request, keys: Sequence[bytes]) -> int | None:
         """Return the operation that a request waits for from now on, if there is one, to learn what is stored.
@@ -139,31 +157,23 @@ class KVOffloading:
             return None
         request.asked_store = True
         request.stored = request.stored_on_host = 0
-        named = tuple(keys)
-        request.lookup = number = self.operations.begin(_LookedUp(request, named))
-        self.operations.effects.append(Lookup(number, named))
-        return number
+        request.lookup = self.operations.begin(effects.Lookup(self.operations.next, tuple(keys)), request)
+        return request.lookup
 
-    def found(self, answer: Found) -> None:
+    def found(self, answer: effects.Found) -> None:
         """A lookup was answered."""
-        looked_up = self.operations.end(answer.operation, _LookedUp)
-        self.not_stored(looked_up.keys[answer.total :])
-        request = looked_up.request
+        lookup, request = self.operations.end(answer.operation, effects.Lookup)
+        self.not_stored(lookup.keys[answer.total :])
         if request.lookup == answer.operation:
             request.lookup = None
             request.stored_on_host, request.stored = answer.host, answer.total
 
     def leave(self, request: Request) -> None:
-        """A waiting or loading request was aborted: hurry the answers that it waits for.
-
-        The blocks of a load stay pinned until its completion.
-        """
+        """Hurry the answers that an aborted request waits for; blocks of a load stay pinned until its completion."""
         for number in (request.lookup, request.load):
             if number is not None:
-                self.operations.effects.append(Cancel(number))
+                self.operations.effects.append(effects.Cancel(number))
         request.lookup = request.load = None
-
-    # Loads ------------------------------------------------------------------------------------------------
 
     def worth_loading(self, request: Request, first: int, count: int) -> int:
         """Return how many of `count` prefix blocks to load behind the `first` ones that the device has; 0 for none."""
@@ -179,35 +189,28 @@ class KVOffloading:
             return 0
         return upto - first
 
-    def load(self, request: Request, slot: int, keys: Sequence[bytes], blocks: IntArray, first: int) -> None:
-        """Bring `keys` into `blocks`, which `slot` owns from entry `first` of its block table on."""
-        named = tuple(keys)
-        request.load = number = self.operations.begin(_Loading(request, slot, named, first), blocks)
-        self.operations.effects.append(Load(number, named, blocks, slot, request.spec.request_id))
+    def load(self, request: Request, slot: int, keys: Sequence[bytes], blocks: IntArray) -> None:
+        """Bring `keys` of the request's chain into `blocks`, which `slot` owns."""
+        load = effects.Load(self.operations.next, tuple(keys), blocks, slot, request.spec.request_id)
+        request.load = self.operations.begin(load, request, blocks)
         self.counters.loads += 1
 
-    def loaded(self, answer: Loaded) -> Arrival | None:
-        """A load is over; return its request, or None if the request left meanwhile."""
-        loading = self.operations.end(answer.operation, _Loading)
-        request = loading.request
+    def loaded(self, answer: effects.Loaded) -> tuple[Request, int, int] | None:
+        """A load is over; return its request, tokens in place and those not prefilled for it; None if it left."""
+        load, request = self.operations.end(answer.operation, effects.Load)
         if request.load != answer.operation:
             return None
         request.load = None
         request.stored = request.stored_on_host = 0
-        count = min(answer.blocks, len(loading.keys))
+        count = min(answer.blocks, len(load.keys))
         self.counters.loaded_tokens += count * self.block_size
-        self.counters.lost_tokens += (len(loading.keys) - count) * self.block_size
-        self.not_stored(loading.keys[count:])  # damaged or gone, perhaps: they are stored again once they are computed
-        tokens = (loading.first + count) * self.block_size
-        return Arrival(loading.slot, request, tokens, tokens)
-
-    # Saves ------------------------------------------------------------------------------------------------
+        self.counters.lost_tokens += (len(load.keys) - count) * self.block_size
+        self.not_stored(load.keys[count:])  # damaged or gone, perhaps: they are stored again once they are computed
+        tokens = (request.chain.index(load.keys[0]) + count) * self.block_size
+        return request, tokens, tokens
 
     def save(self, request: Request, keys: Sequence[bytes], blocks: IntArray) -> int | None:
-        """Store settled `blocks` under `keys` while they still have an owner; return the operation, if one is needed.
-
-        Blocks that the store is believed to have are left out.
-        """
+        """Store settled blocks that the store lacks while they have an owner; return the operation if one begins."""
         chosen = [index for index, key in enumerate(keys) if not (self.keep.persist and key in self._remembered)]
         if not chosen:
             return None
@@ -218,23 +221,25 @@ class KVOffloading:
             self._remembered.update(dict.fromkeys(named))
             while len(self._remembered) > _MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
-        number = self.operations.begin(_Saving(request, named, len(named) == len(keys)), copied)
-        self.operations.effects.append(Save(number, named, copied, self.keep.persist))
+        save = effects.Save(self.operations.next, named, copied, self.keep.persist)
+        number = self.operations.begin(save, request, copied)
+        if len(named) < len(keys):
+            self._in_part.add(number)
         return number
 
-    def saved(self, answer: Saved) -> None:
+    def saved(self, answer: effects.Saved) -> None:
         """A save no longer reads its blocks."""
-        saving = self.operations.end(answer.operation, _Saving)
-        count = min(answer.blocks, len(saving.keys))
+        save, request = self.operations.end(answer.operation, effects.Save)
+        count = min(answer.blocks, len(save.keys))
         self.counters.saved_tokens += count * self.block_size
-        self.not_stored(saving.keys[count:])
-        request = saving.request
+        self.not_stored(save.keys[count:])
         if request.save == answer.operation:
             request.save = None
-            if saving.whole:
-                request.stored = request.stored_on_host = min(answer.host, count)
-            else:
+            if answer.operation in self._in_part:
                 request.asked_store = False  # what was left out may be in either tier: a lookup tells
+            else:
+                request.stored = request.stored_on_host = min(answer.host, count)
+        self._in_part.discard(answer.operation)
 
     def not_stored(self, keys: Iterable[bytes]) -> None:
         """Blocks did not get to the store, or left it: they are to be saved when they are used again."""

@@ -12,8 +12,7 @@ from typing import Annotated, get_args
 
 import msgspec
 
-from fd_core.effects.operations import Cancel, Fetch, Fetched, GiveUp, Send, Sent
-from fd_core.scheduling.operations.kv_offloading import Arrival
+from fd_core.effects.operations import Cancel, Fetch, Fetched, GiveUp, Send
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
 from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome
@@ -40,19 +39,6 @@ class TransferCounters(msgspec.Struct, kw_only=True):
     """Requests of decode workers that ended before all their KV was sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Fetching:
-    request: Request
-    slot: int
-    first: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    lease: str
-
-
 @dataclass(slots=True)
 class KVTransferring:
     """Decides what is fetched and sent; owned by one scheduler."""
@@ -63,8 +49,6 @@ class KVTransferring:
     """Whether this worker knows others; a worker that knows none computes every prompt itself."""
     counters: TransferCounters = field(default_factory=TransferCounters)
 
-    # The decode side --------------------------------------------------------------------------------------
-
     def wants(self, request: Request) -> bool:
         """Whether another worker is to compute a prompt, which is tried once and before the first token."""
         if not self.paired or not request.spec.prefill_at or request.needs_every_position:
@@ -72,10 +56,7 @@ class KVTransferring:
         return request.prefill is None and not request.num_generated
 
     def worth_fetching(self, request: Request, first: int) -> bool:
-        """Whether at least a block is left to fetch behind the `first` blocks that the device has.
-
-        The last token of the prompt is computed here in any case, because it yields the next one.
-        """
+        """Whether a block is left to fetch behind the `first` ones; the last token is computed here in any case."""
         if request.num_tokens - 1 - first * self.block_size >= self.block_size:
             return True
         self._is_over(request, "held")
@@ -83,13 +64,13 @@ class KVTransferring:
 
     def fetch(self, request: Request, slot: int, blocks: IntArray, first: int) -> None:
         """Lease `blocks` of a slot, behind its `first` ones, to the worker that computes the prompt."""
-        spec, wanted = request.spec, request.num_tokens - 1
-        tokens = request.tokens.view(upto=wanted).astype("<i4", copy=False).tobytes()
+        spec = request.spec
+        tokens = request.tokens.view(upto=request.num_tokens - 1).astype("<i4", copy=False).tobytes()
         job = PrefillJob(
             tokens, first, spec.cache_salt, spec.priority, spec.tenant, spec.traceparent, adapter=spec.adapter
         )
-        request.fetch = number = self.operations.begin(_Fetching(request, slot, first, wanted), blocks)
-        self.operations.effects.append(Fetch(number, spec.prefill_at, job, blocks, slot, spec.request_id))
+        fetch = Fetch(self.operations.next, spec.prefill_at, job, blocks, slot, spec.request_id)
+        request.fetch = self.operations.begin(fetch, request, blocks)
 
     def leave(self, request: Request) -> None:
         """A loading request was aborted; the leased blocks stay pinned until the lease is over."""
@@ -98,27 +79,23 @@ class KVTransferring:
             request.fetch = None
             self._is_over(request, "aborted")
 
-    def fetched(self, answer: Fetched) -> Arrival | None:
-        """A fetch is over; return its request, or None if the request left meanwhile."""
-        fetching = self.operations.end(answer.operation, _Fetching)
-        request = fetching.request
+    def fetched(self, answer: Fetched) -> tuple[Request, int, int] | None:
+        """A fetch is over; return its request, tokens in place and those not prefilled for it; None if it left."""
+        fetch, request = self.operations.end(answer.operation, Fetch)
         if request.fetch != answer.operation:
             return None
         request.fetch = None
         self._is_over(request, answer.outcome)
-        on_device = fetching.first * self.block_size
+        on_device, num_tokens = fetch.job.held_blocks * self.block_size, fetch.job.num_tokens
         if answer.outcome != "transferred":
-            return Arrival(fetching.slot, request, on_device, on_device)
-        self.counters.fetched_tokens += fetching.num_tokens - on_device
-        cached = max(on_device, min(answer.cached, fetching.num_tokens))
-        return Arrival(fetching.slot, request, fetching.num_tokens, cached)
+            return request, on_device, on_device
+        self.counters.fetched_tokens += num_tokens - on_device
+        return request, num_tokens, max(on_device, min(answer.cached, num_tokens))
 
     def _is_over(self, request: Request, outcome: PrefillOutcome) -> None:
         request.prefill = outcome
         outcomes = self.counters.outcomes
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
-
-    # The prefill side -------------------------------------------------------------------------------------
 
     def settled(self, request: Request, blocks: IntArray) -> None:
         """The leading `blocks` of a prefill job hold settled KV: send those that were not sent."""
@@ -141,14 +118,10 @@ class KVTransferring:
             self.counters.given_up += 1
             self.operations.effects.append(GiveUp(job.lease, f"the prefill worker ended the request: {reason.value}"))
 
-    def sent(self, answer: Sent) -> None:
-        """The blocks of a send are not read any more."""
-        self.operations.end(answer.operation, _Sending)
-
     def _send(self, request: Request, lease: str, blocks: IntArray, num_tokens: int | None) -> None:
         first = min(request.sent, len(blocks))
         sent = blocks[first:].copy()
-        number = self.operations.begin(_Sending(lease), sent)
-        self.operations.effects.append(Send(number, lease, first, sent, num_tokens, request.cached_tokens or 0))
+        send = Send(self.operations.next, lease, first, sent, num_tokens, request.cached_tokens or 0)
+        self.operations.begin(send, request, sent)
         self.counters.sent_blocks += len(sent)
         request.sent = len(blocks)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.scheduling.running.budget import deal
+from fd_core.scheduling.running.plan import deal
 from fd_core.types import IntArray
 from fd_core.types.metrics import counter
 
@@ -70,10 +70,7 @@ class DraftControl:
     """Acceptance rates by slot, and the number of drafts that follows from them."""
 
     def __init__(self, num_slots: int, max_drafts: int, cheap_tokens: int, *, drafter: bool = True) -> None:
-        """`cheap_tokens` is the step size up to which a further token is nearly free.
-
-        Without a `drafter` only grammars have drafts.
-        """
+        """`cheap_tokens`: step size up to which a token is nearly free. No `drafter`: grammars alone have drafts."""
         self.max_drafts = max_drafts
         self._cheap_tokens = cheap_tokens
         self._drafter = drafter

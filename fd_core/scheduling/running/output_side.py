@@ -23,15 +23,7 @@ from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.scheduling.running.residencies import Residencies
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.signals import Outcome
-from fd_core.types import (
-    Delta,
-    FinishReason,
-    IntArray,
-    LogprobRows,
-    StepOutput,
-    StepPlan,
-    TokenLogprobs,
-)
+from fd_core.types import Delta, FinishReason, IntArray, LogprobRows, StepOutput, StepPlan, TokenLogprobs
 from fd_core.types.metrics import counter
 
 _RELEASED: Final = np.uint8(Outcome.RELEASED)
@@ -71,13 +63,9 @@ class OutputSide:
     counters: OutputCounters = field(default_factory=OutputCounters)
     _next_step: int = 0
     _told_first: set[str] = field(default_factory=set)
-    """Requests whose first delta was told."""
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        """Apply the answer to `plan` and return what the clients are told, at most one delta for each request.
-
-        Raises `fd_core.signals.MalformedOutput` if the backend broke the protocol.
-        """
+        """Apply the answer to `plan`; return a delta for each request at most. Raises `signals.MalformedOutput`."""
         if (output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step:
             self.counters.stale_outputs += 1
             return []
@@ -133,8 +121,6 @@ class OutputSide:
     def end(self, request: Request, reason: FinishReason) -> Delta:
         """Return the last delta of a request that ended with nothing more to deliver."""
         return self._delta(request, (), reason, None)
-
-    # Inside -----------------------------------------------------------------------------------------------
 
     def _append(
         self, rows: npt.NDArray[np.intp], counts: IntArray, tokens: IntArray, logprobs: LogprobRows | None

@@ -1,4 +1,8 @@
-"""Collects the parts of a step plan while the scheduler decides."""
+"""Collects the parts of a step plan while the scheduler decides, and deals out the step token budget.
+
+The charge is per request and exact: a prefill chunk, or one token plus the row's real drafts. Drafts are the first to
+shrink; a decode is left out only in rotation, the longest waiting first in.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,6 @@ class PlanBuilder:
         self.preempted = False
         """Whether this pass preempted a request for want of blocks."""
         self.num_rows = 0
-        """Slots that are scheduled so far."""
         self.rows = np.empty(0, np.intp)
         """Slots of the plan that was built, as an index: arrays of another integer type take several times as long."""
         self._epoch = epoch
@@ -103,10 +106,7 @@ class PlanBuilder:
         self._revocations.append(Revocation(slot, gen))
 
     def build(self, table: SlotTable) -> StepPlan | None:
-        """Freeze the plan; positions are read from the slot table. None if the step would do nothing.
-
-        A plan that only admits or only revokes does something.
-        """
+        """Freeze the plan, with positions from the slot table; None without rows, admissions and revocations."""
         if not (self._slots or self._revocations or self._admissions):
             return None
         slots, num_tokens, num_drafts = np.empty(0, np.intp), _ZEROS[:0], _ZEROS[:0]
@@ -133,3 +133,43 @@ class PlanBuilder:
             grants=tuple(self._grants),
             revocations=tuple(self._revocations),
         )
+
+
+def allot_decodes(
+    budget: Budget, drafts: IntArray, last_step: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.intp], IntArray]:
+    """Charge decoding rows and return (indices of the rows that run, drafts granted to each of them).
+
+    `drafts` int32[n] is what each row would like, `last_step` int64[n] when it last ran. If not every row fits, those
+    that waited longest run, without drafts; among equals the turn goes round, so that all run equally often. Otherwise
+    every row runs and what is left goes to drafts, dealt evenly: a row keeps its drafts or gets the common cap,
+    whichever is smaller, and the remainder goes to the earlier rows.
+    """
+    count = len(drafts)
+    if count >= budget.left:
+        first = (int(last_step.max(initial=-1)) + 1) * budget.left
+        order = np.lexsort(((np.arange(count) - first) % max(count, 1), last_step))[: budget.left]
+        chosen = np.sort(order)
+        budget.take(len(chosen))
+        return chosen, np.zeros(len(chosen), np.int32)
+    budget.take(count)
+    rows = np.arange(count)
+    if not np.count_nonzero(drafts):
+        return rows, drafts
+    granted = deal(drafts, budget.left)
+    budget.take(int(granted.sum()))
+    return rows, granted
+
+
+def deal(wanted: IntArray, tokens: int) -> IntArray:
+    """Return the fairest int32[n], nowhere above `wanted`, whose sum is at most `tokens`."""
+    if int(wanted.sum()) <= tokens:
+        return wanted
+    cap = int(wanted.max())
+    while int(np.minimum(wanted, cap).sum()) > tokens:
+        cap -= 1
+    granted = np.minimum(wanted, cap)
+    spare = tokens - int(granted.sum())
+    more = np.flatnonzero(wanted > cap)[:spare]
+    granted[more] += 1
+    return granted.astype(np.int32)

@@ -17,9 +17,8 @@ from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request, State
-from fd_core.scheduling.running.budget import allot_decodes
 from fd_core.scheduling.running.drafts import DraftControl
-from fd_core.scheduling.running.plan import PlanBuilder
+from fd_core.scheduling.running.plan import PlanBuilder, allot_decodes
 from fd_core.scheduling.running.residencies import Residencies, slot_of
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.scheduling.victims import VictimPolicy
@@ -48,8 +47,10 @@ class Planner:
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are revoked."""
         draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
-        if self._residencies.arrived:
-            self._residencies.announce_arrivals(draft)
+        for slot in self._residencies.arrived:
+            if self._slots.running[slot]:
+                draft.admit(slot, self._slots.request_in(slot), self._slots)
+        self._residencies.arrived.clear()
         for request in aborting:
             if request.state is State.RUNNING:
                 self._residencies.revoke(slot_of(request), request, draft)

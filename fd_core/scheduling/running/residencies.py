@@ -7,7 +7,7 @@ but its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.kv.blocks import BlockPool
-from fd_core.scheduling.operations.kv_offloading import Arrival, KVOffloading
+from fd_core.scheduling.operations.kv_offloading import KVOffloading
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.prefixes import Prefixes
@@ -70,12 +70,9 @@ class Residencies:
     _control: AdmissionControl
     _times: PhaseClock
     _on_end: Callable[[Request, FinishReason], None]
-    """Told of each request that ended."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     arrived: list[int] = field(default_factory=list)
     """Slots whose KV arrived; the next plan tells the runner of them."""
-
-    # A residency begins -----------------------------------------------------------------------------------
 
     def load(self, slot: int, phase: Phase) -> None:
         """The KV of a request is on its way, from where `phase` says; the slot waits for it."""
@@ -109,25 +106,16 @@ class Residencies:
         if request.spec.prefill_job is not None:
             self._send_settled(slot, request)
 
-    def arrive(self, arrival: Arrival) -> None:
-        """The wait of a slot for its KV is over: what arrived is settled, the rest is computed."""
-        slot, request = arrival.slot, arrival.request
+    def arrive(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        """The KV of the leading `num_tokens` arrived, the rest is computed; no prefill for it computed `num_cached`."""
+        slot = slot_of(request)
         request.advance(Event.LOADED)
-        arrived = arrival.num_tokens // self.slots.block_size
+        arrived = num_tokens // self.slots.block_size
         self._register(slot, request, arrived)
         if not request.announced:
             self._prefixes.announce(request, arrived, len(self._prefixes.keys(request)))
-        self.run(slot, request, arrival.num_tokens, arrival.num_cached)
+        self.run(slot, request, num_tokens, num_cached)
         self.arrived.append(slot)
-
-    def announce_arrivals(self, draft: PlanBuilder) -> None:
-        """Tell the runner of the slots whose KV arrived since the last plan."""
-        for slot in self.arrived:
-            if self.slots.running[slot]:
-                draft.admit(slot, self.slots.request_in(slot), self.slots)
-        self.arrived.clear()
-
-    # A residency goes on ----------------------------------------------------------------------------------
 
     def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
         """The KV of slots `rows` is settled below positions `upto` int32[n]: name the blocks that this completes."""
@@ -152,8 +140,6 @@ class Residencies:
         upto = int(self.slots.num_registered[slot])
         self._transferring.settled(request, self.slots.blocks(slot, upto=upto))
 
-    # A residency ends -------------------------------------------------------------------------------------
-
     def preempt(self, slot: int, draft: PlanBuilder) -> None:
         """Revoke a running slot for want of blocks; its request waits again once the slot is released."""
         request = self.slots.request_in(slot)
@@ -173,11 +159,7 @@ class Residencies:
         draft.revoke(slot, int(self.slots.gen[slot]))
 
     def finish(self, slot: int, request: Request, reason: FinishReason) -> None:
-        """The request in `slot` has delivered its last token.
-
-        A running slot is free at once: what is in flight for it belongs to an old gen. A draining slot is free on its
-        -9.
-        """
+        """Free the slot of a request that delivered its last token: a running one at once, a draining one on its -9."""
         if request.ended is not None:
             raise RuntimeError(f"slot {slot} has no request to finish")
         generated = int(self.slots.num_tokens[slot]) - request.prompt_len
@@ -196,10 +178,7 @@ class Residencies:
         self._on_end(request, reason)
 
     def release(self, slot: int) -> Request:
-        """The -9 of a draining slot arrived; return its request.
-
-        The request is waiting again (preempted), or ended (aborted, or its last token arrived while it drained).
-        """
+        """Free a draining slot on its -9; return its request, which waits again (preempted) or has ended."""
         request = self.slots.request_in(slot)
         if not self.slots.draining[slot]:
             raise RuntimeError(f"slot {slot} was released but not revoked")
@@ -238,8 +217,6 @@ class Residencies:
         if request.announced:
             self._prefixes.give_up(request, int(slots.num_registered[slot]))
 
-    # Audit ------------------------------------------------------------------------------------------------
-
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if slots, requests and blocks contradict each other."""
         slots = self.slots
@@ -249,10 +226,7 @@ class Residencies:
         for slot, request in enumerate(slots.requests):
             if request is not None and (request.slot != slot or request.num_tokens != slots.num_tokens[slot]):
                 raise RuntimeError(f"slot {slot} and its request disagree about the slot or the number of tokens")
-        self._pool.check_integrity(self._owners())
-
-    def _owners(self) -> Iterable[IntArray]:
-        return (self.slots.blocks(int(slot)) for slot in np.flatnonzero(self.slots.running | self.slots.loading))
+        self._pool.check_integrity(slots.blocks(int(slot)) for slot in np.flatnonzero(slots.running | slots.loading))
 
 
 def slot_of(request: Request) -> int:

@@ -66,7 +66,6 @@ class SlotTable:
         self.priority = np.zeros(num_slots, np.int64)
         self.preempted_before = np.zeros(num_slots, np.bool_)
         self.num_at_admission = np.zeros(num_slots, np.int32)
-        """Tokens of the request when it was admitted to the slot."""
         self.num_tokens = np.zeros(num_slots, np.int32)
         """Prompt and delivered tokens."""
         self._delivered = DeliveredTokens(num_slots)
@@ -82,16 +81,10 @@ class SlotTable:
         self.num_registered = np.zeros(num_slots, np.int32)
         """Leading blocks that were offered to the prefix index."""
         self.last_step = np.full(num_slots, -1, np.int64)
-        """Last step in which the slot was scheduled."""
         self.stops = np.full((num_slots, 1), NO_CHOICE, np.int32)
         """Token ids that end the request; widened when a request brings more."""
         self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         """Block tables; the first `num_blocks` entries of a row are valid."""
-
-    def stats(self, waiting: int) -> SlotStats:
-        """Return gauges; `waiting` requests have no slot."""
-        running, loading, draining = (int(column.sum()) for column in (self.running, self.loading, self.draining))
-        return SlotStats(running=running, loading=loading, draining=draining, waiting=waiting)
 
     def free_slot(self) -> int | None:
         """Return the lowest slot that holds no request."""
@@ -112,10 +105,7 @@ class SlotTable:
         return request
 
     def occupy(self, slot: int, request: Request, matched: IntArray, blocks: IntArray) -> None:
-        """Begin a residency: a new gen, every token still to compute.
-
-        The slot owns the blocks of a known prefix, `matched`, and the `blocks` behind them.
-        """
+        """Begin a residency, a new gen: the slot owns the known prefix, `matched`, and the `blocks` behind it."""
         spec, known, count = request.spec, len(matched), len(matched) + len(blocks)
         self.requests[slot] = request
         self.names[slot] = spec.request_id
@@ -175,8 +165,6 @@ class SlotTable:
             request.tokens.detach()
         self.requests[slot] = None
         self.running[slot] = self.loading[slot] = self.draining[slot] = self.ended[slot] = False
-
-    # A step -----------------------------------------------------------------------------------------------
 
     def schedule(self, rows: npt.NDArray[np.intp], plan: StepPlan) -> None:
         """A plan computes the slots `rows`, with all of their drafts as if they were accepted."""

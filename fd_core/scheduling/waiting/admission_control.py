@@ -10,7 +10,6 @@ generates as many tokens as its return costs before that happens, admitting it w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -44,10 +43,7 @@ class UsageForecast:
         self.share += (min(generated / max(asked, 1), 1.0) - self.share) / self._seen
 
     def remaining(self, generated: IntArray, asked: IntArray) -> npt.NDArray[np.int64]:
-        """Predict int64[n]: tokens that running requests will still generate, at least one each.
-
-        A request that outgrew the average is expected to go on for half as long as it already did.
-        """
+        """Predict int64[n] tokens still to come, at least 1; whoever outgrew the average goes on for half as long."""
         expected = np.maximum(self.share * asked, 1.5 * generated)
         left: npt.NDArray[np.int64] = np.maximum(np.minimum(expected, asked) - generated, 1).astype(np.int64)
         return left
@@ -73,11 +69,7 @@ class ReturnCost:
         self.share += _LEARN * (recomputed / max(tokens, 1) - self.share)
 
     def horizon(self, length: int, block_size: int) -> int:
-        """Return how many steps to look ahead before a request of `length` tokens is admitted, at least a block's.
-
-        By then the request has generated as many tokens as its return may cost, and filled a block, so that no request
-        is sent to and fro without progress.
-        """
+        """Return steps to look ahead, in which a request makes what its return may cost and fills a block at least."""
         return max(int(_RECOMPUTED_TOKEN * self.share * length), block_size)
 
 
@@ -105,12 +97,12 @@ class AdmissionControl:
         """`return_share` is the share of its tokens that a preempted request is expected to compute again."""
         self.forecast = UsageForecast()
         self.return_cost = ReturnCost(return_share)
+        self.bound: int | None = None
+        """Blocks that all may grow by, each at its own worst moment: where there is room for them, an admission costs
+        O(1). None where a plan's admissions begin."""
 
     def growth(self, slots: SlotTable, request: Request) -> int:
-        """Return the blocks that running requests and `request` will soon need beyond the blocks that they hold.
-
-        A request that runs alone may always begin.
-        """
+        """Return the blocks that all will need beyond those that they hold; 0 for a request that runs alone."""
         rows = np.flatnonzero(slots.running | slots.loading)
         if not len(rows):
             return 0
@@ -134,28 +126,16 @@ class AdmissionControl:
         prompts = slots.prompt_len[rows]
         return self.forecast.remaining(slots.num_planned[rows] - prompts, slots.limit[rows] - prompts)
 
-
-@dataclass
-class AdmissionPass:
-    """The admissions of one plan. Where the pool has room for every request's worst moment, one costs O(1)."""
-
-    _control: AdmissionControl
-    _slots: SlotTable
-    _bound: int | None = None
-
-    def admits(self, request: Request, needed: int, free: int) -> bool:
-        """Whether `free` blocks hold the `needed` blocks of a request and what all requests grow by.
-
-        If so, the request counts among them from now on.
-        """
+    def admits(self, slots: SlotTable, request: Request, needed: int, free: int) -> bool:
+        """Whether `free` blocks hold the `needed` ones and all growth; if so, the request counts from now on."""
         if needed > free:
             return False
-        if self._bound is None:
-            self._bound = self._control.largest_growth(self._slots)
-        length, size = request.num_tokens, self._slots.block_size
-        left = self._control.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
+        if self.bound is None:
+            self.bound = self.largest_growth(slots)
+        length, size = request.num_tokens, slots.block_size
+        left = self.forecast.remaining_of(length - request.prompt_len, request.limit - request.prompt_len)
         growth = -(-(length + left) // size) - -(-length // size)
-        if needed + self._bound + growth > free and needed + self._control.growth(self._slots, request) > free:
+        if needed + self.bound + growth > free and needed + self.growth(slots, request) > free:
             return False
-        self._bound += growth
+        self.bound += growth
         return True

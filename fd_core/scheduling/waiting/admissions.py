@@ -21,9 +21,9 @@ import numpy as np
 
 from fd_core.config import Limits
 from fd_core.kv.blocks import BlockPool
-from fd_core.scheduling.operations.grammars import GrammarCompiling
 from fd_core.scheduling.operations.kv_offloading import KVOffloading
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
+from fd_core.scheduling.operations.registry import GrammarCompiling
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.prefixes import Prefixes
@@ -31,7 +31,7 @@ from fd_core.scheduling.requests import Event, Request
 from fd_core.scheduling.running.plan import PlanBuilder
 from fd_core.scheduling.running.residencies import Residencies
 from fd_core.scheduling.running.slots import SlotTable
-from fd_core.scheduling.waiting.admission_control import AdmissionControl, AdmissionPass
+from fd_core.scheduling.waiting.admission_control import AdmissionControl
 from fd_core.scheduling.waiting.queue import WaitingQueue
 from fd_core.types import IntArray, Phase
 
@@ -66,12 +66,11 @@ class Admissions:
     _blocked: tuple[int, int, int] | None = None
     """Arrival of the first in line that did not fit, blocks freed by then, and the step."""
 
-    # Requests come and go ---------------------------------------------------------------------------------
-
     def wait(self, request: Request) -> None:
         """A request begins to wait, new or after a preemption."""
         self._prefixes.extend(request)
-        operation = None if request.spec.params.grammar is None else self._grammars.begin_wait(request)
+        grammar = request.spec.params.grammar
+        operation = None if grammar is None else self._grammars.begin_wait(request, grammar)
         if self._offloading.stores and not (self._transferring.paired and self._transferring.wants(request)):
             asked = self._offloading.begin_wait(request, self._prefixes.keys(request))
             operation = operation if asked is None else asked
@@ -87,8 +86,6 @@ class Admissions:
         self._grammars.leave(request)
         self._impatient.discard(request.arrival)
 
-    # A plan -----------------------------------------------------------------------------------------------
-
     def admit(self, draft: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots while budget, slots and blocks allow."""
         if not len(self._waiting):
@@ -96,7 +93,7 @@ class Admissions:
         for late in self._waiting.expire(step):
             self._impatient.add(late.arrival)
         pool, prefixes, size = self._pool, self._prefixes, self._limits.block_size
-        admission_pass = AdmissionPass(self._control, self._slots)
+        self._control.bound = None
         slot = self._slots.free_slot()
         matched = nothing = np.empty(0, np.int32)
         parked = shared = 0
@@ -104,9 +101,11 @@ class Admissions:
             request = self._waiting.first()
             if request is None:
                 return
-            if self._blocked is not None and self._is_blocked(request, step):
-                self._times.line_waits_for(Phase.BLOCKS)
-                return
+            if self._blocked is not None:
+                arrival, freed, since = self._blocked
+                if request.arrival == arrival and freed == pool.num_freed and step - since < _RETRY_STEPS:
+                    self._times.line_waits_for(Phase.BLOCKS)
+                    return
             if request.compiling is not None:
                 self._waiting.park(request, request.compiling)
                 parked += 1
@@ -122,7 +121,8 @@ class Admissions:
                 continue
             needed = -(-request.num_tokens // size) - len(matched)
             pool.acquire(matched)
-            blocks = pool.allocate(needed) if admission_pass.admits(request, needed, pool.num_free) else None
+            fits = self._control.admits(self._slots, request, needed, pool.num_free)
+            blocks = pool.allocate(needed) if fits else None
             if blocks is None:
                 pool.release(matched, -1)
                 self._blocked = (request.arrival, pool.num_freed, step)
@@ -132,13 +132,6 @@ class Admissions:
             shared += len(matched)
             slot = self._slots.free_slot()
         self._times.line_waits_for(Phase.SLOT if slot is None else Phase.BUDGET)
-
-    def _is_blocked(self, request: Request, step: int) -> bool:
-        """Whether the first in line did not fit and nothing has changed since."""
-        if self._blocked is None:
-            return False
-        arrival, freed, since = self._blocked
-        return request.arrival == arrival and freed == self._pool.num_freed and step - since < _RETRY_STEPS
 
     def _park_for_prefix(self, request: Request, keys: Sequence[bytes], step: int) -> bool:
         """Park a request if running requests are about to compute blocks of its prefix."""
@@ -191,7 +184,7 @@ class Admissions:
         if count:
             residencies.load(slot, Phase.STORE)
             loaded = self._slots.blocks(slot, first, first + count)
-            self._offloading.load(request, slot, keys[first : first + count], loaded, first)
+            self._offloading.load(request, slot, keys[first : first + count], loaded)
             return
         request.advance(Event.ADMIT)
         cached = first * self._limits.block_size

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+import msgspec
 
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import SchedulingPolicy
@@ -31,13 +33,12 @@ _Entry = tuple[tuple[int, ...], int]
 """Rank and arrival."""
 
 
-@dataclass(slots=True)
-class _Flow:
+class _Flow(msgspec.Struct):
     """The ready requests of one flow, by rank."""
 
-    heap: list[_Entry] = field(default_factory=list)
+    heap: list[_Entry] = []
     """An entry, two numbers, of a request that left may stay for a while."""
-    members: dict[int, Request] = field(default_factory=dict)
+    members: dict[int, Request] = {}
 
 
 class WaitingQueue:
@@ -130,8 +131,6 @@ class WaitingQueue:
             del others[arrival]
             if not others:
                 del self._parked[waits_for]
-
-    # Waiting for an event ---------------------------------------------------------------------------------
 
     def park(self, request: Request, waits_for: WaitFor, until_step: int | None = None) -> None:
         """Set a request aside, new or ready, until `wake(waits_for)`, or until step `until_step` at the latest."""

@@ -1,4 +1,4 @@
-"""A process that makes and compiles grammars: `python -P -m fd_core.structured.workers.child`.
+"""A process that makes and compiles grammars, run by `fd_core.launching.child`: `-m fd_core.structured.workers.child`.
 
 Standard input is a socket to the server: the vocabulary comes first, then one task after the other. When the socket
 closes, the process ends whatever it does, for the server is gone.
@@ -10,7 +10,6 @@ import json
 import math
 import os
 import resource
-import signal
 import socket
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from fd_core.launching.child import become_child
 from fd_core.structured.compiler import (
     LARGE_GRAMMAR,
     GrammarCompiler,
@@ -39,8 +39,7 @@ process and no other."""
 
 def main() -> None:
     """Serve the process that holds the other end of standard input, until it closes it."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    become_child()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     server = socket.socket(fileno=os.dup(sys.stdin.fileno()))

@@ -14,7 +14,6 @@ import logging
 import signal
 import socket
 import subprocess
-import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
@@ -22,6 +21,7 @@ from typing import Final
 import msgspec
 
 from fd_core.errors import BadRequest
+from fd_core.launching.child import child_command
 from fd_core.structured.compiler import VocabularyTable
 from fd_core.structured.grammar import FormAsked
 from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, LENGTH, FormOutcome
@@ -217,8 +217,7 @@ class _Process:
         with theirs:
             try:
                 process = subprocess.Popen(
-                    # -P: no module of the folder in which somebody happens to start it.
-                    [sys.executable, "-P", "-m", "fd_core.structured.workers.child"],
+                    child_command((), "-m", "fd_core.structured.workers.child"),
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,  # a panic may quote a grammar

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ConfigError, FdError
-from fd_core.launching.parent_watch import end_with_parent
 from fd_core.ops.contract import Array, Ops
 from fd_core.ops.numpy.ops import NumpyOps
 from fd_core.testing.doctor.checks import CHECKS, SIZES, OpCheck, Size
@@ -174,5 +173,4 @@ def _main(text: str, begin: str, events: str, errors: str, only: str = "") -> No
 
 
 if __name__ == "__main__":
-    end_with_parent()
     _main(*sys.argv[1:])

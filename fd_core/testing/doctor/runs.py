@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 
 import fd_core
 from fd_core.errors import ConfigError
+from fd_core.launching.child import child_command
 from fd_core.testing.doctor.checks import CHECKS
 from fd_core.testing.kit.processes import RunEnd, follow
 from fd_core.testing.kit.target import parse_target
@@ -151,9 +151,9 @@ def _examine(
         running: ProbeBegun | None = None
         ended = ""
         path = folder / str(begin)
-        command = [sys.executable, "-P", "-m", "fd_core.testing.doctor.examine", text, str(begin), str(path)]
-        command += [str(errors), ",".join(only)]
+        words = (text, str(begin), str(path), str(errors), ",".join(only))
         # The child ends when its standard input closes, which is when nobody follows it any more.
+        command = child_command((), "-m", "fd_core.testing.doctor.examine", *words)
         environment = _TALKATIVE | os.environ
         for event in follow(
             command, path, DoctorEvent, _PATIENCE, output=errors, stdin=subprocess.PIPE, env=environment

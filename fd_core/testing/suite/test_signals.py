@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fd_core.engine.device import make_device
-from fd_core.runner.launching import LaunchedStep
+from fd_core.runner.runner import LaunchedStep
 from fd_core.scheduling.requests import State
 from fd_core.signals import Outcome
 from fd_core.testing.kit.judging import Golden

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig
-from fd_core.engine.building.rehearsal import rehearsed
+from fd_core.engine.computing import rehearsed
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import StepInput
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess

@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 from fd_core.cli.app import app
 from fd_core.cli.trace_page.pack import cells, page
 from fd_core.engine.process.messages import EngineStats
-from fd_core.engine.tracing.cells import KINDS
 from fd_core.engine.tracing.perfetto import perfetto_events
-from fd_core.engine.tracing.reader import EXITS, TraceContents, read_trace
+from fd_core.engine.tracing.reader import EXITS, KINDS, TraceContents, read_trace
 from fd_core.errors import ConfigError
 from tests.engine.helpers import null_engine, random_specs
 from tests.engine.stepping import greedy

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from fd_core.engine.process.engine_socket import EngineSocket
-from fd_core.engine.process.message_stream import MessageStream
+from fd_core.engine.process.message_stream import EngineSocket, MessageStream
 from fd_core.engine.process.messages import Abort, ClientMessage, Delta, EngineMessage, StepEvents
 
 

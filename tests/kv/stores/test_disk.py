@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.kv.stores import disk_folder
+from fd_core.kv.stores import disk
 from fd_core.kv.stores.contract import StoreError, Trouble
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
@@ -114,9 +114,9 @@ def store_in(folder: Path, **parameters) -> DiskStore:
 @pytest.fixture
 def bytes_alone(monkeypatch):
     """A file system on which a file takes its bytes and nothing else, so that small numbers tell something."""
-    monkeypatch.setattr(disk_folder, "_MAX_BLOCK", 1)
-    monkeypatch.setattr(disk_folder, "_FILE_BYTES", 0)
-    monkeypatch.setattr(disk_folder, "_SECTOR", 0)
+    monkeypatch.setattr(disk, "_MAX_BLOCK", 1)
+    monkeypatch.setattr(disk, "_FILE_BYTES", 0)
+    monkeypatch.setattr(disk, "_SECTOR", 0)
 
 
 def files(folder: Path) -> list[Path]:

@@ -174,7 +174,7 @@ class TiersMachine(RuleBasedStateMachine):
             stats, host = self.offload.stats(), self.offload._host
             assert stats.host_bytes == sum(array.nbytes for array in host._arrays.values()) <= stats.host_limit_bytes
             assert stats.open_operations <= len(self.open)
-            assert stats.pending_write_bytes <= self.offload._writer._limit_bytes
+            assert stats.pending_write_bytes <= self.offload._writer.limit_bytes
 
     @precondition(lambda self: self.rig.store)
     @rule()

@@ -10,7 +10,7 @@ import numpy as np
 
 from fd_core.ops.contract import Array, HostStep
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.runner.inputs.uploading import uploaded
+from fd_core.runner.inputs.inputs import uploaded
 from tests.runner.inputs.test_inputs import ids
 
 

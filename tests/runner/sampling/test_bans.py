@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.runner.sampling.bans import Bans
-from fd_core.runner.sampling.sampler import Sampler
+from fd_core.runner.sampling.sampler import Bans, Sampler
 from fd_core.types import Admission, SamplingParams
 
 VOCABULARY = 40

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.scheduling.running.budget import allot_decodes
-from fd_core.scheduling.running.plan import Budget
+from fd_core.scheduling.running.plan import Budget, allot_decodes
 
 DRAFTS = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 

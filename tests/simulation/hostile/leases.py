@@ -40,7 +40,7 @@ from fd_core.effects.operations import (
     Send,
 )
 from fd_core.effects.port import CompletionQueue, EffectPort
-from fd_core.engine.building.kv_transfer import prefill_request_id
+from fd_core.engine.building.kv_offload import prefill_request_id
 from fd_core.engine.core import Engine, EnginePort
 from fd_core.kv.blocks import BlockPool
 from fd_core.ops.contract import KVCache

@@ -537,7 +537,7 @@ class UsesWhatALoadLeftBehind(Changed):
     def complete(self, completion):
         if isinstance(completion, Loaded):
             keys = self._operations.open[completion.operation][0].keys
-            completion = replace(completion, blocks=len(keys))
+            completion = msgspec.structs.replace(completion, blocks=len(keys))
         super().complete(completion)
 
 
@@ -564,7 +564,7 @@ class BeginsBeforeTheKVHasCome(Changed):
 class UsesWhatATransferLeftBehind(Changed):
     def complete(self, completion):
         if isinstance(completion, Fetched):
-            completion = replace(completion, outcome="transferred")
+            completion = msgspec.structs.replace(completion, outcome="transferred")
         super().complete(completion)
 
 
@@ -637,8 +637,8 @@ class WritesWhatIsBeingSent(Changed):
     """Blocks of a send are free as soon as the request has left."""
 
     def change(self):
-        def begin(operations, right, about, blocks=None):
-            return right(about, None if type(about).__name__ == "_Sending" else blocks)
+        def begin(operations, right, about, request, blocks=None):
+            return right(about, request, None if type(about).__name__ == "Send" else blocks)
 
         instead(self._operations, "begin", begin)
 
