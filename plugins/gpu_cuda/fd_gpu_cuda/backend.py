@@ -80,9 +80,8 @@ class CudaBackend(Backend):
         from fd_gpu_cuda.adapters import AdapterRoom
         from fd_gpu_cuda.compilations import Compilations, use_cache_folder
         from fd_gpu_cuda.device import Cuda
-        from fd_gpu_cuda.operations import operations_on, wanted_providers
         from fd_gpu_cuda.ops import CudaOps
-        from fd_gpu_cuda.providers import Providers
+        from fd_gpu_cuda.providers import Providers, operations_on, wanted_providers
 
         try:
             use_cache_folder()

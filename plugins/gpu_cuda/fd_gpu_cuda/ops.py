@@ -27,19 +27,16 @@ from fd_core.ops.warm_up import WarmUpStep
 from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
 from fd_gpu_cuda.adapters import AdaptedOps
-from fd_gpu_cuda.compilations import Compilations
+from fd_gpu_cuda.compilations import Compilations, warm_up_steps
 from fd_gpu_cuda.compositions import scatter_kv, widened_layer
-from fd_gpu_cuda.device import Cuda
+from fd_gpu_cuda.device import Cuda, upload_packed
 from fd_gpu_cuda.experts import MixtureOps
 from fd_gpu_cuda.fusions import FusedOps
-from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward
+from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward, GraphShapes
 from fd_gpu_cuda.kernel_table import Kernels
 from fd_gpu_cuda.kv_cache import CudaKVCache
 from fd_gpu_cuda.packed import PackedLinear, pack_linear
 from fd_gpu_cuda.sampling import SamplingOps
-from fd_gpu_cuda.sizes import GraphShapes
-from fd_gpu_cuda.uploads import upload_packed
-from fd_gpu_cuda.warm_up import warm_up_steps
 
 if TYPE_CHECKING:
     from fd_core.ops.torch.group import TorchCollectives

@@ -26,10 +26,9 @@ import fd_gpu_cuda.postprocess
 from fd_gpu_cuda.adapters import AdapterRoom
 from fd_gpu_cuda.backend import CudaBackend
 from fd_gpu_cuda.compilations import Compilations
-from fd_gpu_cuda.operations import operations_on, wanted_providers
 from fd_gpu_cuda.ops import CudaOps
 from fd_gpu_cuda.postprocess import CudaPostprocess
-from fd_gpu_cuda.providers import Providers
+from fd_gpu_cuda.providers import Providers, operations_on, wanted_providers
 
 ROUNDS = 12
 

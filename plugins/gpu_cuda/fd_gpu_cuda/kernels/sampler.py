@@ -12,11 +12,8 @@ from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 from fd_gpu_cuda.kernel_table import SamplingKernels
-from fd_gpu_cuda.kernels.filters import BINS, BOUNDS, fill_bins, find_cuts
-from fd_gpu_cuda.kernels.penalties import add, mask, penalize
-from fd_gpu_cuda.kernels.sampling import draw, find_peaks
-from fd_gpu_cuda.kernels.scores import count_before, score
-from fd_gpu_cuda.kernels.tokens import accept, write_matrix
+from fd_gpu_cuda.kernels.logits import accept, add, count_before, mask, penalize, score, write_matrix
+from fd_gpu_cuda.kernels.sampling import BINS, BOUNDS, draw, fill_bins, find_cuts, find_peaks
 
 _TILE = 1024
 """Tokens that a program reads at a time."""
