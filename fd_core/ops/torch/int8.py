@@ -57,12 +57,6 @@ class TorchInt8Ops(TorchOps):
         bias = None if biases is None else torch.from_numpy(np.concatenate([each.to_float32() for each in biases]))
         return TorchInt8Linear(torch.ops.onednn.qlinear_prepack(values, None), scales, bias)
 
-    def tied_head(self, embedding: Array, weight: Weight) -> Any:
-        """Share the embedding unless the projection is packed."""
-        if isinstance(weight, PackedTensor):
-            return self.prepare_linear([weight])
-        return super().tied_head(embedding, weight)
-
     def linear(self, x: Array, weight: Any) -> Array:
         """Multiply by the transposed weight and add the bias."""
         return weight(x) if isinstance(weight, TorchInt8Linear) else super().linear(x, weight)

@@ -117,8 +117,8 @@ class TorchOps(TorchSampling, Ops):
         return TorchLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
     def tied_head(self, embedding: Array, weight: Weight) -> Any:
-        """Share the embedding; a pack with another form of linear weights overrides this as well."""
-        return TorchLinear(embedding, None)
+        """Share the embedding unless the projection is packed."""
+        return self.prepare_linear([weight]) if isinstance(weight, PackedTensor) else TorchLinear(embedding, None)
 
     def _stack(self, parts: Sequence[Weight]) -> Array:
         rows = sum(part.shape[0] for part in parts)

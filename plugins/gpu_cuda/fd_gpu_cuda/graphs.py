@@ -248,12 +248,10 @@ class GraphedForward:
         self._tables = tables
         self._captured: weakref.WeakKeyDictionary[KVCache, dict[Shape, _Graph]] = weakref.WeakKeyDictionary()
 
-    def following(self, forward: Forward, graphs: DeviceGraphs, tables: int) -> GraphedForward:
-        """Return the same for a model with other adapters: with the same graphs, unless there are other tables."""
-        found = GraphedForward(forward, graphs, tables)
-        if graphs is self._graphs and tables == self._tables:
-            found._captured = self._captured
-        return found
+    def take_graphs(self, before: GraphedForward) -> None:
+        """Replay the graphs of the same model with other adapters, unless there are other tables."""
+        if self._graphs is before._graphs and self._tables == before._tables:
+            self._captured = before._captured
 
     def __call__(self, step: StepInput, cache: KVCache) -> Array:
         """Return float32 logits [R, V]; those of a replay hold until the next one."""

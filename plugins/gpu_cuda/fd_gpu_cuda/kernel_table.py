@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from fd_core.ops.contract import Activation, Array, Heads, Norm, StepInput
+from fd_core.ops.contract import Activation, Array, Experts, Heads, Norm, StepInput
 from fd_core.ops.torch.sampling import TorchSampling
 from fd_core.runner.postprocess.torch_matrix import write_token_matrix
 
-from fd_gpu_cuda.experts import ExpertsKernel
+from fd_gpu_cuda.adapters import LoraTable
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.packed import PackedProduct
 
-if TYPE_CHECKING:
-    from fd_gpu_cuda.adapters import LoraTable
-
-
 AttentionKernel = Callable[[Array, CudaLayer, Heads, StepInput], Array]
+ExpertsKernel = Callable[[Array, Experts, Activation, Array | None], Array]
+"""Routes x [T, H] to experts that are stacked and adds up their weighted outputs, and to them what is given [T, H]."""
 
 
 class SamplingKernels(TorchSampling):

@@ -16,10 +16,10 @@ class CudaPostprocess(Postprocess):
 
     def __init__(self, ops: Ops, limits: Limits) -> None:
         # torch is needed to compute, not to know of the postprocessor.
-        from fd_gpu_cuda.sampling import SamplingOps
+        from fd_gpu_cuda.ops import CudaOps
 
         super().__init__(ops, limits)
-        if not isinstance(ops, SamplingOps):
+        if not isinstance(ops, CudaOps):
             raise TypeError(f"{type(ops).__name__} is not the pack of gpu_cuda")
         self._pack = ops
 

@@ -11,20 +11,18 @@ experts. So nothing of a token depends on another token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from fd_core.ops.contract import Activation, Array, Experts
 
+from fd_gpu_cuda.kernel_table import ExpertsKernel
 from fd_gpu_cuda.kernels.activations import activated
 from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.products import Operands, ProductDevice, WeightProduct, operands, span_products, stages
-
-if TYPE_CHECKING:
-    from fd_gpu_cuda.experts import ExpertsKernel, StackedExperts
-
+from fd_gpu_cuda.packed import StackedExperts
 
 _PAIRS = 2048
 _NO_KEY = tl.constexpr(-(0x7FFFFFFF << 32))
