@@ -14,8 +14,8 @@ def fd_register_backends() -> list[Entry]:
     """Offer one backend for each framework."""
     return [
         Entry("gpu_cuda", "fd_gpu_cuda.backend:CudaBackend", "NVIDIA GPUs with PyTorch, Triton and CUDA graphs"),
-        Entry("gpu_cuda+paddle", "fd_gpu_cuda.with_paddle:CudaPaddleBackend", "NVIDIA GPUs with PaddlePaddle"),
-        Entry("gpu_cuda+onnx", "fd_gpu_cuda.with_onnx:CudaOnnxBackend", "NVIDIA GPUs with ONNX Runtime"),
+        Entry("gpu_cuda+paddle", "fd_gpu_cuda.other_frameworks:CudaPaddleBackend", "NVIDIA GPUs with PaddlePaddle"),
+        Entry("gpu_cuda+onnx", "fd_gpu_cuda.other_frameworks:CudaOnnxBackend", "NVIDIA GPUs with ONNX Runtime"),
     ]
 
 

@@ -2,32 +2,105 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from fd_core.backends.contract import Availability, Backend, LoadProgress, Model
-from fd_core.backends.places import EnginePlace
-from fd_core.config import EngineConfig
+from fd_core.backends.contract import Availability, LoadProgress, Model
+from fd_core.backends.places import rank_devices
+from fd_core.backends.probing import import_pack, missing
+from fd_core.config import EngineConfig, step_budget
 from fd_core.errors import ConfigError, PluginError
 from fd_core.ops.contract import Ops
+from fd_core.runner.sampling.prompt_scores import SCORED_CELLS
 
-from fd_gpu_cuda.memory import KeptMemory, calculated, measured
-from fd_gpu_cuda.probe import cuda_of_ranks, cuda_of_torch, cuda_places, device_problem, flash_infer, missing
+from fd_gpu_cuda.probe import OnCuda, cuda_of_torch, device_problem, flash_infer
 
 if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
+    from fd_gpu_cuda.ops import CudaOps
     from fd_gpu_cuda.providers import Providers
+
+
+GRAPH_BYTES = 256 * 2**20
+"""Calculated for captured graphs, workspaces of libraries and compiled kernels."""
+NCCL_BYTES = 512 * 2**20
+"""Calculated for the buffers of NCCL where several ranks compute one model."""
+_BYTES_PER_HIDDEN = 96
+"""A token's activations for each element of the hidden state: the residual, what a norm holds in float32, queries, keys
+and values, and gate and up, which are some five times as wide."""
+_BYTES_PER_LOGIT = 48
+"""Logits in float32, and what sampling with filters holds beside them: weights and running sums in float64, and the
+order as int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """Bytes that KV must leave."""
+
+    steps: int
+    """For the largest step, and all that libraries and graphs take that were there when it was measured."""
+    graphs: int
+    """For graphs that were not captured then: what one more of them took, for each."""
+    how: str
+    """`measured` or `calculated`."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.steps + self.graphs
+
+    def __str__(self) -> str:
+        return f"{self.total / 2**20:,.0f} MiB {self.how} for steps and graphs"
+
+
+def measured(cuda: Cuda, ops: CudaOps, steps: AbstractContextManager[None]) -> KeptMemory:
+    """Measure what a rehearsal takes of what the driver has, its small KV cache included.
+
+    What the process keeps when all is given back, such as kernels and connections, is gone for KV anyway.
+    """
+    cuda.release_unused()
+    before = cuda.free_on_driver()
+    with ops.rehearsing(), steps:
+        taken = before - cuda.free_on_driver()
+        graphs = ops.graph_bytes_to_come
+    cuda.release_unused()
+    kept = before - cuda.free_on_driver()
+    return KeptMemory(max(taken - kept, 0), graphs, "measured")
+
+
+def calculated(config: EngineConfig, model: Model | None, default_budget: int) -> KeptMemory:
+    """Calculate it from sizes, without a look at the device."""
+    graphs = GRAPH_BYTES + (NCCL_BYTES if config.tensor_parallel_size > 1 else 0)
+    return KeptMemory(0 if model is None else _largest_step(config, model, default_budget), graphs, "calculated")
+
+
+def _largest_step(config: EngineConfig, model: Model, default_budget: int) -> int:
+    width = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
+    budget = step_budget(config, default_budget)
+    table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
+    return step_bytes(
+        tokens=budget,
+        # Beside those that are sampled from, the logits of prompts whose log-probabilities are wanted.
+        rows=min(config.max_num_seqs * width, budget) + max(SCORED_CELLS // model.vocab_size, 1),
+        hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
+        vocabulary=model.vocab_size,
+    )
+
+
+def step_bytes(*, tokens: int, rows: int, hidden: int, vocabulary: int) -> int:
+    """Return what the largest step takes beside weights and KV: `tokens` computed, logits of `rows` of them."""
+    return tokens * hidden * _BYTES_PER_HIDDEN + rows * vocabulary * _BYTES_PER_LOGIT
 
 
 logger = logging.getLogger(__name__)
 _HINT = "pip install 'fd-gpu-cuda[torch]' from an index that has torch built for CUDA, such as the default one"
 
 
-class CudaBackend(Backend):
+class CudaBackend(OnCuda):
     """torch on a CUDA device, or on one for each rank; in bfloat16 where the device has it."""
 
     name: ClassVar[str] = "gpu_cuda"
@@ -56,22 +129,14 @@ class CudaBackend(Backend):
         return Availability(True, f"torch {version} for CUDA {cuda}; the driver has {count} device(s); {flash_infer()}")
 
     @classmethod
-    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Give each engine a device for each rank."""
-        return cuda_places(count, ranks)
-
-    @classmethod
     def rank_environments(cls, size: int) -> Sequence[Mapping[str, str]]:
         """Show each rank a device of its own."""
-        return cuda_of_ranks(size)
+        return rank_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], size)
 
     @classmethod
     def import_framework(cls) -> None:
         """Import torch and the pack on it."""
-        try:
-            importlib.import_module("fd_gpu_cuda.ops")
-        except ImportError as error:
-            raise PluginError(f"the {cls.name} backend needs torch: {error}", field="--backend", hint=_HINT) from error
+        import_pack(cls.name, "fd_gpu_cuda.ops", needs="torch", hint=_HINT)
 
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""

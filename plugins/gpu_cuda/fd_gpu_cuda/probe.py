@@ -7,19 +7,16 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from fd_core.backends.places import EnginePlace, places_on_devices, rank_devices
+from fd_core.backends.contract import Backend
+from fd_core.backends.places import EnginePlace, places_on_devices
+from fd_core.backends.probing import missing
 
 _NVML = "libnvidia-ml.so.1"
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|None)", re.MULTILINE)
 _VERSION_LINE = re.compile(r"^__version__\b[^=]*=\s*'([^']*)'", re.MULTILINE)
-
-
-def missing(*modules: str) -> list[str]:
-    """Return which modules are not installed; imports none."""
-    return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
 def cuda_of_torch() -> tuple[str, str | None]:
@@ -60,14 +57,13 @@ def device_problem() -> tuple[int, str]:
     return _count(nvml)
 
 
-def cuda_places(count: int, ranks: int) -> Sequence[EnginePlace]:
-    """Return a place for each of `count` engines, a device for each rank. Raises `ConfigError` if there are too few."""
-    return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
+class OnCuda(Backend):
+    """A backend on the CUDA devices that the driver has."""
 
-
-def cuda_of_ranks(size: int) -> Sequence[Mapping[str, str]]:
-    """Return what shows each of `size` ranks a device of its own. Raises `ConfigError` if there are too few."""
-    return rank_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], size)
+    @classmethod
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+        """Give each engine a device for each rank."""
+        return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
 
 
 def _count(nvml: ctypes.CDLL) -> tuple[int, str]:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fd_core.backends.probing import missing
 from fd_core.errors import PluginError
 
 from fd_gpu_cuda.compositions import expanded_product
 from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels
-from fd_gpu_cuda.probe import missing
 
 logger = logging.getLogger(__name__)
 

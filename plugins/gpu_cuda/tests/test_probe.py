@@ -13,16 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fd_core.backends import probing
 from fd_core.backends.contract import Backend
 from fd_core.backends.paddle import PaddleDevices
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
 from fd_core.plugins import BACKEND, Plugins
 
-from fd_gpu_cuda import backend, probe, with_onnx, with_paddle
+from fd_gpu_cuda import backend, other_frameworks, probe
 from fd_gpu_cuda.backend import CudaBackend
-from fd_gpu_cuda.with_onnx import CudaOnnxBackend
-from fd_gpu_cuda.with_paddle import CudaPaddleBackend
+from fd_gpu_cuda.other_frameworks import CudaOnnxBackend, CudaPaddleBackend
 
 BACKENDS = (CudaBackend, CudaPaddleBackend, CudaOnnxBackend)
 
@@ -90,8 +90,7 @@ def test_looking_imports_no_framework() -> None:
     code = """if True:
         import sys
         from fd_gpu_cuda.backend import CudaBackend
-        from fd_gpu_cuda.with_paddle import CudaPaddleBackend
-        from fd_gpu_cuda.with_onnx import CudaOnnxBackend
+        from fd_gpu_cuda.other_frameworks import CudaOnnxBackend, CudaPaddleBackend
         import json
         answers = [cls.probe().reason for cls in (CudaBackend, CudaPaddleBackend, CudaOnnxBackend)]
         loaded = {"torch", "triton", "paddle", "onnxruntime", "flashinfer"} & set(sys.modules)
@@ -104,7 +103,7 @@ def test_looking_imports_no_framework() -> None:
 
 def test_a_missing_framework_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for module in (backend, with_paddle, with_onnx):
+    for module in (backend, other_frameworks):
         monkeypatch.setattr(module, "device_problem", lambda: (1, ""))
     for cls, name in zip(BACKENDS, ("torch and triton", "Paddle", "onnx and onnxruntime"), strict=True):
         found = cls.probe()
@@ -177,16 +176,16 @@ def answer(text: str, errors: str = "") -> Any:
 
 def test_a_runtime_that_falls_back_to_the_processor_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, expected in (
-        (f'{with_onnx._MARK} ["1.31.1", "CPUExecutionProvider"]', "falls back to CPUExecutionProvider"),
-        (f'{with_onnx._MARK} ["1.31.1", "CUDAExecutionProvider"]', ""),
+        (f'{probing._MARK} ["1.31.1", "CPUExecutionProvider"]', "falls back to CPUExecutionProvider"),
+        (f'{probing._MARK} ["1.31.1", "CUDAExecutionProvider"]', ""),
         ("", "cannot start a session: no libcudnn"),
     ):
-        with_onnx.provider_problem.cache_clear()
+        other_frameworks.provider_problem.cache_clear()
         monkeypatch.setattr(subprocess, "run", answer(text, "no libcudnn"))
-        problem = with_onnx.provider_problem()[1]
+        problem = other_frameworks.provider_problem()[1]
         assert expected in problem
         assert bool(problem) == bool(expected)
-    with_onnx.provider_problem.cache_clear()
+    other_frameworks.provider_problem.cache_clear()
 
 
 def test_onnx_computes_in_float32_and_is_never_taken_by_itself() -> None:
@@ -204,9 +203,9 @@ def test_paddle_is_asked_for_the_device_only_where_the_driver_has_one(monkeypatc
 
     monkeypatch.setattr("fd_core.backends.paddle.paddle_devices", devices)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr(with_paddle, "device_problem", lambda: (0, "no NVIDIA driver is installed"))
+    monkeypatch.setattr(other_frameworks, "device_problem", lambda: (0, "no NVIDIA driver is installed"))
     assert (CudaPaddleBackend.probe().reason, asked) == ("no NVIDIA driver is installed", [])
-    monkeypatch.setattr(with_paddle, "device_problem", lambda: (1, ""))
+    monkeypatch.setattr(other_frameworks, "device_problem", lambda: (1, ""))
     assert CudaPaddleBackend.probe().available
     assert CudaPaddleBackend(EngineConfig(model="x")).place == "gpu"
 
@@ -226,5 +225,5 @@ def test_an_old_paddle_and_one_for_processors_are_named(
 ) -> None:
     monkeypatch.setattr("fd_core.backends.paddle.paddle_installed", lambda: True)
     monkeypatch.setattr("fd_core.backends.paddle.paddle_devices", lambda: found)
-    monkeypatch.setattr(with_paddle, "device_problem", lambda: (1, ""))
+    monkeypatch.setattr(other_frameworks, "device_problem", lambda: (1, ""))
     assert CudaPaddleBackend.probe().reason.startswith(words)
