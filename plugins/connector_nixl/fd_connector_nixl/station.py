@@ -19,9 +19,8 @@ from fd_core.disagg.connectors.contract import ConnectorError
 
 from fd_connector_nixl.agent import Agent, Transfer
 from fd_connector_nixl.layout import Notice
-from fd_connector_nixl.library import Library
 from fd_connector_nixl.memory import Memory, Slab, fitting
-from fd_connector_nixl.settings import Settings
+from fd_connector_nixl.settings import Library, Settings
 
 _IDLE_PEERS: Final = 16
 """Connections that are kept for the next lease."""

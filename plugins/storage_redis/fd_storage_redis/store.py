@@ -12,11 +12,9 @@ from fd_core.kv.stores.location import StoreLocation
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from fd_storage_redis.deadline import within
 from fd_storage_redis.routes import Routes, routes_for
 from fd_storage_redis.settings import Settings, Topology
-from fd_storage_redis.troubles import is_elsewhere, passes_over, store_error
-from fd_storage_redis.wire import Command, exchange
+from fd_storage_redis.wire import Command, exchange, is_elsewhere, passes_over, store_error, within
 
 _WINDOW: Final = 32 << 20
 """Bytes of values requested at once, which the server may have to buffer for this reader."""
