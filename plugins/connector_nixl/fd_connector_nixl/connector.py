@@ -35,9 +35,8 @@ from fd_connector_nixl.layout import (
     read_address,
     write_address,
 )
-from fd_connector_nixl.memory import MEMORY
 from fd_connector_nixl.settings import load_library, read_settings
-from fd_connector_nixl.station import Station
+from fd_connector_nixl.station import MEMORY, Station
 
 
 class NixlInbox(KVInbox):

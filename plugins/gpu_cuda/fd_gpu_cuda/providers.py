@@ -18,9 +18,8 @@ from typing import Any
 from fd_core.backends.probing import missing
 from fd_core.errors import PluginError
 
-from fd_gpu_cuda.compositions import expanded_product
 from fd_gpu_cuda.device import Cuda
-from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels
+from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels, expanded_product
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +232,7 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
         Operation("write_kv", "the KV write", _triton("heads", "write_kv")),
         Operation("add_norm", "norms", _triton("norms", "add_norm")),
         Operation("rotate_and_store", "head norms and rope", _triton("heads", "rotate_and_store")),
-        Operation("gate", "activations", _triton("activations", "gate")),
+        Operation("gate", "activations", _triton("norms", "gate")),
         Operation(
             "packed_product",
             "products with packed weights",

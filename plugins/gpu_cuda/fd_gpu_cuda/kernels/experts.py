@@ -19,8 +19,8 @@ import triton.language as tl
 from fd_core.ops.contract import Activation, Array, Experts
 
 from fd_gpu_cuda.kernel_table import ExpertsKernel
-from fd_gpu_cuda.kernels.activations import activated
 from fd_gpu_cuda.kernels.entry import kernel
+from fd_gpu_cuda.kernels.norms import activated
 from fd_gpu_cuda.kernels.products import Operands, ProductDevice, WeightProduct, operands, span_products, stages
 from fd_gpu_cuda.packed import StackedExperts
 
