@@ -64,11 +64,6 @@ class GraphShapes:
         """Tokens of the largest shape; 0 if there is none."""
         return max((rows * width for rows, width in self), default=0)
 
-    @cached_property
-    def most_rows(self) -> int:
-        """Rows of the shape that has the most of them; 0 if there is none."""
-        return max((*self.single, *self.drafted), default=0)
-
     def fitting(self, rows: int, width: int) -> tuple[int, int] | None:
         """Return the smallest shape that holds `rows` rows with up to `width` tokens each, if there is one."""
         if width > self.width:
@@ -102,7 +97,7 @@ class GraphInputs:
         def zeros(*size: int) -> Array:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        tokens, rows = shapes.most_tokens, shapes.most_rows
+        tokens, rows = shapes.most_tokens, max(rows for rows, _ in shapes)
         self._max_context = limits.max_model_len
         self._token_ids, self._positions, self._kv_slots = zeros(3, tokens)
         self._context_len = zeros(rows)

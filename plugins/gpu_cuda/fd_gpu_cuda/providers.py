@@ -13,6 +13,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from fd_core.backends.probing import missing
@@ -182,31 +183,16 @@ _FLAG = "--attention-backend"
 def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...]:
     """Return the operations of a pack of `dtype` whose KV is kept in `kv_dtype`, `auto` for the same."""
 
-    def attention() -> Any:
-        from fd_gpu_cuda.kernels.attention import PagedAttention
+    def device(products: Any) -> Any:
+        return products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block)
 
-        return PagedAttention(cuda.device, cuda.multiprocessors, cuda.shared_memory_per_block)
-
-    def product() -> Any:
+    def mixture(experts: Any) -> Any:
         from fd_gpu_cuda.kernels import products
 
-        return products.weight_product(products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block))
+        return experts.expert_mixture(device(products), products.weight_product(device(products)))
 
-    def mixture() -> Any:
-        from fd_gpu_cuda.kernels import experts, products
-
-        device = products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block)
-        return experts.expert_mixture(device, product())
-
-    def adapters() -> Any:
-        from fd_gpu_cuda.kernels import lora
-
-        return lora.lora_addition()
-
-    def sampling() -> Any:
-        from fd_gpu_cuda.kernels import sampler
-
-        return sampler.TritonSampling(cuda.device, cuda.multiprocessors)
+    def attention(kernels: Any) -> Any:
+        return kernels.PagedAttention(cuda.device, cuda.multiprocessors, cuda.shared_memory_per_block)
 
     def flashinfer() -> Any:
         from fd_gpu_cuda.flash_infer import FlashInferAttention
@@ -221,7 +207,7 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
         return ""
 
     return (
-        Operation("attention", "attention", (Provider("triton", attention),), flag=_FLAG),
+        Operation("attention", "attention", _triton("attention", attention), flag=_FLAG),
         Operation(
             "planned_attention",
             "attention of steps with prompts",
@@ -229,21 +215,25 @@ def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...
             flag=_FLAG,
             covered_by="attention",
         ),
-        Operation("write_kv", "the KV write", _triton("heads", "write_kv")),
-        Operation("add_norm", "norms", _triton("norms", "add_norm")),
-        Operation("rotate_and_store", "head norms and rope", _triton("heads", "rotate_and_store")),
-        Operation("gate", "activations", _triton("norms", "gate")),
+        Operation("write_kv", "the KV write", _triton("heads", attrgetter("write_kv"))),
+        Operation("add_norm", "norms", _triton("norms", attrgetter("add_norm"))),
+        Operation("rotate_and_store", "head norms and rope", _triton("heads", attrgetter("rotate_and_store"))),
+        Operation("gate", "activations", _triton("norms", attrgetter("gate"))),
         Operation(
             "packed_product",
             "products with packed weights",
-            (Provider("triton", product),),
+            _triton("products", lambda products: products.weight_product(device(products))),
             composition=expanded_product,
             rounds=True,
         ),
-        Operation("experts", "mixtures of experts", (Provider("triton", mixture),), rounds=True),
-        Operation("lora", "adapters", (Provider("triton", adapters),)),
+        Operation("experts", "mixtures of experts", _triton("experts", mixture), rounds=True),
+        Operation("lora", "adapters", _triton("lora", lambda lora: lora.lora_addition())),
         Operation(
-            "sampling", "sampling", (Provider("triton", sampling),), composition=SamplingKernels(), of_logits=True
+            "sampling",
+            "sampling",
+            _triton("sampler", lambda sampler: sampler.TritonSampling(cuda.device, cuda.multiprocessors)),
+            composition=SamplingKernels(),
+            of_logits=True,
         ),
     )
 
@@ -258,7 +248,6 @@ def wanted_providers(attention: str) -> Mapping[str, str]:
     }[attention]
 
 
-def _triton(module: str, name: str) -> tuple[Provider, ...]:
-    """Return a kernel of `fd_gpu_cuda.kernels` as the one provider."""
-    load: Callable[[], Any] = lambda: getattr(importlib.import_module(f"fd_gpu_cuda.kernels.{module}"), name)  # noqa: E731
-    return (Provider("triton", load),)
+def _triton(module: str, make: Callable[[Any], Any]) -> tuple[Provider, ...]:
+    """Return what is made of a module of `fd_gpu_cuda.kernels` as the one provider."""
+    return (Provider("triton", lambda: make(importlib.import_module(f"fd_gpu_cuda.kernels.{module}"))),)

@@ -21,7 +21,16 @@ from fd_core.ops.contract import Activation, Array, Experts
 from fd_gpu_cuda.kernel_table import ExpertsKernel
 from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kernels.norms import activated
-from fd_gpu_cuda.kernels.products import Operands, ProductDevice, WeightProduct, operands, span_products, stages
+from fd_gpu_cuda.kernels.products import (
+    EVERY_TILE,
+    MOST_TOKENS,
+    Operands,
+    ProductDevice,
+    WeightProduct,
+    operands,
+    span_products,
+    stages,
+)
 from fd_gpu_cuda.packed import StackedExperts
 
 _PAIRS = 2048
@@ -131,7 +140,6 @@ def _order(chosen_at, order_at, counts_at, pairs, block: tl.constexpr):
     tl.store(counts_at + expert, at - first)
 
 
-_MOST_TOKENS = 128
 _COLUMNS = 1024
 
 
@@ -144,16 +152,6 @@ class GroupedTile(NamedTuple):
     num_stages: int
 
 
-class _Sorted(NamedTuple):
-    """Pairs of a step by expert."""
-
-    order: Array
-    """int32[P], place of a pair among the choices of all tokens"""
-    counts: Array
-    """int32[experts]"""
-    top_k: int
-
-
 def grouped_tile(pairs: int, experts: int, operand: Operands, device: ProductDevice) -> GroupedTile:
     """Choose a tile: with as many pairs as an expert has on average.
 
@@ -161,11 +159,11 @@ def grouped_tile(pairs: int, experts: int, operand: Operands, device: ProductDev
     """
     exact = operand.values.element_size() == 4 or operand.x.element_size() == 4  # multiplied without tensor cores
     average = triton.next_power_of_2(triton.cdiv(pairs, experts))
-    columns = min(max(average, 16), 64 if exact else _MOST_TOKENS)
-    wide = operand.bits == 16 and columns == _MOST_TOKENS  # these need no registers to be widened
+    columns = min(max(average, 16), 64 if exact else MOST_TOKENS)
+    wide = operand.bits == 16 and columns == MOST_TOKENS  # these need no registers to be widened
     outputs = 32 if exact else 128 if wide else 64
     count = stages(operand, outputs, columns, device, 4 if columns <= 32 else 3)
-    return GroupedTile(outputs, columns, 8 if columns == _MOST_TOKENS else 4, count)
+    return GroupedTile(outputs, columns, 8 if columns == MOST_TOKENS else 4, count)
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:
@@ -188,12 +186,16 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
         logits = x.new_empty((len(x), gate_up.experts), dtype=experts.router.dtype)
         product(x, experts.router, logits)
         chosen, weights = choose(logits, experts)
-        pairs = _Sorted(*order_by_expert(chosen, gate_up.experts), experts.top_k)
-        inner = x.new_empty(len(pairs.order), gate_up.out // 2)
+        pairs = *order_by_expert(chosen, gate_up.experts), experts.top_k
+        inner = x.new_empty(len(pairs[0]), gate_up.out // 2)
         _multiply_experts(x, gate_up, pairs, inner, device, activation, compiled)
-        each = x.new_empty(len(pairs.order), down.out)
+        each = x.new_empty(len(pairs[0]), down.out)
         _multiply_experts(inner, down, pairs, each, device, None, compiled)
-        return _weighted_sum(each, weights, shared)
+        y = x.new_empty(len(x), down.out)
+        _add_up[(len(x), triton.cdiv(down.out, _COLUMNS))](
+            each, weights, shared, y, down.out, shares=shared is not None, top_k=experts.top_k, tile=_COLUMNS
+        )
+        return y
 
     return mixture
 
@@ -201,86 +203,54 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
 def _multiply_experts(
     x: Array,
     weight: StackedExperts,
-    pairs: _Sorted,
+    pairs: tuple[Array, Array, int],
     y: Array,
     device: ProductDevice,
     activation: Activation | None,
     compiled: set[Any],
 ) -> None:
-    """Multiply rows by the weight of their pair's expert.
+    """Multiply rows by the weight of their pair's expert; `pairs` are what `order_by_expert` returns, and top_k.
 
     With an activation: rows of tokens [T, in] to activated rows [P, out / 2] by expert. Without: rows [P, in] by expert
     to rows [P, out] of the pairs in the order of tokens.
     """
-    operand = operands(x, weight.weight)
-    key = (
-        x.dtype,
-        weight.experts,
-        weight.out,
-        operand.inputs,
-        operand.values.dtype,
-        tuple(operand.form.items()),
-        activation,
-    )
-    own = grouped_tile(len(pairs.order), weight.experts, operand, device)
-    tiles = [own]
+    operand, (order, counts, top_k) = operands(x, weight.weight), pairs
+    form = tuple(operand.form.items())
+    key = (x.dtype, weight.experts, weight.out, operand.inputs, operand.values.dtype, form, activation)
+    tiles = [grouped_tile(len(order), weight.experts, operand, device)]
     if key not in compiled:
         # Tiles for other numbers of pairs compile at the first product, or they would while requests are served.
         compiled.add(key)
-        counts = (1, 32, 64, _MOST_TOKENS)
-        tiles = [
-            *dict.fromkeys(grouped_tile(each * weight.experts, weight.experts, operand, device) for each in counts),
-            own,
-        ]
+        every = (grouped_tile(each * weight.experts, weight.experts, operand, device) for each in EVERY_TILE)
+        tiles = [*dict.fromkeys(every), *tiles]
     for tile in tiles:
-        _launch(operand, weight, pairs, y, tile, activation)
-
-
-def _launch(
-    operand: Operands,
-    weight: StackedExperts,
-    pairs: _Sorted,
-    y: Array,
-    tile: GroupedTile,
-    activation: Activation | None,
-) -> None:
-    grid = (triton.cdiv(weight.out, tile.outputs), most_tiles(len(pairs.order), weight.experts, tile.pairs))
-    _multiply_pairs[grid](
-        operand.x,
-        operand.x.stride(0),
-        operand.x_scales,
-        operand.values,
-        operand.values.stride(0),
-        operand.scales,
-        operand.minima,
-        pairs.order,
-        pairs.counts,
-        y,
-        y.stride(0),
-        weight.experts,
-        weight.out,
-        operand.inputs,
-        operand.groups,
-        operand.group,
-        **operand.form,
-        activation=activation,
-        top_k=pairs.top_k,
-        size=triton.next_power_of_2(weight.experts),
-        n=tile.outputs,
-        m=tile.pairs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-def _weighted_sum(each: Array, weights: Array, shared: Array | None) -> Array:
-    """[T * top_k, H], float32[T, top_k] and what is added [T, H] -> [T, H]"""
-    (tokens, top_k), hidden = weights.shape, each.shape[1]
-    y = each.new_empty(tokens, hidden)
-    _add_up[(tokens, triton.cdiv(hidden, _COLUMNS))](
-        each, weights, shared, y, hidden, shares=shared is not None, top_k=top_k, tile=_COLUMNS
-    )
-    return y
+        grid = (triton.cdiv(weight.out, tile.outputs), most_tiles(len(order), weight.experts, tile.pairs))
+        _multiply_pairs[grid](
+            operand.x,
+            operand.x.stride(0),
+            operand.x_scales,
+            operand.values,
+            operand.values.stride(0),
+            operand.scales,
+            operand.minima,
+            order,
+            counts,
+            y,
+            y.stride(0),
+            weight.experts,
+            weight.out,
+            operand.inputs,
+            operand.groups,
+            operand.group,
+            **operand.form,
+            activation=activation,
+            top_k=top_k,
+            size=triton.next_power_of_2(weight.experts),
+            n=tile.outputs,
+            m=tile.pairs,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
 
 
 @kernel

@@ -43,23 +43,13 @@ class Operands(NamedTuple):
     inputs: int
     groups: int
     group: int
-    span: int
-    """Values of a row that are multiplied at a time."""
-    bits: int
-    """Of a weight."""
-    eight: bool
     form: dict[str, Any]
     """Constants of `span_products`."""
 
     @property
-    def step(self) -> int:
-        """Values of a row that are read at a time."""
-        return 2 * self.span if self.bits == 4 else self.span
-
-    def stage_bytes(self, outputs: int, tokens: int) -> int:
-        """Return the shared memory that one step of a tile takes while it is on its way."""
-        weights = outputs * self.step * self.bits // 8
-        return weights + tokens * self.step * self.x.element_size()
+    def bits(self) -> int:
+        """Of a weight."""
+        return int(self.form["bits"])
 
 
 def operands(x: Array, weight: PackedPart | Array) -> Operands:
@@ -70,45 +60,27 @@ def operands(x: Array, weight: PackedPart | Array) -> Operands:
     """
     if not isinstance(weight, PackedPart):
         inputs, span = weight.shape[1], _PLAIN_SPAN_BYTES // weight.element_size()
-        form = _form(weight.element_size() * 8, span, inputs)
-        return Operands(x, None, weight, None, None, None, inputs, 1, inputs, span, form["bits"], False, form)
-    part, x_scales = weight, None
+        return Operands(x, None, weight, None, None, None, inputs, 1, inputs, _form(weight.itemsize * 8, span, inputs))
+    part, x_scales, groups = weight, None, weight.scales.shape[1]
     values = part.values.view(torch.uint8) if part.fp8 and not part.eight else part.values
     if part.eight:
         x, x_scales = quantize_rows(x, torch.float8_e4m3fn if part.fp8 else torch.int8)
         values = values.view(x.dtype)
-    form = _form(
-        part.bits,
-        part.span,
-        part.inputs,
-        fp8=part.fp8,
-        eight=part.eight,
-        middle=part.middle,
-        grouped=part.scales.shape[1] > 1,
-        has_minima=part.minima is not None,
-    )
-    groups = part.scales.shape[1]
-    return Operands(
-        x,
-        x_scales,
-        values,
-        part.scales,
-        part.minima,
-        part.bias,
-        part.inputs,
-        groups,
-        part.group,
-        part.span,
-        part.bits,
-        part.eight,
-        form,
-    )
+    form = _form(part.bits, part.span, part.inputs) | {
+        "fp8": part.fp8,
+        "eight": part.eight,
+        "middle": part.middle,
+        "grouped": groups > 1,
+        "has_minima": part.minima is not None,
+    }
+    return Operands(x, x_scales, values, part.scales, part.minima, part.bias, part.inputs, groups, part.group, form)
 
 
-def _form(bits: int, span: int, inputs: int, **more: Any) -> dict[str, Any]:
-    none = {"fp8": False, "eight": False, "middle": 0, "grouped": False, "has_minima": False}
+def _form(bits: int, span: int, inputs: int) -> dict[str, Any]:
+    """Return the constants for weights that are not packed; `span` values of a row are multiplied at a time."""
     even = inputs % (2 * span if bits == 4 else span) == 0
-    return {**none, **more, "bits": bits, "even": even, "k": span}
+    none = {"fp8": False, "eight": False, "middle": 0, "grouped": False, "has_minima": False}
+    return {**none, "bits": bits, "even": even, "k": span}
 
 
 def quantize_rows(x: Array, dtype: torch.dtype) -> tuple[Array, Array]:
@@ -228,9 +200,9 @@ def span_products(
 WeightProduct = Callable[[Array, PackedPart | Array, Array], None]
 """Multiplies x [T, in] by a weight [out, in] into y [T, out], whose rows may lie apart; waits for nothing."""
 
-_MOST_TOKENS = 128
+MOST_TOKENS = 128
 _FEW_TOKENS = 32
-_EVERY_TILE = (1, 32, 64, _MOST_TOKENS)
+EVERY_TILE = (1, 32, 64, MOST_TOKENS)
 """Numbers of tokens for each of which there is another tile."""
 _SHORTEST_CUT = 512
 """Inputs; a multiple of every step."""
@@ -262,7 +234,9 @@ class Tile(NamedTuple):
 
 def stages(operand: Operands, outputs: int, tokens: int, device: ProductDevice, most: int) -> int:
     """Return how many steps of a tile may be on their way at a time, which is bounded by the device's shared memory."""
-    return max(1, min(most, (device.shared_memory - _LEFT) // operand.stage_bytes(outputs, tokens)))
+    step = operand.form["k"] * (2 if operand.bits == 4 else 1)  # values of a row that are read at a time
+    step_bytes = outputs * step * operand.bits // 8 + tokens * step * operand.x.element_size()
+    return max(1, min(most, (device.shared_memory - _LEFT) // step_bytes))
 
 
 def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> Tile:
@@ -273,7 +247,7 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
     """
     exact = operand.bits == 32 or operand.x.dtype == torch.float32  # multiplied without tensor cores
     outputs = 16 if operand.bits == 32 else 32 if exact else 64
-    columns = min(max(triton.next_power_of_2(tokens), 16), 64 if exact else _MOST_TOKENS)
+    columns = min(max(triton.next_power_of_2(tokens), 16), 64 if exact else MOST_TOKENS)
     blocks = triton.cdiv(out, outputs)
     cuts = min(_PROGRAMS_A_MULTIPROCESSOR * device.multiprocessors // blocks, operand.inputs // _SHORTEST_CUT)
     cut, splits = operand.inputs, 1
@@ -282,7 +256,7 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
         splits = triton.cdiv(operand.inputs, cut) if tokens <= _FEW_TOKENS else 1
     few = columns <= _FEW_TOKENS
     # Weights of 16 bits reach the tensor cores as they are, so a thread has registers for twice the sums.
-    many = columns == _MOST_TOKENS and operand.bits != 16
+    many = columns == MOST_TOKENS and operand.bits != 16
     return Tile(
         outputs,
         columns,
@@ -315,7 +289,7 @@ def weight_product(device: ProductDevice) -> WeightProduct:
             # Tiles for other numbers of tokens compile at the first product, or they would while requests are served.
             compiled.add(key)
             first = operand._replace(x=operand.x[:1])
-            for tile in dict.fromkeys(tile_of(tokens, y.shape[1], operand, device) for tokens in _EVERY_TILE):
+            for tile in dict.fromkeys(tile_of(tokens, y.shape[1], operand, device) for tokens in EVERY_TILE):
                 launch(first, tile, y[:1])
         launch(operand, tile_of(len(x), y.shape[1], operand, device), y)
 

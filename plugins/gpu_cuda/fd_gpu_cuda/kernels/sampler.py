@@ -22,6 +22,7 @@ _MOST_SPANS = 256
 _WAVES = 32
 """Programs of a launch for each multiprocessor: some eight are on one at a time, and the last ones should be short."""
 _COPIES = 4
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
 _ROOM = 8192
 """Tokens that are listed of a row that is cut; 4 bytes each."""
 _MOST_LISTED = 32
@@ -73,7 +74,8 @@ class TritonSampling(SamplingKernels):
             self._sample(logits, rows, chosen, peaks)
         else:
             for part in self._parts(count):
-                self._sample(logits[part], _rows_in(rows, part), chosen[part], peaks[part])
+                columns = {name: getattr(rows, name)[part] for name in _COLUMNS}
+                self._sample(logits[part], replace(rows, **columns), chosen[part], peaks[part])
         return chosen, peaks
 
     def _sample(self, logits: Array, rows: SampleInput, chosen: Array, peaks: Array) -> None:
@@ -287,12 +289,6 @@ class TritonSampling(SamplingKernels):
         spans = min(tiles, _MOST_SPANS, triton.cdiv(_WAVES * self._multiprocessors, rows))
         of_each = triton.cdiv(tiles, spans)
         return of_each, triton.cdiv(tiles, of_each)
-
-
-def _rows_in(rows: SampleInput, part: slice) -> SampleInput:
-    """Return the parameters of some rows."""
-    columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-    return replace(rows, **{name: getattr(rows, name)[part] for name in columns})
 
 
 def _rows_of(x: Array) -> Array:
