@@ -31,10 +31,10 @@ from fd_core.ops.contract import (
     Rope,
     StepInput,
 )
-from fd_core.ops.numpy.ops import NumpyLinear, NumpyOps
+from fd_core.ops.numpy.ops import NumpyKVCache, NumpyLinear, NumpyOps
 from fd_core.ops.onnx_graph import attention
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol, TraceError
-from fd_core.ops.onnx_graph.session import CPU, Binding, OnnxKVCache, Provider, Session, TracedCache, TracedLayer, bound
+from fd_core.ops.onnx_graph.session import CPU, Binding, Provider, Session, TracedCache, TracedLayer, bound
 from fd_core.ops.parallel import RankGroup, Stage
 
 
@@ -98,10 +98,6 @@ class OnnxOps(NumpyOps):
 
     def __init__(self, provider: Provider = CPU) -> None:
         self.provider = provider
-
-    def allocate_kv(self, shape: KVShape, num_blocks: int) -> OnnxKVCache:
-        """Allocate zeros."""
-        return OnnxKVCache(shape, num_blocks)
 
     def join(self, group: RankGroup) -> None:
         """Refuse: a session has no part that waits for other ranks."""
@@ -307,9 +303,9 @@ class SessionForward:
                 self._eager = True
                 return None
             self._sessions[cache.shape] = session
-            if not isinstance(cache, OnnxKVCache):
+            if not isinstance(cache, NumpyKVCache):
                 raise TypeError("the onnx pack computes on a cache that it allocated")
-            self._bindings[cache] = session.bind(cache.bound())
+            self._bindings[cache] = session.bind(bound([cache.layer(index) for index in range(cache.shape.num_layers)]))
         return self._bindings[cache]
 
     def _trace(self, shape: KVShape) -> Session:

@@ -12,7 +12,6 @@ import onnxruntime
 
 from fd_core.errors import PluginError
 from fd_core.ops.contract import KVShape
-from fd_core.ops.numpy.ops import NumpyKVCache
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 
 _ERRORS_ONLY = 3
@@ -106,16 +105,11 @@ class Binding:
 _PARTS = ("keys", "values")
 
 
-class OnnxKVCache(NumpyKVCache):
-    """The numpy pack's cache, which a graph's inputs and outputs are bound to."""
-
-    def bound(self) -> dict[str, tuple[str, Any]]:
-        """Return what a session binds: input name -> (output name, OrtValue over the same memory)."""
-        return bound([self.layer(index) for index in range(self.shape.num_layers)])
-
-
 def bound(layers: Sequence[npt.NDArray[np.float32]]) -> dict[str, tuple[str, Any]]:
-    """Return what a session binds for the layers of a `TracedCache`."""
+    """Return what a session binds for layers of the numpy pack's cache, which the operators of a `TracedCache` change.
+
+    That is the name of an input, and of an output with an OrtValue over the same memory.
+    """
     wrap = onnxruntime.OrtValue.ortvalue_from_numpy
     return {
         f"{part}_{index}": (f"{part}_{index}_after", wrap(memory))

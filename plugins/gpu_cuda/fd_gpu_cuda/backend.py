@@ -154,20 +154,19 @@ def measured(cuda: Cuda, ops: CudaOps, steps: AbstractContextManager[None]) -> K
 def calculated(config: EngineConfig, model: Model | None, default_budget: int) -> KeptMemory:
     """Calculate it from sizes, without a look at the device."""
     graphs = GRAPH_BYTES + (NCCL_BYTES if config.tensor_parallel_size > 1 else 0)
-    return KeptMemory(0 if model is None else _largest_step(config, model, default_budget), graphs, "calculated")
-
-
-def _largest_step(config: EngineConfig, model: Model, default_budget: int) -> int:
+    if model is None:
+        return KeptMemory(0, graphs, "calculated")
     width = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
     budget = step_budget(config, default_budget)
     table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
-    return step_bytes(
+    steps = step_bytes(
         tokens=budget,
         # Beside those that are sampled from, the logits of prompts whose log-probabilities are wanted.
         rows=min(config.max_num_seqs * width, budget) + max(SCORED_CELLS // model.vocab_size, 1),
         hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
         vocabulary=model.vocab_size,
     )
+    return KeptMemory(steps, graphs, "calculated")
 
 
 def step_bytes(*, tokens: int, rows: int, hidden: int, vocabulary: int) -> int:

@@ -313,7 +313,13 @@ class CudaOps(TorchOps):
             return super().place_loras(deltas, inputs, outs, before)
         table = before
         if not isinstance(table, LoraTable) or not table.fits(deltas):
-            table = self._new_table(deltas, inputs, tuple(outs))
+            room = self.adapter_room or AdapterRoom()
+            with _memory_error():
+                table = LoraTable.empty(deltas, inputs, tuple(outs), room, self.device)
+            # Of no tokens: it compiles here, where no request waits.
+            x = torch.empty((0, inputs), dtype=self.torch_dtype, device=self.device)
+            self._kernels.lora(x.new_empty(0, sum(outs)), x, table, table.entries.new_empty(0, dtype=torch.int32))
+            self.tables_made += 1
         entries = np.zeros(tuple(table.entries.shape), np.int64)
         for place, delta in enumerate(deltas):
             for part, each in enumerate(() if delta is None else delta.parts):
@@ -336,19 +342,6 @@ class CudaOps(TorchOps):
         if table is not None and places is not None:
             kernel(y, x if x.stride(1) == 1 else x.contiguous(), table, places)
         return y
-
-    def _new_table(self, deltas: Sequence[DeviceLora | None], inputs: int, outs: tuple[int, ...]) -> LoraTable:
-        room = self.adapter_room or AdapterRoom()
-        with _memory_error():
-            table = LoraTable.empty(deltas, inputs, outs, room, self.device)
-        if self._kernels.lora is not None:
-            # Of no tokens: it compiles here, where no request waits.
-            x, y = (
-                torch.empty((0, width), dtype=self.torch_dtype, device=self.device) for width in (inputs, sum(outs))
-            )
-            self._kernels.lora(y, x, table, table.entries.new_empty(0, dtype=torch.int32))
-        self.tables_made += 1
-        return table
 
     # Fusions: each takes a kernel where the table has one, and is composed elsewhere -----------------------
 

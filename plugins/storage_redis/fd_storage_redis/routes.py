@@ -31,7 +31,12 @@ def routes_for(settings: Settings) -> Routes:
     if settings.topology is Topology.CLUSTER:
         return _ClusterRoutes(settings)
     if settings.topology is Topology.SENTINEL:
-        return _SentinelRoutes(settings)
+        sentinel = Sentinel([])
+        asked = [_tcp_pool(address, settings, settings.sentinel_credentials) for address in settings.addresses]
+        sentinel.sentinels = [Redis(connection_pool=pool) for pool in asked]
+        cls = BoundedSentinelSSLConnection if settings.tls else BoundedSentinelConnection
+        options = {"connection_class": cls, "db": settings.database, **_options(settings, settings.credentials)}
+        return _SingleRoutes(SentinelConnectionPool(settings.master, sentinel, **options), *asked)
     if settings.topology is Topology.SERVER:
         return _SingleRoutes(_tcp_pool(settings.addresses[0], settings, settings.credentials, db=settings.database))
     options = {"path": settings.socket, "db": settings.database, **_options(settings, settings.credentials)}
@@ -67,10 +72,10 @@ def _tcp_pool(address: Address, settings: Settings, credentials: Credentials, **
 
 
 class _SingleRoutes:
-    """Finds the pool of connections for each key: here the only one."""
+    """Finds the pool of connections for each key: here the only one. `others` are closed with it."""
 
-    def __init__(self, pool: ConnectionPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: ConnectionPool, *others: ConnectionPool) -> None:
+        self._pool, self._others = pool, others
 
     def groups(self, keys: Sequence[bytes]) -> list[tuple[ConnectionPool, list[int]]]:
         """Return each pool that holds some of `keys`, with the indices of those keys."""
@@ -88,24 +93,8 @@ class _SingleRoutes:
 
     def close(self) -> None:
         """Close the connections that are not in use."""
-        self._pool.disconnect(inuse_connections=False)
-
-
-class _SentinelRoutes(_SingleRoutes):
-    def __init__(self, settings: Settings) -> None:
-        self._sentinel = Sentinel([])
-        self._sentinel.sentinels = [
-            Redis(connection_pool=_tcp_pool(address, settings, settings.sentinel_credentials))
-            for address in settings.addresses
-        ]
-        cls = BoundedSentinelSSLConnection if settings.tls else BoundedSentinelConnection
-        options = {"connection_class": cls, "db": settings.database, **_options(settings, settings.credentials)}
-        super().__init__(SentinelConnectionPool(settings.master, self._sentinel, **options))
-
-    def close(self) -> None:
-        super().close()
-        for sentinel in self._sentinel.sentinels:
-            sentinel.connection_pool.disconnect(inuse_connections=False)
+        for pool in (self._pool, *self._others):
+            pool.disconnect(inuse_connections=False)
 
 
 class _ClusterRoutes:
