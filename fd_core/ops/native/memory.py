@@ -90,12 +90,7 @@ def _filled(values: npt.NDArray[np.float32], rows: int, columns: int) -> npt.NDA
 
 
 def pack(
-    runtime: Runtime,
-    arena: Arena,
-    parts: Sequence[Weight],
-    biases: Sequence[RawTensor] | None,
-    *,
-    gated: bool,
+    runtime: Runtime, arena: Arena, parts: Sequence[Weight], biases: Sequence[RawTensor] | None, *, gated: bool
 ) -> NativeLinear:
     """Copy weights [out_i, in] and biases [out_i] into the order that the kernels read."""
     library = runtime.library

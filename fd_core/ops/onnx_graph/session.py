@@ -68,10 +68,7 @@ class Binding:
     """A session with the memory that its runs change, such as one KV cache."""
 
     def __init__(
-        self,
-        session: onnxruntime.InferenceSession,
-        weights: Mapping[str, Any],
-        in_place: Mapping[str, tuple[str, Any]],
+        self, session: onnxruntime.InferenceSession, weights: Mapping[str, Any], in_place: Mapping[str, tuple[str, Any]]
     ) -> None:
         self._session = session
         self._held = (weights, in_place)  # the runtime holds no reference to the memory of arrays

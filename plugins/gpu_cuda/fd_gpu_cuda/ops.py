@@ -364,14 +364,7 @@ class CudaOps(TorchOps):
         return super().gate(gate_up, activation) if kernel is None else kernel(gate_up, activation)
 
     def attention_inputs(
-        self,
-        x: Any,
-        norm: Norm,
-        qkv: Any,
-        heads: Heads,
-        layer: CudaLayer,
-        step: StepInput,
-        lora: Lora | None = None,
+        self, x: Any, norm: Norm, qkv: Any, heads: Heads, layer: CudaLayer, step: StepInput, lora: Lora | None = None
     ) -> Array:
         """Norm, product, and all that follows it in one launch."""
         kernel = self._kernels.rotate_and_store

@@ -79,11 +79,7 @@ def random_step(
     }
     placed = dict(zip(arrays, ops.upload(list(arrays.values())), strict=True))
     step = StepInput(
-        **placed,
-        max_query=width,
-        max_context=int(contexts.max()),
-        uniform=bool((counts == width).all()),
-        host=host,
+        **placed, max_query=width, max_context=int(contexts.max()), uniform=bool((counts == width).all()), host=host
     )
     return step, num_blocks
 

@@ -165,17 +165,7 @@ def _shrink(
 
 
 @triton.jit
-def _products(
-    x_rows,
-    rows,
-    begin,
-    end,
-    inputs,
-    even: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-):
+def _products(x_rows, rows, begin, end, inputs, even: tl.constexpr, n: tl.constexpr, m: tl.constexpr, k: tl.constexpr):
     """Return the products [n, m] of inputs `begin` to `end`, summed in one order."""
     sums = tl.zeros((n, m), tl.float32)
     for at in range(begin, end, k):

@@ -57,11 +57,7 @@ _MOST_WARPS = 16
 
 
 def add_norm(
-    x: Array,
-    norm: Norm | None,
-    y: Array | None = None,
-    post_norm: Norm | None = None,
-    rows: Array | None = None,
+    x: Array, norm: Norm | None, y: Array | None = None, post_norm: Norm | None = None, rows: Array | None = None
 ) -> Array:
     """Return the norm of x [T, H], or of x + y or x + post_norm(y), whose sum is written into x; waits for nothing.
 

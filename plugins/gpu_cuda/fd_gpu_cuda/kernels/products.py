@@ -258,12 +258,7 @@ def tile_of(tokens: int, out: int, operand: Operands, device: ProductDevice) -> 
     # Weights of 16 bits reach the tensor cores as they are, so a thread has registers for twice the sums.
     many = columns == MOST_TOKENS and operand.bits != 16
     return Tile(
-        outputs,
-        columns,
-        cut,
-        splits,
-        8 if many else 4,
-        stages(operand, outputs, columns, device, 5 if few else 3),
+        outputs, columns, cut, splits, 8 if many else 4, stages(operand, outputs, columns, device, 5 if few else 3)
     )
 
 
