@@ -60,8 +60,7 @@ class CpuBackend(ProcessorBackend):
                 self.emulated = "emulated" in native.instruction_set
                 self.dtype_reason = native.dtype_reason
                 return native
-        from fd_core.ops.torch.int8 import TorchInt8Ops, multiplies_bytes_exactly
-        from fd_core.ops.torch.ops import TorchOps
+        from fd_core.ops.torch.ops import TorchInt8Ops, TorchOps, multiplies_bytes_exactly
 
         self.dtype_reason = "torch's own kernels round every intermediate result, which bfloat16 would show"
         if multiplies_bytes_exactly():

@@ -100,7 +100,34 @@ class TritonSampling(SamplingKernels):
         if rows.all_greedy:
             return
         if rows.any_filter:
-            self._cut(logits, rows, peaks, tiles, grid)
+            # Where top_k and top_p cut each row.
+            given = logits, stride, rows.temperature, rows.top_k, rows.top_p, peaks, self._lows
+            fill_bins[grid](
+                *given,
+                self._bin_counts,
+                self._bin_masses,
+                self._bounds,
+                self._counters,
+                vocabulary,
+                tiles,
+                tile=_TILE,
+                copies=_COPIES,
+            )
+            find_cuts[grid](
+                *given,
+                self._bounds,
+                self._listed,
+                self._lengths,
+                self._cuts,
+                self._ties,
+                self._counters,
+                vocabulary,
+                tiles,
+                room=_ROOM,
+                tile=_TILE,
+                chunk=512,
+                num_warps=8,
+            )
         draw[grid](
             logits,
             stride,
@@ -120,36 +147,6 @@ class TritonSampling(SamplingKernels):
             filtered=rows.any_filter,
             tile=_TILE,
             most_spans=_MOST_SPANS,
-        )
-
-    def _cut(self, logits: Array, rows: SampleInput, peaks: Array, tiles: int, grid: tuple[int, int]) -> None:
-        """Find where top_k and top_p cut each row."""
-        given = logits, logits.stride(0), rows.temperature, rows.top_k, rows.top_p, peaks, self._lows
-        fill_bins[grid](
-            *given,
-            self._bin_counts,
-            self._bin_masses,
-            self._bounds,
-            self._counters,
-            logits.shape[1],
-            tiles,
-            tile=_TILE,
-            copies=_COPIES,
-        )
-        find_cuts[grid](
-            *given,
-            self._bounds,
-            self._listed,
-            self._lengths,
-            self._cuts,
-            self._ties,
-            self._counters,
-            logits.shape[1],
-            tiles,
-            room=_ROOM,
-            tile=_TILE,
-            chunk=512,
-            num_warps=8,
         )
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
