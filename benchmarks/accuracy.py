@@ -39,7 +39,7 @@ from fd_core.cli.models.models import files_beside
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantized_folder import write_quantized
-from fd_core.ops.torch import int8 as torch_int8
+from fd_core.ops.torch import ops as torch_pack
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "serve" / "quantization.md"
@@ -96,7 +96,7 @@ def read(model: Path, prompts: list[list[int]], **settings: Any) -> Reading:
 
 def expanding() -> AbstractContextManager[object]:
     """Have torch expand int8 weights, too, which it would multiply by rounded activations."""
-    return patch.object(torch_int8, "multiplies_bytes_exactly", lambda: False)
+    return patch.object(torch_pack, "multiplies_bytes_exactly", lambda: False)
 
 
 def text_of(model: Path, tokens: int) -> tuple[str, list[list[int]]]:

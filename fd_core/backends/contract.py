@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Protocol, runtime_checkable
 
-from fd_core.backends.cgroups import cpu_quota
+from fd_core.backends.memory import cpu_quota
 from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError

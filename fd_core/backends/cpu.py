@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
 from fd_core.backends.memory import available_memory
 from fd_core.backends.places import EnginePlace, places_on_cores
-from fd_core.errors import PluginError
+from fd_core.backends.probing import import_pack, missing
 from fd_core.ops.contract import Ops
 
 
-class CpuBackend(Backend):
-    """torch on the host's processors; by default bfloat16 with native kernels and float32 without them."""
+class ProcessorBackend(Backend):
+    """A backend on the processors of this machine, which engines divide."""
 
-    name: ClassVar[str] = "cpu"
     default_pipeline_depth: ClassVar[int] = 1
-    default_batched_tokens: ClassVar[int] = 512
-    auto_rank: ClassVar[int] = 10
-
-    @classmethod
-    def probe(cls) -> Availability:
-        """Available where torch is installed; it is not imported for the answer."""
-        if importlib.util.find_spec("torch") is None:
-            return Availability(False, "torch is not installed; pip install 'fd-core[cpu]'")
-        return Availability(True, "torch is installed")
 
     @classmethod
     def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
         """Divide the processors."""
         return places_on_cores(count, ranks)
 
+
+class CpuBackend(ProcessorBackend):
+    """torch on the host's processors; by default bfloat16 with native kernels and float32 without them."""
+
+    name: ClassVar[str] = "cpu"
+    default_batched_tokens: ClassVar[int] = 512
+    auto_rank: ClassVar[int] = 10
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Available where torch is installed; it is not imported for the answer."""
+        if missing("torch"):
+            return Availability(False, "torch is not installed; pip install 'fd-core[cpu]'")
+        return Availability(True, "torch is installed")
+
     @classmethod
     def import_framework(cls) -> None:
         """Import torch and the native pack on it."""
-        try:
-            importlib.import_module("fd_core.ops.native.pack")
-        except ImportError as error:
-            raise PluginError(
-                f"the cpu backend needs torch: {error}", field="--backend", hint="pip install 'fd-core[cpu]'"
-            ) from error
+        import_pack("cpu", "fd_core.ops.native.pack", needs="torch", hint="pip install 'fd-core[cpu]'")
 
     def make_ops(self) -> Ops:
         """The native pack if it can be built and is wanted, else the eager torch pack."""
@@ -62,8 +60,7 @@ class CpuBackend(Backend):
                 self.emulated = "emulated" in native.instruction_set
                 self.dtype_reason = native.dtype_reason
                 return native
-        from fd_core.ops.torch.int8 import TorchInt8Ops, multiplies_bytes_exactly
-        from fd_core.ops.torch.ops import TorchOps
+        from fd_core.ops.torch.ops import TorchInt8Ops, TorchOps, multiplies_bytes_exactly
 
         self.dtype_reason = "torch's own kernels round every intermediate result, which bfloat16 would show"
         if multiplies_bytes_exactly():

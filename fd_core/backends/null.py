@@ -7,7 +7,6 @@ stale slot changes the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,8 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.backends.contract import Availability, Backend, LoadProgress
-from fd_core.backends.places import EnginePlace, places_on_cores
+from fd_core.backends.contract import Availability, LoadProgress
+from fd_core.backends.cpu import ProcessorBackend
 from fd_core.ops.contract import KVCache, KVShape, Ops, StepInput
 from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.types import IntArray
@@ -118,7 +117,7 @@ def next_hashes(before: npt.NDArray[np.uint64], tokens: IntArray) -> npt.NDArray
         return before * _MULTIPLIER + tokens.astype(np.uint64) + np.uint64(1)
 
 
-class NullBackend(Backend):
+class NullBackend(ProcessorBackend):
     """Scripted tokens, no framework, no weights."""
 
     name: ClassVar[str] = "null"
@@ -137,11 +136,6 @@ class NullBackend(Backend):
     def probe(cls) -> Availability:
         """Always available."""
         return Availability(True, "needs nothing")
-
-    @classmethod
-    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Divide the processors."""
-        return places_on_cores(count, ranks)
 
     def make_ops(self) -> Ops:
         """The numpy pack samples and post-processes; the model itself uses no ops."""

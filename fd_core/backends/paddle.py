@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import json
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,22 +12,18 @@ from types import MappingProxyType
 from typing import ClassVar, Final
 
 from fd_core.backends.contract import Availability, Backend
+from fd_core.backends.cpu import ProcessorBackend
 from fd_core.backends.memory import available_memory
-from fd_core.backends.places import EnginePlace, places_on_cores
+from fd_core.backends.probing import ask_apart, import_pack, missing
 from fd_core.config import EngineConfig
-from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
-_MARK: Final = "fd_core paddle devices:"
-_QUESTION: Final = f"""
-import json, paddle
-devices = list(paddle.device.get_available_device())
-print({_MARK!r}, json.dumps([paddle.__version__, devices, paddle.is_compiled_with_cuda()]))
+_QUESTION: Final = """
+import paddle
+answer = [paddle.__version__, list(paddle.device.get_available_device()), paddle.is_compiled_with_cuda()]
 """
 _FACT: Final = re.compile(r"^(\w+) *= *'?([^'\n]+)'?$", re.MULTILINE)
 """A line of Paddle's `version/__init__.py`, which its build writes."""
-_PATIENCE: Final = 60.0
-"""Seconds; the import alone takes one to ten of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +44,7 @@ class PaddleDevices:
 
 def paddle_installed() -> bool:
     """Whether some distribution provides `paddle`; it is not imported for the answer."""
-    return importlib.util.find_spec("paddle") is not None
+    return not missing("paddle")
 
 
 @cache
@@ -65,19 +56,12 @@ def paddle_devices() -> PaddleDevices:
     """
     if (version := _built_for_processors()) is not None:
         return PaddleDevices(version, built_for_cuda=False)
-    # -P: a file `paddle.py` in the working folder is not Paddle.
-    command = [sys.executable, "-P", "-W", "ignore", "-c", _QUESTION]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
-    except subprocess.TimeoutExpired:
-        return PaddleDevices("", problem=f"Paddle did not say within {_PATIENCE:.0f} s which devices there are")
-    for line in answer.stdout.splitlines():
-        if line.startswith(_MARK):
-            version, names, built_for_cuda = json.loads(line.removeprefix(_MARK))
-            return PaddleDevices(version, tuple(names), built_for_cuda)
-    errors = answer.stderr.strip().splitlines()
-    cause = errors[-1] if errors else f"exit status {answer.returncode}"
-    return PaddleDevices("", problem=f"Paddle failed when asked for its devices: {cause}")
+    slow = "Paddle did not say within {seconds} which devices there are"
+    answer, problem = ask_apart(_QUESTION, slow=slow, failed="Paddle failed when asked for its devices")
+    if problem:
+        return PaddleDevices("", problem=problem)
+    version, names, built_for_cuda = answer
+    return PaddleDevices(version, tuple(names), built_for_cuda)
 
 
 def _built_for_processors() -> str | None:
@@ -141,12 +125,7 @@ class PaddleBackend(Backend):
     @classmethod
     def import_framework(cls) -> None:
         """Import Paddle."""
-        try:
-            importlib.import_module("fd_core.ops.paddle.framework")
-        except ImportError as error:
-            raise PluginError(
-                f"the {cls.name} backend needs Paddle: {error}", field="--backend", hint=cls.paddle_hint
-            ) from error
+        import_pack(cls.name, "fd_core.ops.paddle.framework", needs="Paddle", hint=cls.paddle_hint)
 
     def make_ops(self) -> Ops:
         """The pack for the device, which is initialised here."""
@@ -186,7 +165,7 @@ class PaddleBackend(Backend):
         return wanted or offered[0]
 
 
-class CpuPaddleBackend(PaddleBackend):
+class CpuPaddleBackend(ProcessorBackend, PaddleBackend):
     """Paddle on the host's processors, float32."""
 
     name: ClassVar[str] = "cpu+paddle"
@@ -194,7 +173,6 @@ class CpuPaddleBackend(PaddleBackend):
     title: ClassVar[str] = "processor"
     paddle_hint: ClassVar[str] = "pip install 'fd-core[paddle]'"
     longest_sort: ClassVar[int | None] = None
-    default_pipeline_depth: ClassVar[int] = 1
     auto_rank: ClassVar[int] = 5
 
     @classmethod
@@ -203,8 +181,3 @@ class CpuPaddleBackend(PaddleBackend):
         if not paddle_installed():
             return Availability(False, f"Paddle is not installed; {cls.paddle_hint}")
         return Availability(True, "Paddle is installed")
-
-    @classmethod
-    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Divide the processors."""
-        return places_on_cores(count, ranks)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
-from fd_core.backends.contract import Availability, Backend
+from fd_core.backends.contract import Availability
+from fd_core.backends.cpu import ProcessorBackend
 from fd_core.backends.memory import available_memory
-from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.ops.contract import Ops
 
 
-class ReferenceBackend(Backend):
+class ReferenceBackend(ProcessorBackend):
     """numpy, float32."""
 
     name: ClassVar[str] = "reference"
-    default_pipeline_depth: ClassVar[int] = 1
     auto_rank: ClassVar[int] = 0
     limits = MappingProxyType({"bfloat16": "the oracle computes in float32"})
 
@@ -24,11 +22,6 @@ class ReferenceBackend(Backend):
     def probe(cls) -> Availability:
         """Available wherever the core is."""
         return Availability(True, "numpy is always there; slow")
-
-    @classmethod
-    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Divide the processors."""
-        return places_on_cores(count, ranks)
 
     def make_ops(self) -> Ops:
         """The numpy pack; refuses any dtype but float32."""

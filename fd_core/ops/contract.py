@@ -428,11 +428,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def prepare_linear(
-        self,
-        parts: Sequence[Weight],
-        biases: Sequence[RawTensor] | None = None,
-        *,
-        gated: bool = False,
+        self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> Array:
         """Prepare weights [out_i, in], stacked along `out`, for `linear`; the parts may be of several formats.
 

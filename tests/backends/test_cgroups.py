@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fd_core.backends import cgroups, contract
+from fd_core.backends import contract, memory
 from fd_core.backends.reference import ReferenceBackend
 from fd_core.config import EngineConfig
 
@@ -24,7 +24,7 @@ def read(tmp_path: Path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
         arguments = tmp_path / "self", tmp_path / "mount"
-        return cgroups.memory_left(*arguments), cgroups.cpu_quota(*arguments)
+        return memory.memory_left(*arguments), memory.cpu_quota(*arguments)
 
     return limits
 

@@ -16,9 +16,8 @@ from fd_core.ops.contract import KVShape
 if find_spec("paddle") is None:
     pytest.skip("Paddle is not installed; `nox -s paddle` tests its pack", allow_module_level=True)
 
-from fd_core.ops.paddle.attention import PaddleKVCache
 from fd_core.ops.paddle.framework import paddle
-from fd_core.ops.paddle.ops import PaddleOps
+from fd_core.ops.paddle.ops import PaddleKVCache, PaddleOps
 from tests.backends.few_kernels import lacking
 
 

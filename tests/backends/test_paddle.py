@@ -13,6 +13,7 @@ from typing import ClassVar
 import pytest
 
 from fd_core.backends import paddle as backends
+from fd_core.backends import probing
 from fd_core.backends.contract import Availability
 from fd_core.backends.paddle import CpuPaddleBackend, PaddleBackend, PaddleDevices, paddle_devices, paddle_installed
 from fd_core.config import EngineConfig
@@ -123,7 +124,7 @@ def test_paddle_is_asked_in_another_process(monkeypatch, tmp_path):
 )
 def test_a_paddle_that_breaks_breaks_nothing_else(monkeypatch, tmp_path, source, problem):
     if "sleep" in source:
-        monkeypatch.setattr(backends, "_PATIENCE", 1.0)
+        monkeypatch.setattr(probing, "_PATIENCE", 1.0)
     found = ask(monkeypatch, tmp_path, source)
     assert problem in found.problem
     assert found.names == ()

@@ -169,10 +169,6 @@ def _run(command: list[str | Path]) -> None:
                 f"there is no room to compile them in {library_folder()} and {tempfile.gettempdir()}; "
                 "remove files there, or set FD_CACHE and TMPDIR to folders on another disk"
             )
-        raise BuildError(f"the C++ sources did not compile: {_first_error(said)}")
-
-
-def _first_error(text: str) -> str:
-    """Return the line of a compiler's output that says what went wrong."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "error:" in line), lines[-1] if lines else "no message")
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        first = next((line for line in lines if "error:" in line), lines[-1] if lines else "no message")
+        raise BuildError(f"the C++ sources did not compile: {first}")

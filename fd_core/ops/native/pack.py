@@ -37,7 +37,6 @@ from fd_core.ops.contract import (
     SampleInput,
     StepInput,
 )
-from fd_core.ops.native.kv_cache import NativeKVCache
 from fd_core.ops.native.library import (
     AttentionShape,
     LoraDelta,
@@ -48,6 +47,7 @@ from fd_core.ops.native.library import (
     SampleRows,
     invoke,
 )
+from fd_core.ops.native.memory import Arena, NativeKVCache, NativeLinear, NativeLora, pack, pack_lora
 from fd_core.ops.native.program import (
     ROW_ALIGN,
     CaptureError,
@@ -58,7 +58,6 @@ from fd_core.ops.native.program import (
     address,
     symbolic_step,
 )
-from fd_core.ops.native.weights import Arena, NativeLinear, NativeLora, pack, pack_lora
 from fd_core.ops.parallel import RankGroup
 from fd_core.ops.philox import uniform
 from fd_core.ops.torch.ops import TorchOps

@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from fd_core.ops.contract import Heads, StepInput
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
-from fd_core.ops.onnx_graph.kv_cache import TracedLayer
+from fd_core.ops.onnx_graph.session import TracedLayer
 from fd_core.types import IntArray
 
 _GROUPS = 2

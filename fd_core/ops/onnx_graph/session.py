@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from fd_core.errors import PluginError
+from fd_core.ops.contract import KVShape
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 
 _ERRORS_ONLY = 3
@@ -67,10 +68,7 @@ class Binding:
     """A session with the memory that its runs change, such as one KV cache."""
 
     def __init__(
-        self,
-        session: onnxruntime.InferenceSession,
-        weights: Mapping[str, Any],
-        in_place: Mapping[str, tuple[str, Any]],
+        self, session: onnxruntime.InferenceSession, weights: Mapping[str, Any], in_place: Mapping[str, tuple[str, Any]]
     ) -> None:
         self._session = session
         self._held = (weights, in_place)  # the runtime holds no reference to the memory of arrays
@@ -99,3 +97,57 @@ class Binding:
             self._binding.bind_output(name)
         self._session.run_with_iobinding(self._binding)
         return tuple(value.numpy() for value in self._binding.get_outputs()[self._in_place :])
+
+
+_PARTS = ("keys", "values")
+
+
+def bound(layers: Sequence[npt.NDArray[np.float32]]) -> dict[str, tuple[str, Any]]:
+    """Return what a session binds for layers of the numpy pack's cache, which the operators of a `TracedCache` change.
+
+    That is the name of an input, and of an output with an OrtValue over the same memory.
+    """
+    wrap = onnxruntime.OrtValue.ortvalue_from_numpy
+    return {
+        f"{part}_{index}": (f"{part}_{index}_after", wrap(memory))
+        for index, layer in enumerate(layers)
+        for part, memory in zip(_PARTS, layer, strict=True)
+    }
+
+
+@dataclass(slots=True)
+class TracedLayer:
+    """One layer in a graph: its keys and values as the operators so far have left them."""
+
+    keys: GraphSymbol
+    values: GraphSymbol
+    shape: KVShape
+
+
+class TracedCache:
+    """The cache that a forward sees while it is traced: layers, whose symbols change as the forward writes."""
+
+    def __init__(self, graph: Graph, shape: KVShape) -> None:
+        self.shape = shape
+        sizes = ("blocks", shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self._layers = [
+            TracedLayer(
+                graph.input(f"keys_{index}", np.float32, sizes),
+                graph.input(f"values_{index}", np.float32, sizes),
+                shape,
+            )
+            for index in range(shape.num_layers)
+        ]
+
+    def layer(self, index: int) -> TracedLayer:
+        """Return a layer."""
+        return self._layers[index]
+
+    def outputs(self) -> dict[str, GraphSymbol]:
+        """Return the keys and values that the forward has written, under the names that `bound` uses."""
+        return {
+            f"{part}_{index}_after": getattr(layer, part)
+            for index, layer in enumerate(self._layers)
+            for part in _PARTS
+            if getattr(layer, part).name != f"{part}_{index}"
+        }

@@ -2,23 +2,291 @@
 
 The vendors of XPU, MetaX and others compute with Paddle: a backend of theirs is this class with the name of a device,
 and overrides where the hardware has kernels of its own.
+
+Attention gathers each row's keys and values, then takes two products and a softmax. Sampling does not wait for the
+device. Paddle promotes no integers and knows no empty scatter, hence the casts and the looks at shapes. Sums are int64:
+a weight is an integer, and devices without sums of float64 are common. Only the exponential is float64, by element.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
-from fd_core.ops.paddle.attention import PaddleAttentionPlan, PaddleKVCache, PaddleLayer, words_of
+from fd_core.ops.contract import (
+    Activation,
+    Array,
+    Experts,
+    Heads,
+    KVCache,
+    KVShape,
+    Norm,
+    Ops,
+    PenaltyInput,
+    Rope,
+    SampleInput,
+    StepInput,
+)
+from fd_core.ops.numpy.sampling import WEIGHT_ONE
 from fd_core.ops.paddle.framework import paddle, tensor_of
-from fd_core.ops.paddle.sampling import PaddleSampling
+from fd_core.ops.philox import random_bits
 from fd_core.ops.weights import RawTensor, Weight
+from fd_core.types import IntArray
+
+
+class PaddleLayer(NamedTuple):
+    """One layer's keys and values, each [num_blocks * block_size, nkv, d]."""
+
+    keys: Array
+    values: Array
+    block_size: int
+    key_words: Array
+    """The same memory as `words_of` sees it."""
+    value_words: Array
+
+
+def words_of(tensor: Array) -> Array:
+    """Return float32 or bfloat16 [n, ...] as int32[n, words], a view where the tensor is contiguous.
+
+    Every device moves rows of int32, but not every one scatters rows of bfloat16. A row must fill whole words.
+    """
+    return tensor.reshape([tensor.shape[0], -1]).view("int32")
+
+
+class PaddleKVCache(KVCache):
+    """Two tensors [num_blocks * block_size, nkv, d] a layer, in the pack's dtype."""
+
+    def __init__(self, shape: KVShape, num_blocks: int, dtype: Any, place: Any) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self._place = place
+        # Paddle's bfloat16 tensors are numpy's uint16 on the host, in both directions.
+        self._host_dtype = np.dtype(np.uint16 if dtype == paddle.bfloat16 else np.float32)
+        sizes = [num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim]
+        try:
+            # Zeros, because attention multiplies values it must not see by 0, which would not hide a NaN.
+            flat = [paddle.zeros(sizes, dtype, device=place) for _ in range(2 * shape.num_layers)]
+        except (MemoryError, RuntimeError) as error:
+            needed = shape.bytes_per_block(self._host_dtype.itemsize) * num_blocks
+            raise MemoryError(f"a KV cache of {num_blocks} blocks takes {needed} bytes, which do not fit") from error
+        self._layers = [
+            PaddleLayer(keys, values, shape.block_size, words_of(keys), words_of(values))
+            for keys, values in zip(flat[::2], flat[1::2], strict=True)
+        ]
+        # Keys, values, keys, ...: the same memory, by block.
+        self._blocks = [tensor.view([num_blocks, shape.block_size, *sizes[1:]]) for tensor in flat]
+
+    def layer(self, index: int) -> PaddleLayer:
+        """Return the layer's tensors."""
+        return self._layers[index]
+
+    def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
+        """Copy blocks in canonical order; bfloat16 as uint16 bits."""
+        index = self._index(blocks)
+        copied = paddle.stack([paddle.index_select(tensor, index) for tensor in self._blocks], axis=1).numpy()
+        exported: npt.NDArray[Any] = copied.reshape(len(blocks), self.shape.num_layers, 2, *copied.shape[2:])
+        return exported
+
+    def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
+        """Write exported blocks."""
+        if data.dtype != self._host_dtype:
+            raise ValueError(f"exported blocks are {data.dtype}, the cache holds {self._host_dtype}")
+        index = self._index(blocks)
+        values = data.reshape(len(blocks), len(self._blocks), *data.shape[3:])
+        for place, tensor in enumerate(self._blocks):
+            paddle.scatter_(words_of(tensor), index, words_of(tensor_of(values[:, place], self._place)))
+
+    def _index(self, blocks: IntArray) -> Array:
+        return tensor_of(np.asarray(blocks, np.int64), self._place)
+
+
+class _PaddleGroup:
+    """n rows with Q tokens each, computed together over L keys at most."""
+
+    def __init__(
+        self, step: tuple[IntArray, IntArray, IntArray], rows: IntArray, count: int, size: int, place: Any
+    ) -> None:
+        query_start, context_len, tables = step
+        context = context_len[rows, None].astype(np.int64)
+        keys = np.arange(context.max())
+        slots = tables[rows][:, keys // size].astype(np.int64) * size + keys % size
+        self.tokens = (query_start[rows, None] + np.arange(count)).reshape(-1)
+        """[n * Q], where the rows' tokens are in the step."""
+        self.kv_slots = tensor_of(np.where(keys < context, slots, 0).reshape(-1), place)
+        """int64[n * L]"""
+        self.distance = (context - count + np.arange(count))[:, :, None] - keys
+        """[n, Q, L], how far a key lies before a token; negative if it is later."""
+        self._place = place
+        self._masks: dict[int | None, Array] = {}
+
+    def mask(self, window: int | None) -> Array:
+        """Return float32[n, 1, 1, Q, L]: 0 where a token sees a key and -inf elsewhere."""
+        if window not in self._masks:
+            hidden = self.distance < 0 if window is None else (self.distance < 0) | (self.distance >= window)
+            mask = np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, None]
+            self._masks[window] = tensor_of(mask, self._place)
+        return self._masks[window]
+
+
+class PaddleAttentionPlan:
+    """What attention derives from a step's metadata, once for all layers; computed on the host."""
+
+    def __init__(self, step: StepInput, block_size: int, place: Any) -> None:
+        metadata = (step.query_start.numpy(), step.context_len.numpy(), step.block_tables.numpy())
+        by_count: defaultdict[int, list[int]] = defaultdict(list)
+        for row, count in enumerate(np.diff(metadata[0]).tolist()):
+            by_count[count].append(row)
+        by_count.pop(0, None)
+        self._groups = [
+            _PaddleGroup(metadata, np.array(rows, np.int32), count, block_size, place)
+            for count, rows in by_count.items()
+        ]
+        self._tokens: list[Array] = []
+        """For each of several groups its tokens; one group has them all, in order."""
+        if len(self._groups) > 1:
+            self._tokens = [tensor_of(group.tokens, place) for group in self._groups]
+            order = np.concatenate([group.tokens for group in self._groups])
+            self._back = tensor_of(np.argsort(order), place)
+            """Where each token of the step is among the groups' tokens."""
+
+    def attend(self, q: Array, layer: PaddleLayer, heads: Heads) -> Array:
+        """Return the attention of q [T, nh, d] as [T, nh * d]."""
+        if not self._tokens:
+            return _attend(q, layer, heads, self._groups[0])
+        outputs = [
+            _attend(paddle.index_select(q, tokens), layer, heads, group)
+            for tokens, group in zip(self._tokens, self._groups, strict=True)
+        ]
+        return paddle.index_select(paddle.concat(outputs), self._back)
+
+
+def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> Array:
+    n, count, longest = group.distance.shape
+    # The query heads that share a KV head take the place of further tokens: [n, nkv, g * Q, d].
+    grouped = q.reshape([n, count, heads.num_kv_heads, -1, heads.head_dim]).transpose([0, 2, 3, 1, 4])
+    folded = grouped.reshape([n, heads.num_kv_heads, -1, heads.head_dim]) * heads.scale
+    keys, values = (
+        paddle.index_select(tensor, group.kv_slots)
+        .reshape([n, longest, heads.num_kv_heads, heads.head_dim])
+        .transpose([0, 2, 1, 3])
+        for tensor in (layer.keys, layer.values)
+    )
+    scores = paddle.matmul(folded, keys, transpose_y=True).astype("float32")
+    if heads.softcap is not None:
+        scores = paddle.tanh(scores / heads.softcap) * heads.softcap
+    scores = scores.reshape([n, heads.num_kv_heads, -1, count, longest]) + group.mask(heads.window)
+    weights = paddle.nn.functional.softmax(scores, axis=-1).astype(q.dtype)
+    result = paddle.matmul(weights.reshape([n, heads.num_kv_heads, -1, longest]), values)
+    return result.reshape(grouped.shape).transpose([0, 3, 1, 2, 4]).reshape([n * count, -1])
+
+
+_CACHED_CELLS = 2**16
+"""Logits that are penalized at a time on a processor: intermediate results then stay in its cache."""
+_DEVICE_CELLS = 2**23
+"""The same elsewhere, where it only limits the memory that is taken meanwhile."""
+
+
+_SHARE_ONE = 2.0**40
+"""Of the most likely token when probabilities are summed: what each loses below it is less than 1e-6 of all of them."""
+_INFINITY = 0x7F800000
+"""The bits of float32's infinity: as many numbers lie above 0."""
+
+
+def _penalize(logits: Array, rows: Array, counts: Array, repetition: Array, presence: Array, frequency: Array) -> None:
+    """Penalize some rows, of which `counts` [n, V] are the counts with drafts."""
+    values = paddle.index_select(logits, rows)
+    changed = paddle.where(values > 0, values / repetition, values * repetition)
+    values = paddle.where(counts != 0, changed, values)
+    generated = counts // 2
+    added = generated.astype("float64") * frequency + (generated > 0).astype("float64") * presence
+    paddle.scatter_(logits, rows, values - added.astype("float32"))
+
+
+def _filtered_by_sorting(logits: Array, weights: Array, rows: SampleInput) -> Array:
+    """Return the weights int64[R, V] with 0 for the tokens that top_k, top_p or min_p leave out."""
+    order = _by_logit(logits)
+    ranks = paddle.arange(logits.shape[1], dtype="int64", device=logits.place)
+    kept = paddle.take_along_axis(weights, order, axis=1)
+    kept = kept * (ranks < _limits(logits, rows)).astype("int64")
+    before = paddle.cumsum(kept, axis=1) - kept
+    kept = kept * ((before < _mass(kept, rows)) | (ranks == 0)).astype("int64")
+    return paddle.put_along_axis(paddle.zeros_like(weights), order, _without_unlikely(kept, rows), axis=1)
+
+
+def _filtered_by_search(logits: Array, weights: Array, rows: SampleInput) -> Array:
+    """Compute the same for a device that sorts no vocabulary."""
+    ids = paddle.arange(logits.shape[1], dtype="int64", device=logits.place)
+    first = ids == paddle.argmax(logits, axis=1).unsqueeze(1)
+    kept = weights * _leading(logits, paddle.ones_like(weights), _limits(logits, rows)).astype("int64")
+    kept = kept * (_leading(logits, kept, _mass(kept, rows)) | first).astype("int64")
+    return _without_unlikely(kept, rows)
+
+
+def _limits(logits: Array, rows: SampleInput) -> Array:
+    """Return int64[R, 1], how many tokens top_k keeps."""
+    vocab = paddle.full_like(rows.top_k, logits.shape[1])
+    return paddle.where(rows.top_k > 0, rows.top_k, vocab).astype("int64").unsqueeze(1)
+
+
+def _mass(kept: Array, rows: SampleInput) -> Array:
+    """Return int64[R, 1]: top_p keeps a token if the weights before it sum to less."""
+    return paddle.ceil(kept.sum(axis=1).astype("float64") * rows.top_p.astype("float64")).astype("int64").unsqueeze(1)
+
+
+def _without_unlikely(kept: Array, rows: SampleInput) -> Array:
+    """Return the weights with 0 for the tokens that min_p leaves out."""
+    least = paddle.ceil(rows.min_p.astype("float64") * WEIGHT_ONE).astype("int64")
+    return kept * (kept >= least.unsqueeze(1)).astype("int64")
+
+
+def _leading(logits: Array, weights: Array, limits: Array) -> Array:
+    """Return bool[R, V]: the tokens before which the weights int64[R, V] sum to less than `limits` int64[R, 1].
+
+    Before a token are those with a larger logit, and of the same logit those with a lower id.
+    """
+    # The least number above which the logits weigh less than the limit is found bit by bit among all of float32.
+    below = paddle.full_like(limits, -_INFINITY - 1)
+    for bit in reversed(range(32)):
+        place = below + 2**bit
+        above = ((logits > _number_at(place)).astype("int64") * weights).sum(axis=1, keepdim=True)
+        below = paddle.where(above < limits, below, place)
+    number = _number_at(below + 1)
+    greater, equal = logits > number, logits == number
+    tied = equal.astype("int64") * weights
+    before = (greater.astype("int64") * weights).sum(axis=1, keepdim=True) + paddle.cumsum(tied, axis=1) - tied
+    return greater | (equal & (before < limits))
+
+
+def _number_at(places: Array) -> Array:
+    """Return the float32 numbers at places int64 in the order of all of them; 0 is at place 0."""
+    negative = places < 0
+    numbers = paddle.where(negative, -places, places).clip(max=_INFINITY).astype("int32").view("float32")
+    return paddle.where(negative, -numbers, numbers)
+
+
+def _by_logit(logits: Array) -> Array:
+    """Return the token ids int64[R, V] by falling logit, the lower id first on a tie."""
+    return paddle.argsort(logits, axis=1, descending=True, stable=True)
+
+
+def _likeliest(logits: Array, count: int, longest_sort: int | None) -> Array:
+    """Return the first `count` of them; part by part where the device does not sort them all."""
+    vocab = logits.shape[1]
+    if longest_sort is None or vocab <= longest_sort:
+        return _by_logit(logits)[:, :count]
+    begins = range(0, vocab, longest_sort)
+    parts = [_by_logit(logits[:, begin : begin + longest_sort])[:, :count] + begin for begin in begins]
+    ids = paddle.concat(parts, axis=1)
+    best = _likeliest(paddle.take_along_axis(logits, ids, axis=1), count, longest_sort)
+    return paddle.take_along_axis(ids, best, axis=1)
+
 
 functional = paddle.nn.functional
 
@@ -33,7 +301,7 @@ class PaddleLinear:
     bias: Array | None
 
 
-class PaddleOps(PaddleSampling, Ops):
+class PaddleOps(Ops):
     """Operations on Paddle tensors of one device; the device becomes the process's.
 
     `device` is Paddle's name, such as `cpu`, `gpu`, `xpu` or that of a custom device, `metax_gpu`. Asking Paddle for a
@@ -180,6 +448,96 @@ class PaddleOps(PaddleSampling, Ops):
         """Project to the vocabulary."""
         logits = self.linear(x, head).astype("float32")
         return logits if softcap is None else paddle.tanh(logits / softcap) * softcap
+
+    # Logits and token ids -------------------------------------------------------------------------------------
+
+    def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
+        """Choose a token for each row."""
+        likeliest = paddle.argmax(logits, axis=1)
+        peaks = logits.max(axis=1)
+        if rows.all_greedy:
+            return likeliest.astype("int32"), peaks
+        greedy = rows.temperature == 0.0
+        temperature = paddle.where(greedy, paddle.ones_like(rows.temperature), rows.temperature).astype("float64")
+        scores = (logits.astype("float64") - peaks.astype("float64").unsqueeze(1)) / temperature.unsqueeze(1)
+        weights = paddle.round(paddle.exp(scores) * WEIGHT_ONE).astype("int64")
+        if rows.any_filter:
+            filtered = _filtered_by_sorting if self.longest_sort is None else _filtered_by_search
+            weights = filtered(logits, weights, rows)
+        cumulative = paddle.cumsum(weights, axis=1)
+        uniform = random_bits(rows.seeds, rows.positions.astype("int64")).astype("float64") * 2.0**-24
+        threshold = (uniform * cumulative[:, -1].astype("float64")).astype("int64")  # an integer exceeds both or none
+        drawn = (cumulative <= threshold.unsqueeze(1)).astype("int64").sum(axis=1)
+        drawn = drawn.clip(max=logits.shape[1] - 1)  # of a row that is not finite
+        return paddle.where(greedy, likeliest, drawn).astype("int32"), peaks
+
+    def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
+        """Add values to single cells, in place."""
+        return paddle.index_put_(x, (rows, ids), values, accumulate=True) if rows.shape[0] else x
+
+    def write_rows(self, x: Array, rows: Array, values: Array) -> Array:
+        """Overwrite rows, in place."""
+        return paddle.scatter_(x, rows, values) if rows.shape[0] else x
+
+    def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
+        """Apply repetition, presence and frequency penalties, in place."""
+        if penalties.rows.shape[0] == 0:
+            return logits
+        counts = paddle.index_select(penalties.counts, penalties.counts_rows)
+        counts = self.add_at(
+            counts, penalties.draft_rows, penalties.draft_ids, paddle.full_like(penalties.draft_ids, 2)
+        )
+        columns = (
+            penalties.repetition.unsqueeze(1),
+            penalties.presence.astype("float64").unsqueeze(1),
+            penalties.frequency.astype("float64").unsqueeze(1),
+        )
+        group = max((_CACHED_CELLS if logits.place.is_cpu_place() else _DEVICE_CELLS) // logits.shape[1], 1)
+        for begin in range(0, counts.shape[0], group):
+            part = slice(begin, begin + group)
+            _penalize(logits, penalties.rows[part], counts[part], *(column[part] for column in columns))
+        return logits
+
+    def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
+        """Forbid tokens by packed bits, in place."""
+        vocab = logits.shape[1]
+        # Bit j of a word is set where the rest of a division by 2^(j + 1) is 2^j or more: XPU shifts no integers.
+        powers = paddle.cumprod(paddle.full_like(paddle.arange(32, dtype="int64", device=logits.place), 2), dim=0)
+        group = max((_CACHED_CELLS if logits.place.is_cpu_place() else _DEVICE_CELLS) // vocab, 1)
+        for begin in range(0, rows.shape[0], group):
+            part = slice(begin, begin + group)
+            words = bits[part].astype("int64").unsqueeze(2)
+            words = paddle.where(words < 0, words + 2**32, words)
+            allowed = (words % powers * 2 >= powers).flatten(1)[:, :vocab]
+            values = paddle.index_select(logits, rows[part])
+            values = paddle.where(allowed, values, paddle.full_like(values, -math.inf))
+            paddle.scatter_(logits, rows[part], values)
+        return logits
+
+    def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
+        """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
+        # Paddle's `logsumexp` adds up in float32, one after the other: over 140,000 tokens it is off by 4e-4.
+        peaks = logits.max(axis=1, keepdim=True)
+        shares = (paddle.exp(logits - peaks) * _SHARE_ONE).astype("int64")
+        total = shares.sum(axis=1, keepdim=True).astype("float32") / _SHARE_ONE
+        logarithms = logits - peaks - paddle.log(total)
+        chosen = paddle.take_along_axis(logarithms, tokens.astype("int64").unsqueeze(1), axis=1)[:, 0]
+        top_ids = _likeliest(logits, top_n, self.longest_sort)
+        return chosen, top_ids.astype("int32"), paddle.take_along_axis(logarithms, top_ids, axis=1)
+
+    def ranks(self, logits: Array, tokens: Array) -> Array:
+        """Count the tokens that are more likely, and as likely with a lower id."""
+        own = paddle.take_along_axis(logits, tokens.astype("int64").unsqueeze(1), axis=1)
+        ids = paddle.arange(logits.shape[1], dtype="int32", device=logits.place)
+        before = paddle.logical_and(logits == own, ids < tokens.unsqueeze(1))
+        return paddle.logical_or(logits > own, before).astype("int32").sum(axis=1).astype("int32") + 1
+
+    def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
+        """Count the drafts that equal what was sampled in their place, up to the first that does not."""
+        k = drafts.shape[1]
+        places = paddle.arange(k, dtype="int32", device=drafts.place)
+        right = (sampled[:, :k] == drafts) & (places < num_drafts.unsqueeze(1))
+        return paddle.cumprod(right.astype("int32"), dim=1).sum(axis=1).astype("int32")
 
 
 def _route(x: Array, experts: Experts) -> tuple[Array, Array]:

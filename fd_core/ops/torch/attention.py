@@ -14,12 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fd_core.ops.contract import SCALE_BYTES, Array, Heads, KVCache, KVShape, StepInput
 from fd_core.types import IntArray
 
-_HOST_DTYPES = {
-    torch.float32: np.float32,
-    torch.bfloat16: np.uint16,
-    torch.float16: np.float16,
-    torch.int8: np.int8,
-}
+_HOST_DTYPES = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16, torch.int8: np.int8}
 _BITS = {each: torch.int16 if each == torch.bfloat16 else each for each in _HOST_DTYPES}
 """Types of torch that numpy knows as well, of the same size."""
 

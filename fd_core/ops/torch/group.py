@@ -113,7 +113,10 @@ class TorchGroup(RankGroup):
                 self._absent = other
                 return False
         store = PrefixStore("gloo", self.store)
-        self._gloo = gloo_group(store, self.parallel, _own_address(self.meeting), self.patience)
+        # The address under which this machine speaks to the meeting.
+        with socket.create_connection((self.meeting.host, self.meeting.port)) as connection:
+            address = str(connection.getsockname()[0])
+        self._gloo = gloo_group(store, self.parallel, address, self.patience)
         return True
 
     def _has_come(self, rank: int) -> bool:
@@ -189,9 +192,3 @@ def _listening(host: str) -> tuple[Any, int]:
 
 def _connected(host: str, port: int, seconds: float) -> Any:
     return TCPStore(host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
-
-
-def _own_address(meeting: RankMeeting) -> str:
-    """Return the address under which this machine speaks to the meeting."""
-    with socket.create_connection((meeting.host, meeting.port)) as connection:
-        return str(connection.getsockname()[0])

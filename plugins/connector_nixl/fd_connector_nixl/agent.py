@@ -13,8 +13,7 @@ from fd_core.disagg.connectors.contract import ConnectorError
 from fd_core.errors import PluginError
 
 from fd_connector_nixl.layout import Notice
-from fd_connector_nixl.library import Library
-from fd_connector_nixl.settings import Settings
+from fd_connector_nixl.settings import Library, Settings
 
 _UCX: Final = ["UCX"]
 _HOST: Final = "DRAM"

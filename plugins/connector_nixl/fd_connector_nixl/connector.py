@@ -1,24 +1,211 @@
-"""The connector `nixl`."""
+"""The connector `nixl`, and both ends of a lease."""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, KVInbox, KVOutbox
+from fd_core.disagg.connectors.contract import (
+    Bytes,
+    Connector,
+    ConnectorError,
+    ConnectorSettings,
+    KVInbox,
+    KVOutbox,
+    PutResult,
+    flat_parts,
+)
 from fd_core.errors import PluginError
 
-from fd_connector_nixl.inbox import NixlInbox
-from fd_connector_nixl.layout import Layout
-from fd_connector_nixl.library import load_library
-from fd_connector_nixl.memory import MEMORY
-from fd_connector_nixl.outbox import NixlOutbox
-from fd_connector_nixl.settings import read_settings
-from fd_connector_nixl.station import Station
+from fd_connector_nixl.agent import Transfer
+from fd_connector_nixl.layout import (
+    TOKEN_BYTES,
+    Address,
+    Arrivals,
+    Departures,
+    Layout,
+    Notice,
+    Reference,
+    read_address,
+    write_address,
+)
+from fd_connector_nixl.settings import load_library, read_settings
+from fd_connector_nixl.station import MEMORY, Station
+
+
+class NixlInbox(KVInbox):
+    """An inbox whose memory belongs to the lease until the prefill side cannot write to it any more."""
+
+    def __init__(self, station: Station, lease: str, pieces: range, layout: Layout, timeout: float) -> None:
+        """The caller has entered `station` for this inbox."""
+        self._station, self._layout, self._timeout = station, layout, timeout
+        self._arrivals = Arrivals(pieces, layout.window, layout.value_bytes)
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._slab, metadata = station.lend(layout.size)
+        layout.write_header(self._slab.bytes, self._token)
+        place = Address(self._token, station.agent.name, self._slab.start, layout.size, metadata)
+        try:
+            self.address = write_address(lease, place)
+        except ConnectorError:
+            station.give_back(self._slab)
+            raise
+        self._left = False
+        """Whether the prefill side said that it will write nothing more."""
+        self._closed = False
+        station.listen(self._token, self._hear)
+
+    def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
+        """Wait until the piece has landed and return a view of it."""
+        if frames:
+            raise ConnectorError("a piece that NIXL carries came behind its message as well")
+        where = Reference.decode(reference)
+        if not self._station.wait(lambda: self._landed(index, where), time.monotonic() + self._timeout):
+            raise ConnectorError("a piece did not land in time")
+        start = self._layout.start(where.place)
+        return self._slab.bytes[start : start + where.length].toreadonly()
+
+    def done(self, index: int, reference: bytes) -> None:
+        """Count in the memory that the place was freed; the prefill side reads the count."""
+        where = Reference.decode(reference)
+        with self._station.lock:
+            if not self._closed:
+                count = self._arrivals.done(index, where)
+                self._layout.write_count(self._slab.bytes, where.place, count)
+
+    def close(self) -> None:
+        """Return the memory, or have the station hold it back if pieces may be on their way to it."""
+        with self._station.lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._station.unlisten(self._token)
+            if self._left or self._arrivals.complete:
+                self._station.give_back(self._slab)
+            else:
+                self._station.hold_back(self._slab, self._token)
+        self._station.leave()
+
+    def _landed(self, index: int, where: Reference) -> bool:
+        with self._station.lock:
+            if self._closed:
+                raise ConnectorError("the lease is over")
+            return self._arrivals.look(index, where)
+
+    def _hear(self, notice: Notice) -> None:
+        if notice.ends:
+            self._left = True
+        else:
+            self._arrivals.landed(notice.piece, notice.reference)
+
+
+class NixlOutbox(KVOutbox):
+    """An outbox that copies values to registered memory with the inbox's layout and writes them from there."""
+
+    def __init__(self, station: Station, lease: str, address: bytes, layout: Layout, timeout: float) -> None:
+        """Raises `ConnectorError` if the decode side's memory cannot be read. The caller has entered `station`."""
+        self._station, self._layout, self._timeout = station, layout, timeout
+        self._departures = Departures(layout.window)
+        self._writes: dict[int, Transfer] = {}
+        """The last write from each place."""
+        self._read: Transfer | None = None
+        self._closed = False
+        there = read_address(lease, address)
+        if there.size != layout.size:
+            raise ConnectorError("the decode worker's memory has another size than was agreed on")
+        self._token, self._there = there.token, there.start
+        self._slab, _ = station.lend(layout.size)
+        try:
+            self._peer = station.meet(there.agent, there.metadata)
+        except ConnectorError:
+            station.give_back(self._slab)
+            raise
+        try:
+            self._learn(time.monotonic() + timeout)
+        except ConnectorError:
+            self._part()
+            raise
+
+    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
+        """Copy a value to a free place and begin to write it; `KVInbox.take` waits for it to land."""
+        if self._closed:
+            raise ConnectorError("the lease is over")
+        flat, length = flat_parts(parts, self._layout.value_bytes)
+        self._check()
+        deadline = time.monotonic() + self._timeout
+        place = self._departures.free()
+        if place is None:
+            self._learn(deadline)
+            place = self._departures.free()
+            if place is None:
+                raise ConnectorError("no place in the decode worker's memory is free")
+        if (last := self._writes.get(place)) is not None:
+            self._finish(last, deadline)
+        at = start = self._layout.start(place)
+        for part in flat:
+            self._slab.bytes[at : at + len(part)] = part
+            at += len(part)
+        reference = Reference(place, self._departures.write(place), length)
+        # A value of no bytes is announced by a write, too, so that there is one way only.
+        self._writes[place] = self._begin(start, max(length, 1), Notice(self._token, index, reference))
+        self._station.nudge()
+        return PutResult(reference.encode())
+
+    def close(self) -> None:
+        """Leave writes that are on their way to the station, which tells the other side when they have landed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._part()
+        self._station.leave()
+
+    def _part(self) -> None:
+        transfers = [*self._writes.values()] + ([self._read] if self._read is not None else [])
+        self._station.part(self._peer, self._slab, self._token, transfers)
+
+    @contextmanager
+    def _connection(self) -> Iterator[None]:
+        """Hold the connection to the decode worker broken as soon as a transfer fails."""
+        try:
+            yield
+        except ConnectorError:
+            self._peer.broken = True
+            raise
+
+    def _begin(self, start: int, length: int, notice: Notice) -> Transfer:
+        there = self._there + start
+        with self._connection():
+            return self._station.agent.write(self._slab.start + start, length, self._peer.name, there, notice)
+
+    def _learn(self, deadline: float) -> None:
+        """Read from the decode side's memory how often each place was freed."""
+        if self._read is None:
+            length = self._layout.header_bytes
+            with self._connection():
+                self._read = self._station.agent.read(self._slab.start, length, self._peer.name, self._there)
+        self._finish(self._read, deadline)
+        self._read = None
+        token, freed = self._layout.read_header(self._slab.bytes)
+        if token != self._token:
+            raise ConnectorError("the decode worker's memory is not this lease's any more")
+        self._departures.learn(freed)
+
+    def _check(self) -> None:
+        with self._connection():
+            for write in self._writes.values():
+                write.require()
+
+    def _finish(self, transfer: Transfer, deadline: float) -> None:
+        with self._connection():
+            over = self._station.wait(transfer.require, deadline)
+        if not over:
+            raise ConnectorError("the decode worker does not answer in time")
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Layout of a lease's memory, the same on both sides, and the messages about its places.
+"""Layout of a lease's memory, the same on both sides, its address, and which of its places are in use.
 
     16 bytes                  the lease's token: whoever reads it has found this lease's memory
     4 bytes, `window` times   how often each place was freed, written by the decode side alone
@@ -6,14 +6,19 @@
 
 The n-th value in a place has the turn n. The prefill side may write to a place that was freed as often as it was
 written to, and reads the counts to find out. So each count has one writer and never decreases.
+
+The address by which the decode side says where to write travels only in the sealed `Open` of a lease.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Annotated, Final, NamedTuple
 
-from fd_core.disagg.connectors.contract import ConnectorError
+import msgspec
+from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, ConnectorError
 
 TOKEN_BYTES: Final = 16
 _ALIGNMENT: Final = 64
@@ -107,3 +112,132 @@ class Notice(NamedTuple):
 
 def _aligned(length: int) -> int:
     return -(-max(length, 1) // _ALIGNMENT) * _ALIGNMENT
+
+
+_DIGEST_BYTES: Final = 16
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Location of the memory of a lease."""
+
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    """The first bytes of the memory."""
+    agent: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    """Name of the decode side's agent."""
+    start: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    """Start of the memory in the decode side's process."""
+    size: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    metadata: bytes
+    """What NIXL has to know to reach that agent and this memory, and no other."""
+
+
+def write_address(lease: str, address: Address) -> bytes:
+    """Return the value of `Open.address`. Raises `ConnectorError` if it would be too long."""
+    encoded = msgspec.msgpack.encode(address)
+    encoded = _digest(lease, encoded) + encoded
+    if len(encoded) > MAX_ADDRESS_BYTES:
+        raise ConnectorError(
+            f"what NIXL says about this worker takes {len(encoded):,} bytes, which is over {MAX_ADDRESS_BYTES:,}",
+            hint="name fewer devices in FD_NIXL_NET_DEVICES",
+        )
+    return encoded
+
+
+def read_address(lease: str, encoded: bytes) -> Address:
+    """Read an `Open.address`. Raises `ConnectorError`.
+
+    The digest is no proof of who wrote the address, which is the seal's business. It keeps damaged addresses, and those
+    of other leases, from NIXL, which checks nothing.
+    """
+    if len(encoded) > MAX_ADDRESS_BYTES:
+        raise ConnectorError("the address for NIXL is too long")
+    digest, rest = encoded[:_DIGEST_BYTES], encoded[_DIGEST_BYTES:]
+    if digest != _digest(lease, rest):
+        raise ConnectorError("the address for NIXL is damaged, or another lease's")
+    try:
+        return msgspec.msgpack.decode(rest, type=Address)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConnectorError("the address for NIXL cannot be read") from error
+
+
+def _digest(lease: str, encoded: bytes) -> bytes:
+    named = len(lease.encode()).to_bytes(4, "little") + lease.encode() + encoded
+    return blake2b(named, digest_size=_DIGEST_BYTES, person=b"fd_core nixl").digest()
+
+
+class Arrivals:
+    """What the decode side knows: which piece has arrived in which place, and how often each place was freed."""
+
+    def __init__(self, pieces: range, window: int, value_bytes: int) -> None:
+        self._pieces, self._value_bytes = pieces, value_bytes
+        self._freed = [0] * window
+        self._holders: dict[int, int] = {}
+        """Index of the piece in each place that holds one."""
+        self._arrived: dict[int, Reference] = {}
+        self._done: set[int] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every piece has come and gone, so that nobody writes any more."""
+        return len(self._done) == len(self._pieces)
+
+    def landed(self, index: int, reference: Reference) -> None:
+        """Note that the write of a piece is over; ignore a piece that cannot have been written."""
+        if self._expected(index, reference):
+            self._holders[reference.place] = index
+            self._arrived[index] = reference
+
+    def look(self, index: int, reference: Reference) -> bool:
+        """Return whether a piece has arrived where a reference says. Raises `ConnectorError` if it never will."""
+        if index in self._arrived:
+            if self._arrived[index] != reference:
+                raise ConnectorError("a reference leads to another place than the one that the piece was written to")
+            return True
+        if not self._expected(index, reference):
+            raise ConnectorError("a reference leads to a place where no such piece can be")
+        return False
+
+    def done(self, index: int, reference: Reference) -> int:
+        """Free the place of a piece that has arrived; return how often the place was freed."""
+        if not self.look(index, reference):
+            raise ConnectorError("a piece is said to be done before it came")
+        del self._arrived[index], self._holders[reference.place]
+        self._done.add(index)
+        self._freed[reference.place] += 1
+        return self._freed[reference.place]
+
+    def _expected(self, index: int, reference: Reference) -> bool:
+        place, turn, length = reference
+        return (
+            index in self._pieces
+            and index not in self._done
+            and index not in self._arrived
+            and place < len(self._freed)
+            and place not in self._holders
+            and turn == self._freed[place] + 1
+            and length <= self._value_bytes
+        )
+
+
+class Departures:
+    """What the prefill side knows: how often each place was written to and, at the last look, freed."""
+
+    def __init__(self, window: int) -> None:
+        self._written = [0] * window
+        self._freed = [0] * window
+
+    def free(self) -> int | None:
+        """Return the free place whose last write is the oldest; None if no place is known to be free."""
+        places = [place for place, written in enumerate(self._written) if written == self._freed[place]]
+        return min(places, key=self._written.__getitem__, default=None)
+
+    def write(self, place: int) -> int:
+        """Note that a place is written to; return its turn."""
+        self._written[place] += 1
+        return self._written[place]
+
+    def learn(self, freed: Sequence[int]) -> None:
+        """Take in the counts of the decode side's memory. Raises `ConnectorError` if they are impossible."""
+        if any(not old <= new <= most for old, new, most in zip(self._freed, freed, self._written, strict=True)):
+            raise ConnectorError("the decode worker's memory does not say what this lease's would")
+        self._freed = list(freed)

@@ -8,7 +8,7 @@ from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, ConnectorError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_connector_nixl.address import Address, read_address, write_address
+from fd_connector_nixl.layout import Address, read_address, write_address
 
 ADDRESS = Address(b"t" * 16, "fd_core-1", 4096, 65536, b"metadata")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fd_core.disagg.connectors.contract import ConnectorError
 
-from fd_connector_nixl.memory import Memory
+from fd_connector_nixl.station import Memory
 
 MIB = 1 << 20
 

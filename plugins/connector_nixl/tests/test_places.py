@@ -9,8 +9,7 @@ from fd_core.disagg.connectors.contract import ConnectorError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_connector_nixl.layout import Reference
-from fd_connector_nixl.places import Arrivals, Departures
+from fd_connector_nixl.layout import Arrivals, Departures, Reference
 
 LENGTH = 100
 

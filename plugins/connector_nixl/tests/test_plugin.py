@@ -12,7 +12,7 @@ from fd_core.errors import ConfigError, PluginError
 from fd_core.plugins import CONNECTOR, Plugins
 from needs import needs_nixl
 
-from fd_connector_nixl import library
+from fd_connector_nixl import settings
 from fd_connector_nixl.connector import NixlConnector
 
 
@@ -31,7 +31,7 @@ def test_finding_it_imports_no_nixl() -> None:
 
 
 def test_a_missing_nixl_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_MODULES", ("fd_no_nixl",))
+    monkeypatch.setattr(settings, "_MODULES", ("fd_no_nixl",))
     with pytest.raises(PluginError, match="pip install 'nixl-cu13") as caught:
         NixlConnector(ConnectorSettings())
     assert caught.value.exit_code == 4
@@ -49,14 +49,14 @@ def test_a_nixl_that_cannot_be_used_is_no_traceback(
     (tmp_path / "fd_bad_nixl" / "__init__.py").write_text(init)
     (tmp_path / "fd_bad_nixl" / "_bindings.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(library, "_MODULES", ("fd_bad_nixl",))
+    monkeypatch.setattr(settings, "_MODULES", ("fd_bad_nixl",))
     monkeypatch.delitem(sys.modules, "fd_bad_nixl", raising=False)
     with pytest.raises(PluginError, match=said):
         NixlConnector(ConnectorSettings())
 
 
 def test_a_variable_of_ucx_is_refused_before_nixl_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_MODULES", ("fd_no_nixl",))
+    monkeypatch.setattr(settings, "_MODULES", ("fd_no_nixl",))
     monkeypatch.setenv("UCX_NET_DEVICES", "all")
     with pytest.raises(ConfigError, match="UCX_NET_DEVICES"):
         NixlConnector(ConnectorSettings())

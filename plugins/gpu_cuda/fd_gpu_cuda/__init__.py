@@ -14,12 +14,12 @@ def fd_register_backends() -> list[Entry]:
     """Offer one backend for each framework."""
     return [
         Entry("gpu_cuda", "fd_gpu_cuda.backend:CudaBackend", "NVIDIA GPUs with PyTorch, Triton and CUDA graphs"),
-        Entry("gpu_cuda+paddle", "fd_gpu_cuda.with_paddle:CudaPaddleBackend", "NVIDIA GPUs with PaddlePaddle"),
-        Entry("gpu_cuda+onnx", "fd_gpu_cuda.with_onnx:CudaOnnxBackend", "NVIDIA GPUs with ONNX Runtime"),
+        Entry("gpu_cuda+paddle", "fd_gpu_cuda.backend:CudaPaddleBackend", "NVIDIA GPUs with PaddlePaddle"),
+        Entry("gpu_cuda+onnx", "fd_gpu_cuda.backend:CudaOnnxBackend", "NVIDIA GPUs with ONNX Runtime"),
     ]
 
 
 @hookimpl
 def fd_register_postprocessors() -> list[Entry]:
     """Offer the postprocessor of the backend of the same name, for which it is the default."""
-    return [Entry("gpu_cuda", "fd_gpu_cuda.postprocess:CudaPostprocess", "the token matrix in one launch")]
+    return [Entry("gpu_cuda", "fd_gpu_cuda.backend:CudaPostprocess", "the token matrix in one launch")]

@@ -1,33 +1,184 @@
-"""The backend `gpu_cuda`: torch on an NVIDIA GPU."""
+"""The backends and the postprocessor of NVIDIA GPUs: a device is looked for without initialising CUDA."""
 
 from __future__ import annotations
 
-import importlib
+import ctypes
+import importlib.metadata
+import importlib.util
 import logging
+import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from fd_core.backends import paddle
 from fd_core.backends.contract import Availability, Backend, LoadProgress, Model
-from fd_core.backends.places import EnginePlace
-from fd_core.config import EngineConfig
+from fd_core.backends.onnx import OnnxBackend
+from fd_core.backends.paddle import PaddleBackend
+from fd_core.backends.places import EnginePlace, places_on_devices, rank_devices
+from fd_core.backends.probing import ask_apart, import_pack, missing
+from fd_core.config import EngineConfig, Limits, step_budget
 from fd_core.errors import ConfigError, PluginError
-from fd_core.ops.contract import Ops
-
-from fd_gpu_cuda.memory import KeptMemory, calculated, measured
-from fd_gpu_cuda.probe import cuda_of_ranks, cuda_of_torch, cuda_places, device_problem, flash_infer, missing
+from fd_core.ops.contract import Array, Ops
+from fd_core.runner.postprocess.contract import Postprocess
+from fd_core.runner.sampling.prompt_scores import SCORED_CELLS
 
 if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
+    from fd_gpu_cuda.ops import CudaOps
     from fd_gpu_cuda.providers import Providers
+
+
+_NVML = "libnvidia-ml.so.1"
+_CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|None)", re.MULTILINE)
+_VERSION_LINE = re.compile(r"^__version__\b[^=]*=\s*'([^']*)'", re.MULTILINE)
+
+
+def cuda_of_torch() -> tuple[str, str | None]:
+    """Return torch's version and the CUDA that it was built for, None for a build without; imports nothing.
+
+    torch must be installed.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "", None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return "", None
+    version, cuda = _VERSION_LINE.search(text), _CUDA_LINE.search(text)
+    return version[1] if version else "", cuda[1] if cuda else None
+
+
+def flash_infer() -> str:
+    """Say whether FlashInfer is here, which then computes attention of steps with prompts; imports nothing."""
+    if missing("flashinfer"):
+        return "FlashInfer not installed"
+    try:
+        return f"FlashInfer {importlib.metadata.version('flashinfer-python')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "FlashInfer of an unknown version"
+
+
+def device_problem() -> tuple[int, str]:
+    """Return how many devices the driver has, and why there is none that this process may use; "" if there is one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return 0, f"CUDA_VISIBLE_DEVICES={visible!r} hides every device"
+    try:
+        nvml = ctypes.CDLL(_NVML)
+    except OSError:
+        return 0, f"no NVIDIA driver is installed: {_NVML} is not found"
+    return _count(nvml)
+
+
+class OnCuda(Backend):
+    """A backend on the CUDA devices that the driver has."""
+
+    @classmethod
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+        """Give each engine a device for each rank."""
+        return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
+
+
+def _count(nvml: ctypes.CDLL) -> tuple[int, str]:
+    """Ask NVML, which talks to the driver and creates nothing on a device."""
+    nvml.nvmlErrorString.restype = ctypes.c_char_p
+    status = nvml.nvmlInit_v2()
+    if status:
+        return 0, f"the NVIDIA driver does not answer: {_text(nvml, status)}"
+    count = ctypes.c_uint(0)
+    status = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    nvml.nvmlShutdown()
+    if status:
+        return 0, f"the NVIDIA driver does not say which devices there are: {_text(nvml, status)}"
+    return count.value, "" if count.value else "the NVIDIA driver sees no device"
+
+
+def _text(nvml: ctypes.CDLL, status: int) -> str:
+    text: bytes = nvml.nvmlErrorString(status)
+    return text.decode(errors="replace")
+
+
+GRAPH_BYTES = 256 * 2**20
+"""Calculated for captured graphs, workspaces of libraries and compiled kernels."""
+NCCL_BYTES = 512 * 2**20
+"""Calculated for the buffers of NCCL where several ranks compute one model."""
+_BYTES_PER_HIDDEN = 96
+"""A token's activations for each element of the hidden state: the residual, what a norm holds in float32, queries, keys
+and values, and gate and up, which are some five times as wide."""
+_BYTES_PER_LOGIT = 48
+"""Logits in float32, and what sampling with filters holds beside them: weights and running sums in float64, and the
+order as int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """Bytes that KV must leave."""
+
+    steps: int
+    """For the largest step, and all that libraries and graphs take that were there when it was measured."""
+    graphs: int
+    """For graphs that were not captured then: what one more of them took, for each."""
+    how: str
+    """`measured` or `calculated`."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.steps + self.graphs
+
+    def __str__(self) -> str:
+        return f"{self.total / 2**20:,.0f} MiB {self.how} for steps and graphs"
+
+
+def measured(cuda: Cuda, ops: CudaOps, steps: AbstractContextManager[None]) -> KeptMemory:
+    """Measure what a rehearsal takes of what the driver has, its small KV cache included.
+
+    What the process keeps when all is given back, such as kernels and connections, is gone for KV anyway.
+    """
+    cuda.release_unused()
+    before = cuda.free_on_driver()
+    with ops.rehearsing(), steps:
+        taken = before - cuda.free_on_driver()
+        graphs = ops.graph_bytes_to_come
+    cuda.release_unused()
+    kept = before - cuda.free_on_driver()
+    return KeptMemory(max(taken - kept, 0), graphs, "measured")
+
+
+def calculated(config: EngineConfig, model: Model | None, default_budget: int) -> KeptMemory:
+    """Calculate it from sizes, without a look at the device."""
+    graphs = GRAPH_BYTES + (NCCL_BYTES if config.tensor_parallel_size > 1 else 0)
+    if model is None:
+        return KeptMemory(0, graphs, "calculated")
+    width = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
+    budget = step_budget(config, default_budget)
+    table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
+    steps = step_bytes(
+        tokens=budget,
+        # Beside those that are sampled from, the logits of prompts whose log-probabilities are wanted.
+        rows=min(config.max_num_seqs * width, budget) + max(SCORED_CELLS // model.vocab_size, 1),
+        hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
+        vocabulary=model.vocab_size,
+    )
+    return KeptMemory(steps, graphs, "calculated")
+
+
+def step_bytes(*, tokens: int, rows: int, hidden: int, vocabulary: int) -> int:
+    """Return what the largest step takes beside weights and KV: `tokens` computed, logits of `rows` of them."""
+    return tokens * hidden * _BYTES_PER_HIDDEN + rows * vocabulary * _BYTES_PER_LOGIT
 
 
 logger = logging.getLogger(__name__)
 _HINT = "pip install 'fd-gpu-cuda[torch]' from an index that has torch built for CUDA, such as the default one"
 
 
-class CudaBackend(Backend):
+class CudaBackend(OnCuda):
     """torch on a CUDA device, or on one for each rank; in bfloat16 where the device has it."""
 
     name: ClassVar[str] = "gpu_cuda"
@@ -56,22 +207,14 @@ class CudaBackend(Backend):
         return Availability(True, f"torch {version} for CUDA {cuda}; the driver has {count} device(s); {flash_infer()}")
 
     @classmethod
-    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Give each engine a device for each rank."""
-        return cuda_places(count, ranks)
-
-    @classmethod
     def rank_environments(cls, size: int) -> Sequence[Mapping[str, str]]:
         """Show each rank a device of its own."""
-        return cuda_of_ranks(size)
+        return rank_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], size)
 
     @classmethod
     def import_framework(cls) -> None:
         """Import torch and the pack on it."""
-        try:
-            importlib.import_module("fd_gpu_cuda.ops")
-        except ImportError as error:
-            raise PluginError(f"the {cls.name} backend needs torch: {error}", field="--backend", hint=_HINT) from error
+        import_pack(cls.name, "fd_gpu_cuda.ops", needs="torch", hint=_HINT)
 
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""
@@ -80,9 +223,8 @@ class CudaBackend(Backend):
         from fd_gpu_cuda.adapters import AdapterRoom
         from fd_gpu_cuda.compilations import Compilations, use_cache_folder
         from fd_gpu_cuda.device import Cuda
-        from fd_gpu_cuda.operations import operations_on, wanted_providers
         from fd_gpu_cuda.ops import CudaOps
-        from fd_gpu_cuda.providers import Providers
+        from fd_gpu_cuda.providers import Providers, operations_on, wanted_providers
 
         try:
             use_cache_folder()
@@ -169,3 +311,103 @@ class CudaBackend(Backend):
             return "float16"
         self.dtype_reason = "the device multiplies neither bfloat16 nor float16 matrices itself"
         return "float32"
+
+
+PROVIDER: Final = "CUDAExecutionProvider"
+_ONNX_HINT: Final = "pip install 'fd-gpu-cuda[onnx]' without onnxruntime beside it"
+# The runtime lists CUDA even where there is none, and silently falls back to the processor: only a session knows.
+_QUESTION: Final = f"""
+import onnxruntime
+from onnx import TensorProto, helper
+value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "probe", value[:1], value[1:])
+model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+options = onnxruntime.SessionOptions()
+options.log_severity_level = 4
+session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[{PROVIDER!r}])
+answer = [onnxruntime.__version__, session.get_providers()[0]]
+"""
+
+
+class CudaPaddleBackend(OnCuda, PaddleBackend):
+    """Paddle on one CUDA device, kernel by kernel."""
+
+    name: ClassVar[str] = "gpu_cuda+paddle"
+    device: ClassVar[str] = "gpu"
+    title: ClassVar[str] = "CUDA device"
+    paddle_hint: ClassVar[str] = (
+        "pip install 'fd-core[paddle-gpu]' with the index of Paddle's own builds for your CUDA, "
+        "which www.paddlepaddle.org.cn/en/install/quick names"
+    )
+    longest_sort: ClassVar[int | None] = None
+    auto_rank: ClassVar[int] = 50
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Available where a current Paddle for CUDA sees a device; it is asked only if the driver has one."""
+        _, problem = device_problem()
+        if problem:
+            return Availability(False, problem)
+        if paddle.paddle_installed():
+            found = paddle.paddle_devices()
+            # Builds from source call themselves 0.0.0.
+            if (0, 0) < tuple(int(part) for part in found.version.split(".")[:2] if part.isdigit()) < (3, 3):
+                return Availability(False, f"Paddle {found.version} is too old; {cls.paddle_hint}")
+            if not found.built_for_cuda:
+                return Availability(False, f"Paddle {found.version} is built for processors only; {cls.paddle_hint}")
+        return super().probe()
+
+
+@cache
+def provider_problem() -> tuple[str, str]:
+    """Ask in a process of its own which provider a session really gets; returns version, and "" if it is CUDA's."""
+    slow = "ONNX Runtime did not start a session within {seconds}"
+    answer, problem = ask_apart(_QUESTION, slow=slow, failed="ONNX Runtime cannot start a session")
+    if problem:
+        return "", problem
+    version, taken = answer
+    return version, "" if taken == PROVIDER else f"ONNX Runtime {version} falls back to {taken}; {_ONNX_HINT}"
+
+
+class CudaOnnxBackend(OnCuda, OnnxBackend):
+    """The core's traced models on CUDA, float32."""
+
+    name: ClassVar[str] = "gpu_cuda+onnx"
+    auto_rank: ClassVar[int] = -1
+    """Never taken by itself while its KV travels between host and device in each step."""
+    provider: ClassVar[tuple[str, str]] = (PROVIDER, "cuda")
+    hint: ClassVar[str] = _ONNX_HINT
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Available where a session of ONNX Runtime gets CUDA."""
+        _, problem = device_problem()
+        if problem:
+            return Availability(False, problem)
+        if not (installed := super().probe()).available:
+            return installed
+        version, problem = provider_problem()
+        return Availability(False, problem) if problem else Availability(True, f"ONNX Runtime {version} on CUDA")
+
+    def describe(self) -> str:
+        """Name the provider, and what its pack leaves to the host."""
+        return "CUDA device, ONNX Runtime; KV in host memory, copied each step"
+
+
+class CudaPostprocess(Postprocess):
+    """For the backend `gpu_cuda`, whose pack writes the matrix in one launch."""
+
+    serves: ClassVar[tuple[str, ...]] = ("gpu_cuda",)
+
+    def __init__(self, ops: Ops, limits: Limits) -> None:
+        # torch is needed to compute, not to know of the postprocessor.
+        from fd_gpu_cuda.ops import CudaOps
+
+        super().__init__(ops, limits)
+        if not isinstance(ops, CudaOps):
+            raise TypeError(f"{type(ops).__name__} is not the pack of gpu_cuda")
+        self._pack = ops
+
+    def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array) -> Array:
+        """Build the token matrix of the step."""
+        return self._pack.token_matrix(sampled, accepted, slots, revoked, self.limits.max_num_seqs)

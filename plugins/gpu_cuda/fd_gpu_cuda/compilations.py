@@ -1,7 +1,12 @@
-"""Counts what Triton compiles, so that people see what a start costs and which request waited for a compiler.
+"""What Triton compiles: which steps compile all that serving needs, and counts of what was compiled.
 
-Triton asks a hook before it makes a kernel and tells another one behind it: in `JITFunction` in releases 3.2 and 3.3,
-in `triton.knobs` from 3.4 on, which tells as well whether it only read the kernel from its cache folder.
+Counts show people what a start costs and which request waited for a compiler. Triton asks a hook before it makes a
+kernel and tells another one behind it: in `JITFunction` in releases 3.2 and 3.3, in `triton.knobs` from 3.4 on, which
+tells as well whether it only read the kernel from its cache folder.
+
+A kernel compiles for each of its constants, and those depend on how many tokens a step has, how many of them a request
+has, how many rows are sampled and how. Tiles are powers of two, so steps of each power of two meet all of them; one
+token more than that meets what begins behind it.
 """
 
 from __future__ import annotations
@@ -10,13 +15,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fd_core.config import Limits
 from fd_core.config.paths import find_cache_dir
 from fd_core.ops.compilations import CompilationStats
+from fd_core.ops.warm_up import WarmUpRow, WarmUpStep
+from fd_core.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +128,63 @@ def _both(first: Any, second: Callable[..., None]) -> Callable[..., Any]:
         return answer
 
     return hook
+
+
+_GREEDY = SamplingParams(temperature=0.0)
+_RANDOM = SamplingParams(temperature=1.0)
+_FILTERED = SamplingParams(temperature=1.0, top_k=2, top_p=0.9, min_p=0.01)
+_OTHERS = (
+    SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
+    SamplingParams(temperature=0.0, logprobs=0),
+    SamplingParams(temperature=0.0, logprobs=20),
+    SamplingParams(temperature=0.0, prompt_logprobs=0),
+    SamplingParams(temperature=0.0, prompt_logprobs=20),
+    SamplingParams(temperature=0.0, logit_bias={0: 1.0}),
+    SamplingParams(temperature=0.0, allowed_token_ids=(0,)),
+)
+"""What few requests ask for, each with kernels of its own. A bias twice in a step."""
+
+
+def warm_up_steps(limits: Limits, *, drafts: bool) -> Sequence[WarmUpStep]:
+    """Return the steps in the order of how likely requests need them; `drafts` says whether steps may have any."""
+    return [*_prompts(limits), *_decodes(limits, limits.max_drafts if drafts else 0), *_wishes(limits)]
+
+
+def _prompts(limits: Limits) -> Iterator[WarmUpStep]:
+    """One prompt of each size, many prompts of few tokens, and a prompt beside decodes."""
+    most = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
+    for power in _powers(most):
+        for tokens in sorted({power, min(power + 1, most)}):
+            yield (WarmUpRow(tokens),)
+    for tokens in (2, 17, 65):
+        rows = min(limits.max_num_seqs, limits.max_num_batched_tokens // tokens)
+        yield (WarmUpRow(tokens),) * rows
+    decodes = min(limits.max_num_seqs - 1, 8)
+    yield (WarmUpRow(min(most, limits.max_num_batched_tokens - decodes)), *(WarmUpRow(),) * decodes)
+
+
+def _decodes(limits: Limits, most_drafts: int) -> Iterator[WarmUpStep]:
+    """Decodes of each size, sampled in each way, with the most drafts and with fewer."""
+    for rows in sorted({*_powers(limits.max_num_seqs), limits.max_num_seqs}):
+        for params in (_GREEDY, _RANDOM, _FILTERED):
+            yield (WarmUpRow(params=params),) * rows
+        for drafts in sorted({1, most_drafts}) if most_drafts else ():
+            fitting = min(rows, limits.max_num_batched_tokens // (1 + drafts))
+            for params in (_GREEDY, _RANDOM, _FILTERED):
+                yield (WarmUpRow(4, drafts, params),) * fitting
+
+
+def _wishes(limits: Limits) -> Iterator[WarmUpStep]:
+    """What few requests ask for: by one request, and by some of several."""
+    for params in _OTHERS:
+        tokens = 3 if params.prompt_logprobs is not None else 1
+        asking = WarmUpRow(tokens, params=params)
+        yield (asking,)
+        yield (asking, asking, *(replace(asking, params=_GREEDY),) * 2)
+
+
+def _powers(most: int) -> Iterator[int]:
+    power = 1
+    while power <= most:
+        yield power
+        power *= 2

@@ -7,14 +7,47 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from fd_core.ops.contract import Array, HostCopies
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
 
-from fd_gpu_cuda.copy_lane import CopyLane
+
+class CopyLane:
+    """A stream for copies, with memory that belongs to them; waiting for it lets other threads run."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # such as the zeros of a cache
+        self._done = torch.cuda.Event(blocking=True)  # a thread that waits sleeps instead of turning
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> Array:
+        """Allocate host memory that the device reads and writes itself."""
+        return torch.empty(*shape, dtype=dtype, pin_memory=True)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        """Allocate device memory of this stream."""
+        with torch.cuda.stream(self._stream):
+            return torch.empty(*shape, dtype=dtype, device=self._device)
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Return a context whose work goes to this stream, in order."""
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._done.record(self._stream)
+
+    def wait(self) -> None:
+        """Wait for what was queued; at once if nothing was."""
+        self._done.synchronize()
+
 
 Replay = Callable[[], None]
 """Queues a captured computation again, over the memory that it was captured with."""
@@ -225,3 +258,46 @@ class Cuda:
 def _abort(connection: Any) -> None:
     """End the collectives of a process group, which torch 2.6 has under another name."""
     (connection.abort if hasattr(connection, "abort") else connection._abort)()
+
+
+ALIGNMENT: Final = 16
+"""Bytes: each array begins at a multiple, as kernels that load 16 bytes at a time want it."""
+
+
+def upload_packed(cuda: Cuda, arrays: Sequence[npt.NDArray[Any]]) -> list[Array]:
+    """Queue one copy of all arrays; returns tensors that share its memory. uint64 becomes int64 with the same bits.
+
+    The memory is free once none of the tensors is left.
+    """
+    begins, end = [], 0
+    for array in arrays:
+        begins.append(end)
+        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    pinned = cuda.pinned(max(end, ALIGNMENT))
+    packed = pinned.numpy()
+    for begin, array in zip(begins, arrays, strict=True):
+        if array.size:
+            packed[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    device = cuda.upload(pinned)
+    whole = {dtype: device.view(_torch_dtype(dtype)) for dtype in {array.dtype for array in arrays}}
+    return [
+        whole[array.dtype].as_strided(array.shape, _strides(array.shape), begin // array.itemsize)
+        for begin, array in zip(begins, arrays, strict=True)
+    ]
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return torch's name of a dtype; uint64, which torch hardly knows, is int64 there."""
+    return torch.int64 if dtype == np.uint64 else torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of an array in C order."""
+    if len(shape) == 1:
+        return (1,)
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))

@@ -1,8 +1,15 @@
-"""KV on the device, and its copies to and from the host beside the steps."""
+"""KV on the device, and its copies to and from the host beside the steps, through memory of a fixed size.
+
+Two lanes take turns to copy. A lane is a stream with its own staging memory, on the device and, pinned, on the host;
+what is queued on it happens in order. So while one lane's blocks cross the bus, the other one gathers its own or puts
+them in place, and the host fills or empties a lane's memory only once that lane has done what was queued.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +19,145 @@ from fd_core.ops.contract import SCALE_BYTES, Array, KVShape
 from fd_core.ops.torch.attention import TorchKVCache
 from fd_core.types import IntArray
 
-from fd_gpu_cuda.device import Cuda
-from fd_gpu_cuda.kv_copies import BlockCopies
+from fd_gpu_cuda.device import CopyLane, Cuda
+
+STAGED_BYTES = 16 * 2**20
+"""Of a lane's memory, on the host and on the device: long beside what it takes to queue a copy (at 50 GB/s 0.3 ms)."""
+_LANES = 2
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+"""What bits are moved as: types of torch by their sizes."""
+
+
+class _StagedLane:
+    """A lane and its staging memory for `capacity` blocks of `parts`, each [layers, 2, blocks, heads, width]."""
+
+    def __init__(self, lane: CopyLane, parts: Sequence[Array], capacity: int) -> None:
+        layers, sides, _, heads, _ = parts[0].shape
+        self._lane = lane
+        self._parts = parts
+        self._widths = [part.shape[4] for part in parts]
+        sizes, word = (capacity, layers, sides, heads, sum(self._widths)), parts[0].dtype
+        self._index = lane.pinned((capacity,), torch.int64)
+        self._host = lane.pinned(sizes, word)
+        self._staged = lane.empty(sizes, word)
+        self._places = lane.empty((capacity,), torch.int64)
+
+    def export(self, blocks: IntArray) -> None:
+        """Queue: gather blocks in canonical order, bring them to the host."""
+        staged, places = self._begin(blocks)
+        with self._lane.queueing():
+            places.copy_(self._index[: len(blocks)], non_blocking=True)
+            # The gather writes through a view of another order, so it rearranges as well.
+            for mine, part in self._pairs(staged):
+                torch.index_select(part, 2, places, out=mine)
+            self._host[: len(blocks)].copy_(staged, non_blocking=True)
+
+    def exported(self, count: int) -> npt.NDArray[Any]:
+        """Wait for the export, and return the bytes of its blocks; they hold until the lane is used again."""
+        self._lane.wait()
+        return _bytes_of(self._host[:count])
+
+    def bring(self, blocks: IntArray, content: npt.NDArray[np.uint8]) -> None:
+        """Queue: bring the bytes of blocks to the device, put them in their places. Waits for the lane first."""
+        self._lane.wait()
+        _bytes_of(self._host[: len(blocks)])[:] = content
+        staged, places = self._begin(blocks)
+        with self._lane.queueing():
+            places.copy_(self._index[: len(blocks)], non_blocking=True)
+            staged.copy_(self._host[: len(blocks)], non_blocking=True)
+            for mine, part in self._pairs(staged):
+                part.index_copy_(2, places, mine)
+
+    def wait(self) -> None:
+        """Wait for what was queued."""
+        self._lane.wait()
+
+    def _pairs(self, staged: Array) -> Iterator[tuple[Array, Array]]:
+        return zip(staged.permute(1, 2, 0, 3, 4).split(self._widths, dim=4), self._parts, strict=True)
+
+    def _begin(self, blocks: IntArray) -> tuple[Array, Array]:
+        self._index[: len(blocks)].numpy()[:] = blocks
+        return self._staged[: len(blocks)], self._places[: len(blocks)]
+
+
+class BlockCopies:
+    """Copies blocks of one cache. Staging memory is allocated when the first copy needs it, and kept.
+
+    Copies need no order with steps: who calls has seen the answers of all steps that touch these blocks, and queues
+    none before it is told. One copy runs at a time; another thread's waits for it.
+    """
+
+    def __init__(self, parts: Sequence[Array], block_size: int, cuda: Cuda, staged_bytes: int = STAGED_BYTES) -> None:
+        """`parts`: [layers, 2, places, heads, width]; a block is `block_size` places of each layer and side.
+
+        A head of a block in canonical order is what the parts have of it, one after the other.
+        """
+        layers, sides, places, count = parts[0].shape[:4]
+        # What has no neighbour is one long head.
+        heads = block_size * count if len(parts) > 1 else 1
+        found = [part.view(layers, sides, places // block_size, heads, -1) for part in parts]
+        size = math.gcd(max(_WORDS), *(each.shape[4] * each.element_size() for each in found))
+        self._parts = [each.view(_WORDS[size]) for each in found]
+        self._cuda = cuda
+        self._block_bytes = sum(each[:, :, 0].numel() for each in self._parts) * size
+        self._capacity = max(1, staged_bytes // self._block_bytes)
+        self._lanes: list[_StagedLane] = []
+        self._one_at_a_time = threading.Lock()
+
+    def export(self, blocks: IntArray, to: npt.NDArray[Any]) -> None:
+        """Fill `to` [len(blocks), ...] with the blocks' bits in canonical order. Raises `MemoryError`."""
+        target = _rows(to, self._block_bytes)
+        with self._one_at_a_time:
+            self._prepare()
+            parts = list(self._chunks(blocks))
+            for at, (_, part) in enumerate(parts):
+                if at >= _LANES:
+                    self._empty(at - _LANES, parts, target)
+                self._lanes[at % _LANES].export(part)
+            for at in range(max(len(parts) - _LANES, 0), len(parts)):
+                self._empty(at, parts, target)
+
+    def bring(self, blocks: IntArray, content: npt.NDArray[Any]) -> None:
+        """Write what `export` gave into blocks, and wait until it is there. Raises `MemoryError`."""
+        source = _rows(np.ascontiguousarray(content), self._block_bytes)
+        with self._one_at_a_time:
+            self._prepare()
+            for at, (begin, part) in enumerate(self._chunks(blocks)):
+                self._lanes[at % _LANES].bring(part, source[begin : begin + len(part)])
+            for lane in self._lanes:
+                lane.wait()
+
+    def _empty(self, at: int, parts: list[tuple[int, IntArray]], target: npt.NDArray[np.uint8]) -> None:
+        begin, part = parts[at]
+        target[begin : begin + len(part)] = self._lanes[at % _LANES].exported(len(part))
+
+    def _chunks(self, blocks: IntArray) -> Iterator[tuple[int, IntArray]]:
+        for begin in range(0, len(blocks), self._capacity):
+            yield begin, blocks[begin : begin + self._capacity]
+
+    def _prepare(self) -> None:
+        """Allocate the lanes, all of them or none."""
+        if self._lanes:
+            for lane in self._lanes:
+                lane.wait()  # of a copy that ended early, something may still be under way
+            return
+        try:
+            self._lanes = [_StagedLane(self._cuda.copy_lane(), self._parts, self._capacity) for _ in range(_LANES)]
+        except RuntimeError as error:
+            needed = 2 * _LANES * self._capacity * self._block_bytes
+            raise MemoryError(
+                f"copying KV takes {needed} bytes, half of it pinned, that could not be allocated: {error}"
+            ) from error
+
+
+def _rows(array: npt.NDArray[Any], block_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return an array's own bytes, a row for each block."""
+    return array.view(np.uint8).reshape(len(array), block_bytes) if array.size else np.empty((0, block_bytes), np.uint8)
+
+
+def _bytes_of(host: Array) -> npt.NDArray[np.uint8]:
+    found: npt.NDArray[Any] = host.numpy()
+    return _rows(found, found[0].nbytes)
 
 
 class CudaLayer(NamedTuple):

@@ -3,52 +3,75 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from fd_core.config import Limits
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.contract import (
+    Activation,
     Array,
+    Experts,
     Forward,
     Heads,
     HostCopies,
     KVCache,
     KVShape,
+    Lora,
+    Norm,
+    PenaltyInput,
+    SampleInput,
     StepInput,
 )
 from fd_core.ops.parallel import RankGroup
-from fd_core.ops.torch.ops import TorchLinear, widened
+from fd_core.ops.torch.ops import TorchLinear, TorchOps, route, widened
 from fd_core.ops.warm_up import WarmUpStep
-from fd_core.ops.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
+from fd_core.ops.weights import WEIGHT_FORMATS, LowRank, RawTensor, Weight
 
-from fd_gpu_cuda.adapters import AdaptedOps
-from fd_gpu_cuda.compilations import Compilations
-from fd_gpu_cuda.compositions import scatter_kv, widened_layer
-from fd_gpu_cuda.device import Cuda
-from fd_gpu_cuda.experts import MixtureOps
-from fd_gpu_cuda.fusions import FusedOps
-from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward
-from fd_gpu_cuda.kernel_table import Kernels
-from fd_gpu_cuda.kv_cache import CudaKVCache
-from fd_gpu_cuda.packed import PackedLinear, pack_linear
-from fd_gpu_cuda.sampling import SamplingOps
-from fd_gpu_cuda.sizes import GraphShapes
-from fd_gpu_cuda.uploads import upload_packed
-from fd_gpu_cuda.warm_up import warm_up_steps
+from fd_gpu_cuda.adapters import AdapterRoom, DeviceLora, LoraTable
+from fd_gpu_cuda.compilations import Compilations, warm_up_steps
+from fd_gpu_cuda.device import Cuda, out_of_memory, upload_packed
+from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward, GraphShapes
+from fd_gpu_cuda.kernel_table import AddNorm, Kernels, scatter_kv, widened_layer
+from fd_gpu_cuda.kv_cache import CudaKVCache, CudaLayer
+from fd_gpu_cuda.packed import PackedLinear, StackedExperts, pack_linear, pack_stack
 
 if TYPE_CHECKING:
     from fd_core.ops.torch.group import TorchCollectives
 
 
-logger = logging.getLogger(__name__)
+class Residual:
+    """The residual stream: what it was, and a product that waits to be added until a norm reads both.
+
+    The sum is written over what it was, once; whoever comes later finds no product waiting.
+    """
+
+    __slots__ = ("_add_norm", "_post_norm", "_product", "_states")
+
+    def __init__(self, add_norm: AddNorm, states: Array, product: Array, post_norm: Norm | None) -> None:
+        self._add_norm = add_norm
+        self._states = states
+        self._product: Array | None = product
+        self._post_norm = post_norm
+
+    def read(self, norm: Norm | None) -> Array:
+        """Add what waits, and return the norm of the sum [T, H], or the sum itself without one."""
+        if self._product is None and norm is None:
+            return self._states
+        found = self._add_norm(self._states, norm, self._product, self._post_norm)
+        self._product = None
+        return found
+
+    def rows(self, norm: Norm, rows: Array) -> Array:
+        """Return the norm of some rows of the sum [R, H], and leave the rest to wait."""
+        return self._add_norm(self._states, norm, self._product, self._post_norm, rows)
 
 
-class CudaOps(SamplingOps, MixtureOps, AdaptedOps, FusedOps):
+class CudaOps(TorchOps):
     """Operations on torch tensors of one CUDA device, which may be that of one rank of several."""
 
     name = "torch"
@@ -57,6 +80,10 @@ class CudaOps(SamplingOps, MixtureOps, AdaptedOps, FusedOps):
     queues = True
     compilations: Compilations | None = None
     """Kernels that were compiled so far; None for a table in which nothing compiles."""
+    adapter_room: AdapterRoom | None = None
+    """None where no adapters are configured."""
+    tables_made = 0
+    """What was captured before the last one was made may read others."""
 
     def __init__(self, dtype: str, cuda: Cuda, kernels: Kernels) -> None:
         super().__init__(dtype, str(cuda.device))
@@ -167,12 +194,6 @@ class CudaOps(SamplingOps, MixtureOps, AdaptedOps, FusedOps):
     def _captured(self, tokens: int) -> bool:
         return self._graphs is not None and tokens <= self._graphs.shapes.most_tokens
 
-    def tied_head(self, embedding: Array, weight: Weight) -> Any:
-        """Share the embedding unless the projection is packed."""
-        if isinstance(weight, PackedTensor):
-            return self.prepare_linear([weight])
-        return super().tied_head(embedding, weight)
-
     def linear(self, x: Array, weight: Any) -> Array:
         """Multiply by the transposed weight and add the bias."""
         if isinstance(weight, PackedLinear):
@@ -225,10 +246,208 @@ class CudaOps(SamplingOps, MixtureOps, AdaptedOps, FusedOps):
         """Replay graphs for decodes of tokens with adapters, captured here, so that no request waits for that."""
         if self._graphs is None or cache is None or not self.tables_made:
             return forward
+        found = GraphedForward(forward, self._graphs, self.tables_made)
         if isinstance(before, GraphedForward):
-            found = before.following(forward, self._graphs, self.tables_made)
-        else:
-            found = GraphedForward(forward, self._graphs, self.tables_made)
+            found.take_graphs(before)
         if self.parallel.size == 1:  # ranks do not come here together, and a capture adds up what all have
             found.prepare(cache)
         return found
+
+    # Mixtures of experts -----------------------------------------------------------------------------------
+
+    def prepare_experts(self, parts: Sequence[Sequence[Weight]], *, gated: bool) -> Any:
+        """Stack the experts; they stay packed where all of them are packed alike."""
+        weights = [weight for expert in parts for weight in expert]
+        packed = pack_stack(weights, self.device, self._multiplies_8_bits)
+        return StackedExperts(self._stack(weights) if packed is None else packed, len(parts))
+
+    def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
+        """Run each expert on the tokens that chose it.
+
+        Without the kernel every expert runs on every token, because a capture must not look at what was chosen.
+        """
+        if self._kernels.experts is not None:
+            shared = None
+            if experts.shared_gate_up is not None:
+                shared = self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
+            return self._kernels.experts(x, experts, activation, shared)
+        if not self._captured(len(x)):
+            return super().moe(x, experts, activation)
+        chosen, weights = route(x, experts)
+        share = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)
+        output = torch.zeros_like(x)
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+            y = self.linear(self.gated_linear(x, gate_up, activation), down)
+            output += y * share[:, expert, None]
+        return self.add_shared(output, x, experts, activation)
+
+    # Adapters ----------------------------------------------------------------------------------------------
+
+    @property
+    def adds_by_kernel(self) -> bool:
+        """Whether a kernel adds what adapters make."""
+        return self._kernels.lora is not None
+
+    def prepare_lora(self, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool = False) -> Any:
+        """Bring each part to the device as it is. Raises `MemoryError` where they do not fit."""
+        if self._kernels.lora is None:
+            with _memory_error():
+                return super().prepare_lora(parts, outs, gated=gated)
+
+        def placed(matrix: np.ndarray) -> Array:
+            return torch.from_numpy(np.array(matrix, np.float32, order="C")).to(self.device, self.torch_dtype)
+
+        with _memory_error():
+            there = [None if part is None else (placed(part.down), placed(part.up.T)) for part in parts]
+        inputs = next(part.down.shape[1] for part in parts if part is not None)
+        return DeviceLora(tuple(there), inputs, tuple(outs))
+
+    def place_loras(
+        self, deltas: Sequence[Any | None], inputs: int, outs: Sequence[int], before: Any | None = None
+    ) -> Any | None:
+        """Write the table of a linear, even if no adapter changes it: a graph has to be right for others, too.
+
+        Raises `MemoryError` where another table is needed and does not fit.
+        """
+        if self._kernels.lora is None:
+            return super().place_loras(deltas, inputs, outs, before)
+        table = before
+        if not isinstance(table, LoraTable) or not table.fits(deltas):
+            room = self.adapter_room or AdapterRoom()
+            with _memory_error():
+                table = LoraTable.empty(deltas, inputs, tuple(outs), room, self.device)
+            # Of no tokens: it compiles here, where no request waits.
+            x = torch.empty((0, inputs), dtype=self.torch_dtype, device=self.device)
+            self._kernels.lora(x.new_empty(0, sum(outs)), x, table, table.entries.new_empty(0, dtype=torch.int32))
+            self.tables_made += 1
+        entries = np.zeros(tuple(table.entries.shape), np.int64)
+        for place, delta in enumerate(deltas):
+            for part, each in enumerate(() if delta is None else delta.parts):
+                if each is not None:
+                    down, up = each
+                    entries[place, part] = down.data_ptr(), up.data_ptr(), len(down)
+        table.entries.copy_(self.from_host(entries))
+        table.held = list(deltas)
+        return table
+
+    def lora(self, y: Array, x: Array, lora: Lora) -> Array:
+        """Add to y in place, in two launches."""
+        kernel, places = self._kernels.lora, lora.step.lora_places
+        if kernel is None:
+            return super().lora(y, x, lora)
+        table = lora.deltas
+        if not isinstance(table, LoraTable):  # deltas that nobody has placed
+            some = next((delta for delta in table if delta is not None), None)
+            table = None if some is None else self.place_loras(table, some.inputs, some.outs)
+        if table is not None and places is not None:
+            kernel(y, x if x.stride(1) == 1 else x.contiguous(), table, places)
+        return y
+
+    # Fusions: each takes a kernel where the table has one, and is composed elsewhere -----------------------
+
+    def settle(self, residual: Any) -> Array:
+        """Add what waits."""
+        return residual.read(None) if isinstance(residual, Residual) else residual
+
+    def rms_norm(self, x: Any, norm: Norm) -> Array:
+        """Normalize the last axis, in one launch with the sum before it."""
+        if isinstance(x, Residual):
+            return x.read(norm)
+        add_norm = self._kernels.add_norm
+        if add_norm is None or x.dim() != 2 or not x.is_contiguous():
+            return super().rms_norm(x, norm)
+        return add_norm(x, norm)
+
+    def gate(self, gate_up: Array, activation: Activation) -> Array:
+        """Activate the first half and multiply, in one launch."""
+        kernel = self._kernels.gate
+        return super().gate(gate_up, activation) if kernel is None else kernel(gate_up, activation)
+
+    def attention_inputs(
+        self, x: Any, norm: Norm, qkv: Any, heads: Heads, layer: CudaLayer, step: StepInput, lora: Lora | None = None
+    ) -> Array:
+        """Norm, product, and all that follows it in one launch."""
+        kernel = self._kernels.rotate_and_store
+        if kernel is None:
+            return super().attention_inputs(x, norm, qkv, heads, layer, step, lora)
+        normed = self.rms_norm(x, norm)
+        projected = self.linear(normed, qkv)
+        if lora is not None:
+            projected = self.lora(projected, normed, lora)
+        return kernel(projected, layer, heads, step)
+
+    def project_residual(
+        self, x: Array, weight: Any, residual: Any, post_norm: Norm | None = None, lora: Lora | None = None
+    ) -> Any:
+        """Multiply; the sum waits for the next norm."""
+        add_norm = self._kernels.add_norm
+        if add_norm is None:
+            return super().project_residual(x, weight, residual, post_norm, lora)
+        y = self.linear(x, weight)
+        if lora is not None:
+            y = self.lora(y, x, lora)
+        return Residual(add_norm, self.settle(residual), self.all_reduce(y), post_norm)
+
+    def moe_residual(self, x: Any, norm: Norm, experts: Experts, activation: Activation) -> Any:
+        """Norm and experts; the sum waits for the next norm."""
+        add_norm = self._kernels.add_norm
+        if add_norm is None:
+            return super().moe_residual(x, norm, experts, activation)
+        y = self.moe(self.rms_norm(x, norm), experts, activation)
+        return Residual(add_norm, self.settle(x), self.all_reduce(y), None)
+
+    def logits(
+        self, x: Any, norm: Norm, head: Any, rows: Array, softcap: float | None = None, *, split: bool = False
+    ) -> Array:
+        """Gather, sum and norm in one launch, and the output projection."""
+        add_norm = self._kernels.add_norm
+        if add_norm is None:
+            return super().logits(x, norm, head, rows, softcap, split=split)
+        normed = x.rows(norm, rows) if isinstance(x, Residual) else add_norm(x, norm, rows=rows)
+        logits = self.logits_of(normed, head, softcap)
+        return self.all_gather(logits) if split else logits
+
+    # Logits and token ids, each by the kernels of the table ------------------------------------------------
+
+    def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
+        """Choose a token for each row."""
+        return self._kernels.sampling.sample(logits, rows)
+
+    def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
+        """Add values to single cells, in place."""
+        return self._kernels.sampling.add_at(x, rows, ids, values)
+
+    def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
+        """Apply repetition, presence and frequency penalties, in place."""
+        return self._kernels.sampling.penalize(logits, penalties)
+
+    def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
+        """Forbid tokens by packed bits, in place."""
+        return self._kernels.sampling.mask_logits(logits, rows, bits)
+
+    def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
+        """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
+        return self._kernels.sampling.logprobs(logits, tokens, top_n)
+
+    def ranks(self, logits: Array, tokens: Array) -> Array:
+        """Count the tokens that are more likely, and as likely with a lower id."""
+        return self._kernels.sampling.ranks(logits, tokens)
+
+    def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
+        """Count the drafts that equal what was sampled in their place, up to the first that does not."""
+        return self._kernels.sampling.verify(sampled, drafts, num_drafts)
+
+    def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:
+        """Return the token matrix of a step; `CudaPostprocess` asks for it."""
+        return self._kernels.sampling.token_matrix(sampled, accepted, slots, revoked, num_slots)
+
+
+@contextmanager
+def _memory_error() -> Iterator[None]:
+    """Raise `MemoryError`, which ends the loading of an adapter, where the device has no memory left."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise MemoryError("the device has no room for its matrices") from error

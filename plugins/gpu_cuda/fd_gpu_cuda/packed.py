@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from fd_core.ops.contract import Array
+from fd_core.ops.torch.ops import TorchLinear
 from fd_core.ops.weights import FP8, PackedTensor, RawTensor, Weight
 
 _LONGEST_SPAN = 64
@@ -67,6 +68,33 @@ class PackedLinear:
             for part, mine in zip(self.parts, y.split([part.out for part in self.parts], dim=1), strict=True):
                 product(x, part, mine)
         return y
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts(Sequence[Any]):
+    """One linear of every expert of a block, each of which is a prepared linear too; gate stands before up."""
+
+    weight: PackedPart | Array
+    """[experts * out, in]"""
+    experts: int
+
+    @property
+    def out(self) -> int:
+        """Rows of one expert."""
+        weight = self.weight.values if isinstance(self.weight, PackedPart) else self.weight
+        return int(weight.shape[0]) // self.experts
+
+    def __len__(self) -> int:
+        return self.experts
+
+    def __getitem__(self, expert: Any) -> Any:
+        if not 0 <= expert < self.experts:
+            raise IndexError(expert)
+        rows, weight = slice(expert * self.out, (expert + 1) * self.out), self.weight
+        if not isinstance(weight, PackedPart):
+            return TorchLinear(weight[rows], None)
+        minima = None if weight.minima is None else weight.minima[rows]
+        return PackedLinear((replace(weight, values=weight.values[rows], scales=weight.scales[rows], minima=minima),))
 
 
 def pack_linear(

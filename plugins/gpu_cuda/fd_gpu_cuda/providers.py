@@ -9,14 +9,18 @@ kernel behind which the device does not answer any more.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
+from fd_core.backends.probing import missing
 from fd_core.errors import PluginError
 
-from fd_gpu_cuda.kernel_table import Kernels
+from fd_gpu_cuda.device import Cuda
+from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels, expanded_product
 
 logger = logging.getLogger(__name__)
 
@@ -171,3 +175,79 @@ def _unusable(operation: Operation, name: str, why: str) -> PluginError:
         field=operation.flag,
         hint="leave it out, and the first one that computes right is taken",
     )
+
+
+_FLAG = "--attention-backend"
+
+
+def operations_on(cuda: Cuda, dtype: str, kv_dtype: str) -> tuple[Operation, ...]:
+    """Return the operations of a pack of `dtype` whose KV is kept in `kv_dtype`, `auto` for the same."""
+
+    def device(products: Any) -> Any:
+        return products.ProductDevice(cuda.multiprocessors, cuda.shared_memory_per_block)
+
+    def mixture(experts: Any) -> Any:
+        from fd_gpu_cuda.kernels import products
+
+        return experts.expert_mixture(device(products), products.weight_product(device(products)))
+
+    def attention(kernels: Any) -> Any:
+        return kernels.PagedAttention(cuda.device, cuda.multiprocessors, cuda.shared_memory_per_block)
+
+    def flashinfer() -> Any:
+        from fd_gpu_cuda.flash_infer import FlashInferAttention
+
+        return FlashInferAttention(importlib.import_module("flashinfer"), cuda)
+
+    def flashinfer_lacks() -> str:
+        if missing("flashinfer"):
+            return "flashinfer is not installed: pip install 'fd-gpu-cuda[flashinfer]'"
+        if dtype == "float32" or kv_dtype != "auto":
+            return f"it reads KV in 16 bits, not in {dtype if kv_dtype == 'auto' else kv_dtype}"
+        return ""
+
+    return (
+        Operation("attention", "attention", _triton("attention", attention), flag=_FLAG),
+        Operation(
+            "planned_attention",
+            "attention of steps with prompts",
+            (Provider("flashinfer", flashinfer, flashinfer_lacks),),
+            flag=_FLAG,
+            covered_by="attention",
+        ),
+        Operation("write_kv", "the KV write", _triton("heads", attrgetter("write_kv"))),
+        Operation("add_norm", "norms", _triton("norms", attrgetter("add_norm"))),
+        Operation("rotate_and_store", "head norms and rope", _triton("heads", attrgetter("rotate_and_store"))),
+        Operation("gate", "activations", _triton("norms", attrgetter("gate"))),
+        Operation(
+            "packed_product",
+            "products with packed weights",
+            _triton("products", lambda products: products.weight_product(device(products))),
+            composition=expanded_product,
+            rounds=True,
+        ),
+        Operation("experts", "mixtures of experts", _triton("experts", mixture), rounds=True),
+        Operation("lora", "adapters", _triton("lora", lambda lora: lora.lora_addition())),
+        Operation(
+            "sampling",
+            "sampling",
+            _triton("sampler", lambda sampler: sampler.TritonSampling(cuda.device, cuda.multiprocessors)),
+            composition=SamplingKernels(),
+            of_logits=True,
+        ),
+    )
+
+
+def wanted_providers(attention: str) -> Mapping[str, str]:
+    """Return the provider by field that `--attention-backend` asks for: FlashInfer has none for decodes."""
+    return {
+        "auto": {},
+        "triton": {"attention": "triton", "planned_attention": COMPOSITION},
+        "flashinfer": {"planned_attention": "flashinfer"},
+        COMPOSITION: {"attention": COMPOSITION, "planned_attention": COMPOSITION},
+    }[attention]
+
+
+def _triton(module: str, make: Callable[[Any], Any]) -> tuple[Provider, ...]:
+    """Return what is made of a module of `fd_gpu_cuda.kernels` as the one provider."""
+    return (Provider("triton", lambda: make(importlib.import_module(f"fd_gpu_cuda.kernels.{module}"))),)

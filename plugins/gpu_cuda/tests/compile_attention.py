@@ -14,7 +14,7 @@ from fd_core.ops.contract import Heads, KVShape, Rope, StepInput
 from processor import Processor
 
 from fd_gpu_cuda.kernels.attention import PagedAttention
-from fd_gpu_cuda.kernels.kv_write import write_kv
+from fd_gpu_cuda.kernels.heads import write_kv
 from fd_gpu_cuda.kv_cache import CudaKVCache
 
 BLOCKS, BLOCK_SIZE, LONGEST = 4, 16, 32768

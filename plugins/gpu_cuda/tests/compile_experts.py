@@ -13,9 +13,9 @@ from compiling import MULTIPROCESSORS, SHARED_MEMORY, Compiler
 from extent import everything
 from fd_core.ops.contract import Experts
 
-from fd_gpu_cuda.experts import StackedExperts
 from fd_gpu_cuda.kernels.experts import expert_mixture
 from fd_gpu_cuda.kernels.products import ProductDevice, weight_product
+from fd_gpu_cuda.packed import StackedExperts
 
 COUNT, HIDDEN, INNER, TOP_K = 128, 2048, 768, 8
 SAMPLE = (None, "int4 of 32, minima", "fp8 of 128")

@@ -12,9 +12,8 @@ from extent import everything
 from fd_core.ops.contract import Activation, Heads, Norm, Rope
 from fd_core.testing.models.arrays import step_input
 
-from fd_gpu_cuda.kernels.activations import gate
 from fd_gpu_cuda.kernels.heads import rotate_and_store
-from fd_gpu_cuda.kernels.norms import add_norm
+from fd_gpu_cuda.kernels.norms import add_norm, gate
 from fd_gpu_cuda.kv_cache import CudaLayer
 
 SIXTEEN_BYTES = r"\A(?!(.|\n)*[.]global[^;]*[.]b16)(.|\n)*ld[.]global[^;]*[.]v4[.]b32(.|\n)*st[.]global[^;]*[.]v4[.]b32"

@@ -22,14 +22,12 @@ from fd_core.runner.postprocess.torch_matrix import TorchPostprocess
 from fd_core.types import SamplingParams
 from tokenizers import Tokenizer, decoders, models
 
-import fd_gpu_cuda.postprocess
+import fd_gpu_cuda.backend
 from fd_gpu_cuda.adapters import AdapterRoom
-from fd_gpu_cuda.backend import CudaBackend
+from fd_gpu_cuda.backend import CudaBackend, CudaPostprocess
 from fd_gpu_cuda.compilations import Compilations
-from fd_gpu_cuda.operations import operations_on, wanted_providers
 from fd_gpu_cuda.ops import CudaOps
-from fd_gpu_cuda.postprocess import CudaPostprocess
-from fd_gpu_cuda.providers import Providers
+from fd_gpu_cuda.providers import Providers, operations_on, wanted_providers
 
 ROUNDS = 12
 
@@ -111,7 +109,7 @@ def main(folder: str, settings: str, seed: str, compiles: str = "") -> None:
     CudaBackend.probe = staticmethod(lambda: Availability(True, "a test", emulated=True))  # type: ignore[assignment, method-assign]
     CudaBackend.make_ops = make_ops  # type: ignore[method-assign]
     chosen: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "block_size": 4, **json.loads(settings)}
-    fd_gpu_cuda.postprocess.CudaPostprocess = Matrix  # type: ignore[misc]
+    fd_gpu_cuda.backend.CudaPostprocess = Matrix  # type: ignore[misc]
     fake, random = FakeDriver(compiles=bool(compiles)).install(), Random(int(seed))
     zeros_for_empty()
     model = LLM(with_tokenizer(Path(folder)), backend="gpu_cuda", **chosen)

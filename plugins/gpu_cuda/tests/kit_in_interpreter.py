@@ -18,9 +18,8 @@ from processor import Processor
 
 from fd_gpu_cuda.backend import CudaBackend
 from fd_gpu_cuda.device import Replay
-from fd_gpu_cuda.operations import operations_on
 from fd_gpu_cuda.ops import CudaOps
-from fd_gpu_cuda.providers import Providers
+from fd_gpu_cuda.providers import Providers, operations_on
 
 
 class Interpreted(Processor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fd_core.ops.contract import Activation, Array, Heads, Norm, StepInput
 from fd_core.ops.torch.ops import TorchOps
 
-from fd_gpu_cuda.compositions import scatter_kv
+from fd_gpu_cuda.kernel_table import scatter_kv
 from fd_gpu_cuda.kv_cache import CudaLayer
 
 CORE = TorchOps()

@@ -18,11 +18,9 @@ from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fd_gpu_cuda.backend import CudaBackend
-from fd_gpu_cuda.compositions import expanded
-from fd_gpu_cuda.compositions import expanded_product as plain_product
-from fd_gpu_cuda.copy_lane import CopyLane
-from fd_gpu_cuda.device import Cuda, QueuedCopies, Replay
-from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels
+from fd_gpu_cuda.device import CopyLane, Cuda, QueuedCopies, Replay
+from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels, expanded
+from fd_gpu_cuda.kernel_table import expanded_product as plain_product
 from fd_gpu_cuda.kv_cache import CudaLayer
 from fd_gpu_cuda.ops import CudaOps
 from fd_gpu_cuda.packed import PackedPart

@@ -18,8 +18,7 @@ from fd_core.testing.models.arrays import TOLERANCE, Values, assert_near, on_dev
 from interpreting import dots_in_order, integers_become_bfloat16  # noqa: E402, F401
 from processor import make_ops, plain_attention  # noqa: E402
 
-from fd_gpu_cuda.kernels.attention import PagedAttention  # noqa: E402
-from fd_gpu_cuda.kernels.decode_attention import DecodeWorkspace  # noqa: E402
+from fd_gpu_cuda.kernels.attention import DecodeWorkspace, PagedAttention  # noqa: E402
 from fd_gpu_cuda.kv_cache import CudaKVCache  # noqa: E402
 
 TYPES = {torch.float32: "float32", torch.float16: "float32", torch.bfloat16: "bfloat16"}

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from capture import CaptureRefused, record  # noqa: E402 - only where torch is installed
 from processor import Processor  # noqa: E402
 
-from fd_gpu_cuda.uploads import upload_packed  # noqa: E402
+from fd_gpu_cuda.device import upload_packed  # noqa: E402
 
 HOST = torch.device("cpu")
 

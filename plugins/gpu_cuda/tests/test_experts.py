@@ -20,11 +20,10 @@ from fd_core.testing.models.arrays import Values, packed_weight, raw  # noqa: E4
 from interpreting import dots_in_order  # noqa: E402, F401 - a fixture
 from processor import PLAIN, Processor  # noqa: E402
 
-from fd_gpu_cuda.experts import StackedExperts  # noqa: E402
-from fd_gpu_cuda.kernels.experts import expert_mixture, most_tiles  # noqa: E402
+from fd_gpu_cuda.kernels.experts import choose, expert_mixture, most_tiles, order_by_expert  # noqa: E402
 from fd_gpu_cuda.kernels.products import ProductDevice, weight_product  # noqa: E402
-from fd_gpu_cuda.kernels.routing import choose, order_by_expert  # noqa: E402
 from fd_gpu_cuda.ops import CudaOps  # noqa: E402
+from fd_gpu_cuda.packed import StackedExperts  # noqa: E402
 
 DEVICE = ProductDevice(132, 227 * 1024)
 KERNELS = replace(PLAIN, experts=expert_mixture(DEVICE, weight_product(DEVICE)))

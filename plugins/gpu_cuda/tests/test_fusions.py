@@ -19,12 +19,10 @@ from fd_core.testing.models.layers import Geometry, LayerOn  # noqa: E402
 from plain_fusions import plain_add_norm, plain_gate, plain_rotate_and_store  # noqa: E402
 from processor import PLAIN, Processor  # noqa: E402
 
-from fd_gpu_cuda.fusions import Residual  # noqa: E402
-from fd_gpu_cuda.kernels.activations import gate  # noqa: E402
 from fd_gpu_cuda.kernels.heads import rotate_and_store  # noqa: E402
-from fd_gpu_cuda.kernels.norms import add_norm  # noqa: E402
+from fd_gpu_cuda.kernels.norms import add_norm, gate  # noqa: E402
 from fd_gpu_cuda.kv_cache import CudaLayer  # noqa: E402
-from fd_gpu_cuda.ops import CudaOps  # noqa: E402
+from fd_gpu_cuda.ops import CudaOps, Residual  # noqa: E402
 
 FUSED = replace(PLAIN, add_norm=add_norm, rotate_and_store=rotate_and_store, gate=gate)
 COMPOSED = replace(PLAIN, add_norm=None, rotate_and_store=None, gate=None)

@@ -22,8 +22,7 @@ from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from fd_core.types import Admission, BlockGrant, SamplingParams, StepPlan  # noqa: E402
 from processor import OnProcessor, Processor, ids, make_ops  # noqa: E402
 
-from fd_gpu_cuda.graphs import GraphInputs  # noqa: E402
-from fd_gpu_cuda.sizes import GraphShapes  # noqa: E402
+from fd_gpu_cuda.graphs import GraphInputs, GraphShapes  # noqa: E402
 
 K = 3
 TOKENS = 16

@@ -24,8 +24,7 @@ from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from fd_core.testing.stepping.texts import greedy, run  # noqa: E402
 from test_steps import CASES, LIMITS, MIXED, conversation  # noqa: E402
 
-from fd_gpu_cuda.backend import CudaBackend  # noqa: E402
-from fd_gpu_cuda.postprocess import CudaPostprocess  # noqa: E402
+from fd_gpu_cuda.backend import CudaBackend, CudaPostprocess  # noqa: E402
 
 pytestmark = pytest.mark.hardware
 

@@ -16,8 +16,7 @@ from fd_core.ops.contract import KVShape  # noqa: E402 - only where torch is ins
 from processor import AtOnce, Processor, ids, make_ops  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from fd_gpu_cuda.kv_cache import CudaKVCache  # noqa: E402
-from fd_gpu_cuda.kv_copies import BlockCopies  # noqa: E402
+from fd_gpu_cuda.kv_cache import BlockCopies, CudaKVCache  # noqa: E402
 
 BLOCKS = 23
 SHAPES = {

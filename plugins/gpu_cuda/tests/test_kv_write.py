@@ -15,7 +15,7 @@ from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
 from fd_core.testing.models.arrays import Values  # noqa: E402
 from processor import Processor, make_ops  # noqa: E402
 
-from fd_gpu_cuda.kernels.kv_write import write_kv  # noqa: E402
+from fd_gpu_cuda.kernels.heads import write_kv  # noqa: E402
 
 BLOCKS, SIZE = 12, 16
 

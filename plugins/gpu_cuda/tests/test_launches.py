@@ -28,12 +28,11 @@ from test_steps import LIMITS as LIMITS_OF_STEPS  # noqa: E402
 from test_steps import conversation  # noqa: E402
 
 import fd_gpu_cuda.kernels  # noqa: E402
-from fd_gpu_cuda.kernels.activations import gate  # noqa: E402
 from fd_gpu_cuda.kernels.attention import PagedAttention  # noqa: E402
 from fd_gpu_cuda.kernels.experts import expert_mixture  # noqa: E402
 from fd_gpu_cuda.kernels.heads import rotate_and_store  # noqa: E402
 from fd_gpu_cuda.kernels.lora import lora_addition  # noqa: E402
-from fd_gpu_cuda.kernels.norms import add_norm  # noqa: E402
+from fd_gpu_cuda.kernels.norms import add_norm, gate  # noqa: E402
 from fd_gpu_cuda.kernels.products import ProductDevice, weight_product  # noqa: E402
 from fd_gpu_cuda.kernels.sampler import TritonSampling  # noqa: E402
 from fd_gpu_cuda.ops import CudaOps  # noqa: E402

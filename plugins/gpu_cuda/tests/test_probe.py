@@ -13,16 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fd_core.backends import probing
 from fd_core.backends.contract import Backend
 from fd_core.backends.paddle import PaddleDevices
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
 from fd_core.plugins import BACKEND, Plugins
 
-from fd_gpu_cuda import backend, probe, with_onnx, with_paddle
-from fd_gpu_cuda.backend import CudaBackend
-from fd_gpu_cuda.with_onnx import CudaOnnxBackend
-from fd_gpu_cuda.with_paddle import CudaPaddleBackend
+from fd_gpu_cuda import backend
+from fd_gpu_cuda.backend import CudaBackend, CudaOnnxBackend, CudaPaddleBackend
 
 BACKENDS = (CudaBackend, CudaPaddleBackend, CudaOnnxBackend)
 
@@ -90,8 +89,7 @@ def test_looking_imports_no_framework() -> None:
     code = """if True:
         import sys
         from fd_gpu_cuda.backend import CudaBackend
-        from fd_gpu_cuda.with_paddle import CudaPaddleBackend
-        from fd_gpu_cuda.with_onnx import CudaOnnxBackend
+        from fd_gpu_cuda.backend import CudaOnnxBackend, CudaPaddleBackend
         import json
         answers = [cls.probe().reason for cls in (CudaBackend, CudaPaddleBackend, CudaOnnxBackend)]
         loaded = {"torch", "triton", "paddle", "onnxruntime", "flashinfer"} & set(sys.modules)
@@ -104,8 +102,7 @@ def test_looking_imports_no_framework() -> None:
 
 def test_a_missing_framework_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for module in (backend, with_paddle, with_onnx):
-        monkeypatch.setattr(module, "device_problem", lambda: (1, ""))
+    monkeypatch.setattr(backend, "device_problem", lambda: (1, ""))
     for cls, name in zip(BACKENDS, ("torch and triton", "Paddle", "onnx and onnxruntime"), strict=True):
         found = cls.probe()
         assert not found.available
@@ -126,11 +123,11 @@ def test_torch_s_own_file_says_which_cuda_it_is_for(
 ) -> None:
     (tmp_path / "version.py").write_text(text)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert probe.cuda_of_torch() == expected
+    assert backend.cuda_of_torch() == expected
 
 
 def test_a_torch_without_cuda_is_told_apart_from_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "missing", lambda *names: [])
+    monkeypatch.setattr(backend, "missing", lambda *names: [name for name in names if name == "flashinfer"])
     monkeypatch.setattr(backend, "cuda_of_torch", lambda: ("2.13.0+cpu", None))
     monkeypatch.setattr(backend, "device_problem", lambda: (2, ""))
     assert "torch 2.13.0+cpu is built without CUDA" in CudaBackend.probe().reason
@@ -138,37 +135,36 @@ def test_a_torch_without_cuda_is_told_apart_from_a_missing_driver(monkeypatch: p
     monkeypatch.setattr(backend, "device_problem", lambda: (0, "no NVIDIA driver is installed"))
     assert CudaBackend.probe().reason == "no NVIDIA driver is installed"
     monkeypatch.setattr(backend, "device_problem", lambda: (2, ""))
-    monkeypatch.setattr(probe, "missing", lambda *names: list(names))
     found = CudaBackend.probe()
     assert (found.available, found.emulated) == (True, False)
     assert found.reason == "torch 2.9.1+cu128 for CUDA 12.8; the driver has 2 device(s); FlashInfer not installed"
 
 
 def test_what_is_installed_of_flashinfer_is_said_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "missing", lambda *names: [])
+    monkeypatch.setattr(backend, "missing", lambda *names: [])
     monkeypatch.setattr(importlib.metadata, "version", {"flashinfer-python": "0.6.12"}.__getitem__)
-    assert probe.flash_infer() == "FlashInfer 0.6.12"
+    assert backend.flash_infer() == "FlashInfer 0.6.12"
 
 
 def test_a_driver_is_asked_and_left_as_it_was(driver: Any) -> None:
     nvml = driver(count=2)
-    assert probe.device_problem() == (2, "")
+    assert backend.device_problem() == (2, "")
     assert nvml.calls == ["init", "shutdown"]
 
 
 def test_a_driver_without_devices_or_with_an_error_says_so(driver: Any) -> None:
     driver(count=0)
-    assert probe.device_problem() == (0, "the NVIDIA driver sees no device")
+    assert backend.device_problem() == (0, "the NVIDIA driver sees no device")
     driver(broken=18)
-    assert "does not answer: Driver/library version mismatch" in probe.device_problem()[1]
+    assert "does not answer: Driver/library version mismatch" in backend.device_problem()[1]
 
 
 def test_hidden_devices_and_a_missing_driver_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "hides every device" in probe.device_problem()[1]
+    assert "hides every device" in backend.device_problem()[1]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(probe, "_NVML", "libnot-there.so.1")
-    assert "no NVIDIA driver is installed" in probe.device_problem()[1]
+    monkeypatch.setattr(backend, "_NVML", "libnot-there.so.1")
+    assert "no NVIDIA driver is installed" in backend.device_problem()[1]
 
 
 def answer(text: str, errors: str = "") -> Any:
@@ -177,16 +173,16 @@ def answer(text: str, errors: str = "") -> Any:
 
 def test_a_runtime_that_falls_back_to_the_processor_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, expected in (
-        (f'{with_onnx._MARK} ["1.31.1", "CPUExecutionProvider"]', "falls back to CPUExecutionProvider"),
-        (f'{with_onnx._MARK} ["1.31.1", "CUDAExecutionProvider"]', ""),
+        (f'{probing._MARK} ["1.31.1", "CPUExecutionProvider"]', "falls back to CPUExecutionProvider"),
+        (f'{probing._MARK} ["1.31.1", "CUDAExecutionProvider"]', ""),
         ("", "cannot start a session: no libcudnn"),
     ):
-        with_onnx.provider_problem.cache_clear()
+        backend.provider_problem.cache_clear()
         monkeypatch.setattr(subprocess, "run", answer(text, "no libcudnn"))
-        problem = with_onnx.provider_problem()[1]
+        problem = backend.provider_problem()[1]
         assert expected in problem
         assert bool(problem) == bool(expected)
-    with_onnx.provider_problem.cache_clear()
+    backend.provider_problem.cache_clear()
 
 
 def test_onnx_computes_in_float32_and_is_never_taken_by_itself() -> None:
@@ -204,9 +200,9 @@ def test_paddle_is_asked_for_the_device_only_where_the_driver_has_one(monkeypatc
 
     monkeypatch.setattr("fd_core.backends.paddle.paddle_devices", devices)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr(with_paddle, "device_problem", lambda: (0, "no NVIDIA driver is installed"))
+    monkeypatch.setattr(backend, "device_problem", lambda: (0, "no NVIDIA driver is installed"))
     assert (CudaPaddleBackend.probe().reason, asked) == ("no NVIDIA driver is installed", [])
-    monkeypatch.setattr(with_paddle, "device_problem", lambda: (1, ""))
+    monkeypatch.setattr(backend, "device_problem", lambda: (1, ""))
     assert CudaPaddleBackend.probe().available
     assert CudaPaddleBackend(EngineConfig(model="x")).place == "gpu"
 
@@ -226,5 +222,5 @@ def test_an_old_paddle_and_one_for_processors_are_named(
 ) -> None:
     monkeypatch.setattr("fd_core.backends.paddle.paddle_installed", lambda: True)
     monkeypatch.setattr("fd_core.backends.paddle.paddle_devices", lambda: found)
-    monkeypatch.setattr(with_paddle, "device_problem", lambda: (1, ""))
+    monkeypatch.setattr(backend, "device_problem", lambda: (1, ""))
     assert CudaPaddleBackend.probe().reason.startswith(words)

@@ -15,8 +15,7 @@ from fd_core.testing.models.arrays import packed_weight  # noqa: E402 - only whe
 from interpreting import dots_in_order  # noqa: E402, F401 - a fixture
 from processor import plain_product  # noqa: E402
 
-from fd_gpu_cuda.kernels.operands import operands, quantize_rows  # noqa: E402
-from fd_gpu_cuda.kernels.products import ProductDevice, tile_of, weight_product  # noqa: E402
+from fd_gpu_cuda.kernels.products import ProductDevice, operands, quantize_rows, tile_of, weight_product  # noqa: E402
 from fd_gpu_cuda.packed import PackedLinear, pack_linear  # noqa: E402
 
 SMALL, H100 = ProductDevice(2, 99 * 1024), ProductDevice(132, 227 * 1024)

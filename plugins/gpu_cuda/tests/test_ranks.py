@@ -20,9 +20,8 @@ from fd_core.testing.models.checkpoints import write_checkpoint
 from processor import OnProcessor, Processor, make_ops
 from test_steps import CASES, LIMITS, MIXED, conversation
 
-from fd_gpu_cuda import probe
-from fd_gpu_cuda.backend import CudaBackend
-from fd_gpu_cuda.memory import NCCL_BYTES
+from fd_gpu_cuda import backend
+from fd_gpu_cuda.backend import NCCL_BYTES, CudaBackend
 
 
 def steps(folder: Path, group: RankGroup | None, quantization: str = "auto") -> tuple[list[Any], Processor]:
@@ -81,7 +80,7 @@ def test_a_device_that_waits_for_a_rank_in_vain_names_it() -> None:
 
 
 def test_each_rank_is_shown_a_device_of_its_own_and_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "device_problem", lambda: (2, ""))
+    monkeypatch.setattr(backend, "device_problem", lambda: (2, ""))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert CudaBackend.rank_environments(2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
     with pytest.raises(ConfigError, match="3 ranks need a device each, and there are 2") as caught:

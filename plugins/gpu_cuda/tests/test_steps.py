@@ -25,8 +25,8 @@ from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepPlan  # noqa: E402
 from processor import OnProcessor, Processor, ids, make_ops, nothing_waits  # noqa: E402
 
+from fd_gpu_cuda.backend import calculated  # noqa: E402
 from fd_gpu_cuda.kernel_table import SamplingKernels  # noqa: E402
-from fd_gpu_cuda.memory import calculated  # noqa: E402
 from fd_gpu_cuda.ops import CudaOps  # noqa: E402
 
 LIMITS = Limits(

@@ -11,7 +11,7 @@ from hypothesis import given  # noqa: E402 - only where torch is installed
 from hypothesis import strategies as st  # noqa: E402
 from processor import Processor, make_ops  # noqa: E402
 
-from fd_gpu_cuda.uploads import ALIGNMENT  # noqa: E402
+from fd_gpu_cuda.device import ALIGNMENT  # noqa: E402
 
 DTYPES = (np.int32, np.float32, np.uint64, np.int64, np.uint8, np.bool_, np.float64)
 

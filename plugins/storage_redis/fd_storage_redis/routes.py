@@ -12,9 +12,16 @@ from redis.connection import ConnectionPool
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
-from fd_storage_redis import deadline
 from fd_storage_redis.settings import Address, Credentials, Settings, Topology
-from fd_storage_redis.troubles import discovering
+from fd_storage_redis.wire import (
+    BoundedConnection,
+    BoundedPool,
+    BoundedSentinelConnection,
+    BoundedSentinelSSLConnection,
+    BoundedSSLConnection,
+    BoundedUnixConnection,
+    discovering,
+)
 
 _READ_SIZE = 128 << 10
 
@@ -24,54 +31,51 @@ def routes_for(settings: Settings) -> Routes:
     if settings.topology is Topology.CLUSTER:
         return _ClusterRoutes(settings)
     if settings.topology is Topology.SENTINEL:
-        return _SentinelRoutes(settings)
-    return _SingleRoutes(_server_pool(settings))
+        sentinel = Sentinel([])
+        asked = [_tcp_pool(address, settings, settings.sentinel_credentials) for address in settings.addresses]
+        sentinel.sentinels = [Redis(connection_pool=pool) for pool in asked]
+        cls = BoundedSentinelSSLConnection if settings.tls else BoundedSentinelConnection
+        options = {"connection_class": cls, "db": settings.database, **_options(settings, settings.credentials)}
+        return _SingleRoutes(SentinelConnectionPool(settings.master, sentinel, **options), *asked)
+    if settings.topology is Topology.SERVER:
+        return _SingleRoutes(_tcp_pool(settings.addresses[0], settings, settings.credentials, db=settings.database))
+    options = {"path": settings.socket, "db": settings.database, **_options(settings, settings.credentials)}
+    return _SingleRoutes(ConnectionPool(connection_class=BoundedUnixConnection, **options))
 
 
-def _login(credentials: Credentials) -> dict[str, Any]:
-    some = credentials.password is not None or credentials.file is not None
-    return {"credential_provider": credentials} if some else {}
-
-
-def _tls(settings: Settings) -> dict[str, Any]:
-    if not settings.tls:
-        return {}
-    return {
-        "ssl_cert_reqs": "required",
-        "ssl_check_hostname": True,
-        "ssl_ca_certs": settings.tls_ca,
-        "ssl_certfile": settings.tls_cert,
-        "ssl_keyfile": settings.tls_key,
-    }
-
-
-def _common(settings: Settings) -> dict[str, Any]:
+def _options(settings: Settings, credentials: Credentials) -> dict[str, Any]:
+    """Return what all connections of a pool have in common."""
     # Version 2 of the protocol has all that is needed and saves a round trip for each connection.
-    return {
+    options: dict[str, Any] = {
         "protocol": 2,
         "socket_read_size": _READ_SIZE,
         "encoding_errors": "replace",
         "max_connections": settings.max_connections,
     }
+    if credentials.password is not None or credentials.file is not None:
+        options["credential_provider"] = credentials
+    if settings.tls:
+        options |= {
+            "ssl_cert_reqs": "required",
+            "ssl_check_hostname": True,
+            "ssl_ca_certs": settings.tls_ca,
+            "ssl_certfile": settings.tls_cert,
+            "ssl_keyfile": settings.tls_key,
+        }
+    return options
 
 
-def _server_pool(settings: Settings) -> ConnectionPool:
-    shared = {**_common(settings), **_login(settings.credentials), "db": settings.database}
-    if settings.topology is Topology.SOCKET:
-        return ConnectionPool(connection_class=deadline.BoundedUnixConnection, path=settings.socket, **shared)
-    return _tcp_pool(settings.addresses[0], settings, shared)
-
-
-def _tcp_pool(address: Address, settings: Settings, shared: dict[str, Any]) -> ConnectionPool:
-    cls = deadline.BoundedSSLConnection if settings.tls else deadline.BoundedConnection
-    return ConnectionPool(connection_class=cls, host=address.host, port=address.port, **shared, **_tls(settings))
+def _tcp_pool(address: Address, settings: Settings, credentials: Credentials, **more: Any) -> ConnectionPool:
+    cls = BoundedSSLConnection if settings.tls else BoundedConnection
+    options = _options(settings, credentials) | more
+    return ConnectionPool(connection_class=cls, host=address.host, port=address.port, **options)
 
 
 class _SingleRoutes:
-    """Finds the pool of connections for each key: here the only one."""
+    """Finds the pool of connections for each key: here the only one. `others` are closed with it."""
 
-    def __init__(self, pool: ConnectionPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: ConnectionPool, *others: ConnectionPool) -> None:
+        self._pool, self._others = pool, others
 
     def groups(self, keys: Sequence[bytes]) -> list[tuple[ConnectionPool, list[int]]]:
         """Return each pool that holds some of `keys`, with the indices of those keys."""
@@ -89,34 +93,8 @@ class _SingleRoutes:
 
     def close(self) -> None:
         """Close the connections that are not in use."""
-        self._pool.disconnect(inuse_connections=False)
-
-
-class _SentinelRoutes(_SingleRoutes):
-    def __init__(self, settings: Settings) -> None:
-        self._sentinel = Sentinel([])
-        shared = {**_common(settings), **_login(settings.sentinel_credentials)}
-        self._sentinel.sentinels = [
-            Redis(connection_pool=_tcp_pool(address, settings, shared)) for address in settings.addresses
-        ]
-        super().__init__(
-            SentinelConnectionPool(
-                settings.master,
-                self._sentinel,
-                connection_class=(
-                    deadline.BoundedSentinelSSLConnection if settings.tls else deadline.BoundedSentinelConnection
-                ),
-                db=settings.database,
-                **_common(settings),
-                **_login(settings.credentials),
-                **_tls(settings),
-            )
-        )
-
-    def close(self) -> None:
-        super().close()
-        for sentinel in self._sentinel.sentinels:
-            sentinel.connection_pool.disconnect(inuse_connections=False)
+        for pool in (self._pool, *self._others):
+            pool.disconnect(inuse_connections=False)
 
 
 class _ClusterRoutes:
@@ -158,10 +136,8 @@ class _ClusterRoutes:
                     startup_nodes=[ClusterNode(address.host, address.port) for address in settings.addresses[1:]],
                     retry=Retry(NoBackoff(), 0),
                     require_full_coverage=False,
-                    connection_pool_class=deadline.BoundedPool,
-                    **_common(settings),
-                    **_login(settings.credentials),
-                    **_tls(settings),
+                    connection_pool_class=BoundedPool,
+                    **_options(settings, settings.credentials),
                 )
         return self._cluster
 

@@ -9,14 +9,11 @@ from typing import Any, Final, TypeVar
 
 from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.location import StoreLocation
-from redis.connection import ConnectionPool
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from fd_storage_redis.deadline import within
 from fd_storage_redis.routes import Routes, routes_for
 from fd_storage_redis.settings import Settings, Topology
-from fd_storage_redis.troubles import is_elsewhere, passes_over, store_error
-from fd_storage_redis.wire import Command, exchange
+from fd_storage_redis.wire import Command, exchange, is_elsewhere, passes_over, store_error, within
 
 _WINDOW: Final = 32 << 20
 """Bytes of values requested at once, which the server may have to buffer for this reader."""
@@ -98,7 +95,9 @@ class RedisStore(KVStore):
         """Ask for the lengths of all values in one round trip."""
         with self._within(timeout):
             for place, length in enumerate(self._lengths(keys)):
-                if not 0 <= length <= limit or (length == 0 and not self._exists(keys[place])):
+                # Of a value of length 0, only EXISTS can tell whether it is empty or absent.
+                empty = length == 0 and self._usable(self._ask([keys[place]], [(b"EXISTS",)]), int, 0) == [1]
+                if not (0 < length <= limit or empty):
                     return place
             return len(keys)
 
@@ -140,9 +139,6 @@ class RedisStore(KVStore):
 
     def _error(self, failure: Exception) -> StoreError:
         return store_error(failure, self._settings.shown, self._settings.credentials.password)
-
-    def _exists(self, key: bytes) -> bool:
-        return self._usable(self._ask([key], [(b"EXISTS",)]), int, 0) == [1]
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int]:
         """Return the length of each value, 0 for one that is absent or empty, -1 for one of another type."""
@@ -194,22 +190,21 @@ class RedisStore(KVStore):
         return f"makes room by {report.policy}"
 
     def _reports(self) -> list[_Report]:
-        return [_report_of(pool) for pool in self._routes.pools()]
-
-
-def _report_of(pool: ConnectionPool) -> _Report:
-    """Ask a server for its facts, without those that it refuses. Raises redis-py's errors if it cannot be reached."""
-    server, memory, size = exchange(pool, [(b"INFO", b"server"), (b"INFO", b"memory"), (b"DBSIZE",)])
-    about, facts = _facts(server), _facts(memory)
-    valkey = about.get("valkey_version")
-    version = about.get("redis_version")
-    return _Report(
-        product=f"Valkey {valkey}" if valkey else f"Redis {version}" if version else "a server",
-        values=size if isinstance(size, int) else None,
-        used_bytes=_number(facts.get("used_memory")),
-        limit_bytes=_number(facts.get("maxmemory")),
-        policy=facts.get("maxmemory_policy"),
-    )
+        """Ask each server for its facts, without those that it refuses."""
+        reports = []
+        for pool in self._routes.pools():
+            server, memory, size = exchange(pool, [(b"INFO", b"server"), (b"INFO", b"memory"), (b"DBSIZE",)])
+            about, facts = _facts(server), _facts(memory)
+            valkey, version = about.get("valkey_version"), about.get("redis_version")
+            report = _Report(
+                product=f"Valkey {valkey}" if valkey else f"Redis {version}" if version else "a server",
+                values=size if isinstance(size, int) else None,
+                used_bytes=_number(facts.get("used_memory")),
+                limit_bytes=_number(facts.get("maxmemory")),
+                policy=facts.get("maxmemory_policy"),
+            )
+            reports.append(report)
+        return reports
 
 
 def _facts(answer: Any) -> dict[str, str]:

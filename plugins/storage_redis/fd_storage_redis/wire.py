@@ -1,16 +1,204 @@
-"""Batches of commands on one connection: sent without joining their parts, answered in order."""
+"""Batches of commands on one connection, within one deadline, and the store's troubles behind what fails there.
+
+Commands are sent without joining their parts, and answered in order.
+
+redis-py limits the time of each single operation on a socket, but logging in, asking Sentinels, discovering a cluster
+and reading a long answer take many operations. Here the deadline travels in a context variable, and every operation
+gets the time that is left. The operating system looks up host names, which no deadline can bound.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
-from fd_core.kv.stores.contract import Bytes
-from redis.connection import ConnectionPool
+import redis.exceptions as failures
+from fd_core.kv.stores.contract import Bytes, StoreError, Trouble
+from redis.connection import AbstractConnection, Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, ConnectionError, ResponseError
+from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
-from fd_storage_redis.deadline import remaining
-from fd_storage_redis.troubles import discovering
+_OUTSIDE_CALLS: Final = 1.0
+"""Seconds that an operation outside `within` may take."""
+
+_deadline: ContextVar[float | None] = ContextVar("fd_storage_redis_deadline", default=None)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Bound all socket operations inside the context by `seconds` together."""
+    token = _deadline.set(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def remaining() -> float:
+    """Return the seconds until the deadline. Raises `TimeoutError` if it has passed."""
+    deadline = _deadline.get()
+    if deadline is None:
+        return _OUTSIDE_CALLS
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the call's time is over")
+    return left
+
+
+class _BoundedSocket:
+    """A socket whose operations each get the time that is left until the deadline."""
+
+    def __init__(self, inner: socket.socket) -> None:
+        self._inner = inner
+        self._polls = False
+
+    def settimeout(self, value: float | None) -> None:
+        # Zero asks whether there is something to read; the deadline replaces any other limit.
+        self._polls = value == 0
+
+    def recv_into(self, buffer: Any, *arguments: Any) -> int:
+        self._inner.settimeout(0 if self._polls else remaining())
+        return self._inner.recv_into(buffer, *arguments)
+
+    def recv(self, *arguments: Any) -> bytes:
+        self._inner.settimeout(0 if self._polls else remaining())
+        return self._inner.recv(*arguments)
+
+    def sendall(self, data: Any) -> None:
+        # With TLS a single `sendall` starts its limit anew for each record.
+        view = memoryview(data).cast("B")
+        while view:
+            self._inner.settimeout(remaining())
+            view = view[self._inner.send(view) :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Bounded:
+    """Connects, sends and receives within the deadline; has to be the first base class."""
+
+    socket_timeout: float | None
+    socket_connect_timeout: float | None
+
+    def _connect(self) -> Any:
+        self.socket_connect_timeout = self.socket_timeout = remaining()
+        return _BoundedSocket(super()._connect())  # type: ignore[misc]  # the next base is a connection
+
+
+class BoundedConnection(_Bounded, Connection):
+    """A TCP connection within the deadline."""
+
+
+class BoundedSSLConnection(_Bounded, SSLConnection):
+    """A TLS connection within the deadline."""
+
+
+class BoundedUnixConnection(_Bounded, UnixDomainSocketConnection):
+    """A connection through a Unix socket within the deadline."""
+
+    # redis-py reads both when a connection cannot be made in time.
+    host = ""
+    port = 0
+
+
+class BoundedSentinelConnection(_Bounded, SentinelManagedConnection):
+    """A TCP connection to the primary that Sentinels name."""
+
+
+class BoundedSentinelSSLConnection(_Bounded, SentinelManagedSSLConnection):
+    """A TLS connection to the primary that Sentinels name."""
+
+
+class BoundedPool(ConnectionPool):
+    """A pool for the nodes of a cluster; it replaces redis-py's connection classes, which the cluster client names."""
+
+    def __init__(self, connection_class: type[AbstractConnection] = Connection, **arguments: Any) -> None:
+        bounded = BoundedSSLConnection if issubclass(connection_class, SSLConnection) else BoundedConnection
+        super().__init__(connection_class=bounded, **arguments)
+
+
+_LONGEST_TEXT: Final = 200
+_SHORTEST_SECRET: Final = 4
+"""A shorter secret is not masked: masking would show which letters it has."""
+
+_CLASSES: Final[tuple[tuple[type[Exception], Trouble], ...]] = (
+    (failures.AuthenticationError, Trouble.DENIED),
+    (failures.AuthenticationWrongNumberOfArgsError, Trouble.DENIED),
+    (failures.AuthorizationError, Trouble.DENIED),
+    (failures.NoPermissionError, Trouble.DENIED),
+    (failures.OutOfMemoryError, Trouble.FULL),
+    (failures.ReadOnlyError, Trouble.READ_ONLY),
+    (failures.ClusterDownError, Trouble.UNREACHABLE),
+    (failures.SlotNotCoveredError, Trouble.UNREACHABLE),
+    (failures.ConnectionError, Trouble.UNREACHABLE),
+    (failures.TimeoutError, Trouble.TIMEOUT),
+    (TimeoutError, Trouble.TIMEOUT),
+    (OSError, Trouble.UNREACHABLE),
+)
+"""Troubles by class of exception; the first that fits counts. `LOADING` is one of redis-py's connection errors."""
+
+# A node of a cluster does not hold the key; only redis-py's cluster client has classes for these in all versions.
+_ELSEWHERE: Final = ("MOVED", "ASK", "TRYAGAIN")
+
+_CODES: Final = {
+    "CLUSTERDOWN": Trouble.UNREACHABLE,
+    "MASTERDOWN": Trouble.UNREACHABLE,
+    # Snapshots cannot be written, most often for a full disk: reads go on, writes are refused.
+    "MISCONF": Trouble.READ_ONLY,
+    "NOREPLICAS": Trouble.READ_ONLY,
+    # Protected mode.
+    "DENIED": Trouble.DENIED,
+    "NOAUTH": Trouble.DENIED,
+    # A script holds the server.
+    "BUSY": Trouble.TIMEOUT,
+}
+
+
+def store_error(failure: Exception, where: str, password: str | None = None) -> StoreError:
+    """Return the error to raise for `failure` of the server `where`, with no `password` in its text."""
+    cause: BaseException = failure
+    while isinstance(cause, failures.RedisClusterException) and cause.__cause__ is not None:
+        cause = cause.__cause__  # what stopped the discovery of a cluster
+    text = " ".join(str(cause).split())[:_LONGEST_TEXT] or type(cause).__name__
+    if password is not None and len(password) >= _SHORTEST_SECRET:
+        text = text.replace(password, "***")
+    return StoreError(_trouble(cause), f"{where}: {text}")
+
+
+@contextmanager
+def discovering() -> Iterator[None]:
+    """Raise `InvalidResponse` where redis-py stumbles over nonsense from Sentinels or clusters, or over a host name."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise failures.InvalidResponse(f"the answer names no server: {type(error).__name__}") from error
+
+
+def passes_over(answer: object) -> bool:
+    """Whether an answer is an error of one key alone, which then counts as absent."""
+    return _code(answer) == "WRONGTYPE"
+
+
+def is_elsewhere(answer: object) -> bool:
+    """Whether a node of a cluster answers that it does not hold the key, or not yet."""
+    return isinstance(answer, (failures.AskError, failures.TryAgainError)) or _code(answer) in _ELSEWHERE
+
+
+def _code(answer: object) -> str:
+    return str(answer).partition(" ")[0] if isinstance(answer, failures.ResponseError) else ""
+
+
+def _trouble(cause: BaseException) -> Trouble:
+    for cls, trouble in _CLASSES:
+        if isinstance(cause, cls):
+            return trouble
+    return _CODES.get(_code(cause), Trouble.OTHER)
+
 
 Argument: TypeAlias = bytes | Sequence[Bytes]
 """One argument, whole or in parts."""

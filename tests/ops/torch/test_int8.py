@@ -8,9 +8,8 @@ import torch
 
 from fd_core.backends.cpu import CpuBackend
 from fd_core.config import EngineConfig
-from fd_core.ops.torch import int8 as torch_int8
-from fd_core.ops.torch.int8 import TorchInt8Linear, TorchInt8Ops, multiplies_bytes_exactly
-from fd_core.ops.torch.ops import TorchLinear, TorchOps
+from fd_core.ops.torch import ops as torch_pack
+from fd_core.ops.torch.ops import TorchInt8Linear, TorchInt8Ops, TorchLinear, TorchOps, multiplies_bytes_exactly
 from fd_core.ops.weights import PackedTensor
 from fd_core.testing.models.arrays import packed_weight, raw
 
@@ -69,6 +68,6 @@ def test_the_backend_takes_it_where_products_are_exact(monkeypatch: pytest.Monke
     backend = CpuBackend(EngineConfig(model="x", native_kernels=False))
     assert isinstance(backend.make_ops(), TorchInt8Ops)
     assert "int8 weights by oneDNN" in backend.describe()
-    product = torch_int8._product
-    monkeypatch.setattr(torch_int8, "_product", lambda *given: product(*given) - 1)
+    product = torch_pack._product
+    monkeypatch.setattr(torch_pack, "_product", lambda *given: product(*given) - 1)
     assert type(backend.make_ops()) is TorchOps

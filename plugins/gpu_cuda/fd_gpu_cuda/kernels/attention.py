@@ -1,7 +1,27 @@
-"""Paged attention: which kernels compute a step.
+"""Paged attention in Triton: one kernel for rows of few tokens, and one for prompts and chunks of prompts.
 
 Which kernel computes a row depends on the row alone: by its number of tokens it is a decode or a part of a prompt, and
 the bits of its attention are the same alone, between decodes and beside prompts.
+
+Exponents are of base 2. Where two products are added, which of them is rounded is written out (`fma`): a compiler that
+chose would not choose alike in two kernels, and a row would have other bits where it is computed in pieces.
+
+Decodes are known as flash-decoding (Dao, Haziza, Massa and Sizov, 2023): the context of a row is divided among
+programs. Keys are cut into chunks at fixed positions. Each chunk is summed up from scratch in float32, and sums of
+chunks are folded in their order, always: by the one program of a row that is not divided, or by that which comes last
+of several. So the bits of a row do not depend on the batch, nor on the number of programs or the device.
+
+The last program is found by a counter. A program's stores happen before the barrier, the barrier before the atomic
+addition of one of its threads, which releases: by cumulativity everything that the program stored is visible to whoever
+acquires through the same counter. The addition that finds the others' acquires, the barrier after it passes that on to
+the other threads, and they load afterwards (PTX ISA, memory consistency model: causality order). The last one leaves
+the counter at 0 for the next launch, which begins when this one has ended: launches that share a workspace are of one
+stream.
+
+Of prompts, one program computes one tile of queries of one row for one KV head; the query heads that share the KV head
+lie in the tile side by side. It walks over the keys in tiles and keeps a running softmax in float32 (Milakov and
+Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", NeurIPS 2022). Tiles of
+keys that all queries see wholly need no mask. A row is always walked in the same order, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -9,12 +29,565 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
+import triton.language as tl
 from fd_core.ops.contract import Array, Heads, StepInput
 
-from fd_gpu_cuda.kernels.attention_tiles import MOST_DRAFTED, HeadSizes, decode_tile, prefill_tile
-from fd_gpu_cuda.kernels.decode_attention import DecodeWorkspace, decode_attention
-from fd_gpu_cuda.kernels.prefill_attention import prefill_attention
+from fd_gpu_cuda.kernels.attention_tiles import (
+    CHUNK,
+    LARGE_CHUNK,
+    LARGE_FROM,
+    MOST_DRAFTED,
+    HeadSizes,
+    Tile,
+    decode_tile,
+    most_chunks,
+    prefill_tile,
+    splits_of,
+)
+from fd_gpu_cuda.kernels.entry import kernel
 from fd_gpu_cuda.kv_cache import CudaLayer
+
+LOG2_E = 1.4426950408889634
+"""What turns a score into an exponent of base 2."""
+
+
+@triton.jit
+def load_tile(
+    keys_at,
+    values_at,
+    key_scales_at,
+    value_scales_at,
+    table_at,
+    key,
+    kv_head,
+    block_size: tl.constexpr,
+    kv_heads: tl.constexpr,
+    width: tl.constexpr,
+    quantized: tl.constexpr,
+    d: tl.constexpr,
+):
+    """Load keys and values [n, d] of one KV head at positions [n], which must all be known, and their scales [n]."""
+    block = tl.load(table_at + key // block_size).to(tl.int64)
+    place = (block * block_size + key % block_size) * kv_heads + kv_head
+    column = tl.arange(0, d)
+    at = place[:, None] * width + column[None, :]
+    if width == d:
+        keys = tl.load(keys_at + at)
+        values = tl.load(values_at + at)
+    else:
+        inside = (column < width)[None, :]
+        keys = tl.load(keys_at + at, mask=inside, other=0.0)
+        values = tl.load(values_at + at, mask=inside, other=0.0)
+    key_scale = tl.load(key_scales_at + place) if quantized else 1.0
+    value_scale = tl.load(value_scales_at + place) if quantized else 1.0
+    return keys, values, key_scale, value_scale
+
+
+@triton.jit
+def attend_tile(
+    largest,
+    total,
+    sums,
+    q,
+    keys,
+    values,
+    key_scale,
+    value_scale,
+    seen,
+    factor,
+    cap,
+    masked: tl.constexpr,
+    capped: tl.constexpr,
+    quantized: tl.constexpr,
+):
+    """Take one tile into a running softmax: largest and total [m], sums [m, d].
+
+    q: [m, d]; keys and values: [n, d]; seen: [m, n], read if `masked`. Scores are products of q and keys times
+    `factor`, an exponent of base 2. Or, capped, tanh(product * factor) times `cap`, which has the base in it.
+    """
+    scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+    if quantized:
+        scores *= key_scale[None, :]
+    if capped:
+        # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = 2.0 * tl.sigmoid(scores * (2.0 * factor)) - 1.0
+        factor = cap
+    exponents = scores * factor
+    if masked:
+        exponents = tl.where(seen, exponents, -float("inf"))
+    higher = tl.maximum(largest, tl.max(exponents, 1))
+    # A line that has seen no key yet has -inf as its largest score: subtract 0 instead.
+    shift = tl.where(higher == -float("inf"), 0.0, higher) if masked else higher
+    weights = tl.exp2(exponents - shift[:, None])
+    shrink = tl.exp2(largest - shift)
+    total = tl.fma(total, shrink, tl.sum(weights, 1))
+    if quantized:
+        if q.dtype == tl.float16:
+            # A weight times a scale may be less than float16 can hold.
+            values = (values.to(tl.float32) * value_scale[:, None]).to(tl.float16)
+        else:
+            weights *= value_scale[None, :]
+            values = values.to(q.dtype)
+    sums = tl.dot(weights.to(q.dtype), values, sums * shrink[:, None], input_precision="ieee")
+    return higher, total, sums
+
+
+@triton.jit
+def fold(largest, total, sums, more_largest, more_total, more_sums):
+    """Join two softmaxes over different keys: largest and total [m], sums [m, d]. One without keys changes nothing."""
+    higher = tl.maximum(largest, more_largest)
+    shift = tl.where(higher == -float("inf"), 0.0, higher)
+    own = tl.exp2(largest - shift)
+    more = tl.exp2(more_largest - shift)
+    total = tl.fma(more_total, more, total * own)
+    sums = tl.fma(more_sums, tl.broadcast_to(more[:, None], sums.shape), sums * own[:, None])
+    return higher, total, sums
+
+
+_WORKSPACE_BYTES = 64 * 2**20
+"""Rows are not divided where the sums of their chunks do not fit: at 128 Ki tokens, 128 query heads of 32 rows do."""
+_FOLDED_ELEMENTS = 2048
+"""Elements of sums that are loaded at once while they are folded: more would not stay in registers."""
+_MOST_FOLDED = 16
+
+_CHUNK = tl.constexpr(CHUNK)
+_LARGE_CHUNK = tl.constexpr(LARGE_CHUNK)
+_LARGE_FROM = tl.constexpr(LARGE_FROM)
+
+
+class DecodeWorkspace:
+    """Memory of one device for the sums of chunks, and counters that are 0 between launches; all of one size."""
+
+    def __init__(self, device: torch.device, multiprocessors: int) -> None:
+        self.multiprocessors = multiprocessors
+        self.sums = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(multiprocessors, dtype=torch.int32, device=device)
+
+    def splits(self, units: int, chunks: int, chunk_elements: int) -> int:
+        """Return among how many programs each of `units` is divided; 1 where its sums would not fit."""
+        if units > len(self.counters) or units * chunks * chunk_elements > len(self.sums):
+            return 1
+        return splits_of(units, chunks, self.multiprocessors)
+
+
+def decode_attention(
+    q: Array,
+    layer: CudaLayer,
+    heads: Heads,
+    step: StepInput,
+    output: Array,
+    tile: Tile,
+    most: int,
+    space: DecodeWorkspace,
+) -> None:
+    """Attend with contiguous q [T, nh, d] of rows that have at most `most` tokens, into `output` of the same shape."""
+    shared = heads.num_heads // heads.num_kv_heads
+    queries = min(step.max_query, most)
+    tiles = triton.cdiv(queries, tile.queries)
+    units = len(step.context_len) * tiles * heads.num_kv_heads
+    chunks = most_chunks(step.max_context, heads.window, tile.queries)
+    lines = min(queries, tile.queries) * shared
+    d = max(16, triton.next_power_of_2(heads.head_dim))
+    splits = space.splits(units, chunks, lines * (d + 2))
+    few = triton.next_power_of_2(shared)
+    _decode[(len(step.context_len) * tiles, heads.num_kv_heads, splits)](
+        q,
+        layer.keys,
+        layer.values,
+        layer.key_scales,
+        layer.value_scales,
+        output,
+        space.sums,
+        space.counters,
+        step.query_start,
+        step.context_len,
+        step.block_tables,
+        step.block_tables.stride(0),
+        tiles,
+        most,
+        chunks,
+        lines,
+        heads.scale * (LOG2_E if heads.softcap is None else 1 / heads.softcap),
+        (heads.softcap or 0.0) * LOG2_E,
+        heads.window or 0,
+        block_size=layer.block_size,
+        kv_heads=heads.num_kv_heads,
+        shared=shared,
+        width=heads.head_dim,
+        capped=heads.softcap is not None,
+        windowed=heads.window is not None,
+        quantized=layer.quantized,
+        divided=splits > 1,
+        tile=tile.queries,
+        m=tile.lines,
+        n=tile.keys,
+        d=d,
+        few=few,
+        folded=max(1, min(_MOST_FOLDED, _FOLDED_ELEMENTS // (few * d))),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit
+def _chunk_of(key):
+    small: tl.constexpr = _LARGE_FROM // _CHUNK
+    return tl.where(key < _LARGE_FROM, key // _CHUNK, small + (key - _LARGE_FROM) // _LARGE_CHUNK)
+
+
+@triton.jit
+def _chunk_start(chunk):
+    small: tl.constexpr = _LARGE_FROM // _CHUNK
+    return tl.where(chunk < small, chunk * _CHUNK, _LARGE_FROM + (chunk - small) * _LARGE_CHUNK)
+
+
+@kernel(
+    do_not_specialize=["table_stride", "tiles", "most", "chunk_stride", "line_stride", "window"],
+    do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
+)
+def _decode(
+    q_at,
+    keys_at,
+    values_at,
+    key_scales_at,
+    value_scales_at,
+    output_at,
+    sums_at,
+    counters_at,
+    query_start_at,
+    context_at,
+    tables_at,
+    table_stride,
+    tiles,
+    most,
+    chunk_stride,
+    line_stride,
+    factor,
+    cap,
+    window,
+    block_size: tl.constexpr,
+    kv_heads: tl.constexpr,
+    shared: tl.constexpr,
+    width: tl.constexpr,
+    capped: tl.constexpr,
+    windowed: tl.constexpr,
+    quantized: tl.constexpr,
+    divided: tl.constexpr,
+    tile: tl.constexpr,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    d: tl.constexpr,
+    few: tl.constexpr,
+    folded: tl.constexpr,
+):
+    row = tl.program_id(0) // tiles
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    start = tl.load(query_start_at + row)
+    count = tl.load(query_start_at + row + 1) - start
+    begin = tl.program_id(0) % tiles * tile
+    context = tl.load(context_at + row)
+    # Keys that the tokens of this tile see between them: [first, last).
+    last = tl.minimum(context, context - count + begin + tile)
+    first = tl.maximum(0, context - count + begin - window + 1) if windowed else 0
+    first_chunk = _chunk_of(first)
+    chunks = _chunk_of(last - 1) + 1 - first_chunk
+    share = tl.cdiv(chunks, tl.num_programs(2))
+    programs = tl.cdiv(chunks, share)
+    if (begin < count) & (count <= most) & (split < programs):
+        line = tl.arange(0, m)
+        query = begin + line // shared
+        live = (line < tile * shared) & (query < count)
+        place = context - count + query
+        column = tl.arange(0, d)
+        inside = column < width
+        head = kv_head * shared + line % shared
+        q_line = ((start + query) * (kv_heads * shared) + head).to(tl.int64) * width
+        q_mask = live[:, None] & inside[None, :]
+        q = tl.load(q_at + q_line[:, None] + column[None, :], mask=q_mask, other=0.0)
+
+        # Of all chunks that were folded, and of the one that is being summed up.
+        all_largest = tl.full((m,), -float("inf"), tl.float32)
+        all_total = tl.zeros((m,), tl.float32)
+        all_sums = tl.zeros((m, d), tl.float32)
+        largest = tl.full((m,), -float("inf"), tl.float32)
+        total = tl.zeros((m,), tl.float32)
+        sums = tl.zeros((m, d), tl.float32)
+        table_at = tables_at + row.to(tl.int64) * table_stride
+        unit = (tl.program_id(0) * kv_heads + kv_head).to(tl.int64)
+        lines_at = unit * chunk_stride * line_stride + line
+        # Behind the sums of all units: the largest exponents and the totals.
+        ends_at = sums_at + tl.num_programs(0).to(tl.int64) * kv_heads * chunk_stride * line_stride * d
+        from_key = tl.maximum(_chunk_start(first_chunk + split * share), first // n * n)
+        to_key = tl.minimum(_chunk_start(first_chunk + (split + 1) * share), last)
+        for base in range(from_key, to_key, n):
+            key = base + tl.arange(0, n)
+            # Tables mean nothing beyond the keys that are seen: what lies there is read as the nearest of those.
+            known = tl.minimum(tl.maximum(key, first), last - 1)
+            keys, values, key_scale, value_scale = load_tile(
+                keys_at, values_at, key_scales_at, value_scales_at, table_at, known, kv_head,
+                block_size, kv_heads, width, quantized, d,
+            )  # fmt: skip
+            seen = key[None, :] <= place[:, None]
+            if windowed:
+                seen = seen & (place[:, None] - key[None, :] < window)
+            largest, total, sums = attend_tile(
+                largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
+                True, capped, quantized,
+            )  # fmt: skip
+            end = base + n
+            if (end >= to_key) | (end % tl.where(end <= _LARGE_FROM, _CHUNK, _LARGE_CHUNK) == 0):
+                if divided:  # noqa: SIM102 - a constant, known when it is compiled
+                    if programs > 1:
+                        entry = lines_at + (_chunk_of(base) - first_chunk) * line_stride
+                        tl.store(sums_at + entry[:, None] * d + column[None, :], sums, mask=live[:, None])
+                        tl.store(ends_at + entry * 2, largest, mask=live)
+                        tl.store(ends_at + entry * 2 + 1, total, mask=live)
+                all_largest, all_total, all_sums = fold(all_largest, all_total, all_sums, largest, total, sums)
+                largest = tl.full((m,), -float("inf"), tl.float32)
+                total = tl.zeros((m,), tl.float32)
+                sums = tl.zeros((m, d), tl.float32)
+        if programs == 1:
+            result = all_sums / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
+            tl.store(output_at + q_line[:, None] + column[None, :], result.to(output_at.dtype.element_ty), mask=q_mask)
+        if divided:  # noqa: SIM102 - as above
+            if programs > 1:
+                tl.debug_barrier()
+                before = tl.atomic_add(counters_at + unit, 1, sem="acq_rel", scope="gpu")
+                tl.debug_barrier()
+                if before == programs - 1:
+                    tl.store(counters_at + unit, 0)
+                    for token in range(tl.minimum(tile, count - begin)):
+                        token_line = (start + begin + token) * kv_heads + kv_head
+                        _fold_chunks(
+                            sums_at, ends_at, output_at, unit * chunk_stride * line_stride + token * shared,
+                            chunks, line_stride, token_line.to(tl.int64) * (shared * width),
+                            shared, width, d, few, folded,
+                        )  # fmt: skip
+
+
+@triton.jit
+def _fold_chunks(
+    sums_at,
+    ends_at,
+    output_at,
+    entry,
+    chunks,
+    line_stride,
+    output_line,
+    shared: tl.constexpr,
+    width: tl.constexpr,
+    d: tl.constexpr,
+    few: tl.constexpr,
+    folded: tl.constexpr,
+):
+    """Fold what the chunks of one token left, in their order, several loads at once, and write the result."""
+    line = tl.arange(0, few)
+    column = tl.arange(0, d)
+    live = line < shared
+    largest = tl.full((few,), -float("inf"), tl.float32)
+    total = tl.zeros((few,), tl.float32)
+    sums = tl.zeros((few, d), tl.float32)
+    for begin in range(0, chunks, folded):
+        for step in tl.static_range(folded):
+            chunk = begin + step
+            there = live & (chunk + line * 0 < chunks)
+            at = entry + chunk * line_stride + line
+            more_largest = tl.load(ends_at + at * 2, mask=there, other=-float("inf"))
+            more_total = tl.load(ends_at + at * 2 + 1, mask=there, other=0.0)
+            more = tl.load(sums_at + at[:, None] * d + column[None, :], mask=there[:, None], other=0.0)
+            largest, total, sums = fold(largest, total, sums, more_largest, more_total, more)
+    result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+    at = output_line + line[:, None] * width + column[None, :]
+    mask = live[:, None] & (column < width)[None, :]
+    tl.store(output_at + at, result.to(output_at.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    q: Array, layer: CudaLayer, heads: Heads, step: StepInput, output: Array, tile: Tile, least: int
+) -> None:
+    """Attend with contiguous q [T, nh, d] of rows that have at least `least` tokens, into `output` of that shape."""
+    rows = len(step.context_len)
+    # A row of n tokens begins at tile query_start // tile + row, so tiles of two rows never meet, and the grid is
+    # known without a look at the lengths. Tiles that no row needs return at once.
+    tiles = len(q) // tile.queries + rows
+    _prefill[(tiles, heads.num_kv_heads)](
+        q,
+        layer.keys,
+        layer.values,
+        layer.key_scales,
+        layer.value_scales,
+        output,
+        step.query_start,
+        step.context_len,
+        step.block_tables,
+        step.block_tables.stride(0),
+        rows,
+        least,
+        heads.scale * (LOG2_E if heads.softcap is None else 1 / heads.softcap),
+        (heads.softcap or 0.0) * LOG2_E,
+        heads.window or 0,
+        block_size=layer.block_size,
+        kv_heads=heads.num_kv_heads,
+        shared=heads.num_heads // heads.num_kv_heads,
+        width=heads.head_dim,
+        capped=heads.softcap is not None,
+        windowed=heads.window is not None,
+        quantized=layer.quantized,
+        tile=tile.queries,
+        m=tile.lines,
+        n=tile.keys,
+        d=max(16, triton.next_power_of_2(heads.head_dim)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit
+def _row_of(program, query_start_at, rows, tile: tl.constexpr):
+    """Return the last row that begins at this tile or before it."""
+    low = 0
+    high = rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_at + middle) // tile + middle <= program:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _walk(
+    largest,
+    total,
+    sums,
+    q,
+    keys_at,
+    values_at,
+    key_scales_at,
+    value_scales_at,
+    table_at,
+    kv_head,
+    place,
+    from_key,
+    to_key,
+    first,
+    last,
+    factor,
+    cap,
+    window,
+    block_size: tl.constexpr,
+    kv_heads: tl.constexpr,
+    width: tl.constexpr,
+    capped: tl.constexpr,
+    windowed: tl.constexpr,
+    quantized: tl.constexpr,
+    masked: tl.constexpr,
+    n: tl.constexpr,
+    d: tl.constexpr,
+):
+    """Take the tiles of keys in [from_key, to_key); keys outside [first, last) are not read."""
+    for base in range(from_key, to_key, n):
+        key = base + tl.arange(0, n)
+        known = tl.minimum(tl.maximum(key, first), last - 1) if masked else key
+        keys, values, key_scale, value_scale = load_tile(
+            keys_at, values_at, key_scales_at, value_scales_at, table_at, known, kv_head,
+            block_size, kv_heads, width, quantized, d,
+        )  # fmt: skip
+        seen = key[None, :] <= place[:, None]
+        if windowed:
+            seen = seen & (place[:, None] - key[None, :] < window)
+        largest, total, sums = attend_tile(
+            largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
+            masked, capped, quantized,
+        )  # fmt: skip
+    return largest, total, sums
+
+
+@kernel(
+    do_not_specialize=["table_stride", "rows", "least", "window"],
+    do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
+)
+def _prefill(
+    q_at,
+    keys_at,
+    values_at,
+    key_scales_at,
+    value_scales_at,
+    output_at,
+    query_start_at,
+    context_at,
+    tables_at,
+    table_stride,
+    rows,
+    least,
+    factor,
+    cap,
+    window,
+    block_size: tl.constexpr,
+    kv_heads: tl.constexpr,
+    shared: tl.constexpr,
+    width: tl.constexpr,
+    capped: tl.constexpr,
+    windowed: tl.constexpr,
+    quantized: tl.constexpr,
+    tile: tl.constexpr,
+    m: tl.constexpr,
+    n: tl.constexpr,
+    d: tl.constexpr,
+):
+    kv_head = tl.program_id(1)
+    row = _row_of(tl.program_id(0), query_start_at, rows, tile)
+    start = tl.load(query_start_at + row)
+    count = tl.load(query_start_at + row + 1) - start
+    begin = (tl.program_id(0) - start // tile - row) * tile
+    if (begin < count) & (count >= least):
+        context = tl.load(context_at + row)
+        line = tl.arange(0, m)
+        query = begin + line // shared
+        live = (line < tile * shared) & (query < count)
+        place = context - count + query
+        column = tl.arange(0, d)
+        inside = column < width
+        head = kv_head * shared + line % shared
+        q_line = ((start + query) * (kv_heads * shared) + head).to(tl.int64) * width
+        q_mask = live[:, None] & inside[None, :]
+        q = tl.load(q_at + q_line[:, None] + column[None, :], mask=q_mask, other=0.0)
+
+        nearest = context - count + begin  # the place of the first query
+        last = tl.minimum(context, nearest + tile)
+        first = tl.maximum(0, nearest - window + 1) if windowed else 0
+        whole = (nearest + 1) // n * n  # up to here all queries see all keys, but for the window
+        largest = tl.full((m,), -float("inf"), tl.float32)
+        total = tl.zeros((m,), tl.float32)
+        sums = tl.zeros((m, d), tl.float32)
+        table_at = tables_at + row.to(tl.int64) * table_stride
+        from_key = first // n * n
+        if windowed:
+            # From here on every key is in the window of every query.
+            open_key = tl.minimum(tl.cdiv(tl.maximum(0, last - window), n) * n, whole)
+            open_key = tl.maximum(open_key, from_key)
+            largest, total, sums = _walk(
+                largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head, place,
+                from_key, open_key, first, last, factor, cap, window,
+                block_size, kv_heads, width, capped, windowed, quantized, True, n, d,
+            )  # fmt: skip
+            from_key = open_key
+        largest, total, sums = _walk(
+            largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head, place,
+            from_key, whole, first, last, factor, cap, window,
+            block_size, kv_heads, width, capped, windowed, quantized, False, n, d,
+        )  # fmt: skip
+        largest, total, sums = _walk(
+            largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head, place,
+            tl.maximum(from_key, whole), last, first, last, factor, cap, window,
+            block_size, kv_heads, width, capped, windowed, quantized, True, n, d,
+        )  # fmt: skip
+        result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(output_at + q_line[:, None] + column[None, :], result.to(output_at.dtype.element_ty), mask=q_mask)
+
 
 _decode_tile, _prefill_tile = cache(decode_tile), cache(prefill_tile)
 

@@ -5,29 +5,141 @@ some pairs of one expert; which expert, it finds from how many pairs each has. S
 chosen, and weights of experts that nobody chose are not read. The number of tiles is the largest there can be: programs
 beyond the tiles that are needed return at once. The idea is that of grouped products: Gale et al., "MegaBlocks" (2022).
 
-A pair has the same bits whatever else is in the step, see `operands`; a token's pairs are added up in its own order of
+A pair has the same bits whatever else is in the step, see `products`; a token's pairs are added up in its own order of
 experts. So nothing of a token depends on another token.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from fd_core.ops.contract import Activation, Array, Experts
 
-from fd_gpu_cuda.kernels.activations import activated
+from fd_gpu_cuda.kernel_table import ExpertsKernel
 from fd_gpu_cuda.kernels.entry import kernel
-from fd_gpu_cuda.kernels.operands import Operands, operands, span_products
-from fd_gpu_cuda.kernels.products import ProductDevice, WeightProduct, stages
-from fd_gpu_cuda.kernels.routing import choose, order_by_expert
+from fd_gpu_cuda.kernels.norms import activated
+from fd_gpu_cuda.kernels.products import (
+    EVERY_TILE,
+    MOST_TOKENS,
+    Operands,
+    ProductDevice,
+    WeightProduct,
+    operands,
+    span_products,
+    stages,
+)
+from fd_gpu_cuda.packed import StackedExperts
 
-if TYPE_CHECKING:
-    from fd_gpu_cuda.experts import ExpertsKernel, StackedExperts
+_PAIRS = 2048
+_NO_KEY = tl.constexpr(-(0x7FFFFFFF << 32))
 
 
-_MOST_TOKENS = 128
+def choose(logits: Array, experts: Experts) -> tuple[Array, Array]:
+    """Return the experts of each token int32[T, top_k] and their weights float32[T, top_k] of logits [T, experts].
+
+    As `fd_core.ops.torch.ops.route`: by the softmax of the logits, corrected for the choice only; the lower id first on
+    a tie. Experts of a token that is not finite are real ones, with weights that are not finite.
+    """
+    tokens, count = logits.shape
+    chosen = torch.empty((tokens, experts.top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, experts.top_k), dtype=torch.float32, device=logits.device)
+    _choose[(tokens,)](
+        logits,
+        experts.correction_bias,
+        chosen,
+        weights,
+        count,
+        experts.norm_floor,
+        corrected=experts.correction_bias is not None,
+        normalize=experts.normalize,
+        top_k=experts.top_k,
+        size=triton.next_power_of_2(count),
+        places=triton.next_power_of_2(experts.top_k),
+    )
+    return chosen, weights
+
+
+def order_by_expert(chosen: Array, experts: int) -> tuple[Array, Array]:
+    """Return the places of the choices [T, top_k], counted from 0, by expert and then in order: int32[T * top_k].
+
+    With it goes how many each expert has: int32[experts].
+    """
+    pairs = chosen.numel()
+    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
+    counts = torch.empty(experts, dtype=torch.int32, device=chosen.device)
+    _order[(experts,)](chosen, order, counts, pairs, block=_PAIRS, num_warps=4)
+    return order, counts
+
+
+@kernel(do_not_specialize=["floor"])
+def _choose(
+    logits_at,
+    bias_at,
+    chosen_at,
+    weights_at,
+    experts,
+    floor,
+    corrected: tl.constexpr,
+    normalize: tl.constexpr,
+    top_k: tl.constexpr,
+    size: tl.constexpr,
+    places: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, size)
+    real = expert < experts
+    logits = tl.load(logits_at + token * experts + expert, mask=real, other=float("-inf"))
+    scores = tl.exp(logits - tl.max(logits, 0))
+    scores = scores / tl.sum(scores, 0)
+    ranked = scores
+    if corrected:
+        ranked += tl.load(bias_at + expert, mask=real, other=0.0)
+    # Whole numbers in the order of the scores, NaN above all; behind each what prefers the lower expert.
+    code = tl.where(ranked == 0.0, 0.0, ranked).to(tl.int32, bitcast=True)
+    code = tl.where(code < 0, code ^ 0x7FFFFFFF, code)
+    code = tl.where(ranked != ranked, 0x7FFFFFFF, code)
+    key = (code.to(tl.int64) << 32) + (size - expert)
+    key = tl.where(real, key, _NO_KEY)
+    place = tl.arange(0, places)
+    chosen = tl.zeros((places,), tl.int32)
+    weights = tl.zeros((places,), tl.float32)
+    total = 0.0
+    for rank in tl.static_range(top_k):
+        best = size - (tl.max(key, 0) & 0xFFFFFFFF).to(tl.int32)
+        weight = tl.sum(tl.where(expert == best, scores, 0.0), 0)
+        key = tl.where(expert == best, _NO_KEY, key)
+        chosen = tl.where(place == rank, best, chosen)
+        weights = tl.where(place == rank, weight, weights)
+        total += weight
+    if normalize:
+        weights /= tl.maximum(total, floor)
+    at = token * top_k + place
+    tl.store(chosen_at + at, chosen, mask=place < top_k)
+    tl.store(weights_at + at, weights, mask=place < top_k)
+
+
+@kernel(do_not_specialize=["pairs"])
+def _order(chosen_at, order_at, counts_at, pairs, block: tl.constexpr):
+    expert = tl.program_id(0)
+    lane = tl.arange(0, block)
+    before = tl.zeros((block,), tl.int32)
+    for begin in range(0, pairs, block):
+        chosen = tl.load(chosen_at + begin + lane, mask=begin + lane < pairs, other=expert)
+        before += (chosen < expert).to(tl.int32)
+    first = tl.sum(before, 0)
+    at = first
+    for begin in range(0, pairs, block):
+        place = begin + lane
+        chosen = tl.load(chosen_at + place, mask=place < pairs, other=-1)
+        mine = (chosen == expert).to(tl.int32)
+        tl.store(order_at + at + tl.cumsum(mine, 0) - 1, place, mask=mine > 0)
+        at += tl.sum(mine, 0)
+    tl.store(counts_at + expert, at - first)
+
+
 _COLUMNS = 1024
 
 
@@ -40,16 +152,6 @@ class GroupedTile(NamedTuple):
     num_stages: int
 
 
-class _Sorted(NamedTuple):
-    """Pairs of a step by expert."""
-
-    order: Array
-    """int32[P], place of a pair among the choices of all tokens"""
-    counts: Array
-    """int32[experts]"""
-    top_k: int
-
-
 def grouped_tile(pairs: int, experts: int, operand: Operands, device: ProductDevice) -> GroupedTile:
     """Choose a tile: with as many pairs as an expert has on average.
 
@@ -57,11 +159,11 @@ def grouped_tile(pairs: int, experts: int, operand: Operands, device: ProductDev
     """
     exact = operand.values.element_size() == 4 or operand.x.element_size() == 4  # multiplied without tensor cores
     average = triton.next_power_of_2(triton.cdiv(pairs, experts))
-    columns = min(max(average, 16), 64 if exact else _MOST_TOKENS)
-    wide = operand.bits == 16 and columns == _MOST_TOKENS  # these need no registers to be widened
+    columns = min(max(average, 16), 64 if exact else MOST_TOKENS)
+    wide = operand.bits == 16 and columns == MOST_TOKENS  # these need no registers to be widened
     outputs = 32 if exact else 128 if wide else 64
     count = stages(operand, outputs, columns, device, 4 if columns <= 32 else 3)
-    return GroupedTile(outputs, columns, 8 if columns == _MOST_TOKENS else 4, count)
+    return GroupedTile(outputs, columns, 8 if columns == MOST_TOKENS else 4, count)
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:
@@ -84,12 +186,16 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
         logits = x.new_empty((len(x), gate_up.experts), dtype=experts.router.dtype)
         product(x, experts.router, logits)
         chosen, weights = choose(logits, experts)
-        pairs = _Sorted(*order_by_expert(chosen, gate_up.experts), experts.top_k)
-        inner = x.new_empty(len(pairs.order), gate_up.out // 2)
+        pairs = *order_by_expert(chosen, gate_up.experts), experts.top_k
+        inner = x.new_empty(len(pairs[0]), gate_up.out // 2)
         _multiply_experts(x, gate_up, pairs, inner, device, activation, compiled)
-        each = x.new_empty(len(pairs.order), down.out)
+        each = x.new_empty(len(pairs[0]), down.out)
         _multiply_experts(inner, down, pairs, each, device, None, compiled)
-        return _weighted_sum(each, weights, shared)
+        y = x.new_empty(len(x), down.out)
+        _add_up[(len(x), triton.cdiv(down.out, _COLUMNS))](
+            each, weights, shared, y, down.out, shares=shared is not None, top_k=experts.top_k, tile=_COLUMNS
+        )
+        return y
 
     return mixture
 
@@ -97,86 +203,54 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
 def _multiply_experts(
     x: Array,
     weight: StackedExperts,
-    pairs: _Sorted,
+    pairs: tuple[Array, Array, int],
     y: Array,
     device: ProductDevice,
     activation: Activation | None,
     compiled: set[Any],
 ) -> None:
-    """Multiply rows by the weight of their pair's expert.
+    """Multiply rows by the weight of their pair's expert; `pairs` are what `order_by_expert` returns, and top_k.
 
     With an activation: rows of tokens [T, in] to activated rows [P, out / 2] by expert. Without: rows [P, in] by expert
     to rows [P, out] of the pairs in the order of tokens.
     """
-    operand = operands(x, weight.weight)
-    key = (
-        x.dtype,
-        weight.experts,
-        weight.out,
-        operand.inputs,
-        operand.values.dtype,
-        tuple(operand.form.items()),
-        activation,
-    )
-    own = grouped_tile(len(pairs.order), weight.experts, operand, device)
-    tiles = [own]
+    operand, (order, counts, top_k) = operands(x, weight.weight), pairs
+    form = tuple(operand.form.items())
+    key = (x.dtype, weight.experts, weight.out, operand.inputs, operand.values.dtype, form, activation)
+    tiles = [grouped_tile(len(order), weight.experts, operand, device)]
     if key not in compiled:
         # Tiles for other numbers of pairs compile at the first product, or they would while requests are served.
         compiled.add(key)
-        counts = (1, 32, 64, _MOST_TOKENS)
-        tiles = [
-            *dict.fromkeys(grouped_tile(each * weight.experts, weight.experts, operand, device) for each in counts),
-            own,
-        ]
+        every = (grouped_tile(each * weight.experts, weight.experts, operand, device) for each in EVERY_TILE)
+        tiles = [*dict.fromkeys(every), *tiles]
     for tile in tiles:
-        _launch(operand, weight, pairs, y, tile, activation)
-
-
-def _launch(
-    operand: Operands,
-    weight: StackedExperts,
-    pairs: _Sorted,
-    y: Array,
-    tile: GroupedTile,
-    activation: Activation | None,
-) -> None:
-    grid = (triton.cdiv(weight.out, tile.outputs), most_tiles(len(pairs.order), weight.experts, tile.pairs))
-    _multiply_pairs[grid](
-        operand.x,
-        operand.x.stride(0),
-        operand.x_scales,
-        operand.values,
-        operand.values.stride(0),
-        operand.scales,
-        operand.minima,
-        pairs.order,
-        pairs.counts,
-        y,
-        y.stride(0),
-        weight.experts,
-        weight.out,
-        operand.inputs,
-        operand.groups,
-        operand.group,
-        **operand.form,
-        activation=activation,
-        top_k=pairs.top_k,
-        size=triton.next_power_of_2(weight.experts),
-        n=tile.outputs,
-        m=tile.pairs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-def _weighted_sum(each: Array, weights: Array, shared: Array | None) -> Array:
-    """[T * top_k, H], float32[T, top_k] and what is added [T, H] -> [T, H]"""
-    (tokens, top_k), hidden = weights.shape, each.shape[1]
-    y = each.new_empty(tokens, hidden)
-    _add_up[(tokens, triton.cdiv(hidden, _COLUMNS))](
-        each, weights, shared, y, hidden, shares=shared is not None, top_k=top_k, tile=_COLUMNS
-    )
-    return y
+        grid = (triton.cdiv(weight.out, tile.outputs), most_tiles(len(order), weight.experts, tile.pairs))
+        _multiply_pairs[grid](
+            operand.x,
+            operand.x.stride(0),
+            operand.x_scales,
+            operand.values,
+            operand.values.stride(0),
+            operand.scales,
+            operand.minima,
+            order,
+            counts,
+            y,
+            y.stride(0),
+            weight.experts,
+            weight.out,
+            operand.inputs,
+            operand.groups,
+            operand.group,
+            **operand.form,
+            activation=activation,
+            top_k=top_k,
+            size=triton.next_power_of_2(weight.experts),
+            n=tile.outputs,
+            m=tile.pairs,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
 
 
 @kernel

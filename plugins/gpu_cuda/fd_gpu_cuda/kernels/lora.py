@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from fd_core.ops.contract import Array
@@ -50,7 +51,7 @@ def lora_addition() -> Callable[[Array, Array, LoraTable, Array], None]:
 
     def add(y: Array, x: Array, table: LoraTable, places: Array) -> None:
         tokens = len(x)
-        if (key := (x.dtype, table.form)) not in compiled:
+        if (key := (x.dtype, table.inputs, table.outs, table.width)) not in compiled:
             compiled.add(key)
             for tile in (_FEW, _MANY):
                 _launch(y, x, table, places, 0, tile)  # reads and writes nothing
@@ -65,7 +66,7 @@ def _launch(y: Array, x: Array, table: LoraTable, places: Array, tokens: int, ti
     cuts = triton.cdiv(table.inputs, _CUT) if tile.split else 1
     blocks, shares = max(triton.cdiv(tokens, tile.tokens), 1), max(min(tile.shares, tokens), 1)
     step = min(_LINE // x.element_size(), _CUT)
-    sums = x.new_empty((cuts, max(tokens, 1), parts * width), dtype=table.sums_dtype)
+    sums = x.new_empty((cuts, max(tokens, 1), parts * width), dtype=torch.float32)
     _shrink[(width // _RANK_TILE * parts * cuts, blocks, shares)](
         x,
         x.stride(0),
@@ -164,17 +165,7 @@ def _shrink(
 
 
 @triton.jit
-def _products(
-    x_rows,
-    rows,
-    begin,
-    end,
-    inputs,
-    even: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-):
+def _products(x_rows, rows, begin, end, inputs, even: tl.constexpr, n: tl.constexpr, m: tl.constexpr, k: tl.constexpr):
     """Return the products [n, m] of inputs `begin` to `end`, summed in one order."""
     sums = tl.zeros((n, m), tl.float32)
     for at in range(begin, end, k):

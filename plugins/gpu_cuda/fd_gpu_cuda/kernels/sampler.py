@@ -12,11 +12,8 @@ from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 from fd_gpu_cuda.kernel_table import SamplingKernels
-from fd_gpu_cuda.kernels.filters import BINS, BOUNDS, fill_bins, find_cuts
-from fd_gpu_cuda.kernels.penalties import add, mask, penalize
-from fd_gpu_cuda.kernels.sampling import draw, find_peaks
-from fd_gpu_cuda.kernels.scores import count_before, score
-from fd_gpu_cuda.kernels.tokens import accept, write_matrix
+from fd_gpu_cuda.kernels.logits import accept, add, count_before, mask, penalize, score, write_matrix
+from fd_gpu_cuda.kernels.sampling import BINS, BOUNDS, draw, fill_bins, find_cuts, find_peaks
 
 _TILE = 1024
 """Tokens that a program reads at a time."""
@@ -25,6 +22,7 @@ _MOST_SPANS = 256
 _WAVES = 32
 """Programs of a launch for each multiprocessor: some eight are on one at a time, and the last ones should be short."""
 _COPIES = 4
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
 _ROOM = 8192
 """Tokens that are listed of a row that is cut; 4 bytes each."""
 _MOST_LISTED = 32
@@ -76,7 +74,8 @@ class TritonSampling(SamplingKernels):
             self._sample(logits, rows, chosen, peaks)
         else:
             for part in self._parts(count):
-                self._sample(logits[part], _rows_in(rows, part), chosen[part], peaks[part])
+                columns = {name: getattr(rows, name)[part] for name in _COLUMNS}
+                self._sample(logits[part], replace(rows, **columns), chosen[part], peaks[part])
         return chosen, peaks
 
     def _sample(self, logits: Array, rows: SampleInput, chosen: Array, peaks: Array) -> None:
@@ -101,7 +100,34 @@ class TritonSampling(SamplingKernels):
         if rows.all_greedy:
             return
         if rows.any_filter:
-            self._cut(logits, rows, peaks, tiles, grid)
+            # Where top_k and top_p cut each row.
+            given = logits, stride, rows.temperature, rows.top_k, rows.top_p, peaks, self._lows
+            fill_bins[grid](
+                *given,
+                self._bin_counts,
+                self._bin_masses,
+                self._bounds,
+                self._counters,
+                vocabulary,
+                tiles,
+                tile=_TILE,
+                copies=_COPIES,
+            )
+            find_cuts[grid](
+                *given,
+                self._bounds,
+                self._listed,
+                self._lengths,
+                self._cuts,
+                self._ties,
+                self._counters,
+                vocabulary,
+                tiles,
+                room=_ROOM,
+                tile=_TILE,
+                chunk=512,
+                num_warps=8,
+            )
         draw[grid](
             logits,
             stride,
@@ -121,36 +147,6 @@ class TritonSampling(SamplingKernels):
             filtered=rows.any_filter,
             tile=_TILE,
             most_spans=_MOST_SPANS,
-        )
-
-    def _cut(self, logits: Array, rows: SampleInput, peaks: Array, tiles: int, grid: tuple[int, int]) -> None:
-        """Find where top_k and top_p cut each row."""
-        given = logits, logits.stride(0), rows.temperature, rows.top_k, rows.top_p, peaks, self._lows
-        fill_bins[grid](
-            *given,
-            self._bin_counts,
-            self._bin_masses,
-            self._bounds,
-            self._counters,
-            logits.shape[1],
-            tiles,
-            tile=_TILE,
-            copies=_COPIES,
-        )
-        find_cuts[grid](
-            *given,
-            self._bounds,
-            self._listed,
-            self._lengths,
-            self._cuts,
-            self._ties,
-            self._counters,
-            logits.shape[1],
-            tiles,
-            room=_ROOM,
-            tile=_TILE,
-            chunk=512,
-            num_warps=8,
         )
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
@@ -290,12 +286,6 @@ class TritonSampling(SamplingKernels):
         spans = min(tiles, _MOST_SPANS, triton.cdiv(_WAVES * self._multiprocessors, rows))
         of_each = triton.cdiv(tiles, spans)
         return of_each, triton.cdiv(tiles, of_each)
-
-
-def _rows_in(rows: SampleInput, part: slice) -> SampleInput:
-    """Return the parameters of some rows."""
-    columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-    return replace(rows, **{name: getattr(rows, name)[part] for name in columns})
 
 
 def _rows_of(x: Array) -> Array:

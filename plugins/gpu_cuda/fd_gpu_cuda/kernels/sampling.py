@@ -1,13 +1,26 @@
 """Sampling as `fd_core.ops.contract.Ops.sample` defines it: one launch finds the largest logits, and one draws.
 
-Greedy rows need the first alone; `filters` may cut rows in between. A row is shared by several programs, each of which
-has a span of it. Weights are integers in float64, so sums of them are exact in any order: how many spans there are
-changes no choice.
+Greedy rows need the first alone. A row is shared by several programs, each of which has a span of it. Weights are
+integers in float64, so sums of them are exact in any order: how many spans there are changes no choice.
 
 The exponential is that of CUDA's library on a device, and numpy's in the interpreter. Each errs by about a unit in the
 last place, so of the weights of a row, 2^-52 times their sum is how many may differ, by 1. A row then chooses another
 token only if the random share falls between two sums that differ by 1, of which there is one for each token: about once
 in 10^10 draws from a vocabulary of 2^17. The kit compares tokens exactly.
+
+Two launches in between find where top_k and top_p cut rows, without sorting a vocabulary. Tokens in the order of
+logits, the lower id first on a tie, are kept up to some place. So a cut is a logit, and how many of the tokens that
+have it are kept:
+
+- `fill_bins` counts and weighs the tokens of each row by how far they are below the largest, in bins of a constant
+  ratio of weights. Its last program finds the few bins that the two cuts can lie in. top_p depends on what top_k keeps,
+  which is known here only between two bounds: each bound gives a bin.
+- `find_cuts` lists the tokens in those bins. Its last program searches the bits of their logits, four at a time: the
+  largest key from which on the tokens are as many, or weigh as much, as wanted. Where the list is too short for them it
+  reads the whole row instead, by one program and several times, which is slow; no device has timed it yet.
+
+Bins grow with the distance from the peak, which never falls as logits fall, so a token of an earlier bin always comes
+earlier. Tokens of the last bin weigh nothing; whether they are kept makes no difference.
 """
 
 from __future__ import annotations
@@ -16,7 +29,296 @@ import triton
 import triton.language as tl
 
 from fd_gpu_cuda.kernels.entry import kernel
-from fd_gpu_cuda.kernels.vocabulary import is_last, weight_of
+from fd_gpu_cuda.kernels.logits import is_last, key_of, logit_of, weight_of
+
+BINS = tl.constexpr(256)
+BOUNDS = tl.constexpr(8)
+"""Numbers that `fill_bins` leaves for each row: first bin, last bin, tokens and weight before the first bin, whether
+top_k cuts, and the weight of all tokens."""
+
+
+@triton.jit
+def _cuts(temperature, top_k, top_p, vocabulary):
+    """Say whether a row is to be cut."""
+    return (temperature > 0) & (((top_k > 0) & (top_k < vocabulary)) | (top_p < 1.0))
+
+
+@triton.jit
+def _bins_of_one(peak, low, temperature):
+    """Return how many bins a factor e of weight has: 11 put what has a weight into the first 252.
+
+    They are more where all logits lie close together, so that those from the largest to the smallest take all bins.
+    """
+    spread = (peak - low) / temperature
+    return tl.minimum(tl.maximum(254.5 / tl.maximum(spread, 1e-30), 11.0), 1e30)
+
+
+@triton.jit
+def _bin(logit, peak, temperature, scale):
+    """Return the bins of float64 logits."""
+    return tl.minimum(tl.maximum((peak - logit) / temperature * scale, 0.0), 255.0).to(tl.int32)
+
+
+@kernel(do_not_specialize=["tiles"])
+def fill_bins(
+    logits_at,
+    stride,
+    temperature_at,
+    top_k_at,
+    top_p_at,
+    peaks_at,
+    lows_at,
+    counts_at,
+    masses_at,
+    bounds_at,
+    counters_at,
+    vocabulary,
+    tiles,
+    tile: tl.constexpr,
+    copies: tl.constexpr,
+):
+    """Fill the bins of rows that are cut, and find those that matter. Grid: rows, spans of `tiles` tiles.
+
+    There are several copies of the bins, int32 and float64 [rows, copies, 256], because programs that add to one
+    address wait for each other. They hold zeros before and after.
+    """
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperature_at + row).to(tl.float64)
+    top_k = tl.load(top_k_at + row)
+    top_p = tl.load(top_p_at + row).to(tl.float64)
+    if _cuts(temperature, top_k, top_p, vocabulary):
+        logits_at += row * stride
+        peak = tl.load(peaks_at + row).to(tl.float64)
+        scale = _bins_of_one(peak, tl.load(lows_at + row).to(tl.float64), temperature)
+        own = (row * copies + span % copies) * BINS
+        for index in range(tiles):
+            token = (span * tiles + index) * tile + tl.arange(0, tile)
+            logit = tl.load(logits_at + token, mask=token < vocabulary, other=-float("inf")).to(tl.float64)
+            place = _bin(logit, peak, temperature, scale)
+            weighs = (token < vocabulary) & (place < 255)
+            tl.atomic_add(counts_at + own + place, 1, mask=weighs, sem="relaxed")
+            if top_p < 1.0:
+                weight = weight_of(logit, peak, temperature)
+                tl.atomic_add(masses_at + own + place, weight, mask=weighs, sem="relaxed")
+        if is_last(counters_at, row, tl.num_programs(1)):
+            bins = tl.arange(0, BINS)
+            cells = row * copies * BINS + tl.arange(0, copies)[:, None] * BINS + bins[None, :]
+            counts = tl.sum(tl.load(counts_at + cells, cache_modifier=".cg"), 0)
+            masses = tl.sum(tl.load(masses_at + cells, cache_modifier=".cg"), 0)
+            tl.debug_barrier()  # all threads have read what some overwrite
+            tl.store(counts_at + cells, 0)
+            tl.store(masses_at + cells, 0.0)
+            by_count = tl.where(top_k > 0, tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0), BINS)
+            # What top_k keeps weighs at least `fewest` and at most `most`, and top_p keeps that part of it.
+            total = tl.sum(masses, 0)
+            fewest = tl.sum(tl.where(bins < by_count, masses, 0.0), 0)
+            most = tl.sum(tl.where(bins <= by_count, masses, 0.0), 0)
+            reached = tl.cumsum(masses, 0)
+            first, last = by_count, by_count
+            if top_p < 1.0:
+                first = tl.sum((reached < tl.maximum(tl.ceil(top_p * fewest), 1.0)).to(tl.int32), 0)
+                if by_count == BINS:
+                    last = tl.sum((reached < tl.maximum(tl.ceil(top_p * most), 1.0)).to(tl.int32), 0)
+                first = tl.minimum(first, last)
+            bounds_at += row * BOUNDS
+            tl.store(bounds_at, first.to(tl.float64))
+            tl.store(bounds_at + 1, last.to(tl.float64))
+            tl.store(bounds_at + 2, tl.sum(tl.where(bins < first, counts, 0), 0).to(tl.float64))
+            tl.store(bounds_at + 3, tl.sum(tl.where(bins < first, masses, 0.0), 0))
+            tl.store(bounds_at + 4, tl.where(by_count < BINS, 1.0, 0.0).to(tl.float64))
+            tl.store(bounds_at + 5, total)
+
+
+@triton.jit
+def _candidates(logits_at, listed_at, listed, begin, count, low, high, chunk: tl.constexpr):
+    """Return the logits and the keys of a chunk of tokens, and which of them have keys in [low, high]."""
+    place = begin + tl.arange(0, chunk)
+    inside = place < count
+    token = place
+    if listed:
+        token = tl.load(listed_at + place, mask=inside, other=0, cache_modifier=".cg")
+    logit = tl.load(logits_at + token, mask=inside, other=0.0)
+    key = key_of(logit)
+    return logit.to(tl.float64), key, inside & (key >= low) & (key <= high)
+
+
+@triton.jit
+def _reach(
+    logits_at,
+    listed_at,
+    listed,
+    count,
+    low,
+    high,
+    peak,
+    temperature,
+    before,
+    wanted,
+    weighs: tl.constexpr,
+    chunk: tl.constexpr,
+):
+    """Return the largest key from which on the tokens, with those before all of these, make at least `wanted`."""
+    ways = tl.arange(0, 16)
+    lowest, highest = low, high
+    while highest > lowest:
+        step = (highest - lowest + 16) // 16
+        pivots = lowest + ways * step
+        sums = tl.zeros((16,), tl.float64)
+        for begin in range(0, count, chunk):
+            logit, key, member = _candidates(logits_at, listed_at, listed, begin, count, low, high, chunk)
+            if weighs:
+                value = tl.where(member, weight_of(logit, peak, temperature), 0.0)
+            else:
+                value = member.to(tl.float64)
+            sums += tl.sum(tl.where(key[:, None] >= pivots[None, :], value[:, None], 0.0), 0)
+        enough = tl.sum(((before + sums >= wanted) & (pivots <= highest)).to(tl.int64), 0)
+        lowest += tl.maximum(enough - 1, 0) * step
+        highest = tl.minimum(highest, lowest + step - 1)
+    return lowest
+
+
+@kernel(do_not_specialize=["tiles"])
+def find_cuts(
+    logits_at,
+    stride,
+    temperature_at,
+    top_k_at,
+    top_p_at,
+    peaks_at,
+    lows_at,
+    bounds_at,
+    listed_at,
+    lengths_at,
+    cuts_at,
+    ties_at,
+    counters_at,
+    vocabulary,
+    tiles,
+    room: tl.constexpr,
+    tile: tl.constexpr,
+    chunk: tl.constexpr,
+):
+    """Find the logit at which each row is cut, and how many tokens that have it are kept. Grid: rows, spans.
+
+    Rows that are not cut keep what is above -inf.
+    """
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperature_at + row).to(tl.float64)
+    top_k = tl.load(top_k_at + row)
+    top_p = tl.load(top_p_at + row).to(tl.float64)
+    bounds_at += row * BOUNDS
+    first = BINS
+    if _cuts(temperature, top_k, top_p, vocabulary):
+        first = tl.load(bounds_at).to(tl.int32)
+    if first == BINS:  # nothing cuts, or top_k beyond all that have a weight
+        if span == 0:
+            tl.store(cuts_at + row, -float("inf"))
+            tl.store(ties_at + row, 0)
+    else:
+        last = tl.load(bounds_at + 1).to(tl.int32)
+        logits_at += row * stride
+        listed_at += row * room
+        peak = tl.load(peaks_at + row).to(tl.float64)
+        scale = _bins_of_one(peak, tl.load(lows_at + row).to(tl.float64), temperature)
+        for index in range(tiles):
+            token = (span * tiles + index) * tile + tl.arange(0, tile)
+            logit = tl.load(logits_at + token, mask=token < vocabulary, other=-float("inf")).to(tl.float64)
+            place = _bin(logit, peak, temperature, scale)
+            member = (token < vocabulary) & (place >= first) & (place <= last)
+            found = tl.sum(member.to(tl.int32), 0)
+            if found > 0:
+                at = tl.atomic_add(lengths_at + row, found, sem="relaxed")
+                at += tl.cumsum(member.to(tl.int32), 0) - 1
+                tl.store(listed_at + at, token, mask=member & (at < room))
+        if is_last(counters_at, row, tl.num_programs(1)):
+            length = tl.load(lengths_at + row, cache_modifier=".cg")
+            tl.debug_barrier()  # all threads have read what one overwrites
+            tl.store(lengths_at + row, 0)
+            listed = length <= room
+            count = tl.where(listed, length, vocabulary)
+            key, ties = _search(
+                logits_at,
+                listed_at,
+                listed,
+                count,
+                peak,
+                temperature,
+                scale,
+                top_k,
+                top_p,
+                bounds_at,
+                first,
+                last,
+                chunk,
+            )
+            tl.store(cuts_at + row, logit_of(key))
+            tl.store(ties_at + row, ties)
+
+
+@triton.jit
+def _search(
+    logits_at,
+    listed_at,
+    listed,
+    count,
+    peak,
+    temperature,
+    scale,
+    top_k,
+    top_p,
+    bounds_at,
+    first,
+    last,
+    chunk: tl.constexpr,
+):
+    """Return the key of the cut and how many tokens of that key are kept."""
+    tokens_before = tl.load(bounds_at + 2)
+    mass_before = tl.load(bounds_at + 3)
+    limited = tl.load(bounds_at + 4) > 0
+    kept = tl.load(bounds_at + 5)
+    low = tl.full((), 2147483647, tl.int64)
+    high = -low
+    for begin in range(0, count, chunk):
+        logit, key, inside = _candidates(logits_at, listed_at, listed, begin, count, -2147483648, 2147483647, chunk)
+        place = _bin(logit, peak, temperature, scale)
+        member = inside & (place >= first) & (place <= last)
+        low = tl.minimum(low, tl.min(tl.where(member, key, 2147483647), 0))
+        high = tl.maximum(high, tl.max(tl.where(member, key, -2147483647), 0))
+    cut = low
+    ties = top_k
+    if limited:
+        wanted = top_k.to(tl.float64)
+        cut = _reach(
+            logits_at, listed_at, listed, count, low, high, peak, temperature, tokens_before, wanted, False, chunk
+        )
+        above, kept = _above(logits_at, listed_at, listed, count, cut, high, peak, temperature, chunk)
+        ties = (wanted - tokens_before - above).to(tl.int32)
+        kept += mass_before + ties.to(tl.float64) * weight_of(logit_of(cut).to(tl.float64), peak, temperature)
+    if top_p < 1.0:
+        # Sums are integers, so they are below top_p times what is kept where they are below the next integer.
+        wanted = tl.maximum(tl.ceil(top_p * kept), 1.0)
+        reached = _reach(
+            logits_at, listed_at, listed, count, cut, high, peak, temperature, mass_before, wanted, True, chunk
+        )
+        _, mass = _above(logits_at, listed_at, listed, count, reached, high, peak, temperature, chunk)
+        weight = tl.maximum(weight_of(logit_of(reached).to(tl.float64), peak, temperature), 1.0).to(tl.int64)
+        left = (wanted - mass_before - mass).to(tl.int64)
+        part = ((left + weight - 1) // weight).to(tl.int32)
+        ties = tl.where(limited & (reached == cut), tl.minimum(part, ties), part)
+        cut = reached
+    return cut, ties
+
+
+@triton.jit
+def _above(logits_at, listed_at, listed, count, cut, high, peak, temperature, chunk: tl.constexpr):
+    """Return how many tokens have keys beyond a cut, up to `high`, and their weight."""
+    tokens = tl.zeros((chunk,), tl.float64)
+    masses = tl.zeros((chunk,), tl.float64)
+    for begin in range(0, count, chunk):
+        logit, _, member = _candidates(logits_at, listed_at, listed, begin, count, cut + 1, high, chunk)
+        tokens += member.to(tl.float64)
+        masses += tl.where(member, weight_of(logit, peak, temperature), 0.0)
+    return tl.sum(tokens, 0), tl.sum(masses, 0)
 
 
 @kernel(do_not_specialize=["tiles"])
