@@ -164,7 +164,13 @@ class _SegmentAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class Segment:
-    """Mapped memory. Not safe to use from several threads at once."""
+    """Memory that two processes map: one creates it, the other attaches to it, and it goes with the last of them.
+
+    It is an anonymous file (memfd), so it has no name that somebody could take first or that a crash could leave
+    behind. The other process opens the file through the creator's descriptor, which the system permits to the same user
+    only, and looks at what it found before it opens it. The file is sealed: nobody can shorten it while a process uses
+    it. Not safe to use from several threads at once.
+    """
 
     def __init__(self, descriptor: int, size: int, address: bytes = b"") -> None:
         """Map `size` bytes and own the descriptor from here on."""
