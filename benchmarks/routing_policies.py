@@ -39,7 +39,7 @@ import fd_core
 from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
 from fd_core.router.config import RouterConfig
-from fd_core.simulation.costs.profile_costs import Costs
+from fd_core.simulation.costs.profile import Costs
 from fd_core.simulation.results.summary import RunSummary, summarize
 from fd_core.simulation.workloads.conversations import Conversation
 from fd_core.simulation.workloads.workload import read_workload
@@ -65,9 +65,15 @@ MAX_TOKENS = 30_000
 class PlainCosts(Costs):
     """A worker that computes 40,000 tokens of prompts a second, and a token of every answer in 5 ms."""
 
+    def __init__(self) -> None:
+        """Take no profile."""
+
     def step(self, plan: StepPlan) -> float:
         decoding = int((plan.num_tokens == 1).sum())
         return (plan.total_tokens - decoding) / 40_000 + (0.005 if decoding else 0.0)
+
+    def shared_read(self, positions: int) -> float:
+        return 0.0
 
     def turn(self, plan: StepPlan) -> float:
         return 0.0

@@ -39,7 +39,7 @@ from fd_core.plugins import installed_plugins
 from fd_core.router.config import RouterConfig
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.simulation.costs.naming import profile_named
-from fd_core.simulation.costs.profile_costs import costs_of
+from fd_core.simulation.costs.profile import Costs
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 
@@ -139,7 +139,7 @@ def simulate(name: str, workers: int, requests: int, seed: int) -> SimulatorFigu
     pool = SimulatedPool(
         config=EngineConfig(model="calculated"),
         limits=LIMITS,
-        costs=costs_of(profile_named(PROFILE)),
+        costs=Costs(profile_named(PROFILE)),
         profile=PROFILE,
         count=workers,
     )

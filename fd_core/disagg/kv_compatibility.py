@@ -18,7 +18,6 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of everything that decides the KV of given tokens: weights, tokenizer, dtype, layout."""
     dtype: str
     block_size: int
-    """Tokens in a KV block."""
     num_layers: int
     num_kv_heads: int
     head_dim: int

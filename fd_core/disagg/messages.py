@@ -41,7 +41,6 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     silence: float
     """Seconds without a word from the other side after which the lease is over."""
     connector: str
-    """Name of the connector that carries the pieces."""
     address: bytes
     """What that connector needs to reach the decode side's end; its own format, at most a few kilobytes."""
     request_id: str = ""

@@ -5,5 +5,5 @@
                          +------------- outcomes <-------------+
 
 `timeline` has the clock and what happens next; `costs` says how long a step, a copy or a transfer takes; `workloads`
-make the conversations; `worker` runs a production engine; `results` reads what came of a run.
+make the conversations; `engines` run production's engine; `results` reads what came of a run.
 """

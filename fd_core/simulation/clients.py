@@ -13,12 +13,13 @@ from fd_core.router.selection import RouteRequest
 from fd_core.simulation.clock.timeline import Appointment, Timeline
 from fd_core.simulation.clock.waits import WaitAccount
 from fd_core.simulation.engines.device import END
-from fd_core.simulation.results.outcomes import RequestOutcome
+from fd_core.simulation.results.summary import RequestOutcome
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn, tokens_of
 from fd_core.types import Delta, IntArray, RequestSpec, SamplingParams
 
 _SHORT_PIECES: Final = 256
 """Pieces whose tokens are kept: those that many conversations share."""
+_kept_tokens: Final = lru_cache(_SHORT_PIECES)(tokens_of)
 
 
 class WrongAnswer(RuntimeError):
@@ -61,10 +62,7 @@ class SimulatedClient:
         done: Callable[[SimulatedClient], object],
         check: bool,
     ) -> None:
-        """`ask` sends a request, `leave` closes its connection. `delay`: seconds from a worker's engine to the client.
-
-        `ended` is told each outcome, `done` the end.
-        """
+        """`leave` closes a request's connection. `delay`: seconds from a worker's engine to the client."""
         self.conversation = conversation
         self.wanted: tuple[Sequence[int], str] | None = None
         """The answer to the request in progress and how it ends, where another model gives it than the turn. Set by the
@@ -84,7 +82,6 @@ class SimulatedClient:
         self._patience: Appointment | None = None
         self._now = _Reading()
         self.account = WaitAccount(timeline.clock)
-        """Where the time of the request in progress went."""
 
     @property
     def gone(self) -> bool:
@@ -167,7 +164,10 @@ class SimulatedClient:
             if self._keeps:
                 now.tokens += tokens
             if self.wanted is not None and self._check:
-                self._check_part(now, tokens)
+                begin = now.count - len(tokens)
+                wanted = [*self.wanted[0][begin : now.count]]
+                if [*tokens] != wanted:
+                    raise WrongAnswer(f"request {self.request_id} got {[*tokens]} from token {begin} on, not {wanted}")
         if delta.cached_tokens is not None:
             now.cached = delta.cached_tokens
         now.worker = worker
@@ -232,13 +232,6 @@ class SimulatedClient:
             self._number += 1
         return self._number + 1 < len(turns)
 
-    def _check_part(self, now: _Reading, part: Sequence[int]) -> None:
-        """Raise `WrongAnswer` unless the tokens are those that the model gives next."""
-        begin = now.count - len(part)
-        wanted = [*self.wanted[0][begin : now.count]] if self.wanted is not None else []
-        if [*part] != wanted:
-            raise WrongAnswer(f"request {self.request_id} got {[*part]} from token {begin} on, not {wanted}")
-
     def _check_answer(self, now: _Reading, end: str) -> None:
         """Raise `WrongAnswer` unless the answer is the one that the model gives."""
         if self.wanted is not None:
@@ -255,8 +248,3 @@ class SimulatedClient:
             place = next((at for at, pair in enumerate(zip(got, wanted, strict=False)) if pair[0] != pair[1]), None)
             what = f"{len(got)} tokens in place of {len(wanted)}" if place is None else f"token {place} is wrong"
             raise WrongAnswer(f"request {self.request_id} ended by {end!r}: {what}")
-
-
-@lru_cache(_SHORT_PIECES)
-def _kept_tokens(piece: Piece, vocab_size: int) -> IntArray:
-    return tokens_of(piece, vocab_size)

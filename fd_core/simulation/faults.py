@@ -10,9 +10,8 @@ from typing import Final, Literal, get_args
 import msgspec
 
 from fd_core.kv.stores.contract import Trouble
-from fd_core.simulation.engines.worker import SimulatedWorker
-from fd_core.simulation.storage.storage import SharedStore
-from fd_core.simulation.storage.transfers import TransferNetwork
+from fd_core.simulation.engines.engine import SimulatedEngineClient, SimulatedWorker
+from fd_core.simulation.storage.storage import SharedStore, TransferNetwork
 from fd_core.simulation.world import World
 
 FaultKind = Literal[
@@ -39,6 +38,10 @@ FAULT_KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
 _OF_WORKERS: Final = FAULT_KINDS[:7]
 _OF_PLACES: Final = ("places_parted", "network_slow")
 _OF_TRANSFERS: Final = ("transfers_lost", "transfers_repeated")
+
+
+_Acts = tuple[Callable[[], None], Callable[[], None] | None]
+"""What begins a fault, and what ends it."""
 
 
 class SimulatedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -129,11 +132,10 @@ def apply(schedule: Sequence[SimulatedFault], world: World) -> None:
             world.timeline.at(fault.at + fault.seconds, end)
 
 
-def _performed(fault: SimulatedFault, world: World) -> tuple[Callable[[], None], Callable[[], None] | None]:
-    """Return what begins a fault, and what ends it."""
+def _performed(fault: SimulatedFault, world: World) -> _Acts:
     kind = fault.kind
     if kind in _OF_WORKERS:
-        worker = next((each for each in world.workers if each.plan.name in fault.target), None)
+        worker = next((each for each in world.workers if each.name in fault.target), None)
         if worker is None:
             raise ValueError(f"the fault {kind} is for {fault.target}, and no worker has that name")
         return _of_worker(fault, worker)
@@ -156,18 +158,16 @@ def _performed(fault: SimulatedFault, world: World) -> tuple[Callable[[], None],
     return _of_store(fault, world.store)
 
 
-def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> tuple[Callable[[], None], Callable[[], None] | None]:
-    def die() -> None:
-        if worker.client is not None:
-            worker.client.die("a fault of the schedule")
+def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> _Acts:
+    def at_engine(act: Callable[[SimulatedEngineClient], None]) -> Callable[[], None]:
+        def happen() -> None:
+            if worker.client is not None and worker.client.alive:
+                act(worker.client)
 
-    def hang() -> None:
-        if worker.client is not None and worker.client.alive:
-            worker.client.device.hang()
+        return happen
 
-    def slow(factor: float) -> None:
-        if worker.client is not None:
-            worker.client.device.slowness = factor
+    def slow(factor: float, client: SimulatedEngineClient) -> None:
+        client.device.slowness = factor
 
     def start() -> None:
         if not worker.up:
@@ -179,9 +179,9 @@ def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> tuple[Callable
 
     match fault.kind:
         case "engine_dies":
-            return die, None
+            return at_engine(lambda client: client.die("a fault of the schedule")), None
         case "engine_hangs":
-            return hang, None
+            return at_engine(lambda client: client.device.hang()), None
         case "process_killed":
             return worker.kill, start
         case "process_stands_still":
@@ -189,13 +189,13 @@ def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> tuple[Callable
         case "worker_drains":
             return worker.drain, end_drain
         case "device_slow":
-            return partial(slow, fault.amount), partial(slow, 1.0)
+            return at_engine(partial(slow, fault.amount)), at_engine(partial(slow, 1.0))
         case _:
             # A drift of a thousandth is ten times that of a bad clock, and enough to order deadlines otherwise.
             return partial(worker.timeline.set_clock, fault.amount, 1e-3 * fault.amount), None
 
 
-def _of_transfers(fault: SimulatedFault, transfers: TransferNetwork) -> tuple[Callable[[], None], Callable[[], None]]:
+def _of_transfers(fault: SimulatedFault, transfers: TransferNetwork) -> _Acts:
     every = int(fault.amount)
     copies = () if fault.kind == "transfers_lost" else (0.0, 0.01)
 
@@ -205,7 +205,7 @@ def _of_transfers(fault: SimulatedFault, transfers: TransferNetwork) -> tuple[Ca
     return partial(setattr, transfers, "fate", fate), partial(setattr, transfers, "fate", lambda _: (0.0,))
 
 
-def _of_store(fault: SimulatedFault, store: SharedStore) -> tuple[Callable[[], None], Callable[[], None] | None]:
+def _of_store(fault: SimulatedFault, store: SharedStore) -> _Acts:
     match fault.kind:
         case "store_loses":
             return partial(store.lose, int(fault.amount)), None

@@ -16,9 +16,8 @@ from fd_core.router.router import Router
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.simulation.clients import SimulatedClient
-from fd_core.simulation.clock.network import Network
-from fd_core.simulation.clock.timeline import Timeline
-from fd_core.simulation.engines.worker import SimulatedWorker
+from fd_core.simulation.clock.timeline import Network, Timeline
+from fd_core.simulation.engines.engine import SimulatedWorker
 from fd_core.simulation.storage.storage import SECRET
 from fd_core.types import Delta, FinishReason, RequestSpec
 
@@ -43,7 +42,6 @@ class SimulatedGateway:
         """Know `workers` from the start and take them for healthy."""
         self.name = name
         self.checks = 0
-        """Health checks that were made."""
         self._make_router = make_router
         self._timeline = timeline
         self._network = network
@@ -52,7 +50,6 @@ class SimulatedGateway:
         self._attempts: dict[str, dict[_Attempt, None]] = {url: {} for url in self._workers}
         """Attempts that wait for a worker, by its address."""
         self._by_request: dict[str, _Attempt] = {}
-        """The same by request."""
         self._start()
 
     def _start(self) -> None:
@@ -64,7 +61,7 @@ class SimulatedGateway:
         self._unreached = Unreached(_UNREACHABLE_SECONDS)
         for worker in self._workers.values():
             instance = worker.instance if self._reached(worker) else None
-            self.router.register(worker.url, worker.plan.role, self._timeline.now, instance=instance)
+            self.router.register(worker.url, worker.role, self._timeline.now, instance=instance)
         self.check()
 
     def restart(self) -> None:
@@ -113,7 +110,7 @@ class SimulatedGateway:
     def register(self, worker: SimulatedWorker) -> None:
         """Take the word of a worker's process that it is there; it is checked before it gets requests."""
         instance = worker.instance if worker.up else None
-        self.router.register(worker.url, worker.plan.role, self._timeline.now, instance=instance)
+        self.router.register(worker.url, worker.role, self._timeline.now, instance=instance)
         self.check()
 
     def check(self) -> None:
@@ -121,7 +118,7 @@ class SimulatedGateway:
         for known in self.router.workers():
             worker = self._workers[known.url]
             self.checks += 1
-            if (delay := self._network.delay(self.name, worker.plan.name)) and self._reached(worker):
+            if (delay := self._network.delay(self.name, worker.name)) and self._reached(worker):
                 self._check_slowly(known, worker, delay)
             else:
                 self._take(known, worker, self._look(worker))
@@ -148,33 +145,30 @@ class SimulatedGateway:
             timeline.after(delay, come)
 
     def _look(self, worker: SimulatedWorker) -> _Health:
-        """Return what a worker says of itself at this moment."""
         if not self._reached(worker):
             return _SILENT
         client = worker.client
         if client is None or not worker.healthy:
             return _Health(worker.instance)
-        return _Health(worker.instance, worker.plan.role, client.info.kv_port, worker.leaving)
+        return _Health(worker.instance, worker.role, client.info.kv_port, worker.leaving)
 
     def _take(self, known: RouterWorker, worker: SimulatedWorker, health: _Health) -> None:
+        """Draw the consequences of an answer, or of none, to a health check."""
         now, ok = self._timeline.now, health.role is not None
         after = self.router.health(known, ok, now, instance=health.instance, role=health.role, kv_port=health.kv_port)
         if health.leaving:
             self.router.registry.leaving(after)
-        self._unreachable(after, health.instance is not None, now)
-
-    def _reached(self, worker: SimulatedWorker) -> bool:
-        return worker.up and not worker.timeline.frozen and self._network.reaches(self.name, worker.plan.name)
-
-    def _unreachable(self, known: RouterWorker, reached: bool, now: float) -> None:
-        if reached:
-            self._unreached.reached(known.url)
+        if health.instance is not None:
+            self._unreached.reached(after.url)
             return
-        silent, member = self._unreached.missed(known.url, now, now), self.router.registry.member(known)
+        silent, member = self._unreached.missed(after.url, now, now), self.router.registry.member(after)
         unhealthy = member is not None and member.state is WorkerState.UNHEALTHY
-        for attempt in [*self._attempts[known.url]]:
+        for attempt in [*self._attempts[after.url]]:
             if silent if attempt.selection.started else unhealthy:
                 attempt.lost("the worker cannot be reached")
+
+    def _reached(self, worker: SimulatedWorker) -> bool:
+        return worker.up and not worker.timeline.frozen and self._network.reaches(self.name, worker.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +176,6 @@ class _Health:
     """The answer to a health check; nothing for one that came to nobody."""
 
     instance: str | None = None
-    """The process that answered."""
     role: str | None = None
     """What it says it is, if it is well."""
     kv_port: int | None = None
@@ -192,16 +185,14 @@ class _Health:
 _SILENT: Final = _Health()
 
 
+@dataclass(frozen=True, slots=True)
 class _Exchange:
     """One request: attempts on one worker after the other until one answers."""
 
-    def __init__(
-        self, gateway: SimulatedGateway, spec: RequestSpec, reader: SimulatedClient, attempts: Attempts[tuple[int, str]]
-    ) -> None:
-        self.gateway = gateway
-        self.spec = spec
-        self.reader = reader
-        self.attempts = attempts
+    gateway: SimulatedGateway
+    spec: RequestSpec
+    reader: SimulatedClient
+    attempts: Attempts[tuple[int, str]]
 
     def go(self, chosen: Selection | None) -> None:
         """Try the workers that were chosen, or tell the client why there are none."""
@@ -227,14 +218,13 @@ class _Attempt:
         self._over = False
 
     def begin(self) -> None:
-        """Send the request to the worker."""
         self.exchange.reader.tried()
         gateway, spec = self.exchange.gateway, self.exchange.spec
         gateway._attempts[self._worker.url][self] = None
         gateway._by_request[spec.request_id] = self
         if self.selection.mode == "pd":
             peer = gateway._workers[self.selection.prefill.url]
-            ticket = sign_ticket(SECRET, spec.request_id, f"{peer.plan.name}:{self.selection.kv_port}")
+            ticket = sign_ticket(SECRET, spec.request_id, f"{peer.name}:{self.selection.kv_port}")
             spec = msgspec.structs.replace(spec, prefill_at=ticket)
 
         def arrive() -> None:
@@ -246,8 +236,8 @@ class _Attempt:
             if not (self._arrived or self._over):
                 self._lost("the worker cannot be reached", severe=True)
 
-        gateway._network.send(gateway.name, self._worker.plan.name, arrive)
-        if not gateway._network.reaches(gateway.name, self._worker.plan.name):
+        gateway._network.send(gateway.name, self._worker.name, arrive)
+        if not gateway._network.reaches(gateway.name, self._worker.name):
             gateway._timeline.after(_CONNECT_SECONDS, give_up)
 
     def leave(self) -> None:
@@ -255,7 +245,7 @@ class _Attempt:
         self._end()
         worker, request_id = self._worker, self.exchange.spec.request_id
         gateway = self.exchange.gateway
-        gateway._network.send(gateway.name, worker.plan.name, lambda: worker.leave(request_id))
+        gateway._network.send(gateway.name, worker.name, lambda: worker.leave(request_id))
 
     # What the worker says, at the time at which it says it ---------------------------------------------------
 
@@ -266,7 +256,7 @@ class _Attempt:
             if not self._over:
                 self._reader.read(delta, self._worker.index)
             return
-        gateway, place = self.exchange.gateway, self._worker.plan.name
+        gateway, place = self.exchange.gateway, self._worker.name
         if network.clear(place, gateway.name):
             self._read(delta)
         else:
@@ -276,7 +266,9 @@ class _Attempt:
         if self._over:
             return
         if delta.finish_reason is FinishReason.ERROR:
-            self._hear(lambda: self._errored(delta.error or "the engine failed"))
+            # A server says so in place of an answer, or at the end of what it has said of it.
+            reason = delta.error or "the engine failed"
+            self._hear(lambda: self._lost(reason) if self.selection.started else self._refused(500, reason))
             return
         if not self.selection.started:
             attempts = self.exchange.attempts
@@ -291,7 +283,6 @@ class _Attempt:
         self._hear(lambda: self._refused(status, reason))
 
     def lost(self, reason: str) -> None:
-        """The connection broke off."""
         severe = not self._worker.up
         self._hear(lambda: self._lost(reason, severe=severe))
 
@@ -304,18 +295,11 @@ class _Attempt:
             if not self._over:
                 then()
 
-        gateway._network.send(self._worker.plan.name, gateway.name, heard)
+        gateway._network.send(self._worker.name, gateway.name, heard)
 
     def _served(self) -> None:
         self.exchange.attempts.ended(200, self.exchange.gateway._timeline.now)
         self._end()
-
-    def _errored(self, reason: str) -> None:
-        """Its engine failed: a server says so in place of an answer, or at the end of what it has said of it."""
-        if self.selection.started:
-            self._lost(reason)
-        else:
-            self._refused(500, reason)
 
     def _refused(self, status: int, reason: str) -> None:
         exchange = self.exchange

@@ -10,8 +10,7 @@ from fd_core.config import EngineConfig, resolve_limits
 from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Role
-from fd_core.simulation.costs.profile import CostProfile
-from fd_core.simulation.costs.profile_costs import costs_of
+from fd_core.simulation.costs.profile import CostProfile, Costs
 from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool
 
@@ -21,7 +20,7 @@ _MAX_ROUTERS: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is to be simulated, in the words of the command line."""
+    """What is to be simulated, in the words of the command line; the rest is as `SimulatedDeployment` has it."""
 
     profile: CostProfile
     workers: int = 1
@@ -37,15 +36,11 @@ class Setup:
     acceptance: float = 0.7
     """Chance of a draft to be kept, if those before it were; for engines that draft."""
     shared_store: bool = False
-    """Whether all workers keep KV in one store."""
     spare_processors: int | None = None
     """Processors that a worker's steps leave to its server; None takes the profile's."""
     relay: float = 0.0
-    """See `SimulatedDeployment.relay`."""
     crowding: tuple[float, float] | None = None
-    """See `SimulatedDeployment.crowding`."""
     latency: float = 0.0002
-    """Seconds that anything takes from one place to another."""
     restart_seconds: float = 10.0
     max_queued_requests: int = 1024
 
@@ -99,7 +94,7 @@ class Setup:
             default_pipeline_depth=own.pipeline_depth,
             default_batched_tokens=own.max_num_batched_tokens,
         )
-        costs = costs_of(profile, block_size=config.block_size)
+        costs = Costs(profile, block_size=config.block_size)
         spare = profile.spare_processors if self.spare_processors is None else self.spare_processors
         return SimulatedPool(
             config=config,

@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import Final
 
 from fd_core.config import EngineConfig, Limits
+from fd_core.disagg.prefill.sender import Sender
+from fd_core.effects.port import CompletionQueue, JoinedEffectPort
+from fd_core.engine.building.kv_offload import kept_kv
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.ops.contract import KVCache
 from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest
 from fd_core.router.workers import Role
 from fd_core.simulation.clients import SimulatedClient
-from fd_core.simulation.clock.network import Network
-from fd_core.simulation.clock.timeline import LocalTimeline, Timeline
+from fd_core.simulation.clock.timeline import LocalTimeline, Network, Timeline
+from fd_core.simulation.clock.virtual_loop import VirtualThreads
 from fd_core.simulation.clock.waits import WaitAccount
-from fd_core.simulation.costs.profile_costs import Costs
-from fd_core.simulation.engines.device import AnswerOf, PlanComputer, ScriptedComputer
-from fd_core.simulation.engines.engine import EngineParts, SimulatedEngineClient
-from fd_core.simulation.engines.kv_check import KVCheckedComputer
-from fd_core.simulation.engines.outside import make_outside
-from fd_core.simulation.engines.worker import SimulatedWorker, WorkerPlan
+from fd_core.simulation.costs.profile import Costs
+from fd_core.simulation.engines.device import AnswerOf, KVCheckedComputer, PlanComputer, ScriptedComputer
+from fd_core.simulation.engines.engine import EngineParts, OutsideParts, SimulatedEngineClient, SimulatedWorker
 from fd_core.simulation.gateway import SimulatedGateway
-from fd_core.simulation.results.outcomes import Absence, RequestOutcome, Run, WorkerSample
-from fd_core.simulation.storage.storage import SharedStore
-from fd_core.simulation.storage.transfers import TransferNetwork
+from fd_core.simulation.results.summary import Absence, RequestOutcome, Run, WorkerSample
+from fd_core.simulation.storage.storage import SharedStore, TransferNetwork, simulated_storage, simulated_transfer
 from fd_core.simulation.workloads.conversations import Conversation, Piece
 from fd_core.types import Delta, FinishReason, RequestSpec, StepPlan
 from fd_core.types.kv_events import KVEvent
@@ -148,7 +148,6 @@ class World:
         self._more_to_come = False
         for worker in self.workers:
             worker.on_start = partial(self._started, worker)
-            worker.account_of = self._accounts.get
             if deployment.relay:
                 worker.on_answer = self._relay
             if worker.client is not None:
@@ -158,10 +157,6 @@ class World:
     def busy(self) -> bool:
         """Whether a client has not got all that it wants, or is still to come."""
         return self._more_to_come or bool(self.clients)
-
-    def answer_of(self, request_id: str) -> Piece | None:
-        """Return what the model says to a request."""
-        return self._answers.get(request_id)
 
     def run(self, conversations: Iterable[Conversation], until: float = math.inf) -> Run:
         """Let the clients of `conversations`, which come in order of time, do what they want; return what came of it.
@@ -199,13 +194,13 @@ class World:
             else:
                 gateway.ask(spec, asked, client)
 
-        self.network.send("clients", worker.plan.name if gateway is None else gateway.name, arrive)
+        self.network.send("clients", worker.name if gateway is None else gateway.name, arrive)
 
     def leave(self, request_id: str) -> None:
         """Carry the end of a connection."""
         if not self.gateways:
             worker = self.workers[0]
-            self.network.send("clients", worker.plan.name, partial(worker.leave, request_id))
+            self.network.send("clients", worker.name, partial(worker.leave, request_id))
         for gateway in self.gateways:
             self.network.send("clients", gateway.name, partial(gateway.leave, request_id))
 
@@ -224,24 +219,19 @@ class World:
             role: Role = group.config.role  # type: ignore[assignment]  # one of the roles by its own constraint
             for _ in range(group.count):
                 name = f"{role}{len(workers)}"
-                plan = WorkerPlan(
-                    name=name,
-                    role=role,
-                    make_parts=partial(self._parts, group, name),
-                    max_queued_requests=group.max_queued_requests,
-                    restart_seconds=group.restart_seconds,
+                workers.append(
+                    SimulatedWorker(
+                        LocalTimeline(self.timeline),
+                        len(workers),
+                        name,
+                        role,
+                        partial(self._parts, group, name),
+                        max_queued_requests=group.max_queued_requests,
+                        restart_seconds=group.restart_seconds,
+                    )
                 )
-                workers.append(SimulatedWorker(LocalTimeline(self.timeline), plan, len(workers)))
                 self._groups.append(group)
         return workers
-
-    def _trace_of(self, config: EngineConfig, name: str) -> Path | None:
-        """Return the file of a worker's trace, which has the worker's name in its own if there are several."""
-        if config.trace is None:
-            return None
-        path = Path(config.trace)
-        alone = sum(group.count for group in self.deployment.groups) == 1
-        return path if alone else path.with_name(f"{path.stem}-{name}{path.suffix}")
 
     def _parts(self, group: SimulatedPool, name: str, process: int) -> EngineParts:
         config, limits = group.config, group.limits
@@ -251,10 +241,14 @@ class World:
             secret = hashlib.blake2b(f"fd_core/{self.seed}".encode()).digest()
             hasher = PrefixHasher(block_size=limits.block_size, identity="simulated", secret=secret)
 
+        trace = None if config.trace is None else Path(config.trace)
+        if trace is not None and sum(each.count for each in self.deployment.groups) > 1:
+            trace = trace.with_name(f"{trace.stem}-{name}{trace.suffix}")
+
         def computer() -> PlanComputer:
             if group.computer is not None:
-                return group.computer(limits, self.answer_of)
-            scripted = ScriptedComputer(limits, self.answer_of, group.acceptance)
+                return group.computer(limits, self._answers.get)
+            scripted = ScriptedComputer(limits, self._answers.get, group.acceptance)
             return KVCheckedComputer(limits, scripted) if self.deployment.audit else scripted
 
         return EngineParts(
@@ -263,27 +257,39 @@ class World:
             costs=group.costs,
             plugins=self._plugins,
             computer=computer,
-            outside=lambda timeline, queue, cache: make_outside(
-                timeline,
-                queue,
-                cache,
-                group.costs,
-                config,
-                limits,
-                place=name,
-                transfers=self.transfers,
-                block_bytes=group.block_bytes,
-                store=self.store,
-            ),
+            outside=partial(self._outside, group, name),
             hasher=hasher,
-            trace=self._trace_of(config, name),
+            trace=trace,
+            account_of=self._accounts.get,
             shares_processor=group.shares_processor,
             beside=None if self.deployment.crowding is None else partial(self._beside, name, *self.deployment.crowding),
             check=self.deployment.audit,
         )
 
+    def _outside(
+        self, group: SimulatedPool, place: str, timeline: Timeline, queue: CompletionQueue, cache: KVCache
+    ) -> OutsideParts:
+        """Return tiers and pairs as `config` asks, with the deployment's store in place of `config.kv_store`."""
+        config, costs, threads = group.config, group.costs, VirtualThreads(timeline)
+        keep, offload = None, None
+        if group.block_bytes is not None and config.enable_prefix_caching:
+            keep = kept_kv(config, stored=self.store is not None)
+            if keep is not None:
+                offload = simulated_storage(
+                    threads,
+                    queue,
+                    cache,
+                    costs,
+                    block_bytes=group.block_bytes,
+                    host_bytes=config.host_kv_memory,
+                    store=self.store,
+                    load_seconds=config.kv_store_timeout,
+                )
+        transfer = simulated_transfer(threads, queue, cache, costs, self.transfers, place, config, group.limits)
+        kv_port = transfer.port if isinstance(transfer, Sender) else None
+        return OutsideParts(JoinedEffectPort(queue, offload, transfer), keep, kv_port, threads.kill, threads.share)
+
     def _started(self, worker: SimulatedWorker, client: SimulatedEngineClient) -> None:
-        client.account_of = self._accounts.get
         client.on_over = partial(self._count, client)
         client.on_state = partial(self._note_state, worker)
         self._note_state(worker)
@@ -292,7 +298,7 @@ class World:
 
         def tell(_: Sequence[KVEvent]) -> None:
             for gateway in self.gateways:
-                self.network.send(worker.plan.name, gateway.name, partial(gateway.learn, worker))
+                self.network.send(worker.name, gateway.name, partial(gateway.learn, worker))
 
         client.on_kv_events = tell
 
@@ -307,14 +313,12 @@ class World:
             self._states[worker.index] = state, self.timeline.now
 
     def _beside(self, name: str, decoding: float, computing: float, plan: StepPlan) -> float:
-        """Return the factor of the time of a step of the worker `name`."""
-        others = (worker.client for worker in self.workers if worker.plan.name != name)
+        others = (worker.client for worker in self.workers if worker.name != name)
         if not any(client is not None and client.alive and client.device.computing for client in others):
             return 1.0
         return decoding if plan.total_tokens == len(plan.slots) else computing
 
     def _relay(self) -> None:
-        """Have routers and clients pass a part of an answer on."""
         if (first := self.workers[0].client) is not None:
             first.device.work_beside(self.deployment.relay)
 
@@ -362,7 +366,6 @@ class World:
         self.on_event()
 
     def _check(self) -> None:
-        """A round of health checks of every router."""
         if not self.busy:
             return
         for gateway in self.gateways:
@@ -374,15 +377,11 @@ class World:
         if not self.busy:
             return
         for worker in self.workers:
-            if worker.client is None or not worker.client.alive:
-                self.samples.append(WorkerSample(self.timeline.now, worker.index, 0, 0, 0, 0))
-                continue
-            held = worker.client.engine.holdings()
-            self.samples.append(
-                WorkerSample(
-                    self.timeline.now, worker.index, held.waiting, held.running + held.loading, held.owned, held.cached
-                )
-            )
+            counts = (0, 0, 0, 0)
+            if worker.client is not None and worker.client.alive:
+                held = worker.client.engine.holdings()
+                counts = (held.waiting, held.running + held.loading, held.owned, held.cached)
+            self.samples.append(WorkerSample(self.timeline.now, worker.index, *counts))
         self._ticks += 1
         if len(self.samples) > max(_MAX_SAMPLES, 64 * len(self.workers)):
             count = len(self.workers)
@@ -414,7 +413,7 @@ class World:
             seed=self.seed,
             seconds=last - first,
             wall_seconds=wall_seconds,
-            workers=tuple(worker.plan.name for worker in self.workers),
+            workers=tuple(worker.name for worker in self.workers),
             blocks=tuple(group.limits.num_kv_blocks for group in self._groups),
             outcomes=tuple(self.outcomes),
             samples=tuple(self.samples),
@@ -432,16 +431,13 @@ class _Direct:
         self._client = client
 
     def answered(self, delta: Delta) -> None:
-        """Pass on a part of the answer, or the error that ended it."""
         if delta.finish_reason is FinishReason.ERROR:
             self._client.broken(500, delta.error or "the engine failed")
         else:
             self._client.read(delta, 0)
 
     def refused(self, status: int, reason: str) -> None:
-        """Tell that the worker does not take the request."""
         self._client.broken(status, reason)
 
     def lost(self, reason: str) -> None:
-        """Tell that the connection broke off."""
         self._client.broken(502, reason)

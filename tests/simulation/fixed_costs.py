@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fd_core.simulation.costs.profile_costs import Costs
+from fd_core.simulation.costs.profile import Costs
 from fd_core.types import StepPlan
 
 __all__ = ["FixedCosts"]
@@ -11,8 +11,14 @@ __all__ = ["FixedCosts"]
 class FixedCosts(Costs):
     """Powers of two, so that sums of a few are exact."""
 
+    def __init__(self) -> None:
+        """Take no profile."""
+
     def step(self, plan: StepPlan) -> float:
         return 2**-7
+
+    def shared_read(self, positions: int) -> float:
+        return 0.0
 
     def turn(self, plan: StepPlan) -> float:
         return 0.0

@@ -11,8 +11,8 @@ import numpy as np
 from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
 from fd_core.simulation.clock.waits import WAITS
-from fd_core.simulation.costs.profile_costs import Costs
-from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.costs.profile import Costs
+from fd_core.simulation.results.summary import Run
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 from fd_core.types import StepPlan
@@ -24,8 +24,14 @@ SYSTEM = Piece(7, 40)
 class PlainCosts(Costs):
     """Times that one can reckon with in the head."""
 
+    def __init__(self) -> None:
+        """Take no profile."""
+
     def step(self, plan: StepPlan) -> float:
         return 0.01 + 1e-4 * plan.total_tokens
+
+    def shared_read(self, positions: int) -> float:
+        return 0.0
 
     def turn(self, plan: StepPlan) -> float:
         return 0.0

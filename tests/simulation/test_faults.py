@@ -7,8 +7,7 @@ import random
 import pytest
 
 from fd_core.router.config import RouterConfig
-from fd_core.simulation.clock.network import Network
-from fd_core.simulation.clock.timeline import LocalTimeline, Timeline
+from fd_core.simulation.clock.timeline import LocalTimeline, Network, Timeline
 from fd_core.simulation.faults import FAULT_KINDS, SimulatedFault, apply, draw_faults, over_at
 from tests.simulation.helpers import conversations, group, world
 

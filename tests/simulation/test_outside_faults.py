@@ -46,7 +46,7 @@ def hostile(seed: int) -> World:
     pools = [group(count=draw.choice([1, 2]), config=config | {"role": role}, **settings) for role in roles]
     router = RouterConfig(circuit_failure_threshold=draw.choice([3, 1000]))
     one = world(*pools, seed=seed, store=draw.choice([None, SharedStore]), router=router)
-    names = [worker.plan.name for worker in one.workers]
+    names = [worker.name for worker in one.workers]
     stored = one.store is not None
     apply(draw_faults(draw, 4, seconds=2.0, workers=names, routers=["router0"], store=stored), one)
     one.transfers.fate = FATES[draw.choice([*FATES])]

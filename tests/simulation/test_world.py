@@ -10,7 +10,7 @@ import pytest
 
 from fd_core.config import SpeculativeConfig
 from fd_core.router.config import RouterConfig
-from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.results.summary import Run
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.simulation.workloads.workload import read_workload
 from fd_core.simulation.world import Stuck, World

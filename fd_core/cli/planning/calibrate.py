@@ -95,8 +95,7 @@ def _with_surroundings(profile: CostProfile, model: str, given: Given, bars: Pro
     import msgspec
 
     from fd_core.cli.planning.measured_server import serving_times
-    from fd_core.simulation.costs.calibrating import ASSUMED_LINKS, ASSUMED_SERVING
-    from fd_core.simulation.costs.links import disk_links, transfer_link
+    from fd_core.simulation.costs.calibrating import ASSUMED_LINKS, ASSUMED_SERVING, disk_links, transfer_link
 
     notes = [note for note in profile.notes if note not in (ASSUMED_LINKS, ASSUMED_SERVING)]
     bars("server and links", 0, 2)

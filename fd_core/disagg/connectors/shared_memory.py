@@ -9,12 +9,22 @@ length of a value travel in its reference, behind the seal of the message, so no
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import mmap
 import os
+import re
+import secrets
+import stat
 import struct
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
 
 from fd_core.disagg.connectors.contract import (
+    MAX_ADDRESS_BYTES,
     Bytes,
     Connector,
     ConnectorError,
@@ -24,7 +34,6 @@ from fd_core.disagg.connectors.contract import (
     PutResult,
     flat_parts,
 )
-from fd_core.disagg.connectors.segment import Segment, attach, create
 from fd_core.errors import ConfigError
 
 _ALIGNMENT: Final = 64
@@ -131,3 +140,141 @@ class _SharedMemoryOutbox(KVOutbox):
         if self._segment is not None:
             self._segment.close()
             self._segment = None
+
+
+_LEASE: Final = re.compile(r"[0-9A-Za-z_.-]{1,64}")
+_TOKEN_BYTES: Final = 16
+_MAX_BYTES: Final = 1 << 30
+"""Limit of one segment: the system itself would give an anonymous file all of its memory."""
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class _SegmentAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a segment is found; other users cannot open the segment with it."""
+
+    host: str
+    """Identifier of the host's current boot."""
+    processes: int
+    """Inode of the PID namespace that `process` counts in."""
+    process: _Number
+    descriptor: _Number
+    token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
+    """Part of the file's name, which tells the segment from another file that got the same descriptor number."""
+
+
+class Segment:
+    """Memory that two processes map: one creates it, the other attaches to it, and it goes with the last of them.
+
+    It is an anonymous file (memfd), so it has no name that somebody could take first or that a crash could leave
+    behind. The other process opens the file through the creator's descriptor, which the system permits to the same user
+    only, and looks at what it found before it opens it. The file is sealed: nobody can shorten it while a process uses
+    it. Not safe to use from several threads at once.
+    """
+
+    def __init__(self, descriptor: int, size: int, address: bytes = b"") -> None:
+        """Map `size` bytes and own the descriptor from here on."""
+        self.address = address
+        self._descriptor = descriptor
+        try:
+            self._mapped = mmap.mmap(descriptor, size)
+        except (OSError, ValueError) as error:
+            os.close(descriptor)
+            raise ConnectorError(f"shared memory of {size:,} bytes cannot be mapped: {error}") from error
+        self.bytes = memoryview(self._mapped)
+        """uint8[size]"""
+        self._closed = False
+
+    def close(self) -> None:
+        """Unmap the memory. Views of `bytes` that somebody still holds stay valid and keep the memory mapped."""
+        if self._closed:
+            return
+        self._closed = True
+        self.bytes.release()
+        with contextlib.suppress(BufferError):
+            self._mapped.close()
+        os.close(self._descriptor)
+
+
+def create(lease: str, size: int) -> Segment:
+    """Make a segment of `size` zero bytes for a lease. Raises `ConnectorError` if there is not enough memory."""
+    if size > _MAX_BYTES:
+        raise ConnectorError(
+            f"a lease would take {size:,} bytes of shared memory, which is over the limit of {_MAX_BYTES:,}",
+            hint="use --kv-connector tcp",
+        )
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    try:
+        host, processes = _here()
+        descriptor = os.memfd_create(_name(lease, token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(descriptor, 0o600)
+            # Memory that is not there would end the process when it is written to.
+            os.posix_fallocate(descriptor, 0, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+        except OSError:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise ConnectorError(f"no shared memory of {size:,} bytes: {error.strerror or error}") from error
+    address = _SegmentAddress(host, processes, os.getpid(), descriptor, token)
+    return Segment(descriptor, size, msgspec.msgpack.encode(address))
+
+
+def attach(lease: str, address: bytes, size: int) -> Segment:
+    """Find the segment of a lease that another process made. Raises `ConnectorError` for whatever else is there."""
+    if len(address) > MAX_ADDRESS_BYTES:
+        raise ConnectorError("the address of shared memory is too long")
+    try:
+        found = msgspec.msgpack.decode(address, type=_SegmentAddress)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConnectorError("the address of shared memory cannot be read") from error
+    try:
+        if (found.host, found.processes) != _here():
+            raise ConnectorError(
+                "the decode worker runs on another host, or in a container whose processes this one does not see",
+                hint="use --kv-connector tcp, or let both see the same processes",
+            )
+        descriptor = _open(f"/proc/{found.process}/fd/{found.descriptor}", _name(lease, found.token), size)
+    except OSError as error:
+        raise ConnectorError(f"the decode worker's shared memory cannot be opened: {error.strerror}") from error
+    return Segment(descriptor, size)
+
+
+def _open(path: str, name: str, size: int) -> int:
+    # With O_PATH nothing is opened yet, and so nothing happens to a device, a pipe or a terminal that lies there.
+    seen = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        status, through = os.fstat(seen), f"/proc/self/fd/{seen}"
+        if (
+            not stat.S_ISREG(status.st_mode)
+            or (status.st_uid, status.st_nlink, status.st_size) != (os.geteuid(), 0, size)
+            or str(Path(through).readlink()) != f"/memfd:{name} (deleted)"
+        ):
+            raise ConnectorError("what lies at the address is not the shared memory of this lease")
+        descriptor = os.open(through, os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(seen)
+    try:
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        sealed = 0
+    if sealed & _seals() != _seals():
+        os.close(descriptor)
+        raise ConnectorError("the decode worker's shared memory is not sealed")
+    return descriptor
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # here, for only Linux has them
+
+
+def _name(lease: str, token: bytes) -> str:
+    if not _LEASE.fullmatch(lease):
+        raise ConnectorError("the name of the lease cannot be part of a file's name")
+    return f"fd_core-{lease}-{token.hex()}"
+
+
+def _here() -> tuple[str, int]:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return boot, Path("/proc/self/ns/pid").stat().st_ino

@@ -16,25 +16,24 @@ from fd_core.disagg.connectors.contract import (
 
 
 class TCPConnector(Connector):
-    """For workers that reach each other in any way; it holds no memory of its own.
-
-    The prefill side copies nothing. The decode side joins the frames of a value, which is one copy.
-    """
+    """For workers that reach each other in any way: one copy, where the decode side joins the frames of a value."""
 
     name = "tcp"
 
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
         """Return an inbox without memory of its own: values lie in the frames of messages."""
-        return _TCPInbox(value_bytes)
+        return _TCPEnd(value_bytes)
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Return an outbox that returns the parts of values as frames."""
         if address:
             raise ConnectorError("the connector tcp has no addresses of its own, but the decode worker sent one")
-        return _TCPOutbox(value_bytes)
+        return _TCPEnd(value_bytes)
 
 
-class _TCPInbox(KVInbox):
+class _TCPEnd(KVInbox, KVOutbox):
+    """Either end of a lease: neither holds anything."""
+
     address = b""
 
     def __init__(self, value_bytes: int) -> None:
@@ -48,15 +47,6 @@ class _TCPInbox(KVInbox):
             raise ConnectorError("the value of a piece is not behind its message")
         flat, _ = flat_parts(frames, self._value_bytes)
         return flat[0] if len(flat) == 1 else b"".join(flat)
-
-    def close(self) -> None:
-        self._closed = True
-
-
-class _TCPOutbox(KVOutbox):
-    def __init__(self, value_bytes: int) -> None:
-        self._value_bytes = value_bytes
-        self._closed = False
 
     def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
         if self._closed:

@@ -53,10 +53,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> list[Endpoint]:
-    """Return the endpoint of a numeric address. For a name return nothing and call `found` later, on another thread.
-
-    Name servers may take their time: no connection to another prefill worker waits for them.
-    """
+    """Return a numeric address's endpoint; for a name return none and call `found` later, as name servers are slow."""
     try:
         return [_endpoint(str(ipaddress.ip_address(host)), port)]
     except ValueError:
@@ -167,11 +164,7 @@ class PrefillConnections:
         reopen: Callable[[str], None],
         gone: Callable[[str, str], None],
     ) -> None:
-        """`hear` takes a message and the frames behind it.
-
-        `reopen` takes the name of each lease whose `Open` has to be said again, `gone` the name of each lease whose
-        link is lost, and why.
-        """
+        """`hear` takes a message and frames, `reopen` a lease to say `Open` again for, `gone` a lost one and why."""
         self._loop = loop
         self._wire = wire
         self._tally = tally

@@ -41,10 +41,6 @@ _EXPECTED: Final = frozenset({"transferred", "held", "aborted"})
 """Outcomes that nobody has to be told the reason of."""
 
 
-def _random_name() -> str:
-    return secrets.token_hex(16)
-
-
 @dataclass(slots=True, eq=False)
 class _DecodeSide:
     """A lease that is not over."""
@@ -84,7 +80,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         clock: Callable[[], float] = time.monotonic,
         make_loop: Callable[..., ThreadLoop] = ThreadLoop,
         connect: Callable[..., PrefillConnections] = PrefillConnections,
-        name_lease: Callable[[], str] = _random_name,
+        name_lease: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         """Start the thread.
 

@@ -24,16 +24,7 @@ from fd_core.disagg.prefill.lease import PrefillLease
 from fd_core.disagg.stats import SenderStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Wire
-from fd_core.effects.operations import (
-    Cancel,
-    Effect,
-    GiveUp,
-    LeaseEnded,
-    PrefillJobArrived,
-    PrefillTraced,
-    Send,
-    Sent,
-)
+from fd_core.effects.operations import Cancel, Effect, GiveUp, LeaseEnded, PrefillJobArrived, PrefillTraced, Send, Sent
 from fd_core.effects.pending import PendingOperations
 from fd_core.effects.port import CompletionQueue
 from fd_core.effects.thread_loop import ThreadLoop

@@ -54,10 +54,7 @@ class VirtualThreads:
         self._copies_until = max(self._copies_until, self.clock())
 
     def spend(self, seconds: float, *, waits: bool = False) -> None:
-        """Let what the running job does now take time, of a processor unless it `waits` for somebody outside.
-
-        Whoever is no job, such as an engine that ends, takes none.
-        """
+        """Spend time of the running job, if one runs: of a processor unless it `waits` for somebody outside."""
         if self._ahead is not None:
             self._ahead += seconds if waits or self._work is None else self._work(seconds)
 

@@ -54,11 +54,8 @@ class WaitAccount:
         self._before: list[float] | None = None
         """What the seconds were at the first token."""
         self._first = math.inf
-        """When it was read."""
         self._ask: Callable[[], tuple[float, ...] | None] | None = None
-        """Asks the engine that holds the request."""
         self._told: tuple[float, ...] | None = None
-        """What that engine told last."""
 
     def wait_for(self, reason: int) -> None:
         """The request waits for something around engines from now on."""

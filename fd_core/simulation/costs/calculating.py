@@ -9,19 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from fd_core.config import Limits
 from fd_core.errors import ConfigError
-from fd_core.simulation.costs.profile import (
-    CostCurve,
-    CostProfile,
-    KVLink,
-    ProfiledModel,
-    RequestTerms,
-    StepTerms,
-)
+from fd_core.simulation.costs.profile import CostCurve, CostProfile, KVLink, ProfiledModel, RequestTerms, StepTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +35,11 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What a maker promises of one device; rates are per second."""
+    """What a maker promises of one device; sizes are in bytes, rates per second."""
 
     title: str
     memory: float
-    """Bytes."""
     bandwidth: float
-    """Bytes read from its memory."""
     operations: float
     """Dense bf16 multiplications and additions."""
     link: float
@@ -65,7 +56,6 @@ class Accelerator:
     efficiency: Efficiency | None = None
     """Where the usual shares do not fit."""
     most_ranks: int = 8
-    """Devices that one machine holds."""
 
 
 _GPU_STEP: Final = 300e-6
@@ -139,10 +129,7 @@ class ModelShape:
         return self.vocab_size * self.hidden
 
     def experts_hit(self, tokens: float) -> float:
-        """Return how many experts of a layer are read for `tokens` tokens, 1 for a dense model.
-
-        Expected, where every token goes to each expert with the same chance; real routers are less even.
-        """
+        """Return the experts of a layer that `tokens` tokens are expected to read if all are as likely, 1 if dense."""
         if not self.experts:
             return 1.0
         missed: float = (1 - self.experts_per_token / self.experts) ** tokens
@@ -182,29 +169,35 @@ ASSUMED_STORE_WRITE: Final = KVLink(latency=200e-6, bandwidth=1.5e9, source="ass
 _NETWORK: Final = KVLink(latency=100e-6, bandwidth=0.8 * 50e9, source="calculated: 400 Gbit/s network, four fifths")
 
 
-@dataclass(frozen=True, slots=True)
-class Calculation:
-    """What a profile is calculated from, beside device and model."""
+def calculated_profile(
+    name: str, device: Accelerator, model: ModelShape, *, ranks: int, kv_dtype: str, reached: Efficiency
+) -> CostProfile:
+    """Return the profile of a model on a device. Raises `ConfigError` if it does not fit there.
 
-    ranks: int = 1
-    """Devices that share every layer."""
-    kv_dtype: str = "bf16"
-    """`bf16`, `fp8` or `int8`."""
-    efficiency: Efficiency = field(default_factory=Efficiency)
-
-
-def calculated_profile(name: str, device: Accelerator, model: ModelShape, how: Calculation) -> CostProfile:
-    """Return the profile of a model on a device. Raises `ConfigError` if it does not fit there."""
-    ranks, reached = how.ranks, how.efficiency
-    _require_ranks(device, model, ranks)
-    kv_token = 2 * model.layers * model.kv_heads * model.head_dim * _ITEM_BYTES[how.kv_dtype]
+    `ranks`: devices that share every layer. `kv_dtype`: `bf16`, `fp8` or `int8`.
+    """
+    fits = [
+        n
+        for n in (1, 2, 4, 8)
+        if n <= device.most_ranks and model.heads % n == 0 and (model.kv_heads % n == 0 or n % model.kv_heads == 0)
+    ]
+    if ranks not in fits:
+        raise ConfigError(
+            f"{model.title} with {model.heads} heads and {model.kv_heads} of keys and values is not calculated on "
+            f"{ranks} x {device.title}",
+            field="PROFILE",
+            hint=f"tp may be {', '.join(map(str, fits))}",
+        )
+    kv_token = 2 * model.layers * model.kv_heads * model.head_dim * _ITEM_BYTES[kv_dtype]
     # Each rank keeps whole heads, so heads are kept twice where there are more ranks than heads.
     kv_rank_token = kv_token * max(1, ranks // model.kv_heads) / ranks
     weights = 2 * model.parameters
     block_size = 32
-    blocks = _blocks(device, weights, kv_rank_token * block_size, how)
+    room = device.memory * reached.memory - (_RESERVE if device.most_ranks > 1 else 0.0) - weights / ranks
+    block_bytes = kv_rank_token * block_size
+    blocks = max(int(room / block_bytes), 0) if room > 64 * block_bytes else 0
     if not blocks:
-        fits = [n for n in _ranks(device, model) if n > ranks and 0.8 * n * device.memory > weights]
+        fits = [n for n in fits if n > ranks and 0.8 * n * device.memory > weights]
         raise ConfigError(
             f"{model.title} has {weights / 1e9:,.0f} GB of weights in bf16, and {ranks} x {device.title} leave no room "
             "for KV beside them",
@@ -214,8 +207,12 @@ def calculated_profile(name: str, device: Accelerator, model: ModelShape, how: C
     bandwidth = device.bandwidth * reached.bandwidth
     operations = device.operations * reached.compute
 
+    active = model.layers * (model.attention_weights + max(1, model.experts_per_token) * model.expert_weights)
+
     def layers(tokens: float) -> float:
-        return max(_bytes_read(model, tokens) / bandwidth, 2 * tokens * _active(model) / operations) / ranks
+        experts = model.experts_hit(tokens) * model.expert_weights  # of experts only those that some token goes to
+        read = 2 * model.layers * (model.attention_weights + experts + model.hidden * model.experts)
+        return max(read / bandwidth, 2 * tokens * active / operations) / ranks
 
     collective = 2 * model.layers * 2 * (ranks - 1) / ranks * 2 * model.hidden / (device.link * reached.link)
     head = 2 * model.head_weights / ranks
@@ -230,14 +227,22 @@ def calculated_profile(name: str, device: Accelerator, model: ModelShape, how: C
         origin="calculated",
         device=f"{ranks} x {device.title}" if ranks > 1 else device.title,
         ranks=ranks,
-        notes=_notes(device, reached),
+        notes=(
+            "Calculated from the maker's numbers, never measured: nobody knows how far it is from the truth.",
+            device.source,
+            f"Shares assumed: bandwidth {reached.bandwidth:g}, compute {reached.compute:g}, attention "
+            f"{reached.attention:g}, link {reached.link:g}, memory {reached.memory:g}.",
+            f"Assumed as well: {device.step_overhead * 1e6:g} us a step, {device.layer_overhead * 1e6:g} us a layer, "
+            f"{device.link_latency * 1e6:g} us a collective, and this engine's own times beside steps.",
+            "Prices of drafts are their tokens alone: guessing them costs nothing here.",
+        ),
         model=ProfiledModel(
             name=model.title,
             layers=model.layers,
             kv_heads=model.kv_heads,
             head_dim=model.head_dim,
             dtype="bfloat16",
-            kv_dtype=_DTYPES[how.kv_dtype],
+            kv_dtype=_DTYPES[kv_dtype],
             weights_bytes=weights,
             kv_bytes_per_token=round(kv_rank_token * ranks),
         ),
@@ -271,17 +276,6 @@ def calculated_profile(name: str, device: Accelerator, model: ModelShape, how: C
     )
 
 
-def _bytes_read(model: ModelShape, tokens: float) -> float:
-    """Return the bytes of weights that a pass reads: of experts only those that some token goes to."""
-    experts = model.experts_hit(tokens) * model.expert_weights
-    return 2 * model.layers * (model.attention_weights + experts + model.hidden * model.experts)
-
-
-def _active(model: ModelShape) -> int:
-    """Return the parameters that one token is multiplied with, without the output projection."""
-    return model.layers * (model.attention_weights + max(1, model.experts_per_token) * model.expert_weights)
-
-
 def _roofline(seconds: Callable[[float], float], corners: list[float]) -> CostCurve:
     """Return a function as a curve through powers of two and its corners."""
     powers = [float(1 << exponent) for exponent in range(int(math.log2(_MOST_TOKENS)) + 1)]
@@ -297,42 +291,3 @@ def _ridge(layers: Callable[[float], float]) -> list[float]:
         middle = (low + high) / 2
         low, high = (middle, high) if layers(middle) > slope * middle * (1 + 1e-9) else (low, middle)
     return [high]
-
-
-def _blocks(device: Accelerator, weights: float, block_bytes: float, how: Calculation) -> int:
-    """Return how many KV blocks fit beside the weights, 0 if hardly any."""
-    reserve = _RESERVE if device.most_ranks > 1 else 0.0
-    room = device.memory * how.efficiency.memory - reserve - weights / how.ranks
-    return max(int(room / block_bytes), 0) if room > 64 * block_bytes else 0
-
-
-def _ranks(device: Accelerator, model: ModelShape) -> list[int]:
-    """Return the numbers of ranks that can share the model's heads."""
-    return [
-        n
-        for n in (1, 2, 4, 8)
-        if n <= device.most_ranks and model.heads % n == 0 and (model.kv_heads % n == 0 or n % model.kv_heads == 0)
-    ]
-
-
-def _require_ranks(device: Accelerator, model: ModelShape, ranks: int) -> None:
-    fits = _ranks(device, model)
-    if ranks not in fits:
-        raise ConfigError(
-            f"{model.title} with {model.heads} heads and {model.kv_heads} of keys and values is not calculated on "
-            f"{ranks} x {device.title}",
-            field="PROFILE",
-            hint=f"tp may be {', '.join(map(str, fits))}",
-        )
-
-
-def _notes(device: Accelerator, reached: Efficiency) -> tuple[str, ...]:
-    return (
-        "Calculated from the maker's numbers, never measured: nobody knows how far it is from the truth.",
-        device.source,
-        f"Shares assumed: bandwidth {reached.bandwidth:g}, compute {reached.compute:g}, attention "
-        f"{reached.attention:g}, link {reached.link:g}, memory {reached.memory:g}.",
-        f"Assumed as well: {device.step_overhead * 1e6:g} us a step, {device.layer_overhead * 1e6:g} us a layer, "
-        f"{device.link_latency * 1e6:g} us a collective, and this engine's own times beside steps.",
-        "Prices of drafts are their tokens alone: guessing them costs nothing here.",
-    )

@@ -1,4 +1,4 @@
-"""Measures an engine that runs here, in this process, and makes a profile of what it took.
+"""Measures an engine that runs here, in this process, and how fast KV travels, and makes a profile of what it took.
 
 Steps are handed to the engine's device as plans, without a scheduler, so that any context costs one admission. All
 steps are run once unmeasured, then in rounds, each round in another order, until the time is spent. What counts is the
@@ -11,12 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import secrets
+import shutil
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from statistics import median
 from typing import Final
 
@@ -25,10 +29,14 @@ import numpy as np
 
 import fd_core
 from fd_core.config import EngineConfig, Limits
+from fd_core.config.paths import find_cache_dir
 from fd_core.engine.core import Engine
 from fd_core.engine.process.messages import EngineMessage, Submit
 from fd_core.engine.process.service import EngineService
 from fd_core.errors import ConfigError, FdError
+from fd_core.kv.stores.disk import DiskStore
+from fd_core.kv.stores.envelope import Envelope
+from fd_core.kv.stores.location import parse_location
 from fd_core.runner.batch import PersistentBatch
 from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_READ, ASSUMED_STORE_WRITE
 from fd_core.simulation.costs.fitting import (
@@ -42,8 +50,7 @@ from fd_core.simulation.costs.fitting import (
     next_plan,
     shared_pair,
 )
-from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms
-from fd_core.simulation.costs.profile_costs import step_features
+from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms, step_features
 from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan
 
 _LEAST_ROUNDS: Final = 5
@@ -74,9 +81,7 @@ class Calibration:
     """How an engine is measured."""
 
     name: str
-    """Name of the profile."""
     machine: str
-    """A line about the machine."""
     seconds: float = 25.0
     """Time for the rounds of steps; five rounds are made however long they take."""
     most_spread: float = MOST_SPREAD
@@ -98,7 +103,7 @@ def calibrate(
     if probe.runner.drafter is None:  # what grammars force is no draft that a simulation plans
         limits = msgspec.structs.replace(limits, max_drafts=0)
     cases = cases_of(limits, np.random.default_rng(_SEED))
-    request, delivery = _LoopTimes(engine, encode, progress).measure()
+    request = _loop_times(engine, encode, progress)
     bench = StepBench(engine, cases)
     spread = bench.measure(how.seconds, progress)
     if spread > how.most_spread:
@@ -119,11 +124,7 @@ def calibrate(
         spare_processors=max(0, processors - how.ranks * bench.processors()),
         versions=_versions(),
         when=how.date,
-        notes=(
-            f"Measured on {how.machine}.",
-            ASSUMED_SERVING,
-            ASSUMED_LINKS,
-        ),
+        notes=(f"Measured on {how.machine}.", ASSUMED_SERVING, ASSUMED_LINKS),
         model=ProfiledModel(
             name=info.model,
             layers=shape.num_layers,
@@ -136,7 +137,7 @@ def calibrate(
         ),
         limits=limits,
         step=terms,
-        request=msgspec.structs.replace(request, delivery=delivery),
+        request=request,
         host_copy=_host_copy(engine),
         store_read=ASSUMED_STORE_READ,
         store_write=ASSUMED_STORE_WRITE,
@@ -287,64 +288,50 @@ def _spread(times: Sequence[float]) -> float:
 # Beside steps ---------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _LoopTimes:
-    """Times the engine's own loop, and what comes before it, with a few requests."""
+def _loop_times(engine: Engine, encode: Callable[[str], Sequence[int]], progress: Progress) -> RequestTerms:
+    """Time the engine's own loop, and what comes before it, with a few requests."""
+    limits = engine.probe().runner.limits
+    room = limits.num_kv_blocks * limits.block_size // (2 * (_LOOP_STEPS + 16))
+    most = max(1, min(limits.max_num_seqs, room, limits.max_num_batched_tokens // 8))
+    service, turns = EngineService(engine, _encoded), defaultdict[int, list[float]](list)
+    for index in range(_LOOP_ROUNDS):
+        progress("turns of the loop", index, _LOOP_ROUNDS)
+        for batch in sorted({1, max(1, most // 4), most}):
+            turns[batch] += _turns(engine, service, batch, limits)
+    per_row, constant = _line({batch: usual(times) for batch, times in turns.items()})
+    text = "The quick brown fox jumps over the lazy dog, and 42 others watch it. " * 40
+    encoding = []
+    for index in range(5):
+        begun = time.perf_counter()
+        count = len(encode(f"{index} {text}"))
+        encoding.append((time.perf_counter() - begun) / max(count, 1))
+    return msgspec.structs.replace(
+        ASSUMED_REQUEST, turn=constant, turn_per_row=per_row, receive_per_token=usual(encoding)
+    )
 
-    engine: Engine
-    encode: Callable[[str], Sequence[int]]
-    progress: Progress
-    turns: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def measure(self) -> tuple[RequestTerms, float]:
-        """Return the terms beside steps, and the time of a delivery."""
-        limits = self.engine.probe().runner.limits
-        room = limits.num_kv_blocks * limits.block_size // (2 * (_LOOP_STEPS + 16))
-        most = max(1, min(limits.max_num_seqs, room, limits.max_num_batched_tokens // 8))
-        batches = sorted({1, max(1, most // 4), most})
-        service = EngineService(self.engine, _encoded)
-        for index in range(_LOOP_ROUNDS):
-            self.progress("turns of the loop", index, _LOOP_ROUNDS)
-            for batch in batches:
-                self._run(service, batch, limits)
-        per_row, constant = _line({batch: usual(times) for batch, times in self.turns.items()})
-        per_token = self._encoding()
-        return msgspec.structs.replace(
-            ASSUMED_REQUEST, turn=constant, turn_per_row=per_row, receive_per_token=per_token
-        ), ASSUMED_REQUEST.delivery
-
-    def _run(self, service: EngineService, batch: int, limits: Limits) -> None:
-        engine, probe = self.engine, self.engine.probe()
-        steps = max(2, min(_LOOP_STEPS, limits.max_model_len - 10))
-        deltas = service.take(Submit(self._spec(f"{batch}-{index}", index, steps, limits)) for index in range(batch))
-        times = []
-        while engine.has_work:
-            begun = time.perf_counter()
-            deltas += engine.begin_steps()
-            planned = time.perf_counter()
-            output = probe.device.collect(probe.watchdog_seconds) if engine.num_in_flight else None
-            answered = time.perf_counter()
-            if output is not None:
-                deltas += engine.end_step(output)
-            service.tell(deltas, begun)
-            times.append(planned - begun + time.perf_counter() - answered)
-            deltas = []
-        self.turns[batch] += times[len(times) // 4 :]  # without admissions
-
-    def _spec(self, name: str, index: int, steps: int, limits: Limits) -> RequestSpec:
+def _turns(engine: Engine, service: EngineService, batch: int, limits: Limits) -> list[float]:
+    """Return the seconds beside steps of each turn of the loop with a batch, without those that admit it."""
+    probe, steps = engine.probe(), max(2, min(_LOOP_STEPS, limits.max_model_len - 10))
+    params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
+    requests = []
+    for index in range(batch):
         prompt = tuple((index * 31 + position) % (limits.vocab_size - 1) + 1 for position in range(8))
-        params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
-        return RequestSpec(request_id=f"calibrate-{name}", prompt=prompt, params=params)
-
-    def _encoding(self) -> float:
-        """Return the seconds that a token of a text takes to be found."""
-        text = "The quick brown fox jumps over the lazy dog, and 42 others watch it. " * 40
-        times = []
-        for index in range(5):
-            begun = time.perf_counter()
-            count = len(self.encode(f"{index} {text}"))
-            times.append((time.perf_counter() - begun) / max(count, 1))
-        return usual(times)
+        requests.append(Submit(RequestSpec(request_id=f"calibrate-{batch}-{index}", prompt=prompt, params=params)))
+    deltas = service.take(requests)
+    times = []
+    while engine.has_work:
+        begun = time.perf_counter()
+        deltas += engine.begin_steps()
+        planned = time.perf_counter()
+        output = probe.device.collect(probe.watchdog_seconds) if engine.num_in_flight else None
+        answered = time.perf_counter()
+        if output is not None:
+            deltas += engine.end_step(output)
+        service.tell(deltas, begun)
+        times.append(planned - begun + time.perf_counter() - answered)
+        deltas = []
+    return times[len(times) // 4 :]
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -384,3 +371,75 @@ def _host_copy(engine: Engine) -> KVLink:
         bandwidth=one / slope if slope else 1e12,
         source="measured: blocks copied to the host and back, half of it",
     )
+
+
+# Links: between workers by the tcp connector, and to and from a disk store ----------------------------------
+
+_LINK_ROUNDS: Final = 24
+_LEAST_LINK_ROUNDS: Final = 3
+_MOST_BYTES: Final = 64 * 2**20
+_TIMEOUT: Final = 30.0
+_SMALL: Final = 8
+"""The small values are so many times as small as a block."""
+
+
+def transfer_link(block_bytes: int) -> KVLink:
+    """Seal blocks, send them over a loopback connection, receive and open them, one after the other."""
+    import zmq
+
+    envelope, key = Envelope(secrets.token_bytes(32)), b"calibrate"
+    with zmq.Context() as context, context.socket(zmq.PAIR) as near, context.socket(zmq.PAIR) as far:
+        near.connect(f"tcp://127.0.0.1:{far.bind_to_random_port('tcp://127.0.0.1')}")
+
+        def move(block: bytes) -> None:
+            near.send_multipart(envelope.seal(key, block), copy=False)
+            frames = far.recv_multipart(copy=False)
+            envelope.open(key, b"".join(frame.buffer for frame in frames), len(block))
+
+        return _link(move, block_bytes, "measured: blocks sealed, sent over a loopback connection, received and opened")
+
+
+def disk_links(block_bytes: int) -> tuple[KVLink, KVLink]:
+    """Return how a disk store in the cache folder is read and written; what is read was written just before."""
+    cache = find_cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="calibrate-", dir=cache))
+    envelope, keys = Envelope(secrets.token_bytes(32)), [secrets.token_bytes(32) for _ in range(2 * _LINK_ROUNDS)]
+    try:
+        store = DiskStore(parse_location(f"disk:{folder}"))
+        store.open(_TIMEOUT)
+        written = iter(keys)
+
+        def write(block: bytes) -> None:
+            key = next(written)
+            store.put([(key, envelope.seal(key, block))], _TIMEOUT)
+
+        source = "measured: the disk store in the cache folder, sealed"
+        writes = _link(write, block_bytes, f"{source} and not forced to the disk")
+        read = iter(keys)
+
+        def load(block: bytes) -> None:
+            key = next(read)
+            (value,) = store.get([key], 2 * len(block), _TIMEOUT)
+            if value is not None:
+                envelope.open(key, value, len(block))
+
+        reads = _link(load, block_bytes, f"{source}, what was written just before")
+        store.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return reads, writes
+
+
+def _link(move: Callable[[bytes], None], block_bytes: int, source: str) -> KVLink:
+    """Time blocks and parts of blocks; what does not grow with their size is the latency."""
+    small, whole = (np.random.default_rng(7).bytes(size) for size in (max(1, block_bytes // _SMALL), block_bytes))
+    times: dict[int, list[float]] = {len(small): [], len(whole): []}
+    for _ in range(min(_LINK_ROUNDS, max(_LEAST_LINK_ROUNDS, _MOST_BYTES // block_bytes))):
+        for block in (small, whole):
+            begun = time.perf_counter()
+            move(block)
+            times[len(block)].append(time.perf_counter() - begun)
+    little, much = (usual(each) for each in times.values()) if len(times) == 2 else (0.0, usual(times[len(whole)]))
+    slope = max(0.0, much - little) / max(1, len(whole) - len(small))
+    return KVLink(latency=max(0.0, much - slope * len(whole)), bandwidth=1 / slope if slope else 1e12, source=source)

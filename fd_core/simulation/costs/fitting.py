@@ -39,10 +39,7 @@ class MeasuredStep:
 
 
 def fit_steps(steps: Sequence[MeasuredStep]) -> StepTerms:
-    """Return the terms that are nearest to the steps, each step weighing the same whatever it took.
-
-    Raises `ValueError` for no steps.
-    """
+    """Return the terms nearest to the steps, each weighing the same whatever it took. Raises `ValueError` for none."""
     if not steps:
         raise ValueError("no steps were measured")
     seconds = np.array([step.seconds for step in steps])

@@ -11,13 +11,7 @@ from typing import Final, TypeVar
 
 from fd_core.config.paths import find_cache_dir, user_path
 from fd_core.errors import ConfigError
-from fd_core.simulation.costs.calculating import (
-    ACCELERATORS,
-    ARCHITECTURES,
-    Calculation,
-    Efficiency,
-    calculated_profile,
-)
+from fd_core.simulation.costs.calculating import ACCELERATORS, ARCHITECTURES, Efficiency, calculated_profile
 from fd_core.simulation.costs.profile import CostProfile, parse_profile, read_profile
 
 _T = TypeVar("_T")
@@ -102,7 +96,7 @@ def _calculated(text: str) -> CostProfile:
                 field="PROFILE",
                 hint=f"there are tp, kv, {', '.join(shares)}",
             )
-    return calculated_profile(text, device, model, Calculation(ranks, kv_dtype, Efficiency(**shares)))
+    return calculated_profile(text, device, model, ranks=ranks, kv_dtype=kv_dtype, reached=Efficiency(**shares))
 
 
 def _look_up(table: dict[str, _T], name: str, kind: str) -> _T:

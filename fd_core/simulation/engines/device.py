@@ -10,16 +10,17 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.backends.null import NullCache, next_hashes, running_hashes
 from fd_core.config import Limits
 from fd_core.engine.device import Device
-from fd_core.ops.contract import KVCache
+from fd_core.ops.contract import KVCache, KVShape
 from fd_core.runner.runner import Runner
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 from fd_core.simulation.clock.timeline import Timeline
-from fd_core.simulation.costs.profile_costs import Costs
+from fd_core.simulation.costs.profile import Costs
 from fd_core.simulation.storage.storage import BlankKVCache
 from fd_core.simulation.workloads.conversations import Piece, stirred, to_tokens, tokens_from
-from fd_core.types import Admission, StepOutput, StepPlan
+from fd_core.types import Admission, IntArray, StepOutput, StepPlan
 
 END: Final = 2
 """Token that ends an answer."""
@@ -34,18 +35,18 @@ AnswerOf = Callable[[str], Piece | None]
 class PlanComputer(Protocol):
     """What turns plans into outputs, in order: `ScriptedComputer`, or a production `Runner` with a model of its own."""
 
-    @property
-    def cache(self) -> KVCache:
-        """The blocks that plans speak of."""
+    cache: KVCache
+    """The blocks that plans speak of."""
 
     def announce(self, plan: StepPlan) -> None:
         """Be told of a plan when it is submitted, while others may not have been answered."""
+        return
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Answer a plan."""
 
 
-class ScriptedComputer:
+class ScriptedComputer(PlanComputer):
     """Answers with the tokens of each request's answer, by the place that the engine's own bookkeeping leads to.
 
     A token that was lost or repeated anywhere shifts or ends what follows, so that whoever reads the answer can tell.
@@ -78,9 +79,6 @@ class ScriptedComputer:
         self._steps = 0
         """Steps for which what was drawn will do, whatever slots they compute."""
 
-    def announce(self, plan: StepPlan) -> None:
-        """Do nothing: plans are answered one after the other."""
-
     def execute(self, plan: StepPlan) -> StepOutput:
         """Answer a plan. Raises `RuntimeError` for one that computes tokens which no slot has, or too many."""
         for admission in plan.admissions:
@@ -103,7 +101,9 @@ class ScriptedComputer:
                 places = (self._length[slots] - self._prompt[slots])[:, None] + self._columns
                 kept = self._kept(slots, places, drafts)
                 live = self._columns <= kept[:, None]
-                drawn = self._tokens(np.broadcast_to(slots[:, None], places.shape), places)
+                each = np.broadcast_to(slots[:, None], places.shape)
+                drawn = to_tokens(stirred(self._seeds[each], places), self._limits.vocab_size)
+                drawn = np.where(places < self._answers[each], drawn, np.int32(END))
                 tokens[slots] = np.where(live, drawn, np.int32(EMPTY_TOKEN_ID))
                 self._length[slots] += 1 + kept
                 self._drafts[slots] = width - 1 if self._acceptance else 0
@@ -145,11 +145,6 @@ class ScriptedComputer:
         text = tokens_from(answer, first, max(0, min(_AHEAD, answer.tokens - first)), self._limits.vocab_size)
         self._drawn[slot, : len(text)] = text
         self._drawn[slot, len(text) :] = END
-
-    def _tokens(self, slots: npt.NDArray[np.intp], index: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
-        """Return the tokens at places `index` of the answers in `slots`, of equal shapes."""
-        drawn = to_tokens(stirred(self._seeds[slots], index), self._limits.vocab_size)
-        return np.where(index < self._answers[slots], drawn, np.int32(END))
 
     def _kept(
         self, slots: npt.NDArray[np.intp], places: npt.NDArray[np.intp], drafts: npt.NDArray[np.int32]
@@ -210,7 +205,6 @@ class SimulatedDevice(Device):
         self.beside: Callable[[StepPlan], float] = lambda _: 1.0
         """Factor of the time of a plan, by what else computes on the machine when it is submitted."""
         self.busy_seconds = 0.0
-        """Time of the steps that were submitted."""
         self._timeline = timeline
         self._costs = costs
         self._computer = computer
@@ -270,3 +264,73 @@ class SimulatedDevice(Device):
     def close(self) -> None:
         """Forget what was not computed."""
         self._plans.clear()
+
+
+class WrongKV(RuntimeError):
+    """A step would compute with KV that is not that of its request: lost, stale or another's."""
+
+
+class KVCheckedComputer(PlanComputer):
+    """Answers as another computer does, and has in each block what the null backend has: a hash of all tokens so far.
+
+    Before a row is computed, the blocks of its slot must hold the hashes of its request, wherever they came from.
+    """
+
+    def __init__(self, limits: Limits, computer: PlanComputer) -> None:
+        slots, self._size = limits.max_num_seqs, limits.block_size
+        shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=self._size)
+        self.cache = NullCache(shape, limits.num_kv_blocks)
+        self._computer = computer
+        blocks = limits.blocks_per_seq + 1
+        self._tables = np.zeros((slots, blocks), np.int32)
+        self._blocks = np.arange(blocks)
+        self._hashes = np.zeros((slots, blocks * self._size), np.uint64)
+        """The hash at each position of the text in each slot."""
+        self._length = np.zeros(slots, np.int32)
+        self._names = [""] * slots
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Answer a plan. Raises `WrongKV`."""
+        for admission in plan.admissions:
+            slot, count = admission.slot, len(admission.token_ids)
+            self._names[slot], self._length[slot] = admission.request_id, count
+            self._hashes[slot, :count] = running_hashes(np.uint64(0), admission.token_ids)
+        for grant in plan.grants:
+            self._tables[grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks
+        output = self._computer.execute(plan)
+        slots, own = plan.slots, plan.num_tokens - plan.num_drafts
+        before = self._length[slots]
+        begins = np.where(plan.samples, before - own, plan.starts)
+        self._require(plan, begins)
+        for column in output.tokens[slots].T:
+            said = column != EMPTY_TOKEN_ID
+            places = slots[said], self._length[slots[said]]
+            self._hashes[places] = next_hashes(self._hashes[places[0], places[1] - 1], column[said])
+            self._length[places[0]] += 1
+        # The last token that was said has no KV yet; rejected drafts leave nothing that anybody reads.
+        ends = begins + own + np.maximum(0, self._length[slots] - before - 1)
+        single = ends - begins == 1
+        self._write(slots[single], begins[single])
+        for row in np.flatnonzero(~single):
+            self._write(slots[row], np.arange(begins[row], ends[row]))
+        return output
+
+    def _require(self, plan: StepPlan, counts: IntArray) -> None:
+        """Look at the last of the first `counts` positions, and at the last position of each block in front of it."""
+        slots, size = plan.slots, self._size
+        last = np.maximum(counts - 1, 0)
+        wrong = self.cache.hashes[self._tables[slots], size - 1] != self._hashes[slots, size - 1 :: size]
+        wrong &= self._blocks < (last // size)[:, None]
+        held = self.cache.hashes[self._tables[slots, last // size], last % size]
+        wrong[np.arange(len(slots)), last // size] = (held != self._hashes[slots, last]) & (counts > 0)
+        if wrong.any():
+            row, entry = np.argwhere(wrong)[0]
+            slot = slots[row]
+            raise WrongKV(
+                f"step {plan.step} computes position {counts[row]} of {self._names[slot]} in slot {slot}, but block "
+                f"{self._tables[slot, entry]}, entry {entry} of its table, does not hold the KV of its text"
+            )
+
+    def _write(self, slots: IntArray, places: IntArray) -> None:
+        held = self._tables[slots, places // self._size], places % self._size
+        self.cache.hashes[held] = self._hashes[slots, places]

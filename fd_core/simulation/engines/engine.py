@@ -1,4 +1,7 @@
-"""A production engine and its client under the virtual clock: the loop, its deaths and its restarts."""
+"""A production engine and its client under the virtual clock, and the worker whose server is in front of them.
+
+The engine's loop, its deaths and its restarts are here; a worker's front takes requests one after the other.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
+
+import msgspec
 
 from fd_core.config import EngineConfig, Limits
+from fd_core.disagg.ticket import read_ticket
 from fd_core.effects.port import CompletionQueue, JoinedEffectPort
-from fd_core.engine.clients.client import SingleEngineClient
+from fd_core.engine.clients.client import DeltaStream, SingleEngineClient
 from fd_core.engine.core import Engine, EnginePort
 from fd_core.engine.loaded_adapters import EngineAdapters
 from fd_core.engine.process.messages import ClientMessage, EngineInfo, EngineMessage, StepEvents, Submit
 from fd_core.engine.process.service import EngineService, tells_admissions
 from fd_core.engine.tracing.format import TraceHeader
 from fd_core.engine.tracing.writer import TraceWriter
-from fd_core.errors import EngineDead
+from fd_core.errors import BadRequest, EngineDead, FdError
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.ops.contract import KVCache
 from fd_core.plugins import SCHEDULER, SCHEDULING_POLICY, VICTIMS, Plugins
+from fd_core.router.workers import Role
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.operations.kv_offloading import KeepKV
+from fd_core.scheduling.requests import check_spec
 from fd_core.scheduling.running.drafts import DraftControl
-from fd_core.simulation.clock.timeline import Appointment, Timeline
-from fd_core.simulation.clock.waits import RESTART, STEP, WaitAccount
-from fd_core.simulation.costs.profile_costs import Costs
+from fd_core.simulation.clock.timeline import Appointment, LocalTimeline, Timeline
+from fd_core.simulation.clock.waits import FRONT, RESTART, STEP, WaitAccount
+from fd_core.simulation.costs.profile import Costs
 from fd_core.simulation.engines.device import END, PlanComputer, SimulatedDevice
-from fd_core.types import Delta, StepPlan
+from fd_core.simulation.storage.storage import SECRET
+from fd_core.types import Delta, RequestSpec, StepPlan
 from fd_core.types.kv_events import KVEvent
 
 _LOOK_SECONDS: Final = 0.005
@@ -46,7 +55,6 @@ class OutsideParts:
     port: EnginePort
     keep: KeepKV | None = None
     kv_port: int | None = None
-    """Where decode workers reach a prefill worker."""
     kill: Callable[[], None] = lambda: None
     """Ends what is under way there, as the death of the process does."""
     share: Callable[[Callable[[float], float]], None] = lambda _: None
@@ -72,11 +80,11 @@ class EngineParts:
     adapters: Callable[[EngineConfig, None], EngineAdapters] = EngineAdapters
     """Makes what knows the adapters that requests may ask for; there is no folder to read one for a model from."""
     trace: Path | None = None
-    """File that receives a trace of every step; None writes none."""
     shares_processor: bool = False
     """Whether serving, copies and transfers take time of the processor that computes steps."""
     beside: Callable[[StepPlan], float] | None = None
-    """See `SimulatedDevice.beside`."""
+    account_of: Callable[[str], WaitAccount | None] = lambda _: None
+    """Finds where the time of a request is noted."""
     prefill_token: float = 1e-4
     """Seconds for a token of a prompt that the engine believes before it has measured any."""
 
@@ -88,15 +96,11 @@ class SimulatedEngineClient(SingleEngineClient):
         """Start the engine at once. `restart_seconds`: time to load another one; None never starts another."""
         super().__init__(parts.config)
         self.deaths = 0
-        """Epochs that died."""
         self.on_kv_events: Callable[[Sequence[KVEvent]], None] = lambda _: None
         """Called with what prefixes the device came to hold and lost."""
         self.on_over: Callable[[], None] = lambda: None
         """Called when an epoch is about to end, with its engine still there."""
         self.on_state: Callable[[], None] = lambda: None
-        """Called when an epoch has ended and when another one has begun."""
-        self.account_of: Callable[[str], WaitAccount | None] = lambda _: None
-        """Finds where the time of a request is noted."""
         self._timeline = timeline
         self._parts = parts
         self._restart_seconds = restart_seconds
@@ -107,7 +111,6 @@ class SimulatedEngineClient(SingleEngineClient):
         self._occupied = False
         """Whether the loop is within a turn, or waits for the step in flight."""
         self._woken = False
-        """Whether there was news meanwhile."""
         self._kept: list[Delta] = []
         """Last deltas of requests that ended before the step in flight."""
         self._start()
@@ -124,21 +127,11 @@ class SimulatedEngineClient(SingleEngineClient):
             self._next = None
         if self.alive:
             for name in self._streams:
-                if (account := self.account_of(name)) is not None:
+                if (account := self._parts.account_of(name)) is not None:
                     account.wait_for(RESTART)
             self.on_over()
             self._outside.kill()
             self.end_trace()
-
-    @property
-    def device(self) -> SimulatedDevice:
-        """What computes in this epoch."""
-        return self._device
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of this epoch."""
-        return self._service.engine
 
     def die(self, reason: str) -> None:
         """End this epoch in whatever it does; another one begins later, if any is to be started."""
@@ -169,7 +162,7 @@ class SimulatedEngineClient(SingleEngineClient):
 
     def _send(self, message: ClientMessage) -> None:
         self._inbox.append(message)
-        if isinstance(message, Submit) and (account := self.account_of(message.spec.request_id)) is not None:
+        if isinstance(message, Submit) and (account := self._parts.account_of(message.spec.request_id)) is not None:
             account.wait_for(STEP)
         self._wake()
 
@@ -195,15 +188,15 @@ class SimulatedEngineClient(SingleEngineClient):
             outside = parts.outside(timeline, queue, computer.cache)
         self._outside = outside
         self._trace = self._open_trace()
-        self._device = SimulatedDevice(timeline, parts.costs, computer, parts.limits)
+        self.device = SimulatedDevice(timeline, parts.costs, computer, parts.limits)
         if parts.beside is not None:
-            self._device.beside = parts.beside
+            self.device.beside = parts.beside
         if parts.shares_processor:
-            outside.share(self._device.work_beside)
-        engine = Engine(
+            outside.share(self.device.work_beside)
+        self.engine = Engine(
             _info(parts, self._epoch, outside),
             self._scheduler(outside),
-            self._device,
+            self.device,
             outside.port,
             parts.adapters(parts.config, None),
             watchdog_seconds=parts.config.watchdog_seconds,
@@ -212,10 +205,10 @@ class SimulatedEngineClient(SingleEngineClient):
             trace=self._trace,
             clock=timeline.clock,
         )
-        self._service = EngineService(engine, self._deliver)
+        self._service = EngineService(self.engine, self._deliver)
         self._occupied = self._woken = False
         self._kept = []
-        self._came_up(engine.info)
+        self._came_up(self.engine.info)
 
     def _nanoseconds(self) -> int:
         return round(1e9 * self._timeline.now)
@@ -276,13 +269,13 @@ class SimulatedEngineClient(SingleEngineClient):
         inbox, self._inbox = self._inbox, []
         engine = self.engine
         for message in inbox:
-            if isinstance(message, Submit) and (account := self.account_of(message.spec.request_id)) is not None:
+            if isinstance(message, Submit) and (account := self._parts.account_of(message.spec.request_id)) is not None:
                 account.enter(partial(engine.phases, message.spec.request_id))
         self._kept = self._service.take(inbox)
         self._kept += engine.begin_steps()
         if engine.num_in_flight:
             stalls = self._timeline.now + self._parts.config.watchdog_seconds
-            ready = self._device.ready_at
+            ready = self.device.ready_at
             late = ready > stalls
             self._next = self._timeline.at(stalls if late else ready, self._stalled if late else self._answered)
             return
@@ -291,11 +284,11 @@ class SimulatedEngineClient(SingleEngineClient):
 
     def _answered(self) -> None:
         """The oldest step in flight is computed, unless it shared its processor: commit it, and begin the next turn."""
-        ready = self._device.ready_at
+        ready = self.device.ready_at
         if self._timeline.now + _ROUNDING < ready < math.inf:
             self._next = self._timeline.at(ready, self._answered)
             return
-        deltas = self.engine.end_step(self._device.collect(math.inf))
+        deltas = self.engine.end_step(self.device.collect(math.inf))
         self._tell(self._kept + deltas if self._kept else deltas)
         if self.alive and self._timeline.quiet and (self._woken or self._inbox or self.engine.has_work):
             self._turn()  # it would be called at once
@@ -349,3 +342,165 @@ def _info(parts: EngineParts, epoch: int, outside: OutsideParts) -> EngineInfo:
         structured_output=False,
         epoch=epoch,
     )
+
+
+class WorkerCaller(Protocol):
+    """Who sent a request to a worker. Calls are made when the worker says it; the network takes time of its own."""
+
+    def answered(self, delta: Delta) -> None:
+        """The worker sends a part of the answer."""
+
+    def refused(self, status: int, reason: str) -> None:
+        """The worker does not take the request, or cannot go on with it, and says so."""
+
+    def lost(self, reason: str) -> None:
+        """The connection breaks off: nothing more comes."""
+
+
+class _BadTicket(FdError):
+    pass
+
+
+class SimulatedWorker:
+    """One server process, or none between its death and its return."""
+
+    def __init__(
+        self,
+        timeline: LocalTimeline,
+        index: int,
+        name: str,
+        role: Role,
+        make_parts: Callable[[int], EngineParts],
+        *,
+        max_queued_requests: int,
+        restart_seconds: float | None,
+    ) -> None:
+        """`make_parts` makes the parts of the engine of the process with a number, from 1 on.
+
+        `restart_seconds`: time to load another engine in place of one that died; None has the server end with it.
+        """
+        self.index = index
+        self.name = name
+        self.role = role
+        self.url = f"http://{name}:8000"
+        self.processes = 0
+        self.client: SimulatedEngineClient | None = None
+        self.leaving = False
+        """Whether it takes no more requests, because it is to end."""
+        self.on_start: Callable[[SimulatedEngineClient], None] = lambda _: None
+        self.on_answer: Callable[[], None] = lambda: None
+        """Called with each part of an answer that leaves the worker."""
+        self.timeline = timeline
+        """Time as whatever runs at this address sees it; standing still and wrong clocks are faults of it."""
+        self._make_parts = make_parts
+        self._max_queued_requests = max_queued_requests
+        self._restart_seconds = restart_seconds
+        self._busy_until = 0.0
+        self._callers: dict[str, tuple[WorkerCaller, DeltaStream | None]] = {}
+        self.start()
+
+    @property
+    def instance(self) -> str:
+        """Name of the process."""
+        return f"{self.name}/{self.processes}"
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a process."""
+        return self.client is not None
+
+    @property
+    def healthy(self) -> bool:
+        """What `/health` says: a worker that shuts down still does what it took."""
+        return self.client is not None and self.client.alive
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were taken and have not ended."""
+        return len(self._callers)
+
+    def start(self) -> None:
+        """Start a process with an empty engine."""
+        self.processes += 1
+        self.leaving = False
+        self._parts = self._make_parts(self.processes)
+        self.client = SimulatedEngineClient(self.timeline, self._parts, self._restart_seconds)
+        self._busy_until = self.timeline.now
+        self.on_start(self.client)
+
+    def drain(self) -> None:
+        """Take no more requests, as before an orderly end; go on with those that were taken."""
+        if self.client is not None:
+            self.leaving = True
+            self.client.engine.stop()
+
+    def kill(self) -> None:
+        """End the process at once: whoever waits for an answer is left without one."""
+        if self.client is None:
+            return
+        client, self.client = self.client, None
+        callers, self._callers = self._callers, {}
+        client.end()
+        for caller, _ in callers.values():
+            caller.lost("the worker's process ended")
+
+    def take(self, spec: RequestSpec, caller: WorkerCaller) -> None:
+        """Take a request from the network; the caller learns all of it. `prefill_at` is the ticket of the router."""
+        client = self.client
+        if client is None:
+            caller.lost("no process listens at the worker's address")
+            return
+        self._callers[spec.request_id] = caller, None
+        if (account := self._parts.account_of(spec.request_id)) is not None:
+            account.wait_for(FRONT)
+        taken = self._parts.costs.request(len(spec.prompt))
+        if self._parts.shares_processor:
+            client.device.work_beside(taken)
+        self._busy_until = max(self._busy_until, self.timeline.now) + taken
+        self.timeline.at(self._busy_until, lambda: self._submit(client, spec, caller))
+
+    def leave(self, request_id: str) -> None:
+        """The client of a request is gone: its connection was closed."""
+        _, stream = self._callers.pop(request_id, (None, None))
+        if stream is not None:
+            stream.leave()
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _submit(self, client: SimulatedEngineClient, spec: RequestSpec, caller: WorkerCaller) -> None:
+        name = spec.request_id
+        if self.client is not client or name not in self._callers:
+            return  # the process ended, or the client left
+        answered = caller.answered
+
+        def news(delta: Delta | None) -> None:
+            if self._parts.shares_processor:
+                client.device.work_beside(self._parts.costs.delivery())
+            self.on_answer()
+            if delta is None:
+                if self._callers.pop(name, None) is not None:
+                    caller.lost("the engine is gone for good")
+                return
+            if delta.finish_reason is not None:
+                self._callers.pop(name, None)
+            answered(delta)
+
+        try:
+            if self.leaving:
+                raise EngineDead("the server is shutting down")
+            if client.active_requests >= client.info.max_num_seqs + self._max_queued_requests:
+                raise EngineDead(f"the queue holds {self._max_queued_requests} requests and has no room for more")
+            check_spec(spec, client.info.max_model_len)
+            if spec.prefill_at:
+                if self.role != "decode":
+                    raise BadRequest("a prefill worker is named to a worker that is no decode worker")
+                if (peer := read_ticket(SECRET, spec.request_id, spec.prefill_at)) is None:
+                    raise _BadTicket("the ticket to a prefill worker is not signed with the secret of this deployment")
+                spec = msgspec.structs.replace(spec, prefill_at=peer)
+            stream = client.submit(spec, news)
+        except FdError as error:
+            del self._callers[name]
+            status = 503 if isinstance(error, EngineDead) else 403 if isinstance(error, _BadTicket) else 400
+            caller.refused(status, str(error))
+            return
+        self._callers[name] = caller, stream

@@ -99,10 +99,7 @@ class ScriptedEngine:
 
 
 class SteadyDecode(ScriptedEngine):
-    """Requests that all run from the first step on; none ends, and none is preempted, because they have blocks.
-
-    Prompts that are queued later wait for blocks throughout.
-    """
+    """Requests that all run from the first step on: none ends or is preempted. Prompts queued later only wait."""
 
     def __init__(
         self,
@@ -123,7 +120,6 @@ class SteadyDecode(ScriptedEngine):
         count, per_step = len(prompts), 1 + num_drafts
         # One more step than asked for: the last may not be cut short by the length limit.
         self.max_tokens = (steps + 2) * per_step
-        """Tokens that each request may generate."""
         self._waiting_tokens = waiting_tokens
         longest = max(map(len, prompts)) + self.max_tokens
         blocks = count * (-(-longest // block_size) + 2)

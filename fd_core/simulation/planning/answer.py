@@ -133,10 +133,8 @@ def answer_of(
         best = figures(chosen, units, known(chosen, units))
         if (broken := search.breaks_below(chosen)) is not None:
             below = figures(chosen, broken.units, known(chosen, broken.units))
-        tried = sorted(
-            (each for each in runs if each.shape == chosen and each.units == units and each.load > 1),
-            key=lambda each: each.load,
-        )
+        tried = [each for each in runs if each.shape == chosen and each.units == units and each.load > 1]
+        tried.sort(key=lambda each: each.load)
         loads = tuple(LoadTried(each.load, *_nearest(runs[each])) for each in tried)
         breaking = [each for each in tried if search.margins.get(each, 0) < 0]
         at, when = (breaking[0], f"at {breaking[0].load:g} times the load") if breaking else (None, "")
@@ -197,13 +195,11 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
     """Print the plans, then what they rest on in sentences."""
     asked = answer.asked
     if asked.calculated:
-        console.print(
-            Text(
-                "CALCULATED, NEVER MEASURED: no device was timed for this plan. Trust the order of plans more than "
-                "their seconds, and measure before money is spent.",
-                "bold yellow",
-            )
+        warning = (
+            "CALCULATED, NEVER MEASURED: no device was timed for this plan. Trust the order of plans more than "
+            "their seconds, and measure before money is spent."
         )
+        console.print(Text(warning, "bold yellow"))
     for name, reason in asked.left_out.items():
         console.print(Text(f"Left out: {name}: {reason}", "yellow"))
     if answer.unfinished:
@@ -219,29 +215,24 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
             table.add_column(name, justify="left" if workers else "right", overflow="fold", no_wrap=workers)
         for plan in plans:
             style = "bold green" if plan is answer.best else "red" if plan.margin < 0 else ""
-            cells = [_limit_text(each) for each in plan.limits]
-            seeds = f"{plan.seeds}{'' if plan.whole else ', short'}"
-            several = plan.shape.workers_text(plan.units).replace(" + ", "\n+ ").replace(" x ", "\nx ")
-            batch = f"{plan.shape.max_num_seqs},\n{plan.shape.max_num_batched_tokens}"
             row = (
-                several,
-                batch,
+                plan.shape.workers_text(plan.units).replace(" + ", "\n+ ").replace(" x ", "\nx "),
+                f"{plan.shape.max_num_seqs},\n{plan.shape.max_num_batched_tokens}",
                 f"{plan.devices}",
                 *([f"{plan.cost_per_hour:,.6g}"] if asked.priced else []),
-                *cells,
+                *map(_limit_text, plan.limits),
                 _margin_text(plan.margin),
-                seeds,
+                f"{plan.seeds}{'' if plan.whole else ', short'}",
             )
-            table.add_row(*(Text(each) for each in row), style=style)
+            table.add_row(*map(Text, row), style=style)
         console.print(table)
     console.print(Text(_headline(answer), "bold green" if answer.best else "bold red"))
     if answer.best is not None:
         margins = ", ".join(f"{each.name} {_margin_text(each.margin)}" for each in answer.best.limits)
         console.print(Text(f"Margin to each limit, in the worst of {answer.best.seeds} seeds: {margins}."))
     if answer.below is not None:
-        console.print(
-            Text(f"One unit less breaks it: {answer.below.plan}, margin {_margin_text(answer.below.margin)}.")
-        )
+        below = answer.below
+        console.print(Text(f"One unit less breaks it: {below.plan}, margin {_margin_text(below.margin)}."))
     if answer.limit is not None:
         console.print(Text(answer.limit.words))
     if answer.best is not None:
@@ -286,7 +277,7 @@ def _figures(
     seconds = sum(len(each.workers) * each.seconds for each in summaries)
     busy = sum(each.counters.get("device_busy_seconds", 0.0) for each in summaries) / seconds if seconds else 0.0
     margin = min((each.margin for each in limits), default=0.0)
-    flags = " ".join(shape.flags(units))
+    whole = all(trial.whole for trial in trials)
     return PlanFigures(
         plan=shape.described(units),
         shape=shape,
@@ -294,14 +285,14 @@ def _figures(
         workers=shape.workers * units,
         devices=shape.devices * units,
         cost_per_hour=unit_cost * units,
-        checked=all(trial.whole for trial in trials) and len(trials) == len(asked.seeds) and margin >= 0,
+        checked=whole and len(trials) == len(asked.seeds) and margin >= 0,
         seeds=len(trials),
-        whole=all(trial.whole for trial in trials),
+        whole=whole,
         limits=tuple(limits),
         margin=margin,
         kv_peak=max((each.kv_peak for each in summaries if each.kv_peak is not None), default=None),
         busy=busy,
-        command=f"fdcore simulate {asked.workload_text} {flags} --slo {asked.slo}",
+        command=f"fdcore simulate {asked.workload_text} {' '.join(shape.flags(units))} --slo {asked.slo}",
     )
 
 

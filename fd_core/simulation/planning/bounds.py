@@ -15,8 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from fd_core.simulation.costs.profile import CostCurve, CostProfile
-from fd_core.simulation.costs.profile_costs import curve_function
+from fd_core.simulation.costs.profile import CostCurve, CostProfile, curve_function
 from fd_core.simulation.results.slo import Objective, Slo
 from fd_core.simulation.results.summary import Numbers, percentiles
 from fd_core.simulation.workloads.workload import Workload
@@ -31,7 +30,6 @@ class Demand(msgspec.Struct, frozen=True):
     new_tokens: Numbers
     """Tokens of prompts that no request before had: the others may be found in a cache."""
     prompt_tokens: Numbers
-    """Tokens of whole prompts."""
     output_tokens: Numbers
     """0 where a client may leave before."""
     first_turn: Numbers

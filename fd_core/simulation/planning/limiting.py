@@ -8,8 +8,7 @@ from typing import Final
 import msgspec
 
 from fd_core.simulation.clock.waits import WAIT_TITLES
-from fd_core.simulation.costs.profile import CostProfile
-from fd_core.simulation.costs.profile_costs import curve_function
+from fd_core.simulation.costs.profile import CostProfile, curve_function
 from fd_core.simulation.planning.shapes import DeploymentShape
 from fd_core.simulation.results.report import ReportedRun
 from fd_core.simulation.results.slo import parse_slo
@@ -37,10 +36,7 @@ class LimitFound(msgspec.Struct, frozen=True):
 
 
 def check_margin(check: ObjectiveCheck) -> float:
-    """Return the share of what a limit allows that is left; below 0 it is broken.
-
-    Seconds that are left of a limit, and of an attainment the share of requests that might still have missed it.
-    """
+    """Return the share of a limit, or of the requests that may miss an attainment, that is left; below 0: broken."""
     if check.value is None:
         return 0.0 if check.held else _NEVER
     if check.name == "attainment":

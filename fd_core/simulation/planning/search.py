@@ -30,7 +30,6 @@ class PlanShape(msgspec.Struct, frozen=True):
     least: int
     """Units below which it cannot hold the SLO, at least 1."""
     most: int
-    """Units that may be had."""
 
 
 class PlanTrial(msgspec.Struct, frozen=True):
@@ -43,7 +42,6 @@ class PlanTrial(msgspec.Struct, frozen=True):
     whole: bool
     """Whether it meets the whole workload, or its first requests."""
     load: float = 1.0
-    """Factor of the arrivals."""
 
 
 class PlanSearch:
@@ -58,14 +56,10 @@ class PlanSearch:
         runners_up: int = 3,
         most_load: float = math.inf,
     ) -> None:
-        """`shortened`: whether a run of the first requests takes less than the whole workload.
-
-        `most_load`: largest factor of the load that there can be.
-        """
+        """`shortened`: if the first requests are not all. `most_load`: largest factor of the load that there can be."""
         self.shapes = tuple(shapes)
         self.seeds = tuple(seeds)
         self.margins: dict[PlanTrial, float] = {}
-        """Of every plan that was simulated."""
         self.units: dict[int, int] = {}
         """By shape, the fewest units that are known to hold it so far."""
         self.holds_load: float | None = None
@@ -117,7 +111,7 @@ class PlanSearch:
 
     def _size(self) -> Generator[list[PlanTrial], Sequence[float], None]:
         """Find the fewest units of each shape on the first requests, as far as it is not dearer than the best."""
-        order = sorted(range(len(self.shapes)), key=lambda each: (self._bound(each), each))
+        order = sorted(range(len(self.shapes)), key=lambda each: self.shapes[each].cost * self.shapes[each].least)
         while True:
             best = min((self.cost(shape) for shape in self.units), default=math.inf)
             batch: list[PlanTrial] = []
@@ -146,10 +140,7 @@ class PlanSearch:
         return min(max(2 * failed, about.least), most)
 
     def _settle(self) -> Generator[list[PlanTrial], Sequence[float], bool]:
-        """Try the best on the whole workload with every seed, one unit less of it, then the runners-up.
-
-        Asks once; returns whether there was nothing to ask for.
-        """
+        """Ask once for the best with every seed, one unit less of it, or runners-up; return True if none is left."""
         ranking = self.ranking()
         if not ranking:
             return True
@@ -168,10 +159,7 @@ class PlanSearch:
         return False
 
     def _challenge(self) -> Generator[list[PlanTrial], Sequence[float], bool]:
-        """Try shapes on the whole workload that nearly held its first requests and would be cheaper than the best.
-
-        Asks once; returns whether there was nothing to ask for.
-        """
+        """Ask once for cheaper shapes that nearly held the first requests, on all; return True if none is left."""
         best = min((self.cost(shape) for shape in self.units), default=math.inf)
         batch: list[PlanTrial] = []
         for shape, about in enumerate(self.shapes):
@@ -228,9 +216,6 @@ class PlanSearch:
         found = dict(zip(trials, margins, strict=True))
         self.margins |= found
         return found
-
-    def _bound(self, shape: int) -> float:
-        return self.shapes[shape].cost * self.shapes[shape].least
 
     def _short(self, shape: int, units: int) -> PlanTrial:
         return PlanTrial(shape, units, self.seeds[0], not self._shortened)

@@ -17,11 +17,13 @@ from fd_core.simulation.costs.profile import CostProfile
 from fd_core.simulation.results.report import LOAD, ReportedRun, reported
 from fd_core.simulation.results.slo import Slo
 from fd_core.simulation.setups import Setup
-from fd_core.simulation.workloads.workload import Workload, read_workload
+from fd_core.simulation.workloads.workload import read_workload
 from fd_core.simulation.world import World
 
 _MOST_SHAPES: Final = 1000
 _MOST_OF_A_ROLE: Final = 64
+_workload: Final = lru_cache(maxsize=4)(read_workload)
+_profile: Final = lru_cache(maxsize=64)(profile_named)
 
 
 class DeploymentShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,10 +102,7 @@ def shapes_of(
     max_num_seqs: Sequence[int],
     budgets: Sequence[int],
 ) -> list[DeploymentShape]:
-    """Return every combination. Without numbers of its own a profile is tried with its own batch and budget.
-
-    Raises `ConfigError` for too many.
-    """
+    """Return every combination, with the profile's batch and budget if none is given. Raises `ConfigError` for many."""
     made = [
         DeploymentShape(
             profile=name,
@@ -138,11 +137,7 @@ def setup_of(shape: DeploymentShape, units: int, profile: CostProfile, given: Ma
         workers=0 if shape.prefill else units,
         prefill=shape.prefill * units,
         decode=shape.decode * units,
-        engine={
-            **given,
-            "max_num_seqs": shape.max_num_seqs,
-            "max_num_batched_tokens": shape.max_num_batched_tokens,
-        },
+        engine=dict(given, max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_num_batched_tokens),
     )
 
 
@@ -184,13 +179,3 @@ def do_job(job: PlanJob, plugins: Plugins) -> ReportedRun:
         price_per_worker_hour=job.price,
         devices_per_worker=job.shape.ranks,
     )
-
-
-@lru_cache(maxsize=4)
-def _workload(text: str, seed: int) -> Workload:
-    return read_workload(text, seed)
-
-
-@lru_cache(maxsize=64)
-def _profile(name: str) -> CostProfile:
-    return profile_named(name)

@@ -33,6 +33,10 @@ class ComparedFigure(msgspec.Struct, frozen=True):
     rare: bool = False
     """Whether it is left out where it is 0 in all runs."""
 
+    def by_seed(self, summaries: Sequence[RunSummary]) -> dict[int, float]:
+        """Return the figure of each run that has it."""
+        return {each.seed: float(value) for each in summaries if (value := self.of(each)) is not None}
+
 
 def _latency(measure: str, statistic: str) -> ComparedFigure:
     def of(summary: RunSummary) -> float | None:
@@ -95,7 +99,6 @@ USUAL_FIGURES: Final = (
     "lost",
     *("waiting", "hit_rate", "preemptions", "fairness", "worker_seconds", "price"),
 )
-"""Those that people ask for first."""
 
 
 VERDICTS: Final = ("better", "worse", "different", "noise", "one seed")
@@ -110,16 +113,6 @@ class SeedInterval(msgspec.Struct, frozen=True):
     """None with fewer than two seeds."""
     high: float | None
     seeds: int
-
-    @property
-    def is_above(self) -> bool:
-        """Whether everything in the interval is above 0."""
-        return self.low is not None and self.low > 0
-
-    @property
-    def is_below(self) -> bool:
-        """Whether everything in the interval is below 0."""
-        return self.high is not None and self.high < 0
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -184,7 +177,7 @@ def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None 
     """Compare settings by their runs, one for each seed; `by` decides which is best."""
     by = by or usual_figure([summary for each in runs.values() for summary in each])
     found = {
-        setting: {name: values for name, each in FIGURES.items() if (values := _by_seed(summaries, each))}
+        setting: {name: values for name, each in FIGURES.items() if (values := each.by_seed(summaries))}
         for setting, summaries in runs.items()
     }
     settings = tuple(runs)
@@ -235,11 +228,6 @@ def _who_loses_fewer(
     return fewest if lost[fewest] < lost[best] else None
 
 
-def _by_seed(summaries: Sequence[RunSummary], figure: ComparedFigure) -> dict[int, float]:
-    values = {summary.seed: figure.of(summary) for summary in summaries}
-    return {seed: float(value) for seed, value in values.items() if value is not None}
-
-
 def _difference(
     figure: ComparedFigure,
     setting: str,
@@ -249,14 +237,14 @@ def _difference(
     confidence: float,
 ) -> Difference:
     more = interval([own[seed] - other[seed] for seed in own if seed in other], confidence)
-    if more.low is None:
+    if more.low is None or more.high is None:
         verdict = "one seed"
-    elif not more.is_above and not more.is_below:
+    elif more.low <= 0 <= more.high:
         verdict = "noise"
     elif figure.more_is_better is None:
         verdict = "different"
     else:
-        verdict = "better" if more.is_above == figure.more_is_better else "worse"
+        verdict = "better" if (more.low > 0) == figure.more_is_better else "worse"
     return Difference(figure.name, setting, against, more, verdict)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -22,9 +21,8 @@ from fd_core.simulation.results.comparing import (
     figure_named,
     interval,
 )
-from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.results.slo import Slo
-from fd_core.simulation.results.summary import Numbers, RunSummary, column, latencies_of, percentiles, summarize
+from fd_core.simulation.results.summary import Numbers, Run, RunSummary, column, latencies_of, percentiles, summarize
 
 SHARES: Final = (*map(float, range(1, 99)), 99.0, 99.5, 99.9, 99.99)
 """Percentiles that stand for a distribution."""
@@ -88,13 +86,15 @@ def over_time(run: Run) -> TimeBins | None:
     def table(values: Numbers) -> Numbers:
         return np.array([of_worker(values, index) for index in range(len(run.workers))])
 
+    def a_second(times: Numbers) -> tuple[float, ...]:
+        return _plain(np.histogram(times, edges)[0] / np.diff(edges))
+
     waiting, running = table(column(run.samples, "waiting")), table(column(run.samples, "running"))
     kv_use = table(column(run.samples, "used_blocks") / blocks[worker])
     absent = np.zeros((len(run.workers), _BINS))
     for each in run.absences:
         absent[each.worker] += np.diff(np.clip(edges, each.begin, each.end)) / np.diff(edges)
     groups = np.array_split(np.arange(len(run.workers)), min(len(run.workers), _MOST_ROWS))
-    a_second = partial(_a_second, edges)
     return TimeBins(
         start=float(start),
         end=float(end),
@@ -112,10 +112,6 @@ def over_time(run: Run) -> TimeBins | None:
         row_kv_use=tuple(_plain(kv_use[each].mean(0)) for each in groups),
         row_absent=tuple(_plain(absent[each].mean(0)) for each in groups),
     )
-
-
-def _a_second(edges: Numbers, times: Numbers) -> tuple[float, ...]:
-    return _plain(np.histogram(times, edges)[0] / np.diff(edges))
 
 
 def _plain(values: Numbers) -> tuple[float, ...]:
@@ -176,6 +172,12 @@ class ReportCase(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """The setting and its values."""
         return ", ".join([self.setting, *(f"{name} {shown(value)}" for name, value in self.values.items())])
+
+    @property
+    def held(self) -> bool | None:
+        """Whether the SLO is held with every seed; None without one."""
+        held = [summary.slo.held for summary in self.summaries if summary.slo]
+        return all(held) if held else None
 
     def figure(self, name: str) -> SeedInterval | None:
         """Return a figure's mean over seeds; None if one of the runs does not have it."""
@@ -338,9 +340,8 @@ def _load_point(case: ReportCase) -> LoadPoint:
     rate = case.values[LOAD]
     if isinstance(rate, str):
         raise ConfigError(f"a rate is a number of requests a second, and not {rate!r}")
-    held = [summary.slo.held for summary in case.summaries if summary.slo]
     done, late, good = (case.figure(name) for name in ("requests_per_s", "ttft_p99", "goodput"))
-    return LoadPoint(rate, done, late, good, all(held) if held else None)
+    return LoadPoint(rate, done, late, good, case.held)
 
 
 def _knee(points: Sequence[LoadPoint]) -> tuple[float | None, str]:

@@ -52,10 +52,7 @@ class Slo(msgspec.Struct, frozen=True):
     """Share of all requests that must keep the limits of each request, 0 to 1; None asks for no share."""
 
     def request_limits(self) -> dict[str, float]:
-        """Return the seconds by measure within which a request is good.
-
-        They are the limits of each request and, for a measure that has none, the loosest of its percentiles.
-        """
+        """Return seconds by measure in which a request is good: limits of each, else the loosest of the percentiles."""
         own = {each.measure: each.limit for each in self.objectives if not each.statistic}
         shared: dict[str, float] = {}
         for each in self.objectives:

@@ -20,8 +20,82 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.simulation.clock.waits import WAITS
-from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.results.slo import Slo
+
+
+class RequestOutcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What became of one request. Times are seconds from the begin of the run."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of the prompt that were found in a prefix cache."""
+    output_tokens: int
+    """Tokens that reached the client."""
+    arrived: float
+    first_token: float | None
+    """When the first token reached the client; None if none did."""
+    ended: float
+    end: str
+    """`stop` or `length`; `left` if the client left, `refused` if nobody took it, `failed` if the answer broke off,
+    `abort` if an operator ended it."""
+    reason: str
+    """Why it was refused or failed; empty otherwise."""
+    longest_gap: float
+    """Longest time between two deliveries of tokens to the client."""
+    worker: int
+    """Index of the worker that answered; -1 if none did."""
+    attempts: int
+
+
+class WorkerSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one worker held at one time."""
+
+    at: float
+    worker: int
+    waiting: int
+    running: int
+    used_blocks: int
+    cached_blocks: int
+
+
+class Absence(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Some time in which a worker served nobody. Times are seconds from the begin of the run."""
+
+    worker: int
+    begin: float
+    end: float
+    restarts: bool
+    """Whether its process was there and loaded another engine; else there was no process."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated run."""
+
+    label: str
+    seed: int
+    seconds: float
+    """Virtual time from the first arrival to the last end."""
+    wall_seconds: float
+    """What the run took; left out of comparisons."""
+    workers: tuple[str, ...]
+    """Name of each worker, with its role."""
+    blocks: tuple[int, ...]
+    outcomes: tuple[RequestOutcome, ...]
+    """In the order of their ends."""
+    samples: tuple[WorkerSample, ...]
+    counters: dict[str, float]
+    """Sums over workers and routers, by metric name."""
+    profile: str
+    """Which costs were used, and whether they were measured or calculated."""
+    waits: bytes = b""
+    """Where the time of each request went: float32[requests, 2, reasons], seconds, in the order of `outcomes`, before
+    the first token and behind it, by `fd_core.simulation.clock.waits.WAITS`. Empty if nothing tells."""
+    absences: tuple[Absence, ...] = ()
+    """In the order of their ends; those of the end of the run are there too."""
+
 
 PERCENTILES: Final = (50.0, 90.0, 95.0, 99.0)
 _COMPLETED: Final = ("stop", "length")
@@ -63,11 +137,9 @@ class SloFigures(msgspec.Struct, frozen=True):
     attainment: float | None
     """Share of all requests that are good, 0 to 1; None without a request."""
     goodput: float
-    """Good requests a second."""
     checks: tuple[ObjectiveCheck, ...]
     """Every limit over all requests. One that was refused, failed or left counts as later than any limit."""
     held: bool
-    """Whether every check is held."""
 
 
 class TenantFigures(msgspec.Struct, frozen=True):
@@ -119,10 +191,7 @@ class WorkerFigures(msgspec.Struct, frozen=True):
 
 
 class WorkerCost(msgspec.Struct, frozen=True):
-    """What the workers cost from the first arrival to the last end, whether they computed or not.
-
-    A worker costs while its process is there, be it to load another engine.
-    """
+    """Cost of workers from the first arrival to the last end, while their processes are there, whatever they do."""
 
     worker_seconds: float
     worker_seconds_per_million: float | None
@@ -224,10 +293,7 @@ def latencies_of(run: Run) -> dict[str, Numbers]:
 
 
 def percentiles(values: Numbers, shares: Sequence[float]) -> list[float]:
-    """Return the percentiles of at least one value, each between the two values nearest to rank (n - 1) * share / 100.
-
-    Values may be infinite: whatever lies behind the last finite one is infinite.
-    """
+    """Return the percentiles of at least one value, infinite behind the last finite one; see the module for ranks."""
     ranks = [(len(values) - 1) * share / 100 for share in shares]
     near = sorted({edge for rank in ranks for edge in (math.floor(rank), math.ceil(rank))})
     placed = np.partition(values, near)

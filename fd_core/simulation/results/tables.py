@@ -83,9 +83,8 @@ def _number(value: float) -> str:
 
 
 def _print_case(case: ReportCase, console: Console) -> None:
-    for run in case.runs if len(case.runs) == 1 else ():
-        _print_summary(run.summary, console)
     if len(case.runs) == 1:
+        _print_summary(case.runs[0].summary, console)
         return
     table = Table(title=f"{case.name}: {len(case.runs)} seeds", title_justify="left")
     for name in ("", "mean", "95 % interval"):
@@ -146,10 +145,8 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
     if summary.waits:
         console.print(_waits_table(summary))
     for check in slo.checks if slo else ():
-        shown = (duration_text(check.value), duration_text(check.limit))
-        if check.name == "attainment":
-            shown = (_share(check.value), f"{check.limit:.1%}")
-        line = f"{'holds' if check.held else 'BREAKS'} {check.name}: {shown[0]}, limit {shown[1]}"
+        show = _share if check.name == "attainment" else duration_text
+        line = f"{'holds' if check.held else 'BREAKS'} {check.name}: {show(check.value)}, limit {show(check.limit)}"
         console.print(Text(line, "green" if check.held else "bold red"))
 
 
@@ -175,11 +172,8 @@ def _print_cases(title: str, cases: Sequence[ReportCase], console: Console) -> N
     for name in names:
         table.add_column(FIGURES[name].title, justify="right")
     for case in cases:
-        found = [case.figure(name) for name in names]
-        shown = [
-            figure_text(FIGURES[name], None if each is None else each.mean)
-            for name, each in zip(names, found, strict=True)
-        ]
+        found = {name: case.figure(name) for name in names}
+        shown = (figure_text(FIGURES[name], each.mean if each else None) for name, each in found.items())
         table.add_row(Text(case.name), *shown)
     console.print(table)
 
@@ -198,17 +192,16 @@ def _print_comparison(values: dict[str, float | str], comparison: SettingsCompar
             continue
         row = [Text(figure_text(figure, base.mean))]
         for setting in others:
-            difference = differences.get((setting, name))
-            if difference is None:
+            if (difference := differences.get((setting, name))) is None:
                 row.append(Text("–"))
                 continue
             cell = Text(f"{figure_text(figure, comparison.figures[setting][name].mean)} ")
-            if difference.more.low == difference.more.high == 0:
-                row.append(cell.append("equal", "dim"))
-                continue
-            more = figure_text(figure, difference.more.mean)
-            span = f"\n{'' if more.startswith('-') else '+'}{more} {_span(figure, difference.more)}"
-            row.append(cell.append(difference.verdict + span, _STYLES[difference.verdict]))
+            words, style = "equal", "dim"
+            if not difference.more.low == difference.more.high == 0:
+                more, style = figure_text(figure, difference.more.mean), _STYLES[difference.verdict]
+                sign = "" if more.startswith("-") else "+"
+                words = f"{difference.verdict}\n{sign}{more} {_span(figure, difference.more)}"
+            row.append(cell.append(words, style))
         table.add_row(figure.title, *row, end_section=True)
     console.print(table)
     console.print(Text(comparison.words, "bold green" if comparison.wins else "bold yellow"))

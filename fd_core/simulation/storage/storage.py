@@ -1,16 +1,30 @@
-"""KV outside the device under the virtual clock: production's tiers, over copies and a store that take made-up time."""
+"""KV outside the device under the virtual clock: production's tiers and pairs.
+
+Copies and the store take made-up time; the links of pairs are broken by a schedule.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.effects.port import CompletionQueue
+from fd_core.config import EngineConfig, Limits
+from fd_core.disagg.connectors.contract import ConnectorSettings
+from fd_core.disagg.connectors.tcp import TCPConnector
+from fd_core.disagg.decode.connections import PrefillConnections, PrefillLink, split_address
+from fd_core.disagg.decode.receiver import Receiver
+from fd_core.disagg.kv_compatibility import KVCompatibility
+from fd_core.disagg.messages import FromDecode, FromPrefill
+from fd_core.disagg.prefill.connections import DecodeConnections
+from fd_core.disagg.prefill.sender import Sender
+from fd_core.disagg.wire import Wire
+from fd_core.effects.port import CompletionQueue, Tally
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.envelope import Envelope
@@ -18,9 +32,9 @@ from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
 from fd_core.kv.tiers.offload import PENDING_BYTES, KVOffload, SealedStore
 from fd_core.ops.contract import KVCache, KVShape
-from fd_core.simulation.clock.timeline import Timeline
-from fd_core.simulation.clock.virtual_loop import VirtualCompletions, VirtualThreads
-from fd_core.simulation.costs.profile_costs import Costs
+from fd_core.simulation.clock.timeline import Network, Timeline
+from fd_core.simulation.clock.virtual_loop import VirtualCompletions, VirtualLoop, VirtualThreads
+from fd_core.simulation.costs.profile import Costs
 from fd_core.types import IntArray
 
 
@@ -43,15 +57,8 @@ class BlankKVCache(KVCache):
         """Do nothing."""
 
 
-_ANY: Final = 2**62
-"""Longer than any value."""
-
-
 class SharedStore:
-    """What the store holds, the same for all workers, and how it is.
-
-    Everything here may be changed at any time. A call that has begun ends as it would have before.
-    """
+    """What the store holds for all workers. It may change at any time; calls that have begun end as before."""
 
     def __init__(self, timeline: Timeline, max_bytes: int = 2**30, value_seconds: float = 0.0) -> None:
         """`timeline` is the store's own; clocks of workers may show something else.
@@ -71,10 +78,6 @@ class SharedStore:
         self._value_seconds = value_seconds
         self._free = 0.0
 
-    def client(self, threads: VirtualThreads, costs: Costs) -> SharedStoreClient:
-        """Return the store as one worker sees it."""
-        return SharedStoreClient(self, threads, costs)
-
     def lose(self, every: int = 1) -> None:
         """Delete every so-many-th value, the least recently used one first."""
         self.values.delete(self.values.keys()[::every], math.inf)
@@ -82,7 +85,7 @@ class SharedStore:
     def damage(self, every: int = 1) -> None:
         """Flip a bit in every so-many-th value."""
         keys = self.values.keys()[::every]
-        for key, value in zip(keys, self.values.get(keys, _ANY, math.inf), strict=True):
+        for key, value in zip(keys, self.values.get(keys, 2**62, math.inf), strict=True):
             if value is not None:
                 self.values.put([(key, (bytes(value[:-1]), bytes([value[-1] ^ 1])))], math.inf)
 
@@ -93,8 +96,8 @@ class SharedStore:
         return max(seconds, self._free - begin) * self.slowness
 
 
-class SharedStoreClient(KVStore):
-    """The store contract for one worker: calls take time of the job that makes them."""
+class _SharedStoreClient(KVStore):
+    """The store contract for one worker: calls take time of their job, and read what is there when they begin."""
 
     name = "simulated"
     shared = True
@@ -106,11 +109,9 @@ class SharedStoreClient(KVStore):
         self._costs = costs
 
     def open(self, timeout: float) -> str:
-        """Return a line for people."""
         return "a simulated store"
 
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
-        """Return what is there when the call begins."""
         found = self._store.values.get(keys, limit, timeout)
         self._call(timeout, self._costs.store_read(len(keys)), len(keys))
         return found
@@ -123,13 +124,11 @@ class SharedStoreClient(KVStore):
         return len(values)
 
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
-        """Count what is there when the call begins."""
         found = self._store.values.longest_prefix(keys, limit, timeout)
         self._call(timeout, self._costs.store_read(0), 0)
         return found
 
     def delete(self, keys: Sequence[bytes], timeout: float) -> int:
-        """Delete values."""
         self._call(timeout, self._costs.store_write(0), 0, writes=True)
         return self._store.values.delete(keys, timeout)
 
@@ -195,10 +194,10 @@ class TimedKVCache(KVCache):
             raise RuntimeError(f"KV block {blocks.tolist()} was written while it was copied to the host")
 
 
-def drawer() -> Callable[[int], bytes]:
-    """Return what draws bytes for envelopes: a count, so that no two are equal and every run has the same."""
+def _envelope() -> Envelope:
+    """Return an envelope whose random bytes are a count, so that no two are equal and every run has the same."""
     numbers = itertools.count()
-    return lambda count: next(numbers).to_bytes(count, "little")
+    return Envelope(SECRET, draw=lambda count: next(numbers).to_bytes(count, "little"))
 
 
 def simulated_storage(
@@ -222,7 +221,7 @@ def simulated_storage(
     timed.block.batch = BlockFormat.batch_of(block_bytes)
     sealed = None
     if store is not None:
-        sealed = SealedStore(store.client(threads, costs), Envelope(SECRET, draw=drawer()))
+        sealed = SealedStore(_SharedStoreClient(store, threads, costs), _envelope())
     return KVOffload(
         VirtualCompletions(threads, queue),
         timed,
@@ -234,3 +233,267 @@ def simulated_storage(
         clock=threads.clock,
         make_loop=threads.make_loop,
     )
+
+
+_FIRST_PORT: Final = 9000
+_UNREACHABLE: Final = "the prefill worker cannot be reached"
+_BROKE: Final = "the connection to the prefill worker broke"
+
+
+Message = tuple[FromDecode | FromPrefill, Sequence[Bytes]]
+"""What one side says, and the frames of KV behind it."""
+Arrive = Callable[[Message], None]
+
+
+class TransferNetwork:
+    """What lies between the prefill and the decode workers of a world: links over its network, and who listens."""
+
+    def __init__(self, network: Network) -> None:
+        self.fate: Callable[[int], Sequence[float]] = lambda _: (0.0,)
+        """What becomes of a message, by its number: how much later than usual each of its copies leaves; none is lost.
+
+        A message that holds KV is none the less heard whole or not at all.
+        """
+        self.said = 0
+        """Messages so far."""
+        self.listening: dict[str, _SimulatedDecodeLinks] = {}
+        """Prefill workers by address."""
+        self.window = 8
+        """Pieces of a lease that may be on their way at once, for receivers that start from here on."""
+        self.longest = 600.0
+        """Seconds after which a lease is over in any case, for sides that start from here on."""
+        self.network = network
+        self._leases = 0
+        self._ports = _FIRST_PORT
+
+    def name_lease(self) -> str:
+        """Return a name that no lease of this world has."""
+        self._leases += 1
+        return f"{self._leases:032x}"
+
+    def take_port(self) -> int:
+        """Return a port that nobody had."""
+        self._ports += 1
+        return self._ports
+
+    def carry(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
+        """Send a message from one place to another once it is that time for the job that says it."""
+        threads.tell(partial(self._leave, threads, origin, target, message, arrive))
+
+    def heard(self, place: str, message: Message) -> None:
+        """Take note that the worker at `place` is about to take a message in."""
+
+    def _leave(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
+        self.said += 1
+        for seconds in self.fate(self.said):
+            threads.tell(partial(self.network.send, origin, target, partial(arrive, message)), seconds)
+
+
+class _SimulatedPrefillLink(PrefillLink):
+    """One prefill worker, as a decode worker reaches it: as long as the same process listens there."""
+
+    def __init__(self, links: _SimulatedPrefillLinks, address: str) -> None:
+        super().__init__()
+        self.address = address
+        self.links = links
+        self.route = b""
+        """How the prefill worker names this link; empty until it heard something."""
+        self._place, _ = split_address(address)
+        self._heard_by: _SimulatedDecodeLinks | None = None
+
+    def say(self, message: FromDecode) -> None:
+        links = self.links
+        links.transfers.carry(links.threads, links.place, self._place, (message, ()), self._arrive)
+
+    def hear(self, message: Message) -> None:
+        """Take a message and the frames behind it, at the decode worker."""
+        self.links.loop.post(partial(self.links.take, self, message))
+
+    def _arrive(self, message: Message) -> None:
+        """Reach the prefill worker, or learn that there is none, or another one than before."""
+        transfers = self.links.transfers
+        there = transfers.listening.get(self.address)
+        if self._heard_by is None and there is not None:
+            self._heard_by, self.route = there, there.admit(self)
+        if there is None or there is not self._heard_by:
+            transfers.network.send(self._place, self.links.place, self.lose)
+        else:
+            there.hear(self.route, message)
+
+    def lose(self) -> None:
+        """Learn, at the decode worker, that the link is lost."""
+        self.links.loop.post(partial(self.links.lost, self, _BROKE if self.route else _UNREACHABLE))
+
+
+class _SimulatedPrefillLinks(PrefillConnections):
+    """The prefill workers of one decode worker, reached over a simulated network."""
+
+    def __init__(
+        self,
+        transfers: TransferNetwork,
+        threads: VirtualThreads,
+        place: str,
+        costs: Costs,
+        loop: VirtualLoop,
+        _wire: Wire,
+        _tally: Tally,
+        *,
+        hear: Callable[[PrefillLink, FromPrefill, Sequence[Bytes]], None],
+        reopen: Callable[[str], None],
+        gone: Callable[[str, str], None],
+    ) -> None:
+        """`place`: what the network calls the decode worker. No `Open` has to be said again."""
+        self.transfers = transfers
+        self.threads = threads
+        self.place = place
+        self.loop = loop
+        self._hear = hear
+        self._gone = gone
+        self._costs = costs
+        self._links: dict[str, _SimulatedPrefillLink] = {}
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def get(self, address: str) -> PrefillLink:
+        if address not in self._links:
+            self._links[address] = _SimulatedPrefillLink(self, address)
+        return self._links[address]
+
+    def tidy(self, now: float) -> float:
+        return math.inf
+
+    def close(self) -> None:
+        self._links.clear()
+
+    def take(self, link: _SimulatedPrefillLink, message: Message) -> None:
+        """Take a message in, on the loop; reading the KV behind it is work of the processor, if steps wait for that."""
+        self.transfers.heard(self.place, message)
+        if message[1]:
+            self.threads.spend_beside(self._costs.transfer(1))
+        self._hear(link, cast("FromPrefill", message[0]), message[1])
+
+    def knows(self, link: _SimulatedPrefillLink) -> bool:
+        return self.threads.alive and self._links.get(link.address) is link
+
+    def lost(self, link: _SimulatedPrefillLink, reason: str) -> None:
+        if self.knows(link):
+            del self._links[link.address]
+            for lease in list(link.leases):
+                self._gone(lease, reason)
+
+
+class _SimulatedDecodeLinks(DecodeConnections):
+    """The decode workers of one prefill worker, reached over a simulated network."""
+
+    def __init__(
+        self,
+        transfers: TransferNetwork,
+        threads: VirtualThreads,
+        costs: Costs,
+        loop: VirtualLoop,
+        _wire: Wire,
+        _tally: Tally,
+        place: str,
+        _port: int,
+        *,
+        hear: Callable[[bytes, FromDecode], object],
+        turn_down: Callable[[bytes, str, str], object],
+    ) -> None:
+        """`place`: what the network calls the prefill worker. No process gets a port that another had."""
+        self.port = transfers.take_port()
+        self._transfers = transfers
+        self._threads = threads
+        self._costs = costs
+        self._loop = loop
+        self._place = place
+        self._hear = hear
+        self._links: dict[bytes, _SimulatedPrefillLink] = {}
+        transfers.listening[f"{place}:{self.port}"] = self
+        threads.at_end(self.close)
+
+    def admit(self, link: _SimulatedPrefillLink) -> bytes:
+        route = str(len(self._links)).encode()
+        self._links[route] = link
+        return route
+
+    def hear(self, route: bytes, message: Message) -> None:
+        self._loop.post(partial(self._take, route, message))
+
+    def say(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
+        """Send a message; the KV behind it takes its time of the job that sends it."""
+        if frames:
+            self._threads.spend(self._costs.transfer(1))
+        link = self._links[route]
+        if not link.links.knows(link):
+            # A connection that is gone does not show as long as nothing gets through.
+            return not self._transfers.network.reaches(self._place, link.links.place)
+        self._transfers.carry(self._threads, self._place, link.links.place, (message, frames), link.hear)
+        return True
+
+    def close(self) -> None:
+        """Stop listening; decode workers see that, unless the network keeps it from them."""
+        if self._transfers.listening.get(f"{self._place}:{self.port}") is self:
+            del self._transfers.listening[f"{self._place}:{self.port}"]
+            for link in self._links.values():
+                self._transfers.network.send(self._place, link.links.place, link.lose)
+
+    def _take(self, route: bytes, message: Message) -> None:
+        self._transfers.heard(self._place, message)
+        self._hear(route, cast("FromDecode", message[0]))
+
+
+def simulated_transfer(
+    threads: VirtualThreads,
+    queue: CompletionQueue,
+    cache: KVCache,
+    costs: Costs,
+    transfers: TransferNetwork,
+    place: str,
+    config: EngineConfig,
+    limits: Limits,
+) -> Receiver | Sender | None:
+    """Return the side of transfers of the worker at `place`, None for a mixed one. `queue` is the engine's."""
+    timed, shape = TimedKVCache(cache, threads, costs), cache.shape
+    compatibility = KVCompatibility(
+        model="simulated",
+        dtype="float32",
+        block_size=shape.block_size,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    connector, completions = TCPConnector(ConnectorSettings()), VirtualCompletions(threads, queue)
+    if config.role == "decode":
+        return Receiver(
+            timed,
+            timed.block,
+            compatibility,
+            _envelope(),
+            connector,
+            completions,
+            window=transfers.window,
+            silence=config.lease_seconds,
+            longest=transfers.longest,
+            clock=threads.clock,
+            make_loop=threads.make_loop,
+            connect=partial(_SimulatedPrefillLinks, transfers, threads, place, costs),
+            name_lease=transfers.name_lease,
+        )
+    if config.role == "prefill":
+        return Sender(
+            timed,
+            timed.block,
+            compatibility,
+            _envelope(),
+            lambda _: connector,
+            completions,
+            host=place,
+            max_leases=4 * limits.max_num_seqs,
+            max_tokens=limits.max_model_len,
+            longest=transfers.longest,
+            clock=threads.clock,
+            make_loop=threads.make_loop,
+            listen=partial(_SimulatedDecodeLinks, transfers, threads, costs),
+        )
+    return None

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import abc
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.simulation.workloads.files import number_rows
+from fd_core.simulation.workloads.settings import GOLDEN, Draws, WorkloadSettings, chances, stir, stir_states
 from fd_core.types import IntArray
 
 _FIRST_TOKEN = 16
 """Tokens below are never in a text: the end of an answer is one of them."""
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_STATES = np.arange(1, 4097, dtype=np.uint64) * _GOLDEN
+_STATES = np.arange(1, 4097, dtype=np.uint64) * GOLDEN
 """What the first places add to a seed."""
-_STIR = np.uint64(0xBF58476D1CE4E5B9)
-_STIR_AGAIN = np.uint64(0x94D049BB133111EB)
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -47,10 +49,7 @@ class UserTurn(msgspec.Struct, frozen=True, gc=False):
 
 
 class Conversation(msgspec.Struct, frozen=True, gc=False):
-    """The requests of one client, one after the other.
-
-    A request that fails or is left ends them, up to the next that begins anew.
-    """
+    """The requests of one client in turn. One that fails or is left ends them, up to the next that begins anew."""
 
     name: str
     """Unique in a workload; also what a router is told as the session."""
@@ -72,13 +71,13 @@ def tokens_from(piece: Piece, first: int, count: int, vocab_size: int) -> IntArr
     if first + count <= len(_STATES):
         states = _STATES[first : first + count]
     else:
-        states = np.arange(first + 1, first + count + 1, dtype=np.uint64) * _GOLDEN
-    return to_tokens(_mixed(states + np.uint64(piece.seed & (2**64 - 1))), vocab_size)
+        states = np.arange(first + 1, first + count + 1, dtype=np.uint64) * GOLDEN
+    return to_tokens(stir_states(states + np.uint64(piece.seed & (2**64 - 1))), vocab_size)
 
 
 def stirred(seeds: npt.NDArray[np.uint64], places: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Return a number for each seed and place, as SplitMix64 stirs its states (Steele, Lea, Flood 2014)."""
-    return _mixed(seeds + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    """Return a number for each seed and place, as SplitMix64 stirs its states."""
+    return stir_states(seeds + (places.astype(np.uint64) + np.uint64(1)) * GOLDEN)
 
 
 def to_tokens(numbers: npt.NDArray[np.uint64], vocab_size: int) -> IntArray:
@@ -87,10 +86,189 @@ def to_tokens(numbers: npt.NDArray[np.uint64], vocab_size: int) -> IntArray:
     return (_FIRST_TOKEN + ((numbers >> np.uint64(33)) * spread >> np.uint64(31))).astype(np.int32)
 
 
-def _mixed(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the states stirred, in their own place: whoever calls needs them no more."""
-    for shift, factor in ((30, _STIR), (27, _STIR_AGAIN)):
-        state ^= state >> np.uint64(shift)
-        state *= factor
-    state ^= state >> np.uint64(31)
-    return state
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_MARK_TOKENS = 8
+"""Where a repeated conversation parts from the first: behind its first text, as if a name stood there."""
+
+
+class Contents(abc.ABC):
+    """A source of conversations."""
+
+    notes: tuple[str, ...]
+    """What whoever reads the results has to know of it."""
+    times: Floats | None
+    """When each conversation begins, in seconds, ascending; None leaves that to the arrivals."""
+
+    @property
+    def requests(self) -> int | None:
+        """How many it has; None if it never ends."""
+        return None
+
+    @abc.abstractmethod
+    def conversations(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+        """Yield the turns of each conversation, in the order of the file if there is one."""
+
+    def of_user(self, user: int, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+        """Yield the turns of each conversation of a user of a closed loop, who pauses before each of them."""
+        raise NotImplementedError("a trace with times is no closed loop")
+
+
+def clients_of(settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[str, int]]:
+    """Yield the tenant and the priority of each conversation."""
+    tenants, priorities = settings.tenants or (("", 1.0),), settings.priorities
+    whose = draws.indices("tenants", chances([weight for _, weight in tenants]))
+    ranks = draws.indices("priorities", chances([weight for _, weight in priorities]))
+    levels = [int(name) for name, _ in priorities]
+    for tenant, rank in zip(whose, ranks, strict=False):
+        yield tenants[tenant][0], levels[rank]
+
+
+def _limits(settings: WorkloadSettings, draws: Draws) -> Iterator[int | None]:
+    if settings.max_tokens is None:
+        return itertools.repeat(None)
+    return draws.tokens("max_tokens", settings.max_tokens, 1 << 24)
+
+
+def _patience(settings: WorkloadSettings, draws: Draws) -> Iterator[float | None]:
+    if not settings.leave:
+        return itertools.repeat(None)
+    leaves = draws.indices("leave", chances([settings.leave, 1 - settings.leave]))
+    waits = draws.seconds("patience", settings.patience)
+    return (None if stays else wait for stays, wait in zip(leaves, waits, strict=False))
+
+
+class MadeContents(Contents):
+    """Conversations whose lengths, turns and pauses are drawn."""
+
+    def __init__(self, settings: WorkloadSettings) -> None:
+        """Raises `ConfigError` if the file of lengths cannot be used."""
+        self._pairs = None if settings.lengths is None else number_rows(settings.lengths, 2, settings.longest)
+        self.notes, self.times = (), None
+
+    def conversations(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+        """Yield conversations without end."""
+        lengths = self._lengths(settings, draws)
+        added = None if settings.adds is None else draws.tokens("adds", settings.adds, settings.longest)
+        turns = draws.tokens("turns", settings.turns, 10_000)
+        think = draws.seconds("think", settings.think)
+        seeds, closed = draws.seeds("texts"), settings.arrivals == "closed"
+        limits, patience = _limits(settings, draws), _patience(settings, draws)
+        for prefix, count in zip(self._prefixes(settings, draws), turns, strict=False):
+            prompt, output = next(lengths)
+            adds = (*prefix, Piece(next(seeds), prompt))
+            answer = Piece(next(seeds), output)
+            first = UserTurn(adds, answer, next(think) if closed else 0.0, next(limits), next(patience))
+            if count == 1:
+                yield (first,)
+                continue
+            said = [first]
+            for _ in range(count - 1):
+                prompt, output = next(lengths)
+                adds = (Piece(next(seeds), prompt if added is None else next(added)),)
+                answer = Piece(next(seeds), output)
+                said.append(UserTurn(adds, answer, next(think), next(limits), next(patience)))
+            yield tuple(said)
+
+    def of_user(self, user: int, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+        """Yield the conversations of a user, without end and the same whatever other users do."""
+        return self.conversations(settings, draws.of(user))
+
+    def _lengths(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[int, int]]:
+        if self._pairs is None:
+            prompts = draws.tokens("prompt", settings.prompt, settings.longest)
+            return zip(prompts, draws.tokens("output", settings.output, settings.longest), strict=False)
+        pairs = [(max(round(prompt), 1), max(round(output), 1)) for prompt, output in self._pairs.tolist()]
+        return (pairs[at] for at in draws.indices("lengths", chances(np.ones(len(pairs)))))
+
+    def _prefixes(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[Piece, ...]]:
+        if settings.prefixes is None:
+            return itertools.repeat(())
+        count, tokens = settings.prefixes
+        popularity = chances(np.arange(1.0, count + 1) ** -settings.popularity)
+        seeds = stir(stir(draws.seed) + np.arange(count, dtype=np.uint64)).tolist()
+        pieces = [(Piece(seed, tokens),) for seed in seeds]
+        return (pieces[at] for at in draws.indices("prefixes", popularity))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequests(Contents):
+    """Requests of a trace as columns, each a conversation of its own: 24 bytes for a request, and 8 for a hash id."""
+
+    notes: tuple[str, ...]
+    times: Floats
+    """Ascending, the first 0."""
+    prompts: Ints
+    outputs: Ints
+    blocks: npt.NDArray[np.uint64]
+    """Seeds of the blocks of all prompts, one behind the other; equal hash ids have equal seeds."""
+    ends: Ints
+    """Behind the last block of each request; empty if there are none."""
+    block: int
+    """Tokens of a block."""
+
+    @property
+    def requests(self) -> int:
+        """How many there are."""
+        return len(self.times)
+
+    def conversations(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+        """Yield conversations of one turn."""
+        limits, patience = _limits(settings, draws), _patience(settings, draws)
+        own = draws.seeds("texts")
+        for at in range(len(self.times)):
+            prompt, output = int(self.prompts[at]), int(self.outputs[at])
+            seeds = self.blocks[self.ends[at - 1] if at else 0 : self.ends[at]].tolist() if len(self.ends) else ()
+            adds = []
+            for seed in seeds:
+                if prompt > 0:
+                    adds.append(Piece(seed, min(self.block, prompt)))
+                    prompt -= self.block
+            if prompt > 0:
+                adds.append(Piece(next(own), prompt))
+            yield (UserTurn(tuple(adds), Piece(next(own), output), 0.0, next(limits), next(patience)),)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    """What was added to a conversation, and what was answered."""
+
+    adds: tuple[Piece, ...]
+    answer: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class TextContents(Contents):
+    """Recorded conversations with texts and without times."""
+
+    notes: tuple[str, ...]
+    told: Sequence[tuple[RecordedTurn, ...]]
+    repeat: int = 1
+    times: None = None
+
+    @property
+    def requests(self) -> int:
+        """How many requests all conversations have together."""
+        return self.repeat * sum(map(len, self.told))
+
+    def conversations(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+        """Yield conversations in the order of the file."""
+        return self._turns(range(self.repeat * len(self.told)), settings, draws)
+
+    def of_user(self, user: int, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+        """Yield every so many-th conversation."""
+        return self._turns(range(user, self.repeat * len(self.told), settings.users), settings, draws.of(user))
+
+    def _turns(self, which: range, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+        think, closed = draws.seconds("think", settings.think), settings.arrivals == "closed"
+        limits, patience = _limits(settings, draws), _patience(settings, draws)
+        for number in which:
+            copy, at = divmod(number, len(self.told))
+            turns: list[UserTurn] = []
+            for turn in self.told[at]:
+                adds, pause = turn.adds, next(think) if turns or closed else 0.0
+                if copy and not turns:
+                    adds = (adds[0], Piece(int(stir(copy)[0]), _MARK_TOKENS), *adds[1:])
+                turns.append(UserTurn(adds, turn.answer, pause, next(limits), next(patience)))
+            yield tuple(turns)

@@ -22,10 +22,7 @@ _MAX_ROWS: Final = 1 << 20
 
 
 def opened(path: Path, most: int | None = None) -> BinaryIO:
-    """Open a file to read. Raises `ConfigError` if that is not possible, or for more than `most` bytes.
-
-    `MAX_FILE_BYTES` can be if `most` is not given.
-    """
+    """Open a file to read. Raises `ConfigError` if it cannot be, or has more than `most` or `MAX_FILE_BYTES` bytes."""
     try:
         if not path.is_file():
             what = f"{path} is no file that can be read again" if path.exists() else f"there is no file {path}"

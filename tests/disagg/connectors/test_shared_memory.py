@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fd_core.disagg.connectors import segment
+from fd_core.disagg.connectors import shared_memory
 from fd_core.disagg.connectors.contract import ConnectorError, ConnectorSettings
 from fd_core.disagg.connectors.shared_memory import SharedMemoryConnector
 from fd_core.errors import ConfigError
@@ -23,7 +23,7 @@ class TestSharedMemoryConnector(ConnectorSuite):
 
 @pytest.fixture
 def made():
-    made = segment.create(LEASE, 4096)
+    made = shared_memory.create(LEASE, 4096)
     yield made
     made.close()
 
@@ -35,7 +35,7 @@ def changed(address, place, value):
 
 
 def test_what_one_side_writes_the_other_reads_until_both_are_closed(made):
-    found = segment.attach(LEASE, made.address, 4096)
+    found = shared_memory.attach(LEASE, made.address, 4096)
     found.bytes[7] = 42
     made.close()
     assert found.bytes[7] == 42
@@ -50,7 +50,7 @@ def test_nothing_has_a_name_in_a_file_system(made):
 def test_what_is_not_the_segment_of_the_lease_is_not_opened(made, what):
     lease, size = (LEASE[::-1], 4096) if what == "another lease" else (LEASE, 8192)
     with pytest.raises(ConnectorError, match="not the shared memory of this lease"):
-        segment.attach(lease, made.address, size)
+        shared_memory.attach(lease, made.address, size)
 
 
 def test_another_descriptor_is_not_opened_whatever_it_is(made, tmp_path):
@@ -61,10 +61,10 @@ def test_another_descriptor_is_not_opened_whatever_it_is(made, tmp_path):
         waiting = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
         for descriptor in (null.fileno(), file.fileno(), waiting):
             with pytest.raises(ConnectorError, match="not the shared memory of this lease"):
-                segment.attach(LEASE, changed(made.address, 3, descriptor), 4096)
+                shared_memory.attach(LEASE, changed(made.address, 3, descriptor), 4096)
         os.close(waiting)
     with pytest.raises(ConnectorError, match="cannot be opened"):
-        segment.attach(LEASE, changed(made.address, 3, 2**31 - 1), 4096)
+        shared_memory.attach(LEASE, changed(made.address, 3, 2**31 - 1), 4096)
 
 
 def test_memory_that_its_maker_could_cut_off_is_not_mapped(made):
@@ -72,7 +72,7 @@ def test_memory_that_its_maker_could_cut_off_is_not_mapped(made):
     unsealed = os.memfd_create(name.removeprefix("memfd:").removesuffix(" (deleted)"), os.MFD_CLOEXEC)
     os.truncate(unsealed, 4096)
     with pytest.raises(ConnectorError, match="not sealed"):
-        segment.attach(LEASE, changed(made.address, 3, unsealed), 4096)
+        shared_memory.attach(LEASE, changed(made.address, 3, unsealed), 4096)
     os.close(unsealed)
 
 
@@ -86,7 +86,7 @@ def test_nobody_can_cut_it_off(made):
 @pytest.mark.parametrize("place, value", [(0, "another start of it"), (1, 1)], ids=["host", "processes"])
 def test_a_worker_elsewhere_is_told_apart(made, place, value):
     with pytest.raises(ConnectorError, match="runs on another host") as caught:
-        segment.attach(LEASE, changed(made.address, place, value), 4096)
+        shared_memory.attach(LEASE, changed(made.address, place, value), 4096)
     assert "--kv-connector tcp" in str(caught.value)
 
 
@@ -97,18 +97,18 @@ def test_memory_that_is_not_there_is_an_error_and_leaves_nothing_open(monkeypatc
     monkeypatch.setattr(os, "posix_fallocate", none_left)
     before = census()
     with pytest.raises(ConnectorError, match="no shared memory of 4,096 bytes: No space left"):
-        segment.create(LEASE, 4096)
+        shared_memory.create(LEASE, 4096)
     assert census() == before
 
 
 def test_a_lease_that_would_take_all_memory_is_refused_before_it_takes_any():
     with pytest.raises(ConnectorError, match="over the limit"):
-        segment.create(LEASE, 2**40)
+        shared_memory.create(LEASE, 2**40)
 
 
 def test_a_name_that_could_lead_elsewhere_is_refused():
     with pytest.raises(ConnectorError):
-        segment.create("../../etc", 4096)
+        shared_memory.create("../../etc", 4096)
 
 
 def test_more_pieces_than_the_window_are_refused():

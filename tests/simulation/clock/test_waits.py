@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fd_core.router.config import RouterConfig
 from fd_core.simulation.clock.waits import FRONT, RESTART, STEP, WAITS, WaitAccount
-from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.results.summary import Run
 from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from tests.simulation.helpers import conversations, group, require_all_time_told, world

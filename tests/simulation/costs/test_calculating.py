@@ -6,12 +6,12 @@ import pytest
 
 from fd_core.simulation.costs.calculating import ACCELERATORS, ARCHITECTURES
 from fd_core.simulation.costs.naming import profile_named
-from fd_core.simulation.costs.profile_costs import costs_of
+from fd_core.simulation.costs.profile import Costs
 from tests.simulation.costs.plans import Row, decodes, plan_of
 
 
 def seconds(name: str, *, rows: int = 1, context: int = 100) -> float:
-    return costs_of(profile_named(name)).step(decodes(rows, context))
+    return Costs(profile_named(name)).step(decodes(rows, context))
 
 
 BILLIONS = {
@@ -37,7 +37,7 @@ def test_a_decode_of_one_row_is_bound_by_reading_the_weights() -> None:
 def test_a_long_prompt_is_bound_by_multiplying() -> None:
     operations = 2 * 8192 * (8.03e9 - 2 * 128256 * 4096) / 989.4e12
     profile = profile_named("h100:llama-8b:compute=1,attention=1")
-    assert operations < costs_of(profile).step(plan_of(Row(0, tokens=8192))) < 1.4 * operations
+    assert operations < Costs(profile).step(plan_of(Row(0, tokens=8192))) < 1.4 * operations
 
 
 def test_batches_share_the_weights() -> None:
@@ -57,7 +57,7 @@ def test_ranks_share_a_step_but_wait_for_each_other() -> None:
 def test_collectives_grow_with_tokens_and_fall_with_the_link() -> None:
     chunk = plan_of(Row(0, tokens=8192, samples=False))
     fast, slow = (profile_named(f"h100:llama-70b:tp=8,link={share}") for share in (0.9, 0.1))
-    extra = costs_of(slow).step(chunk) - costs_of(fast).step(chunk)
+    extra = Costs(slow).step(chunk) - Costs(fast).step(chunk)
     moved = 2 * 80 * 2 * 7 / 8 * 8192 * 8192 * 2 / 450e9
     assert extra == pytest.approx(moved * (1 / 0.1 - 1 / 0.9), rel=0.01)
 

@@ -15,8 +15,7 @@ from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
 from fd_core.runner.runner import Runner
 from fd_core.simulation.costs.calibrating import Calibration, MachineTooNoisy, calibrate, require_alone
-from fd_core.simulation.costs.profile import parse_profile
-from fd_core.simulation.costs.profile_costs import costs_of
+from fd_core.simulation.costs.profile import Costs, parse_profile
 from fd_core.types import StepOutput, StepPlan
 from tests.simulation.costs.plans import decodes
 
@@ -46,7 +45,7 @@ def test_an_engine_is_measured_and_serves_afterwards() -> None:
     assert profile.limits.max_num_seqs == 2
     assert profile.limits.max_drafts == 0  # grammars force tokens, but nothing drafts
     assert {error.kind for error in profile.error} == {"decode", "prefill", "mixed"}
-    assert costs_of(profile).step(decodes(2, 30)) > 0
+    assert Costs(profile).step(decodes(2, 30)) > 0
     assert {name for name, _, _ in told} == {"turns of the loop", "steps, unmeasured", "steps"}
     assert all(0 <= done < total for _, done, total in told)
     assert parse_profile(msgspec.json.encode(profile), "here") == profile

@@ -17,8 +17,7 @@ from fd_core.simulation.costs.fitting import (
     predict,
 )
 from fd_core.simulation.costs.naming import profile_named
-from fd_core.simulation.costs.profile import CostCurve, StepTerms
-from fd_core.simulation.costs.profile_costs import costs_of, step_features
+from fd_core.simulation.costs.profile import CostCurve, Costs, StepTerms, step_features
 from tests.simulation.costs.plans import Row, plan_of
 
 LIMITS = Limits(
@@ -84,7 +83,7 @@ def test_steps_that_fit_exactly_keep_their_weight() -> None:
 
 def test_what_is_predicted_is_what_a_simulation_is_told() -> None:
     rows = (Row(30), Row(4, tokens=3, drafts=2), Row(10, tokens=700, samples=False))
-    costs = costs_of(msgspec.structs.replace(profile_named("h100:llama-8b"), step=TRUE))
+    costs = Costs(msgspec.structs.replace(profile_named("h100:llama-8b"), step=TRUE))
     for plan in (plan_of(*rows), plan_of(rows[0]), plan_of(rows[2])):
         assert predict(TRUE, step_features(plan))[0] == pytest.approx(costs.step(plan))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fd_core.simulation.costs.links import disk_links, transfer_link
+from fd_core.simulation.costs.calibrating import disk_links, transfer_link
 
 BLOCK = 1 << 18
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.simulation.costs.naming import profile_named
-from fd_core.simulation.costs.profile import CostCurve, CostProfile, KVLink, StepTerms
-from fd_core.simulation.costs.profile_costs import costs_of, step_features
+from fd_core.simulation.costs.profile import CostCurve, CostProfile, Costs, KVLink, StepTerms, step_features
 from tests.simulation.costs.plans import Row, decodes, plan_of
 from tests.speed import slowdown
 
@@ -39,7 +38,7 @@ def test_a_step_is_the_sum_of_its_terms() -> None:
     plan = plan_of(Row(30), Row(4, tokens=3, drafts=2), Row(10, tokens=11, samples=False))
     # 15 tokens, two rows that sample, three rows; contexts 31, 7 and 21; pairs 31, 5 + 6 + 7 and 11 + ... + 21.
     expected = 100 + 3 + 14 + 1.5 + 0.059 + 0.01 * (31 + 18 + 176) + 0.5
-    assert costs_of(made_of(TERMS)).step(plan) == pytest.approx(expected)
+    assert Costs(made_of(TERMS)).step(plan) == pytest.approx(expected)
 
 
 def test_features_do_not_overflow() -> None:
@@ -48,18 +47,18 @@ def test_features_do_not_overflow() -> None:
 
 
 def test_a_curve_goes_on_with_its_last_slope() -> None:
-    costs = costs_of(made_of(msgspec.structs.replace(TERMS, constant=0.0, per_row=0.0)))
+    costs = Costs(made_of(msgspec.structs.replace(TERMS, constant=0.0, per_row=0.0)))
     assert costs.step(plan_of(Row(0, tokens=30, samples=False))) == pytest.approx(9 + 0.03 + 0.01 * 465)
 
 
 def test_a_curve_is_flat_before_its_first_point() -> None:
     only = msgspec.structs.replace(TERMS, by_tokens=CostCurve(counts=(8.0,), seconds=(3.0,)))
     rest = 100 + 7 + 0.5 + 0.006 + 0.06
-    assert costs_of(made_of(only)).step(decodes(1, 5)) == pytest.approx(rest + 3)
+    assert Costs(made_of(only)).step(decodes(1, 5)) == pytest.approx(rest + 3)
 
 
 def test_a_plan_of_revocations_costs_nothing() -> None:
-    assert costs_of(H100).step(plan_of()) == 0.0
+    assert Costs(H100).step(plan_of()) == 0.0
 
 
 ROWS = st.lists(
@@ -73,7 +72,7 @@ ROWS = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS, more=st.integers(1, 500), at=st.integers(0, 39))
 def test_more_never_costs_less(name: str, rows: list[Row], more: int, at: int) -> None:
-    costs = costs_of(profile_named(name))
+    costs = Costs(profile_named(name))
     base = costs.step(plan_of(*rows))
     index = at % len(rows)
     row = rows[index]
@@ -83,7 +82,7 @@ def test_more_never_costs_less(name: str, rows: list[Row], more: int, at: int) -
 
 
 def test_times_beside_steps_follow_their_terms() -> None:
-    costs, terms = costs_of(H100), H100.request
+    costs, terms = Costs(H100), H100.request
     assert costs.turn(decodes(10, 5)) == pytest.approx(terms.turn + 10 * terms.turn_per_row)
     assert costs.request(1000) == pytest.approx(terms.receive + 1000 * terms.receive_per_token)
     assert costs.delivery() == terms.delivery
@@ -91,17 +90,18 @@ def test_times_beside_steps_follow_their_terms() -> None:
 
 def test_blocks_travel_at_the_bandwidth_of_their_link() -> None:
     link = KVLink(latency=0.5, bandwidth=100.0 * H100.bytes_per_block, source="a test")
-    costs = costs_of(H100, host_copy=link, store_read=link, store_write=link, transfer=link)
+    linked = msgspec.structs.replace(H100, host_copy=link, store_read=link, store_write=link, transfer=link)
+    costs = Costs(linked)
     for ask in (costs.host_copy, costs.store_read, costs.store_write, costs.transfer):
         assert ask(200) == pytest.approx(2.5)
-    assert costs_of(H100, host_copy=link, block_size=2 * H100.limits.block_size).host_copy(200) == pytest.approx(4.5)
+    assert Costs(linked, block_size=2 * H100.limits.block_size).host_copy(200) == pytest.approx(4.5)
 
 
 @pytest.mark.parametrize("chunk", [0, 512])
 @pytest.mark.timing
 def test_asking_takes_little_time(chunk: int) -> None:
     # A simulated step asks once; 5 us were measured for 64 rows, the limit leaves room for slow and shared machines.
-    costs, plan = costs_of(H100), plan_of(*[Row(1000)] * 63, Row(0, tokens=max(chunk, 1)))
+    costs, plan = Costs(H100), plan_of(*[Row(1000)] * 63, Row(0, tokens=max(chunk, 1)))
 
     def timed() -> Iterator[float]:
         for _ in range(10):
@@ -116,6 +116,6 @@ def test_asking_takes_little_time(chunk: int) -> None:
 def test_arrays_of_a_plan_are_left_alone() -> None:
     plan = decodes(3, 7)
     frozen = replace(plan, starts=plan.starts.copy())
-    costs_of(H100).step(plan)
+    Costs(H100).step(plan)
     assert np.array_equal(plan.starts, frozen.starts)
     assert plan.starts.dtype == np.int32

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fd_core.ops.contract import KVCache
 from fd_core.simulation.engines.device import PlanComputer
-from fd_core.simulation.engines.worker import SimulatedWorker
+from fd_core.simulation.engines.engine import SimulatedWorker
 from fd_core.types import StepOutput, StepPlan
 from tests.simulation.hostile.computing import AuditedComputer, PlanWatch
 
@@ -38,7 +38,7 @@ class Accident:
 
 def befall(world: HostileWorld, accident: Accident) -> None:
     """Have an accident happen at its time."""
-    worker = next(each for each in world.workers if each.plan.name == accident.target)
+    worker = next(each for each in world.workers if each.name == accident.target)
     begin = {
         "words_late": _words_late,
         "requests_aborted": _requests_aborted,
@@ -58,7 +58,7 @@ def befall(world: HostileWorld, accident: Accident) -> None:
 
 def _words_late(world: HostileWorld, worker: SimulatedWorker, accident: Accident) -> Callable[[], None]:
     """What the engine says comes late to its client, even behind the engine's death and the next one's begin."""
-    epochs = world.epochs[worker.plan.name]
+    epochs = world.epochs[worker.name]
     epochs.hold()
     _dies_behind(world, worker, accident)
     return epochs.let_go
@@ -75,13 +75,13 @@ def _requests_aborted(world: HostileWorld, worker: SimulatedWorker, accident: Ac
     client = worker.client
     if client is None or not (client.alive or client.restarts):
         return
-    client.abort([*world.epochs[worker.plan.name].open_requests])
+    client.abort([*world.epochs[worker.name].open_requests])
     _dies_behind(world, worker, accident)
 
 
 def _rows_fail(world: HostileWorld, worker: SimulatedWorker, _: Accident) -> Callable[[], None]:
     """Every row that samples on a worker fails."""
-    name = worker.plan.name
+    name = worker.name
     world.sick.add(name)
     return partial(world.sick.discard, name)
 
@@ -100,7 +100,7 @@ def _worker_deregistered(world: HostileWorld, worker: SimulatedWorker, _: Accide
 
 def _role_changed(world: HostileWorld, worker: SimulatedWorker, _: Accident) -> Callable[[], None]:
     """A worker says in health checks that it has another role than it was registered with."""
-    world.disguise.says[worker.url] = "decode" if worker.plan.role != "decode" else "prefill"
+    world.disguise.says[worker.url] = "decode" if worker.role != "decode" else "prefill"
     return partial(world.disguise.says.pop, worker.url, None)
 
 

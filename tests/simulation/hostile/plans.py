@@ -9,7 +9,7 @@ from typing import Any
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig
 from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Role
-from fd_core.simulation.costs.profile_costs import Costs
+from fd_core.simulation.costs.profile import Costs
 from fd_core.simulation.faults import SimulatedFault, draw_faults
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
 from fd_core.types import SamplingParams, StepPlan
@@ -45,6 +45,9 @@ class QuickCosts(Costs):
 
     def step(self, plan: StepPlan) -> float:
         return 0.01 + self._token * plan.total_tokens
+
+    def shared_read(self, positions: int) -> float:
+        return 0.0
 
     def turn(self, plan: StepPlan) -> float:
         return 1e-3

@@ -9,9 +9,9 @@ from functools import partial
 import msgspec
 
 from fd_core.disagg.messages import Alive, Commit, Credit, FromPrefill, KVPiece, Open
-from fd_core.simulation.clock.network import Network
+from fd_core.simulation.clock.timeline import Network
 from fd_core.simulation.clock.virtual_loop import VirtualThreads
-from fd_core.simulation.storage.transfers import Arrive, Message, TransferNetwork
+from fd_core.simulation.storage.storage import Arrive, Message, TransferNetwork
 from fd_core.types import Delta, RequestSpec
 from tests.simulation.hostile.computing import BrokenLaw
 from tests.simulation.hostile.leases import LeaseWatch

@@ -26,11 +26,16 @@ from fd_core.router.workers import RouterWorker
 from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.engines.device import AnswerOf, PlanComputer
-from fd_core.simulation.engines.engine import EngineParts, OutsideParts, SimulatedEngineClient
-from fd_core.simulation.engines.worker import SimulatedWorker, WorkerCaller
+from fd_core.simulation.engines.engine import (
+    EngineParts,
+    OutsideParts,
+    SimulatedEngineClient,
+    SimulatedWorker,
+    WorkerCaller,
+)
 from fd_core.simulation.faults import apply, over_at
 from fd_core.simulation.gateway import SimulatedGateway
-from fd_core.simulation.results.outcomes import RequestOutcome, Run
+from fd_core.simulation.results.summary import RequestOutcome, Run
 from fd_core.simulation.storage.storage import SharedStore
 from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
 from fd_core.types import Delta, RequestSpec
@@ -155,7 +160,7 @@ class HostileWorld(World):
         self.watch.settle()
         for worker in self.workers:
             if worker.num_open:
-                raise BrokenLaw("1.7", f"{worker.plan.name} has {worker.num_open} requests open although all are over")
+                raise BrokenLaw("1.7", f"{worker.name} has {worker.num_open} requests open although all are over")
             if worker.client is not None:
                 self._settled(worker)
         for gateway in self.gateways:
@@ -195,7 +200,7 @@ class HostileWorld(World):
             known = next(each for each in gateway.router.workers() if each.url == worker.url)
             blocks, held = reported.num_blocks(known), worker.client.engine.holdings().cached
             if blocks not in (None, held):
-                raise BrokenLaw("7.2", f"{worker.plan.name} holds {held} blocks, {gateway.name} believes {blocks}")
+                raise BrokenLaw("7.2", f"{worker.name} holds {held} blocks, {gateway.name} believes {blocks}")
             self.counts["reports_followed"] += blocks is not None
             if blocks is not None:
                 self._look_at_what_is_told(gateway, worker, known)
@@ -213,12 +218,10 @@ class HostileWorld(World):
             hasher.extend(chain, hasher.root(""), tokens, len(tokens))
             held = hasher.block_size * sum(1 for _ in takewhile(probe.pool.knows, chain))
             if told != held:
-                raise BrokenLaw(
-                    "7.2", f"{worker.plan.name} holds {held} tokens of {name}, {gateway.name} believes {told}"
-                )
+                raise BrokenLaw("7.2", f"{worker.name} holds {held} tokens of {name}, {gateway.name} believes {told}")
 
     def _settled(self, worker: SimulatedWorker) -> None:
-        name, client = worker.plan.name, worker.client
+        name, client = worker.name, worker.client
         assert client is not None
         if client.active_requests:
             raise BrokenLaw("1.7", f"the client of {name} has {client.active_requests} requests open")
@@ -274,7 +277,7 @@ class HostileWorld(World):
         return dataclasses.replace(parts, computer=computer, outside=outside, adapters=_ServedAdapters)
 
     def _engine_of(self, place: str) -> Engine:
-        client = next(worker.client for worker in self.workers if worker.plan.name == place)
+        client = next(worker.client for worker in self.workers if worker.name == place)
         assert client is not None
         return client.engine
 
@@ -285,7 +288,7 @@ class HostileWorld(World):
 
     def _started(self, worker: SimulatedWorker, client: SimulatedEngineClient) -> None:
         super()._started(worker, client)
-        name = worker.plan.name
+        name = worker.name
         self.epochs[name] = WatchedEpochs(name, client)
         if self.plan.registers:
             for gateway in self.gateways:
@@ -306,7 +309,7 @@ class HostileWorld(World):
 
     def _kill(self, place: str) -> None:
         """End an engine before it answers what it was just given."""
-        client = next(worker.client for worker in self.workers if worker.plan.name == place)
+        client = next(worker.client for worker in self.workers if worker.name == place)
         if client is not None:
             self.counts["poisoned"] += 1
             epoch = client.info.epoch
@@ -324,9 +327,9 @@ class HostileWorld(World):
         spec: RequestSpec,
         caller: WorkerCaller,
     ) -> None:
-        before, name = self.came_to[spec.request_id], worker.plan.name
+        before, name = self.came_to[spec.request_id], worker.name
         # A pair whose prefill side failed may keep its decode side.
-        if worker.plan.role == "mixed" and name in before:
+        if worker.role == "mixed" and name in before:
             raise BrokenLaw("7.3", f"{spec.request_id} comes to {name} again, which failed on it")
         before.append(name)
         self._delivered.pop((name, spec.request_id), None)
@@ -344,8 +347,8 @@ class HostileWorld(World):
             take(forged, Stranger())
 
     def _leaves(self, worker: SimulatedWorker, leave: Callable[[str], None], request_id: str) -> None:
-        if worker.plan.name in self.watch.engines:
-            self.watch.engines[worker.plan.name].left(request_id)
+        if worker.name in self.watch.engines:
+            self.watch.engines[worker.name].left(request_id)
         leave(request_id)
 
     def _look_at_routers(self) -> None:
@@ -387,7 +390,7 @@ class _WatchedCaller:
             raise BrokenLaw("7.4", f"{name} was answered by {self._process}, which is dead")
         if min(delta.token_ids, default=0) < 0:
             raise BrokenLaw("1.9", f"{name} got a negative token: {delta.token_ids}")
-        world._delivered[self._worker.plan.name, name] += len(delta.token_ids)
+        world._delivered[self._worker.name, name] += len(delta.token_ids)
         if delta.cached_tokens:
             self._look_at_cached(delta.cached_tokens)
         if delta.prefill is not None:

@@ -9,10 +9,9 @@ import pytest
 from fd_core.simulation.costs.naming import profile_named
 from fd_core.simulation.planning.limiting import LimitFound, check_margin, limit_of, slo_margin
 from fd_core.simulation.planning.shapes import DeploymentShape
-from fd_core.simulation.results.outcomes import WorkerSample
 from fd_core.simulation.results.report import ReportedRun, reported
 from fd_core.simulation.results.slo import parse_slo
-from fd_core.simulation.results.summary import ObjectiveCheck
+from fd_core.simulation.results.summary import ObjectiveCheck, WorkerSample
 from tests.simulation.results.made_up import outcome, run_of, waits_of
 
 PROFILE = profile_named("h100:llama-8b")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fd_core.simulation.clock.waits import WAITS
-from fd_core.simulation.results.outcomes import RequestOutcome, Run, WorkerSample
+from fd_core.simulation.results.summary import RequestOutcome, Run, WorkerSample
 
 _BLOCKS = 500
 _SLOTS = 48

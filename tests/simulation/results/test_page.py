@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.results.page.pack import facts_of, page_of, write_page
 from fd_core.simulation.results.report import Report, ReportedRun, reported
 from fd_core.simulation.results.slo import parse_slo
+from fd_core.simulation.results.summary import Run
 from tests.simulation.results.made_up import queued
 
 SLO = parse_slo("ttft_p99=2,tpot=0.1")

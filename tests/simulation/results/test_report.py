@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from fd_core.errors import ConfigError
-from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.results.report import (
     SHARES,
     Report,
@@ -27,6 +26,7 @@ from fd_core.simulation.results.report import (
     reported,
 )
 from fd_core.simulation.results.slo import Slo, parse_slo
+from fd_core.simulation.results.summary import Run
 from fd_core.simulation.results.tables import print_report
 from tests.simulation.results.made_up import queued
 

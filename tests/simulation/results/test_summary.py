@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fd_core.simulation.results.outcomes import Absence, WorkerSample
 from fd_core.simulation.results.report import over_time
 from fd_core.simulation.results.slo import parse_slo
-from fd_core.simulation.results.summary import jain, latencies_of, percentiles, summarize
+from fd_core.simulation.results.summary import Absence, WorkerSample, jain, latencies_of, percentiles, summarize
 from tests.simulation.results.made_up import outcome, queued, run_of, waits_of
 from tests.speed import slowdown
 

@@ -13,8 +13,8 @@ import pytest
 from fd_core.kv.stores.contract import Trouble
 from fd_core.router.config import RouterConfig
 from fd_core.simulation.clock.timeline import Timeline
-from fd_core.simulation.engines.kv_check import WrongKV
-from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.engines.device import WrongKV
+from fd_core.simulation.results.summary import Run
 from fd_core.simulation.storage.storage import SharedStore, TimedKVCache
 from fd_core.simulation.workloads.conversations import Piece, UserTurn
 from fd_core.simulation.world import SimulatedPool, World

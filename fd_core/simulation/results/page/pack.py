@@ -17,7 +17,6 @@ from fd_core.simulation.results.report import (
     SHARES,
     Report,
     ReportCase,
-    TimeBins,
     axes_of,
     cases_of,
     comparisons_of,
@@ -89,8 +88,8 @@ def facts_of(report: Report) -> dict[str, Any]:
             {
                 "setting": settings.index(case.setting),
                 "at": list(case.values.values()),
-                "figures": _figures(case, names),
-                "held": _held(case.summaries),
+                "figures": [each and _span(each) for each in map(case.figure, names)],
+                "held": case.held,
                 "curves": curves.get(index),
                 "bins": bins.get(index),
                 **(_details(case.runs[0].summary) if index in bins else {}),
@@ -115,16 +114,6 @@ def _shorts(values: Iterable[float], digits: int = 4) -> list[float]:
 def _span(found: SeedInterval) -> list[float]:
     """Return the mean, and the interval behind it if there is one."""
     return _shorts(each for each in (found.mean, found.low, found.high) if each is not None)
-
-
-def _figures(case: ReportCase, names: Iterable[str]) -> list[list[float] | None]:
-    found = [case.figure(name) for name in names]
-    return [None if each is None else _span(each) for each in found]
-
-
-def _held(summaries: Iterable[RunSummary]) -> bool | None:
-    held = [each.slo.held for each in summaries if each.slo]
-    return all(held) if held else None
 
 
 def _fitting(parts: Iterable[Any], most: int) -> dict[int, Any]:
@@ -152,7 +141,7 @@ def _curves(case: ReportCase) -> dict[str, list[float]]:
 
 def _bins(case: ReportCase) -> dict[str, Any] | None:
     """Return how the first of a case's runs went."""
-    bins: TimeBins | None = case.runs[0].bins
+    bins = case.runs[0].bins
     if bins is None:
         return None
     lines = ("arrivals", "completions", "waiting", "running", "kv_use")
@@ -170,7 +159,6 @@ def _bins(case: ReportCase) -> dict[str, Any] | None:
 
 
 def _details(summary: RunSummary) -> dict[str, Any]:
-    """Return what is shown of one run alone."""
     lost = {name: getattr(summary, name) for name in ("left", "refused", "failed")}
     return {
         "lost": {name: count for name, count in lost.items() if count},
