@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "disagg": BASE | {"effects", "hookspecs", "kv", "ops"},
     "scheduling": BASE | {"effects", "kv", "hookspecs", "signals"},
     "router": BASE | {"hookspecs", "kv"},
-    "router/gateway": BASE | {"disagg", "http", "models", "router", "server", "text"},
+    "router/gateway": BASE | {"disagg", "http", "router", "server", "text"},
     "launching": BASE | {"hookspecs"},
     "cluster": BASE | {"cluster/scaling", "hookspecs", "http", "launching", "router", "router/gateway"},
     "cluster/scaling": BASE | {"router"},  # what a scaling policy is; the hooks ask for one

@@ -17,13 +17,13 @@ from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, invalid
 from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.server.api import kv_events
-from fd_core.server.api.openapi import endpoint, json_response
+from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.requests import AbortRequest, LoadAdapterRequest, UnloadAdapterRequest
 from fd_core.server.schemas.responses import AbortAnswer, AdapterAnswer, LoadAnswer, ModelInfoAnswer
 from fd_core.server.state.state import state_of
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 _ABORT: Final = BodyFormat(AbortRequest)
 _LOAD: Final = BodyFormat(LoadAdapterRequest)
 _UNLOAD: Final = BodyFormat(UnloadAdapterRequest)

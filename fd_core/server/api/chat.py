@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.api.openapi import endpoint
+from fd_core.server.api.openapi import DirectRoute, endpoint
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.jobs import conversation_job
 from fd_core.server.schemas.requests import ChatRequest
@@ -20,7 +20,7 @@ from fd_core.server.stream.response_format import CollectedText, ResponseFormat,
 from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.text.parsing.events import Content
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 BODY: Final = BodyFormat(ChatRequest, CHAT)
 
 

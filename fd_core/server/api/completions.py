@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from fd_core.errors import BadRequest
 from fd_core.http.errors import ApiError
-from fd_core.server.api.openapi import endpoint
+from fd_core.server.api.openapi import DirectRoute, endpoint
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.jobs import Job, build_job, named_as_sent, other_names
 from fd_core.server.preprocess.prompts import completion_prompts
@@ -32,7 +32,7 @@ from fd_core.structured.workers.messages import FormOutcome
 from fd_core.text.prompt_reader import PromptText
 from fd_core.text.tokenizer import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 
 

@@ -11,14 +11,14 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.api.openapi import endpoint, json_response
+from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.api.pooled import PooledTexts, pairs_of, read_texts
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas import pooling
 from fd_core.server.schemas.unsupported import POOLED
 from fd_core.server.stream.streaming import unless_gone
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 EMBEDDINGS: Final = BodyFormat(pooling.EmbeddingRequest, POOLED)
 SCORE: Final = BodyFormat(pooling.ScoreRequest, POOLED)
 RERANK: Final = BodyFormat(pooling.RerankRequest, POOLED)

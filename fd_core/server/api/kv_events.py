@@ -14,6 +14,7 @@ from fastapi.responses import Response
 
 from fd_core.http.access.keys import KeyRing
 from fd_core.http.errors import ApiError, invalid, unavailable
+from fd_core.server.api.openapi import DirectRoute
 from fd_core.server.state.state import ServerState, state_of
 from fd_core.types.kv_events import KVPage
 
@@ -23,7 +24,7 @@ OFFER_HEADER: Final = "X-KV-Events"
 WAIT_SECONDS: Final = 10.0
 """An answer without news is given after so long."""
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 
 
 def offers(state: ServerState) -> bool:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.http.errors import ApiError, invalid
-from fd_core.server.api.openapi import endpoint, json_response
+from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.prompts import chat_prompt
 from fd_core.server.schemas import responses
@@ -21,7 +21,7 @@ from fd_core.server.state.state import ServedName, ServerState, state_of
 from fd_core.server.stream.streaming import unless_gone
 from fd_core.types.checks import check_ids
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 _TOKENIZE: Final = BodyFormat(TokenizeRequest)
 _DETOKENIZE: Final = BodyFormat(DetokenizeRequest)
 _SLICE: Final = 16_384

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 
 import fd_core
 from fd_core.http.errors import ErrorAnswer
@@ -39,6 +41,15 @@ _EVENT: Final = {
         "data": {"type": "string", "description": "A chunk as JSON, `[DONE]` at the end, or an error as JSON"},
     },
 }
+
+
+class DirectRoute(APIRoute):
+    """A route that hands the request to an endpoint which takes nothing else: nothing is looked up for it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        direct = [*inspect.signature(self.endpoint).parameters] == ["request"]
+        return self.endpoint if direct else super().get_route_handler()
 
 
 def endpoint(

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from fd_core.http.errors import ApiError, invalid
 from fd_core.http.headers import length_of, parameters, refuse_encoding
-from fd_core.server.api.openapi import endpoint, json_response
+from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.batches.lines import ENDPOINTS
 from fd_core.server.batches.running import in_thread
 from fd_core.server.batches.service import BatchService
@@ -28,7 +28,7 @@ from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent,
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.state.state import state_of
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 
 _METADATA_BYTES: Final = 16 * 1024
 _WINDOW_SECONDS: Final = 24 * 3600

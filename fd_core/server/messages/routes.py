@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from fd_core.errors import BadRequest
 from fd_core.http.errors import ApiError
-from fd_core.server.api.openapi import endpoint, json_response
+from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.messages import schemas
 from fd_core.server.messages.asking import as_chat, demanded_form
 from fd_core.server.preprocess.body import BodyFormat
@@ -24,7 +24,7 @@ from fd_core.server.stream.response_format import AnswerFormat, CollectedText, j
 from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.types import FinishReason
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 BODY: Final = BodyFormat(schemas.MessagesRequest, schemas.REFUSED_IN_MESSAGES)
 _COUNT: Final = BodyFormat(schemas.CountRequest, schemas.REFUSED)
 _TYPES: Final = {"content": "text", "reasoning": "thinking", "call": "tool_use"}

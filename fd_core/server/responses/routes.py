@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.http.errors import ApiError
-from fd_core.server.api.openapi import endpoint, json_response
+from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.jobs import RESPONSES_NAMES, Job, conversation_job
 from fd_core.server.preprocess.prompts import require_effort
@@ -27,7 +27,7 @@ from fd_core.server.stream.response_format import AnswerFormat, CollectedText, j
 from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.types import FinishReason
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 BODY: Final = BodyFormat(ResponsesRequest, REFUSED)
 _PATH: Final = "/v1/responses/{response_id}"
 _PREFIX = {"content": "msg", "reasoning": "rs", "call": "fc"}
