@@ -63,8 +63,16 @@ class Candidates(Sequence[Candidate]):
     """
 
     __slots__ = (
-        *("_expected_hits", "_hits", "_loads", "_made", "_whole", "_worked_out"),
-        *("prefill_tokens", "requests", "waiting", "workers"),
+        "_expected_hits",
+        "_hits",
+        "_loads",
+        "_made",
+        "_whole",
+        "_worked_out",
+        "prefill_tokens",
+        "requests",
+        "waiting",
+        "workers",
     )
 
     def __init__(
@@ -76,6 +84,9 @@ class Candidates(Sequence[Candidate]):
         worked_out: dict[Callable[..., Any], Any] | None = None,
     ) -> None:
         """`loads` has shape [fields of `WorkerLoad`, n]; `worked_out` is what `once` has found for these workers."""
+        for given in (loads, hits, expected_hits):
+            if given is not None:
+                given.flags.writeable = False
         self.workers: Final = workers
         self._loads = loads
         self.requests: Numbers = loads[0]
@@ -86,9 +97,6 @@ class Candidates(Sequence[Candidate]):
         """Prompt tokens that each has to compute for requests whose answer has not begun."""
         self._hits = hits
         self._expected_hits = hits if expected_hits is None else expected_hits
-        for given in (loads, hits, expected_hits):
-            if given is not None:
-                given.flags.writeable = False
         self._made: dict[int, Candidate] = {}
         self._whole: tuple[Candidate, ...] | None = None
         self._worked_out: dict[Callable[..., Any], Any] = {} if worked_out is None else worked_out

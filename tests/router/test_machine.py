@@ -218,7 +218,7 @@ class Interleavings(RuleBasedStateMachine):
         self.running.append(Attempt(answer, tokens, avoided, missing))
 
     def who_could_serve(self, avoided: frozenset[str]) -> list[RouterWorker]:
-        members = (self.ready().member(worker) for url, worker in self.there.items() if url not in avoided)
+        members = (self.ready().registry.member(worker) for url, worker in self.there.items() if url not in avoided)
         return [one.worker for one in members if one is not None and one.open_to_requests(self.now)]
 
     @rule(which=st.integers(0, 99))

@@ -48,12 +48,14 @@ class LauncherSuite:
         return found
 
     def seen(self, process: LaunchedProcess) -> dict[str, Any]:
-        """Wait for what the process announces that it sees."""
+        seen: dict[str, Any] = json.loads(self.announced_by(process))
+        return seen
+
+    def announced_by(self, process: LaunchedProcess) -> str:
         self.until(lambda: process.announced() is not None or process.exit_code() is not None)
         announced = process.announced()
         assert announced is not None, process.reason()
-        seen: dict[str, Any] = json.loads(announced)
-        return seen
+        return announced
 
     def test_a_process_announces_itself_and_runs(self, launching: Launcher) -> None:
         (process,) = launching.start([self.spec("one", "stay", "a b", "{c}")])

@@ -35,10 +35,11 @@ from fd_core.ops.weights import WEIGHT_FORMATS, LowRank, RawTensor, Weight
 from fd_gpu_cuda.adapters import AdapterRoom, DeviceLora, LoraTable
 from fd_gpu_cuda.compilations import Compilations, warm_up_steps
 from fd_gpu_cuda.device import Cuda, out_of_memory, upload_packed
-from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward, GraphShapes
+from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward
 from fd_gpu_cuda.kernel_table import AddNorm, Kernels, scatter_kv, widened_layer
 from fd_gpu_cuda.kv_cache import CudaKVCache, CudaLayer
 from fd_gpu_cuda.packed import PackedLinear, StackedExperts, pack_linear, pack_stack
+from fd_gpu_cuda.sizes import GraphShapes
 
 if TYPE_CHECKING:
     from fd_core.ops.torch.group import TorchCollectives

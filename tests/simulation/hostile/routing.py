@@ -504,7 +504,7 @@ class WatchedRouter(Router):
         counted = {worker.incarnation: load for worker, load in self._loads.by_worker().items()}
         self._require(counted == expected, "7.1", f"{counted} is counted, and {expected} is in force")
         self._require(self._loads.faults == self._rudeness, "7.1", "something was released or judged twice, or late")
-        members = [*self._registry]
+        members = [*self.registry]
         there = {member.worker.incarnation: member.state.value for member in members}
         known = {each.number: each.state for each in self._there.values()}
         self._require(there == known, "7.4", f"{there} are there, and {known} are")
