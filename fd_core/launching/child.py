@@ -47,7 +47,7 @@ def main(cores: str, _: str, module: str, *arguments: str) -> None:
 def _end_with_parent(descriptor: int) -> None:
     """End this process once the other end of standard input is gone, however the parent ended; reads nothing of it."""
     poll = select.poll()
-    poll.register(descriptor, select.POLLRDHUP)
+    poll.register(descriptor, getattr(select, "POLLRDHUP", 0))  # elsewhere than on Linux a hang-up is told unasked
     poll.poll()
     os._exit(0)
 
