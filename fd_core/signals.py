@@ -32,9 +32,6 @@ class Outcome(enum.IntEnum):
     ERROR = 3
 
 
-_RELEASED: Final = np.uint8(Outcome.RELEASED)
-
-
 class MalformedOutput(ValueError):
     """A backend wrote a token matrix that the protocol does not allow."""
 
@@ -49,6 +46,7 @@ class Outcomes:
     """int32[max_num_seqs], tokens delivered by the slot; they stand in the first columns of `tokens`."""
     tokens: IntArray
     """int32[max_num_seqs, 1 + k]; only the first `counts[slot]` entries of a row have a meaning."""
+    any_released: bool
 
 
 def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes:
@@ -60,27 +58,27 @@ def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes
     Raises `MalformedOutput` if a row breaks the protocol: tokens after an empty cell, anything beside -9 in its row,
     -9 outside column 0, or another negative value.
     """
-    first = tokens[:, 0]
     is_token = tokens >= 0
-    released = first == PREEMPTED_TOKEN_ID
-    # A row is well formed when its tokens are a prefix and everything else is -1, or it is -9 followed by -1.
     width = tokens.shape[1]
-    if width == 1:  # what most engines write, and sums over rows take most of the time
-        counts = is_token[:, 0].astype(np.int32)
-        complete = (first >= EMPTY_TOKEN_ID) | released
+    if width == 1 and not np.count_nonzero(tokens < EMPTY_TOKEN_ID):  # what most steps of most engines write
         kinds = is_token.view(np.uint8)[:, 0]  # EMPTY is 0 and TOKENS is 1
+        counts = kinds.astype(np.int32)
+        any_released = False
     else:
+        released = tokens[:, 0] == PREEMPTED_TOKEN_ID
+        # A row is well formed when its tokens are a prefix and everything else is -1, or it is -9 followed by -1.
         counts = is_token.sum(axis=1, dtype=np.int32)
         empty_cells = (tokens == EMPTY_TOKEN_ID).sum(axis=1, dtype=np.int32)
         complete = counts + empty_cells + released == width
         complete &= ~(is_token[:, 1:] & ~is_token[:, :-1]).any(axis=1)
         kinds = (counts > 0).view(np.uint8)
-    kinds[released] = _RELEASED
-    if np.count_nonzero(complete) < len(complete):
-        slot = int(np.flatnonzero(~complete)[0])
-        raise MalformedOutput(f"slot {slot} carries {tokens[slot].tolist()}: not a legal row of the token matrix")
+        kinds[released] = Outcome.RELEASED
+        any_released = bool(released.any())
+        if not complete.all():
+            slot = int(np.flatnonzero(~complete)[0])
+            raise MalformedOutput(f"slot {slot} carries {tokens[slot].tolist()}: not a legal row of the token matrix")
     for slot, _ in errors:
         counts[slot] = 0
-        if not released[slot]:
+        if kinds[slot] != Outcome.RELEASED:
             kinds[slot] = Outcome.ERROR
-    return Outcomes(kinds, counts, tokens)
+    return Outcomes(kinds, counts, tokens, any_released)

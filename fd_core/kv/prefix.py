@@ -14,6 +14,7 @@ from fd_core.types import IntArray
 
 FORMAT_VERSION = 1
 _DIGEST_BYTES = 16
+_TOKEN = np.dtype("<i4")
 
 
 class PrefixHasher:
@@ -41,7 +42,7 @@ class PrefixHasher:
         """Append keys to `chain` until it covers every full block among the first `upto` of `tokens`."""
         done, size = len(chain), self.block_size
         # One copy of what is to be hashed, and no array for each block: a router hashes every prompt on its event loop.
-        data = np.ascontiguousarray(tokens[done * size : upto // size * size], "<i4").tobytes()
+        data = np.ascontiguousarray(tokens[done * size : upto // size * size], _TOKEN).tobytes()
         parent, begun = chain[-1] if chain else root, self._keyed.copy
         for begin in range(0, len(data), 4 * size):
             state = begun()

@@ -110,6 +110,8 @@ class Request:
     """Place among the waiting requests, given by the policy once."""
     waits_as: QueuedRequest | None = None
     """What the policy knows of the request, as long as it stands in the queue."""
+    delivered_first: bool = False
+    """Whether the first delta with tokens was delivered."""
     cached_tokens: int | None = None
     """Tokens found in the prefix cache at the first admission."""
     announced: int = 0

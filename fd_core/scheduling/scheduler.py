@@ -140,7 +140,7 @@ class ContinuousBatchingScheduler(Scheduler):
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended, a slot is still draining, or an operation on KV is not over."""
-        return bool(self._requests or self._operations.open or self._operations.effects or self._slots.draining.any())
+        return bool(self._requests or self._operations.open or self._operations.effects or self._slots.num_draining)
 
     def plan(self) -> tuple[StepPlan | None, effects.Effects]:
         """Decide the next step."""

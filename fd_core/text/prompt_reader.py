@@ -6,6 +6,7 @@ decided here, so that a router counts the same tokens as its workers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from fd_core.models.fetching.packaged import ProgressSink
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.fair_thread import FairThread
+from fd_core.text.template_budget import brief_renderings
 from fd_core.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from fd_core.types.checks import check_ids
 
@@ -103,6 +105,17 @@ class PromptReader:
         """
         if at_once and size <= _INLINE_CHARS:
             return read()
+        return await (self.thread if size <= LONG_CHARS else self.long_thread).run(read)
+
+    async def render(self, size: int, read: Callable[[], T], *, is_plain: bool) -> T:
+        """Return `read()` of a conversation of `size` characters, from a thread: a template may take long over it.
+
+        One that `is_plain`, short messages for the model's own template and nothing else, is tried at once first,
+        within a budget of a millisecond: a turn on a thread takes as long as most renderings.
+        """
+        if is_plain and size <= _INLINE_CHARS:
+            with contextlib.suppress(FdError), brief_renderings():
+                return read()
         return await (self.thread if size <= LONG_CHARS else self.long_thread).run(read)
 
     def own_template(self, name: str) -> ChatTemplate | None:

@@ -153,6 +153,11 @@ class TemplateBudget:
         return kept
 
 
+BRIEF_STEPS: Final = 20_000
+"""Limit for the steps of a rendering that other work waits for: about a millisecond."""
+
+_BRIEF_BYTES: Final = 1 << 20
+_brief: ContextVar[bool] = ContextVar("brief_renderings", default=False)
 _current: ContextVar[TemplateBudget] = ContextVar("template_budget")
 the_budget = _current.get
 """Returns the budget of the rendering that runs."""
@@ -161,12 +166,22 @@ the_budget = _current.get
 @contextlib.contextmanager
 def metered() -> Iterator[TemplateBudget]:
     """Charge what runs in the block to a budget of its own, which it returns."""
-    budget = TemplateBudget()
+    budget = TemplateBudget(BRIEF_STEPS, _BRIEF_BYTES) if _brief.get() else TemplateBudget()
     before = _current.set(budget)
     try:
         yield budget
     finally:
         _current.reset(before)
+
+
+@contextlib.contextmanager
+def brief_renderings() -> Iterator[None]:
+    """Allow what is rendered in the block `BRIEF_STEPS` steps."""
+    before = _brief.set(True)
+    try:
+        yield
+    finally:
+        _brief.reset(before)
 
 
 def joined(pieces: Iterable[str], between: str = "") -> str:

@@ -15,7 +15,7 @@ EVENTS = "types/kv_events.py"
 PREFIXES = "scheduling/prefixes.py"
 
 _RELEASE = "self._pool.release(slots.take_blocks(slot), int(slots.last_step[slot]))"
-_SETTLED = "upto = np.where(sampled, slots.num_tokens[rows_of] - 1, plan.starts[rows] + plan.num_tokens[rows])"
+_SETTLED = "upto = plan.starts[rows] + plan.num_tokens[rows]"
 
 _TOLD = "whoever follows the events knows exactly what the pool knows"
 _ACQUIRED = "            del (self._pinned if self._pins[block] else self._cached)[block]\n"
@@ -135,7 +135,7 @@ MUTANTS = (
     mutant(
         "drafts-are-registered-before-acceptance",
         "3.5: rejected drafts are never hashed; only settled positions are",
-        (OUTPUTS, _SETTLED, "upto = plan.starts[rows] + plan.num_tokens[rows]"),
+        (OUTPUTS, "np.where(sampled, slots.num_tokens[rows_of] - 1, upto)", "upto"),
     ),
     mutant(
         "positions-in-flight-are-registered",

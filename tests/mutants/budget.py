@@ -12,8 +12,8 @@ ADMISSIONS = "scheduling/waiting/admissions.py"
 BUDGET = "scheduling/running/plan.py"
 
 _LIMIT = "        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)\n"
-_PREFILLS = "            if draft.num_rows < len(rows):\n                self._continue_prefills(rows, draft)\n"
-_DECODES = "            self._decode(rows, draft)\n"
+_PREFILLS = "                if draft.num_rows < len(rows):\n                    self._continue_prefills(rows, draft)\n"
+_DECODES = "                self._decode(rows, draft)\n"
 _RESERVED_BEFORE = (
     PLANNER,
     "        chosen, granted = allot_decodes(draft.budget, wanted, slots.last_step[decoding])\n",
@@ -191,7 +191,7 @@ MUTANTS = (
     mutant(
         "a-plan-can-be-written",
         "8: a scheduler returns frozen values",
-        ("scheduling/running/plan.py", "for column in (places, gens,", "for column in (gens,"),
+        ("scheduling/running/plan.py", "for column in (slots, gens,", "for column in (gens,"),
     ),
     mutant(
         "every-request-is-expected-to-have-forced-tokens",

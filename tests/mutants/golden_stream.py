@@ -16,6 +16,8 @@ LAST_TOKENS = "runner/inputs/inputs.py"
 SLOT_GRAMMARS = "runner/sampling/grammars.py"
 MATCHER = "structured/matcher.py"
 
+_DETACHED = "        self._delivered, self.row, self.slot = None, None, -1\n"
+
 MUTANTS = (
     mutant(
         "block-table-off-by-one",
@@ -195,14 +197,24 @@ MUTANTS = (
         "4: a text has max_tokens tokens unless it stops before",
         (
             OUTPUTS,
-            "full = slots.num_tokens[rows] >= slots.limit[rows]",
-            "full = slots.num_tokens[rows] >= slots.limit[rows] - 1",
+            "full = counts >= room",
+            "full = counts >= room - 1",
         ),
+    ),
+    mutant(
+        "decodes-are-planned-past-the-limit",
+        "4: a text has at most max_tokens tokens, accepted drafts included",
+        (PLANNER, " or not decodes.plans_left)", ")"),
+    ),
+    mutant(
+        "a-slot-that-left-is-still-planned",
+        "1.2: a request leaves DRAINING only on the -9 of its own gen",
+        (PLANNER, "decodes.membership != self._slots.membership or ", ""),
     ),
     mutant(
         "accepted-drafts-pass-the-limit",
         "4: a text has at most max_tokens tokens, accepted drafts included",
-        (OUTPUTS, "        counts = np.minimum(counts, slots.limit[rows] - slots.num_tokens[rows])\n", ""),
+        (OUTPUTS, "            counts = np.minimum(counts, room)\n", ""),
         (PLANNER, "np.minimum(ready, slots.limit[rows] - slots.num_planned[rows] - 1)", "ready"),
     ),
     mutant(
@@ -219,8 +231,8 @@ MUTANTS = (
         "4: a preempted request continues with all tokens that were delivered",
         (
             "scheduling/running/tokens.py",
-            "            self.take_delivered()\n        self._delivered, self.row, self.slot = None, None, -1\n",
-            "            self.row[self.slot] = 0\n        self._delivered, self.row, self.slot = None, None, -1\n",
+            "        self.take_delivered()\n" + _DETACHED,
+            "        if self.row is not None:\n            self.row[self.slot] = 0\n" + _DETACHED,
         ),
     ),
     mutant(

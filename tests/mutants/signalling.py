@@ -27,7 +27,7 @@ MUTANTS = (
     mutant(
         "minus-one-is-read-as-the-release",
         "1.2: -1 never means a release",
-        (SIGNALS, "released = first == PREEMPTED_TOKEN_ID", "released = first == EMPTY_TOKEN_ID"),
+        (SIGNALS, "released = tokens[:, 0] == PREEMPTED_TOKEN_ID", "released = tokens[:, 0] == EMPTY_TOKEN_ID"),
     ),
     mutant(
         "minus-one-is-written-as-the-release",
@@ -63,15 +63,15 @@ MUTANTS = (
     mutant(
         "release-sought-in-the-last-column",
         "1.3: -9 stands in column 0, whatever k is",
-        (SIGNALS, "first = tokens[:, 0]", "first = tokens[:, -1]"),
+        (SIGNALS, "released = tokens[:, 0]", "released = tokens[:, -1]"),
     ),
     mutant(
         "release-beside-tokens",
         "1.3: a row that carries -9 carries nothing else",
         (
             SIGNALS,
-            "    if np.count_nonzero(complete) < len(complete):",
-            "    complete |= released\n    if np.count_nonzero(complete) < len(complete):",
+            "        if not complete.all():",
+            "        complete |= released\n        if not complete.all():",
         ),
     ),
     mutant(
@@ -134,8 +134,8 @@ MUTANTS = (
         "1.1: delivered tokens are all that were generated before the -9",
         (
             OUTPUTS,
-            "occupied = (slots.running[places] | slots.draining[places]) & ~slots.ended[places]",
-            "occupied = slots.running[places]",
+            "current = same_runner & ",
+            "current = same_runner & slots.running[places] & ",
         ),
     ),
     mutant(
@@ -164,7 +164,7 @@ MUTANTS = (
     mutant(
         "an-error-hides-a-release",
         "1.3: a revoked slot is released, whatever failed in its row",
-        (SIGNALS, "        if not released[slot]:\n            kinds[slot]", "        kinds[slot]"),
+        (SIGNALS, "        if kinds[slot] != Outcome.RELEASED:\n            kinds[slot]", "        kinds[slot]"),
     ),
     mutant(
         "a-row-without-finite-logits-is-delivered",
@@ -179,7 +179,7 @@ MUTANTS = (
     mutant(
         "an-error-hides-that-its-slot-was-released",
         "1.3: a slot leaves on its -9, whatever else went wrong",
-        (SIGNALS, "        if not released[slot]:\n", "        if True:\n"),
+        (SIGNALS, "        if kinds[slot] != Outcome.RELEASED:\n", "        if True:\n"),
     ),
     mutant(
         "a-draining-slot-counts-as-free",
@@ -221,12 +221,12 @@ MUTANTS = (
         "frames-keyed-by-slot-only",
         "1.5: outputs apply only if the gen matches",
         (OUTPUTS, "same_runner = output.gens[places] == plan.gens", "same_runner = np.full(len(plan.slots), True)"),
-        (OUTPUTS, "(same_runner & (slots.gen[places] == plan.gens) & occupied)", "(same_runner & occupied)"),
+        (OUTPUTS, "(slots.delivering_gen[places] == plan.gens)", "(slots.delivering_gen[places] >= 0)"),
     ),
     mutant(
         "no-gen-check-of-rows-here",
         "1.5: outputs apply only if the gen matches the slot's present residency",
-        (OUTPUTS, "(same_runner & (slots.gen[places] == plan.gens) & occupied)", "(same_runner & occupied)"),
+        (OUTPUTS, "(slots.delivering_gen[places] == plan.gens)", "(slots.delivering_gen[places] >= 0)"),
     ),
     mutant(
         "no-gen-check-of-rows-at-the-runner",

@@ -14,6 +14,7 @@ import pytest
 from fd_core.errors import BadRequest
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.prompt_reader import PromptReader, PromptText, split_prompts, template_kwargs
+from fd_core.text.template_budget import BRIEF_STEPS
 from fd_core.text.tokenizer import byte_tokenizer
 
 BYTES = byte_tokenizer()
@@ -132,3 +133,32 @@ def test_a_template_of_the_caller_replaces_the_models(reader: PromptReader) -> N
 )
 def test_what_a_request_says_of_reasoning_becomes_variables_of_the_template(kwargs, thinking, effort, variables):
     assert template_kwargs(kwargs, thinking, effort) == variables
+
+
+def _thread_of(reader: PromptReader, template: str, *, is_plain: bool) -> tuple[str, str]:
+    """Return the text of a rendering and the name of the thread that rendered it last."""
+    names = []
+
+    def read() -> str:
+        names.append(threading.current_thread().name)
+        return ChatTemplate(template).render([{"role": "user", "content": "Hello"}])
+
+    return asyncio.run(reader.render(5, read, is_plain=is_plain)), names[-1]
+
+
+def test_a_short_plain_conversation_is_rendered_at_once(reader: PromptReader) -> None:
+    assert _thread_of(reader, "{{ messages[0].content }}", is_plain=True) == ("Hello", threading.current_thread().name)
+
+
+def test_a_conversation_that_is_not_plain_is_rendered_on_a_thread(reader: PromptReader) -> None:
+    assert _thread_of(reader, "{{ messages[0].content }}", is_plain=False) == ("Hello", "fdcore-text_0")
+
+
+def test_a_template_with_many_steps_is_moved_to_the_thread(reader: PromptReader) -> None:
+    many = f"{{% for i in range({2 * BRIEF_STEPS}) %}}{{% endfor %}}{{{{ messages[0].content }}}}"
+    assert _thread_of(reader, many, is_plain=True) == ("Hello", "fdcore-text_0")
+
+
+def test_a_refused_conversation_is_refused_by_the_thread(reader: PromptReader) -> None:
+    with pytest.raises(BadRequest, match="no users"):
+        _thread_of(reader, "{{ raise_exception('no users') }}", is_plain=True)

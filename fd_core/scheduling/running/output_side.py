@@ -20,7 +20,7 @@ from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.drafts import DraftControl
-from fd_core.scheduling.running.residencies import Residencies
+from fd_core.scheduling.running.residencies import Residencies, slot_of
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.signals import Outcome
 from fd_core.types import Delta, FinishReason, IntArray, LogprobRows, StepOutput, StepPlan, TokenLogprobs
@@ -62,7 +62,6 @@ class OutputSide:
     """Told of each request whose slot was released and that did not end."""
     counters: OutputCounters = field(default_factory=OutputCounters)
     _next_step: int = 0
-    _told_first: set[str] = field(default_factory=set)
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         """Apply the answer to `plan`; return a delta for each request at most. Raises `signals.MalformedOutput`."""
@@ -77,44 +76,40 @@ class OutputSide:
         places = plan.slots.astype(np.intp)
         # Rows whose residency still exists on both sides.
         same_runner = output.gens[places] == plan.gens
-        occupied = (slots.running[places] | slots.draining[places]) & ~slots.ended[places]
-        found: npt.NDArray[np.intp] = (same_runner & (slots.gen[places] == plan.gens) & occupied).nonzero()[0]
+        current = same_runner & (slots.delivering_gen[places] == plan.gens)
         rows: _Rows = _ALL
-        if len(found) < len(places):
+        if (num_current := int(np.count_nonzero(current))) < len(places):
             stale = len(places) - int(np.count_nonzero(same_runner))
             self.counters.stale_outputs += stale
-            self.counters.overrun_rows += len(places) - stale - len(found)
-            rows, places = found, places[found]
+            self.counters.overrun_rows += len(places) - stale - num_current
+            rows = current.nonzero()[0]
+            places = places[rows]
         if output.errors:
             rows = np.arange(len(plan.slots))[rows]
             healthy = outcomes.kinds[places] != Outcome.ERROR
             failed = set(places[~healthy].tolist())
             deltas = [self._fail(slot, message) for slot, message in output.errors if slot in failed]
             rows, places = rows[healthy], places[healthy]
-        counts = outcomes.counts[places]
-        delivers, samples = counts > 0, plan.samples[rows]
-        with_tokens = delivers & samples
-        delivering = with_tokens.nonzero()[0]
-        if len(delivering) < np.count_nonzero(delivers):
-            unasked = delivers > samples
+        counts, samples = outcomes.counts[places], plan.samples[rows]
+        delivers = counts > 0
+        if np.count_nonzero(unasked := delivers > samples):
             raise signals.MalformedOutput(f"slot {places[unasked][0]} carries tokens that no row of the step samples")
         if output.prompt_logprobs is not None or output.pooled is not None:
             self._collect(output, places)
-        asked, given = places, counts
-        if len(delivering) < len(places):
-            asked, given = places[delivering], counts[delivering]
-        told, ended = self._append(asked, given, outcomes.tokens, output.logprobs)
+        all_deliver = np.count_nonzero(delivers) == len(places)
+        asked, given = (places, counts) if all_deliver else (places[delivers], counts[delivers])
+        delivered, ended = self._append(asked, given, outcomes.tokens, output.logprobs)
         # What is settled comes before who is done: the blocks that a last step completes are named like any others.
-        self._settle(plan, rows, places, counts)
+        self._settle(plan, rows, places, counts, all_deliver)
         for slot, request, reason in ended:
             self._residencies.finish(slot, request, reason)
-        deltas += told
+        deltas += delivered
         if output.drafts_ready is not None:
             # Slots that were scheduled again since this step hold newer drafts; those of an earlier gen hold none.
             current = (slots.last_step <= plan.step) & (slots.gen == output.gens)
             slots.hold_drafts(current.nonzero()[0], output.drafts_ready[current])
         self._pool.answered(plan.step)
-        if plan.revocations or np.count_nonzero(outcomes.kinds == _RELEASED):
+        if plan.revocations or outcomes.any_released:
             deltas += self._acknowledge(plan, outcomes, output)
         return deltas
 
@@ -131,10 +126,11 @@ class OutputSide:
             return [], []
         width = 1 if tokens.shape[1] == 1 else int(counts.max())
         block = tokens[rows] if width == tokens.shape[1] else tokens[rows, :width]
-        counts = np.minimum(counts, slots.limit[rows] - slots.num_tokens[rows])
+        room = slots.limit[rows] - slots.num_tokens[rows]
         if width == slots.stops.shape[1] == 1:  # most steps are such, and reductions take most of the time
-            stopped = (block[:, 0] == slots.stops[rows, 0]) & (counts > 0)
+            stopped = block[:, 0] == slots.stops[:, 0][rows]  # an index of two dimensions takes twice as long
         else:
+            counts = np.minimum(counts, room)
             in_row = np.arange(width, dtype=np.int32) < counts[:, None]
             stops = (block[:, :, None] == slots.stops[rows][:, None, :]).any(axis=2) & in_row
             stopped = stops.any(axis=1)
@@ -142,18 +138,18 @@ class OutputSide:
         slots.append_tokens(rows, block, counts)
         given_out = counts.tolist()
         self.counters.generated_tokens += sum(given_out)
-        full = slots.num_tokens[rows] >= slots.limit[rows]
+        full = counts >= room
         scores = {} if logprobs is None else _logprobs_by_slot(logprobs, slots.requests)
         ended: list[tuple[int, Request, FinishReason]] = []
-        ends, told = (stopped | full).tolist(), self._told_first
+        ends = stopped | full
         # Tuples straight from memory: a list for each row would keep the garbage collector busy.
         cells = [*struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)]
         places = rows.tolist()
         names = [slots.names[slot] for slot in places]
-        # Most rows go on, and have nothing to tell but tokens; the others are told anew below.
+        # Most rows go on and deliver nothing but tokens; the deltas of the others are replaced below.
         deltas = [*map(Delta, names, cells)]
         if logprobs is None and (width == 1 or min(given_out) == width):
-            rest = [index for index, name in enumerate(names) if ends[index] or name not in told]
+            rest = (ends | slots.awaits_first[rows]).nonzero()[0].tolist()
         else:
             rest = [*range(len(names))]
         for index in rest:
@@ -182,25 +178,29 @@ class OutputSide:
                 if state is not None:
                     state.take(start, count, value)
 
-    def _settle(self, plan: StepPlan, rows: _Rows, rows_of: npt.NDArray[np.intp], counts: IntArray) -> None:
+    def _settle(
+        self, plan: StepPlan, rows: _Rows, rows_of: npt.NDArray[np.intp], counts: IntArray, all_deliver: bool
+    ) -> None:
         """Positions computed by the step are settled, but for rejected drafts; requests that left have none."""
         slots = self._slots
         sampled = plan.samples[rows]
-        drafted = plan.num_drafts[rows]
-        if self._drafts.learning or np.count_nonzero(drafted):
+        if self._drafts.possible and (self._drafts.learning or np.count_nonzero(plan.num_drafts)):
+            drafted = plan.num_drafts[rows]
             accepted = np.maximum(counts - 1, 0)
             self._drafts.observe(rows_of[sampled], drafted[sampled], accepted[sampled])
             rejected = np.where(sampled, drafted - accepted, 0)
             # Neither rejected drafts nor their KV exist.
             slots.take_back(rows_of, rejected)
-        still = slots.running[rows_of]
-        if np.count_nonzero(still) < len(rows_of):
+        if slots.num_draining:
+            still = slots.running[rows_of]
             rows = np.arange(len(plan.slots))[rows][still]
             rows_of, sampled = rows_of[still], sampled[still]
         if len(rows_of):
-            # The last token delivered has no KV yet.
-            upto = np.where(sampled, slots.num_tokens[rows_of] - 1, plan.starts[rows] + plan.num_tokens[rows])
-            self._residencies.settle(rows_of, upto.astype(np.int32))
+            upto = plan.starts[rows] + plan.num_tokens[rows]
+            if self._drafts.possible or not all_deliver:
+                # The last token delivered has no KV yet.
+                upto = np.where(sampled, slots.num_tokens[rows_of] - 1, upto).astype(np.int32)
+            self._residencies.settle(rows_of, upto)
 
     def _acknowledge(self, plan: StepPlan, outcomes: signals.Outcomes, output: StepOutput) -> list[Delta]:
         """Match every -9 with the one revocation that it answers."""
@@ -238,8 +238,8 @@ class OutputSide:
     ) -> Delta:
         request_id = request.spec.request_id
         cached = prefill = scores = pooled = phases = None
-        if token_ids and request_id not in self._told_first:
-            self._told_first.add(request_id)
+        if token_ids and not request.delivered_first:
+            self._slots.deliver_first(slot_of(request))
             cached, prefill = request.cached_tokens, request.prefill
             phases = None if reason else self._times.told(request.times)
         if token_ids and request.prompt_logprobs is not None:
@@ -247,7 +247,6 @@ class OutputSide:
         if token_ids and request.pooled is not None:
             pooled = request.pooled.delivered()
         if reason is not None:
-            self._told_first.discard(request_id)
             self.counters.finished[reason] += 1
             phases = self._times.told(request.times)
         return Delta(

@@ -6,6 +6,8 @@ shrink; a decode is left out only in rotation, the longest waiting first in.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,8 +15,24 @@ from fd_core.scheduling.requests import Request
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.types import Admission, BlockGrant, IntArray, Revocation, StepPlan, frozen
 
-_ONES = frozen(np.ones(4096, np.int32))
-_ZEROS = frozen(np.zeros(4096, np.int32))
+_NO_DRAFTS = frozen(np.zeros(1, np.int32))
+_NO_ROWS = np.empty(0, np.intp)
+
+
+@dataclass(slots=True)
+class Decodes:
+    """Rows that compute one token each, without drafts: the columns that plans share while the same slots decode."""
+
+    rows: npt.NDArray[np.intp]
+    slots: IntArray
+    gens: IntArray
+    num_tokens: IntArray
+    num_drafts: IntArray
+    samples: npt.NDArray[np.bool_]
+    membership: int
+    """`SlotTable.membership` at which the columns are right."""
+    plans_left: int
+    """Plans until every token of one of the slots is planned."""
 
 
 class Budget:
@@ -41,10 +59,12 @@ class PlanBuilder:
         self.preempted = False
         """Whether this pass preempted a request for want of blocks."""
         self.num_rows = 0
-        self.rows = np.empty(0, np.intp)
+        self.rows = _NO_ROWS
         """Slots of the plan that was built, as an index: arrays of another integer type take several times as long."""
         self._epoch = epoch
         self._step = step
+        self.decodes: Decodes | None = None
+        """The rows that decode without drafts, which come first."""
         self._slots: list[npt.NDArray[np.intp]] = []
         self._num_tokens: list[IntArray] = []
         self._num_drafts: list[IntArray] = []
@@ -60,20 +80,19 @@ class PlanBuilder:
             self._num_tokens.append(num_tokens)
             self._num_drafts.append(num_drafts)
 
-    def add_decodes(self, slots: npt.NDArray[np.intp]) -> None:
+    def add_decodes(self, decodes: Decodes) -> None:
         """Schedule one token of each of several slots, without drafts."""
-        count, many = len(slots), len(slots) > len(_ONES)
-        self.num_rows += count
-        self._slots.append(slots)
-        self._num_tokens.append(np.ones(count, np.int32) if many else _ONES[:count])
-        self._num_drafts.append(np.zeros(count, np.int32) if many else _ZEROS[:count])
+        self.decodes = decodes
+        decodes.plans_left -= 1
+        self.budget.left -= len(decodes.rows)
+        self.add_rows(decodes.rows, decodes.num_tokens, decodes.num_drafts)
 
     def add_row(self, slot: int, num_tokens: int) -> None:
         """Schedule one slot without drafts."""
         self.num_rows += 1
         self._slots.append(np.array([slot]))
         self._num_tokens.append(np.array([num_tokens], np.int32))
-        self._num_drafts.append(_ZEROS[:1])
+        self._num_drafts.append(_NO_DRAFTS)
 
     def admit(self, slot: int, request: Request, table: SlotTable) -> None:
         """Tell the runner about a new residency and the blocks that it begins with."""
@@ -95,10 +114,9 @@ class PlanBuilder:
         if len(blocks):
             self._grants.append(BlockGrant(slot, 0, blocks))
 
-    def grant(self, slot: int, offset: int, blocks: IntArray) -> None:
-        """Append blocks to a slot's table from entry `offset` on."""
-        if len(blocks):
-            self._grants.append(BlockGrant(slot, offset, blocks))
+    def grant(self, rows: npt.NDArray[np.intp], entries: IntArray, blocks: IntArray) -> None:
+        """Make each of read-only `blocks` int32[n] the one of `entries` int32[n] in the table of its slot in `rows`."""
+        self._grants += map(BlockGrant, rows.tolist(), entries.tolist(), blocks[:, None])
 
     def revoke(self, slot: int, gen: int) -> None:
         """Revoke a slot; blocks granted to it in the same pass are void."""
@@ -109,21 +127,25 @@ class PlanBuilder:
         """Freeze the plan, with positions from the slot table; None without rows, admissions and revocations."""
         if not (self._slots or self._revocations or self._admissions):
             return None
-        slots, num_tokens, num_drafts = np.empty(0, np.intp), _ZEROS[:0], _ZEROS[:0]
-        if len(self._slots) == 1:  # most plans have one part only, which is nobody else's
-            slots, num_tokens, num_drafts = self._slots[0], self._num_tokens[0], self._num_drafts[0]
-        elif self._slots:
-            slots, num_tokens = np.concatenate(self._slots), np.concatenate(self._num_tokens)
-            num_drafts = np.concatenate(self._num_drafts)
-        self.rows = slots
-        starts, gens, places = table.num_computed[slots], table.gen[slots], slots.astype(np.int32)
-        samples = starts + num_tokens - num_drafts >= table.num_planned[slots]
-        for column in (places, gens, starts, num_tokens, num_drafts, samples):
+        decodes = self.decodes
+        if decodes is not None and len(self._slots) == 1:  # most plans of most engines
+            rows, num_tokens, num_drafts = decodes.rows, decodes.num_tokens, decodes.num_drafts
+            slots, gens, samples = decodes.slots, decodes.gens, decodes.samples
+            starts = table.num_computed[rows]
+        else:
+            rows, num_tokens, num_drafts = _NO_ROWS, _NO_DRAFTS[:0], _NO_DRAFTS[:0]
+            if self._slots:
+                rows, num_tokens = np.concatenate(self._slots), np.concatenate(self._num_tokens)
+                num_drafts = np.concatenate(self._num_drafts)
+            slots, gens, starts = rows.astype(np.int32), table.gen[rows], table.num_computed[rows]
+            samples = starts + num_tokens - num_drafts >= table.num_planned[rows]
+        self.rows = rows
+        for column in (slots, gens, starts, num_tokens, num_drafts, samples):
             column.setflags(write=False)
         return StepPlan(
             epoch=self._epoch,
             step=self._step,
-            slots=places,
+            slots=slots,
             gens=gens,
             starts=starts,
             num_tokens=num_tokens,

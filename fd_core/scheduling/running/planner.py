@@ -18,7 +18,7 @@ from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request, State
 from fd_core.scheduling.running.drafts import DraftControl
-from fd_core.scheduling.running.plan import PlanBuilder, allot_decodes
+from fd_core.scheduling.running.plan import Decodes, PlanBuilder, allot_decodes
 from fd_core.scheduling.running.residencies import Residencies, slot_of
 from fd_core.scheduling.running.slots import SlotTable
 from fd_core.scheduling.victims import VictimPolicy
@@ -43,6 +43,8 @@ class Planner:
     _step: int = 0
     _left_out: list[int] = field(default_factory=list)
     """Running slots that the last plan left out."""
+    _decodes: Decodes | None = None
+    """Every running slot, if all of them decoded in the last plan; the next one computes the same rows."""
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are revoked."""
@@ -54,12 +56,20 @@ class Planner:
         for request in aborting:
             if request.state is State.RUNNING:
                 self._residencies.revoke(slot_of(request), request, draft)
-        rows = ready = self._slots.ready()
+        decodes = self._decodes
+        if decodes is not None and (decodes.membership != self._slots.membership or not decodes.plans_left):
+            decodes = None
+        rows = ready = self._slots.ready() if decodes is None else decodes.rows
         if len(ready):
             rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
-            self._decode(rows, draft)
-            if draft.num_rows < len(rows):
-                self._continue_prefills(rows, draft)
+            if decodes is not None and rows is ready:
+                draft.add_decodes(decodes)
+            else:
+                self._decode(rows, draft)
+                if draft.num_rows < len(rows):
+                    self._continue_prefills(rows, draft)
+                decodes = draft.decodes
+                self._decodes = decodes if decodes is not None and len(decodes.rows) == len(ready) else None
         left_out = draft.num_rows < len(ready)
         self._times.looked_at = False
         if draft.preempted:
@@ -105,8 +115,12 @@ class Planner:
         full = ready[slots.num_computed[ready] >= slots.num_blocks[ready] * self._limits.block_size]
         if not len(full):
             return ready
+        full = full[np.argsort(slots.arrival[full], kind="stable")]
+        if (blocks := self._pool.allocate(len(full))) is not None:
+            draft.grant(full, slots.append_block(full, blocks), blocks)
+            return ready
         stalled: list[int] = []
-        for slot in full[np.argsort(slots.arrival[full], kind="stable")].tolist():
+        for index, slot in enumerate(full.tolist()):
             if not slots.running[slot]:
                 continue
             blocks = self._pool.allocate(1)
@@ -116,13 +130,13 @@ class Planner:
                     break
                 blocks = self._pool.allocate(1)
             if blocks is not None:
-                draft.grant(slot, slots.append_blocks(slot, blocks), blocks)
+                row = full[index : index + 1]
+                draft.grant(row, slots.append_block(row, blocks), blocks)
             elif slots.running[slot]:
                 stalled.append(slot)
-        may_run = slots.running[ready]
-        if stalled:
-            may_run &= ~np.isin(ready, stalled)
-        return ready[may_run]
+        if not stalled and not draft.preempted:
+            return ready
+        return ready[slots.running[ready] & ~np.isin(ready, stalled)]
 
     def _choose_victim(self) -> int:
         running = self._slots.running_requests()
@@ -142,8 +156,19 @@ class Planner:
         if not len(decoding):
             return
         if len(decoding) < draft.budget.left and not self._drafts.possible:  # most steps of most engines
-            draft.budget.take(len(decoding))
-            draft.add_decodes(decoding)
+            count, plans_left = len(decoding), slots.limit[decoding] - slots.num_planned[decoding]
+            draft.add_decodes(
+                Decodes(
+                    rows=decoding,
+                    slots=decoding.astype(np.int32),
+                    gens=slots.gen[decoding],
+                    num_tokens=np.ones(count, np.int32),
+                    num_drafts=np.zeros(count, np.int32),
+                    samples=np.ones(count, np.bool_),
+                    membership=slots.membership,
+                    plans_left=int(plans_left.min()),
+                )
+            )
             return
         wanted = self._wanted_drafts(decoding, draft)
         chosen, granted = allot_decodes(draft.budget, wanted, slots.last_step[decoding])
@@ -160,10 +185,10 @@ class Planner:
         room = slots.num_blocks[rows] * self._limits.block_size - slots.num_computed[rows] - 1
         for index in np.flatnonzero(wanted > room).tolist():
             # A draft takes a block only if no other request will miss the block.
-            slot = int(rows[index])
+            row = rows[index : index + 1]
             blocks = self._pool.allocate(1) if self._pool.num_free > len(rows) else None
             if blocks is not None:
-                draft.grant(slot, slots.append_blocks(slot, blocks), blocks)
+                draft.grant(row, slots.append_block(row, blocks), blocks)
                 room[index] += self._limits.block_size
         fitting: IntArray = np.minimum(wanted, room).astype(np.int32)
         return fitting

@@ -123,9 +123,11 @@ class Residencies:
         slots.settle(rows, upto)
         if self._prefixes.hasher is None:
             return
-        for slot in rows[upto // slots.block_size > slots.num_registered[rows]].tolist():
+        blocks = upto // slots.block_size
+        completed = blocks > slots.num_registered[rows]
+        for slot, count in zip(rows[completed].tolist(), blocks[completed].tolist(), strict=True):
             request = slots.request_in(slot)
-            self._register(slot, request, int(slots.num_settled[slot]) // self.slots.block_size)
+            self._register(slot, request, count)
             if request.spec.prefill_job is not None:
                 self._send_settled(slot, request)
 

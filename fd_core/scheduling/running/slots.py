@@ -54,13 +54,18 @@ class SlotTable:
         self.requests: list[Request | None] = [None] * num_slots
         self.names = [""] * num_slots
         """Id of the request in each slot, or of the last one."""
+        self.membership = 0
+        """Changes whenever a slot begins or stops to run, or has fewer tokens planned."""
         self.running = np.zeros(num_slots, np.bool_)
         self.loading = np.zeros(num_slots, np.bool_)
         """Slots whose KV is on its way from outside the device; the runner does not know of them yet."""
         self.draining = np.zeros(num_slots, np.bool_)
-        self.ended = np.zeros(num_slots, np.bool_)
-        """Draining slots whose client was already told the end; what they still deliver is dropped."""
+        self.num_draining = 0
         self.gen = np.zeros(num_slots, np.int32)
+        self.delivering_gen = np.full(num_slots, -1, np.int32)
+        """The gen whose outputs are delivered; -1 for a free slot, and after the end of a request that still drains."""
+        self.awaits_first = np.zeros(num_slots, np.bool_)
+        """Whether the request was delivered no token yet."""
         self.arrival = np.zeros(num_slots, np.int64)
         """Order of arrival of the request; the largest is the youngest."""
         self.priority = np.zeros(num_slots, np.int64)
@@ -112,7 +117,10 @@ class SlotTable:
         request.slot = slot
         request.tokens.attach(self._delivered, slot)
         self.running[slot] = True
+        self.membership += 1
         self.gen[slot] += 1
+        self.delivering_gen[slot] = self.gen[slot]
+        self.awaits_first[slot] = not request.delivered_first
         self.arrival[slot] = request.arrival
         self.priority[slot] = spec.priority
         self.preempted_before[slot] = request.preemptions > 0
@@ -137,19 +145,28 @@ class SlotTable:
     def load(self, slot: int) -> None:
         """The KV of a slot is on its way from outside the device."""
         self.running[slot], self.loading[slot] = False, True
+        self.membership += 1
 
     def run(self, slot: int, num_computed: int) -> None:
         """A slot computes from now on, behind `num_computed` positions whose KV is in place."""
         self.running[slot], self.loading[slot] = True, False
+        self.membership += 1
         self.num_computed[slot] = self.num_settled[slot] = num_computed
 
     def drain(self, slot: int) -> None:
         """A slot was revoked: it keeps its place until its -9."""
         self.running[slot], self.draining[slot] = False, True
+        self.num_draining += 1
+        self.membership += 1
 
     def end(self, slot: int) -> None:
-        """The client of a draining slot was told the end."""
-        self.ended[slot] = True
+        """The client of a draining slot has the end."""
+        self.delivering_gen[slot] = -1
+
+    def deliver_first(self, slot: int) -> None:
+        """The request in a slot is delivered its first token."""
+        self.request_in(slot).delivered_first = True
+        self.awaits_first[slot] = False
 
     def take_blocks(self, slot: int) -> IntArray:
         """Return the block table of a slot, which owns no block from now on."""
@@ -164,11 +181,14 @@ class SlotTable:
             request.slot = None
             request.tokens.detach()
         self.requests[slot] = None
-        self.running[slot] = self.loading[slot] = self.draining[slot] = self.ended[slot] = False
+        self.num_draining -= int(self.draining[slot])
+        self.running[slot] = self.loading[slot] = self.draining[slot] = False
+        self.delivering_gen[slot] = -1
+        self.membership += 1
 
     def schedule(self, rows: npt.NDArray[np.intp], plan: StepPlan) -> None:
         """A plan computes the slots `rows`, with all of their drafts as if they were accepted."""
-        self.num_computed[rows] += plan.num_tokens
+        self.num_computed[rows] = plan.starts + plan.num_tokens
         self.num_planned[rows] += plan.samples + plan.num_drafts
         self.last_step[rows] = plan.step
 
@@ -178,6 +198,7 @@ class SlotTable:
 
     def take_back(self, rows: npt.NDArray[np.intp], rejected: IntArray) -> None:
         """Of the slots `rows`, `rejected` int32[n] drafts do not exist, nor does their KV."""
+        self.membership += 1
         self.num_planned[rows] -= rejected
         self.num_computed[rows] -= rejected
 
@@ -197,12 +218,12 @@ class SlotTable:
         self._delivered.append(rows, tokens, counts)
         self.num_tokens[rows] += counts
 
-    def append_blocks(self, slot: int, blocks: IntArray) -> int:
-        """Extend the block table and return the entry at which `blocks` begin."""
-        offset = int(self.num_blocks[slot])
-        self.tables[slot, offset : offset + len(blocks)] = blocks
-        self.num_blocks[slot] = offset + len(blocks)
-        return offset
+    def append_block(self, rows: npt.NDArray[np.intp], blocks: IntArray) -> IntArray:
+        """Extend the table of each of the slots `rows` by one of `blocks` int32[n]; return its entries, int32[n]."""
+        entries: IntArray = self.num_blocks[rows]
+        self.tables[rows, entries] = blocks
+        self.num_blocks[rows] = entries + 1
+        return entries
 
     def blocks(self, slot: int, first: int = 0, upto: int | None = None) -> IntArray:
         """Return a copy of the slot's block table, or of its entries `first` to `upto`."""

@@ -50,8 +50,7 @@ class TokenBuffer:
 
     def view(self, first: int = 0, upto: int | None = None) -> IntArray:
         """Return int32[upto - first], read-only: the tokens from `first` to `upto`, which is the end if left out."""
-        if self.row is not None and self.row[self.slot]:
-            self.take_delivered()
+        self.take_delivered()
         view = self._data[first : self.taken if upto is None else upto]
         view.setflags(write=False)
         return view
@@ -62,8 +61,7 @@ class TokenBuffer:
 
     def detach(self) -> None:
         """The request leaves its slot; all its tokens stand in the buffer afterwards."""
-        if self.row is not None and self.row[self.slot]:
-            self.take_delivered()
+        self.take_delivered()
         self._delivered, self.row, self.slot = None, None, -1
 
     def take_delivered(self) -> None:

@@ -28,7 +28,7 @@ from fd_core.structured.grammar import CallAsked, CallsForm, FormAsked
 from fd_core.text.chat_template import shown_tool
 from fd_core.text.parsing.answer import AnswerReading, Parsers
 from fd_core.text.parsing.contract import ReasoningParser, ToolParser
-from fd_core.text.prompt_reader import LONG_CHARS, PromptReader, PromptText, template_kwargs
+from fd_core.text.prompt_reader import PromptReader, PromptText, template_kwargs
 from fd_core.types import Reasoning, SamplingParams
 from fd_core.types.checks import check_ids
 
@@ -293,8 +293,8 @@ async def chat_prompt(
     )
     if tools is not None:
         size += len(msgspec.json.encode(tools.shown))
-    # On a thread in any case: a template may take long over a short text.
-    ids = await (reader.thread if size <= LONG_CHARS else reader.long_thread).run(read)
+    is_plain = tools is None and variables is None and template is None and body.documents is None
+    ids = await reader.render(size, read, is_plain=is_plain)
     if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is None:
         return ids
     return _shortened(state, body, PromptText(ids, None)).ids
