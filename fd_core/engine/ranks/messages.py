@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import EngineConfig, Limits
-from fd_core.engine.process.message_stream import decode_array, encode_array
-from fd_core.engine.process.messages import Fault
+from fd_core.engine.process.messages import Fault, decode_array, encode_array
 from fd_core.ops.parallel import RankMeeting
 from fd_core.ops.weights import Adapter, WeightUse
 from fd_core.types import IntArray, StepOutput, StepPlan
