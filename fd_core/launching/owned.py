@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from fd_core.launching.child import child_command
+from fd_core.launching.child import child_command, child_socket
 from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec, how_ended
 
 _LAST_LINES: Final = 10
 _LAST_WORDS_SECONDS: Final = 0.5
 """For which lines of an ended process are waited for."""
-
-
-def start_child(cores: Sequence[int], *command: str, **options: Any) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a child, see `child_command`, and return this end of the socket that is its standard input too.
-
-    The child ends once that end is closed. `options` are those of `Popen`. Raises `OSError`.
-    """
-    own, theirs = socket.socketpair()
-    with theirs:
-        try:
-            process = subprocess.Popen(
-                child_command(cores, *command), stdin=theirs.fileno(), start_new_session=True, **options
-            )
-        except BaseException:
-            own.close()
-            raise
-    return process, own
 
 
 class OwnedProcess:
@@ -48,13 +30,15 @@ class OwnedProcess:
         self.node = node
         self.address = address
         variables = {**os.environ, **spec.environment, **spec.secrets, **environment}
-        self._process, self._channel = start_child(
-            cores,
-            *(_at(address, word) for word in spec.command),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={key: _at(address, value) for key, value in variables.items()},
-        )
+        with child_socket() as (self._channel, theirs):
+            self._process = subprocess.Popen(
+                [_at(address, word) for word in child_command(cores, *spec.command)],
+                stdin=theirs,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={key: _at(address, value) for key, value in variables.items()},
+                start_new_session=True,
+            )
         self._channel.setblocking(False)  # the process announces itself on it
         self.pid = self._process.pid
         self._heard = b""

@@ -20,8 +20,8 @@ from typing import Final
 import msgspec
 
 from fd_core.errors import BadRequest
+from fd_core.launching.child import child_command, child_socket
 from fd_core.launching.message_stream import MessageSocket
-from fd_core.launching.owned import start_child
 from fd_core.structured.compiler import VocabularyTable
 from fd_core.structured.grammar import FormAsked
 from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, FormOutcome
@@ -207,10 +207,14 @@ class _Process:
 
     def __init__(self) -> None:
         """Start a process that waits for the vocabulary. Raises `OSError`."""
-        # A panic may quote a grammar.
-        self._process, own = start_child(
-            (), "-m", "fd_core.structured.workers.child", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        with child_socket() as (own, theirs):
+            self._process = subprocess.Popen(
+                child_command((), "-m", "fd_core.structured.workers.child"),
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a panic may quote a grammar
+                start_new_session=True,
+            )
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._socket = MessageSocket(own, self._answered, self._failed, _MAX_ANSWER)
 
