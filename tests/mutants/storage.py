@@ -88,11 +88,11 @@ MUTANTS = (
         "5.4: anything wrong is a miss and is never used in part",
         (
             READER,
-            "        except Damaged as damaged:\n            self._tally",
+            "        except Damaged as damaged:\n            self._stats",
             "        except Damaged as damaged:\n"
             "            if len(value) == self._limit:\n"
             "                return self._block.array(value[HEADER_BYTES:])\n"
-            "            self._tally",
+            "            self._stats",
         ),
     ),
     mutant(

@@ -15,8 +15,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fd_core.disagg.messages import FromDecode, FromPrefill
+from fd_core.disagg.stats import SideStats
 from fd_core.disagg.wire import Unfit, Unsealed, Wire
-from fd_core.effects.port import Tally
 from fd_core.effects.sockets import Context, Endpoint, Socket, arrived, open_socket, tcp_endpoint
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes
@@ -147,7 +147,7 @@ class PrefillConnections:
         self,
         loop: ThreadLoop,
         wire: Wire,
-        tally: Tally,
+        stats: SideStats,
         *,
         hear: Callable[[PrefillLink, FromPrefill, Sequence[Bytes]], None],
         reopen: Callable[[str], None],
@@ -156,7 +156,7 @@ class PrefillConnections:
         """`hear` takes a message and frames, `reopen` a lease to say `Open` again for, `gone` a lost one and why."""
         self._loop = loop
         self._wire = wire
-        self._tally = tally
+        self._stats = stats
         self._hear = hear
         self._reopen = reopen
         self._gone = gone
@@ -235,6 +235,6 @@ class PrefillConnections:
                     raise Unsealed("a message has too many frames")
                 message = self._wire.open_from_prefill(frames[0].buffer)
             except (Unsealed, Unfit):
-                self._tally.add("dropped_frames")
+                self._stats.dropped_frames += 1
             else:
                 self._hear(peer, message, [frame.buffer for frame in frames[1:]])

@@ -10,8 +10,8 @@ from typing import Final
 import zmq
 
 from fd_core.disagg.messages import FromDecode, FromPrefill
+from fd_core.disagg.stats import SideStats
 from fd_core.disagg.wire import Unfit, Unsealed, Wire
-from fd_core.effects.port import Tally
 from fd_core.effects.sockets import Context, arrived, open_socket, tcp_endpoint
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.errors import ConfigError
@@ -31,7 +31,7 @@ class DecodeConnections:
         self,
         loop: ThreadLoop,
         wire: Wire,
-        tally: Tally,
+        stats: SideStats,
         host: str,
         port: int,
         *,
@@ -47,7 +47,7 @@ class DecodeConnections:
         self._hear = hear
         self._turn_down = turn_down
         self._wire = wire
-        self._tally = tally
+        self._stats = stats
         try:
             address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
         except (OSError, UnicodeError) as error:
@@ -96,9 +96,9 @@ class DecodeConnections:
                     raise Unsealed("a message is one frame")
                 message = self._wire.open_from_decode(frames[1].buffer)
             except Unsealed:
-                self._tally.add("dropped_frames")
+                self._stats.dropped_frames += 1
             except Unfit as unfit:
-                self._tally.add("dropped_frames")
+                self._stats.dropped_frames += 1
                 if unfit.lease is not None:
                     self._turn_down(route, unfit.lease, unfit.reason)
             else:
