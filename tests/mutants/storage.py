@@ -141,7 +141,7 @@ MUTANTS = (
     mutant(
         "the-answer-of-an-abandoned-load-counts",
         "1.7: what a request that left was waiting for changes nothing",
-        (OFFLOADING, "        if request.load != answer.operation:\n", "        if False:\n"),
+        (OPERATIONS, "effect, None, blocks", "effect, _ if isinstance(effect, Load) else None, blocks"),
     ),
     mutant(
         "who-is-aborted-during-a-lookup-comes-back",

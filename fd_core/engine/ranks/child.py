@@ -105,8 +105,7 @@ def _execute(steps: Socket, runner: Runner, say: Callable[[messages.RankMessage]
         frame = steps.recv()
         if frame == messages.WARM_UP:
             runner.warm_up(lambda *_: None)
-            continue
-        if frame == messages.LOOK:
+        if frame in (messages.WARM_UP, messages.LOOK):
             say(messages.RankReady())
             continue
         if isinstance(runner, EarlierStageRunner):

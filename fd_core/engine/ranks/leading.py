@@ -163,6 +163,11 @@ class RankProcesses:
                 raise _dead(f"rank {rank} made something else of step {step} than rank 0")
         self._heard = time.monotonic()
 
+    def await_ready(self) -> None:
+        """Wait until the other ranks have warmed up: what they compute then overwrites blocks that are copied to."""
+        for rank in self._ranks:
+            self._hear(rank, messages.RankReady)
+
     def look(self) -> None:
         """Ask idle ranks now and then whether they go on; never waits. Raises `EngineDead` if one is gone or silent."""
         if self.group.abandoned:
@@ -404,9 +409,10 @@ class LeadingRunner(Runner):
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Warm up, as every rank does by itself."""
-        self.ranks.tell(messages.WARM_UP)
         with self.ranks.together():
+            self.ranks.tell(messages.WARM_UP)
             seconds = super().warm_up(progress)
+            self.ranks.await_ready()
         self._leads = True
         return seconds
 

@@ -1,8 +1,8 @@
 """What rank 0 says to the other ranks and hears of them; encoded with msgspec, never pickled.
 
 On the socket of steps: `RankStart`, `RankLoaded`, `RankLimits`, `RankReady`, then orders and an answer to each:
-`HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `LOOK` and `RankReady`; at any time a `Fault` instead.
-`WARM_UP` has no answer, nor have the orders of stages: a `StagePlan` and later its `StageOutcome`. On the socket of
+`HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `WARM_UP` or `LOOK` and `RankReady`; at any time a
+`Fault` instead. The orders of stages have no answer: a `StagePlan` and later its `StageOutcome`. On the socket of
 copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its answer, with the bytes of blocks behind it.
 """
 
@@ -22,7 +22,7 @@ from fd_core.ops.weights import Adapter, WeightUse
 from fd_core.types import IntArray, StepOutput, StepPlan
 
 WARM_UP: Final = b""
-"""The frame before the first plan: every rank warms up by itself."""
+"""The frame before the first plan: every rank warms up by itself, and says when its blocks may be written to."""
 SIGN: Final = b"!"
 """How a frame begins by which a rank that loads says that it goes on; what follows changes when it came further."""
 LOOK: Final = b"?"
