@@ -151,12 +151,11 @@ class JoinedEffectPort(EffectPort[tuple[_Offload | None, _Transfer | None, _Comp
             else:
                 raise ValueError(f"this engine has nothing that performs {type(effect).__name__}")
 
-    def completions(self) -> list[Completion]:
-        """Return the completions of all ports."""
+    def tend(self) -> None:
+        """Tend the ports that are not idle."""
         for port in self._ports:
             if not port.idle:
                 port.tend()
-        return self._queue.take()
 
     def stats(self) -> tuple[_Offload | None, _Transfer | None, _Compiler | None]:
         """Return the counters and gauges of each port."""

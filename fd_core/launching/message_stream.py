@@ -53,16 +53,18 @@ class MessageStream:
 
     def send(self, message: bytes) -> None:
         """Send a message of less than 4 GiB, or keep what the socket does not take."""
-        data = _LENGTH.pack(len(message)) + message
-        if self._unsent:
-            self._unsent += data
-        elif (sent := self._write(data)) < len(data):
-            self._unsent += data[sent:]
+        self._unsent += _LENGTH.pack(len(message)) + message
+        self.flush()
 
     def flush(self, *, wait: bool = False) -> None:
         """Send as much of what was kept as the socket takes, or `wait` until it took all."""
-        while self._unsent and (sent := self._write(self._unsent, wait=wait)):
-            del self._unsent[:sent]
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent, 0 if wait else socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            self._unsent.clear()
 
     def receive(self, *, wait: bool = False) -> list[bytes] | None:
         """Return messages that arrived, which may be none; None if there is nothing to read, unless told to `wait`."""
@@ -101,14 +103,6 @@ class MessageStream:
                 self._socket.sendall(self._unsent)
         self._unsent.clear()
         self._socket.close()
-
-    def _write(self, data: bytes | bytearray, *, wait: bool = False) -> int:
-        try:
-            return self._socket.send(data, 0 if wait else socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-        except ConnectionError:
-            return len(data)
 
 
 class MessageSocket:

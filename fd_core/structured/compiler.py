@@ -28,20 +28,11 @@ LARGE_GRAMMAR: Final = 16 * 1024
 """Characters of a grammar that takes so long to compile that it must not take its time from the steps."""
 
 
-def yield_to_others() -> None:
-    """Have the calling thread leave most of a processor to others that want it: for work of milliseconds."""
-    _be_nice(5)
-
-
-def yield_to_all_others() -> None:
-    """Have the calling thread run when others do not need its processor: for work of a tenth of a second and more."""
-    _be_nice(19)
-
-
-def _be_nice(niceness: int) -> None:
+def yield_to_others(*, is_large: bool) -> None:
+    """Have the calling thread leave most of a processor to others, and all that they need for a large grammar."""
     # Where the system cannot tell threads apart, nothing changes.
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19 if is_large else 5)
 
 
 LIMITS: Final = LLParserLimits(

@@ -115,7 +115,10 @@ class CompilePool:
         finally:
             self._slots.free(client, cost * _REST if cost > _HEAVY_SECONDS else 0.0)
         if is_final:
-            self._keep(digest, outcome)
+            self._cache[digest] = outcome
+            self._cached_bytes += len(outcome.grammar)
+            while len(self._cache) > _MAX_CACHED or (self._cached_bytes > _MAX_CACHED_BYTES and len(self._cache) > 1):
+                self._cached_bytes -= len(self._cache.popitem(last=False)[1].grammar)
         return outcome
 
     async def _sent(self, task: bytes, field: str) -> tuple[FormOutcome, bool]:
@@ -146,12 +149,6 @@ class CompilePool:
     def _refused(field: str, reason: str) -> FormOutcome:
         return FormOutcome(message=f"{field}: {reason} to compile; make it smaller", field=field, code=INVALID)
 
-    def _keep(self, digest: bytes, outcome: FormOutcome) -> None:
-        self._cache[digest] = outcome
-        self._cached_bytes += len(outcome.grammar)
-        while len(self._cache) > _MAX_CACHED or (self._cached_bytes > _MAX_CACHED_BYTES and len(self._cache) > 1):
-            self._cached_bytes -= len(self._cache.popitem(last=False)[1].grammar)
-
     # Processes --------------------------------------------------------------------------------------------
 
     async def _take(self) -> _Process:
@@ -161,7 +158,7 @@ class CompilePool:
                 return process
             self._end(process)
         if self._table is None:
-            self._table = asyncio.create_task(asyncio.to_thread(self._encoded_table))
+            self._table = asyncio.create_task(asyncio.to_thread(lambda: msgspec.msgpack.encode(self._make_table())))
         try:
             table = await asyncio.shield(self._table)
         except ValueError as error:
@@ -184,9 +181,6 @@ class CompilePool:
             _log.warning("structured output cannot be served: %s", error or "its process ended while it started")
         finally:
             self._warming = None
-
-    def _encoded_table(self) -> bytes:
-        return msgspec.msgpack.encode(self._make_table())
 
     def _end(self, process: _Process) -> None:
         self._processes.discard(process)
