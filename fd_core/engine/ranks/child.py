@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from fd_core.config import Limits
 from fd_core.effects.sockets import Context, Socket, open_socket
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.computing import Computing
@@ -94,7 +95,7 @@ def _load(
     path = Path(start.path) if start.path is not None else None
     computing = Computing(start.config, path, progress, group)
     say(computing.loaded())
-    limits = msgspec.msgpack.decode(steps.recv(), type=messages.RankLimits).limits
+    limits = msgspec.msgpack.decode(steps.recv(), type=Limits)
     return computing.runner(
         limits, partial(EarlierStageRunner, shared_memory(group)) if limits.num_stages > 1 else Runner
     )

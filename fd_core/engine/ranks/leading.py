@@ -144,7 +144,7 @@ class RankProcesses:
 
     def allocate(self, limits: Limits) -> None:
         """Have the other ranks allocate what the limits say. Raises what that raised on one of them."""
-        self.tell(msgspec.msgpack.encode(messages.RankLimits(limits)))
+        self.tell(msgspec.msgpack.encode(limits))
         for rank in self._ranks:
             self._hear_loading(rank, messages.RankReady)
 

@@ -20,7 +20,7 @@ from fd_core.launching.child import become_child
 from fd_core.launching.message_stream import MessageStream
 from fd_core.structured.compiler import LARGE_GRAMMAR, GrammarCompiler, VocabularyTable, yield_to_others
 from fd_core.structured.grammar import FormAsked
-from fd_core.structured.workers.making import outcome_of
+from fd_core.structured.workers.making import GrammarMaking
 from fd_core.structured.workers.messages import CPU_SECONDS
 
 _MEMORY: Final = 2**31
@@ -55,7 +55,7 @@ def main() -> None:
 def _answer(server: MessageStream, compiler: GrammarCompiler, task: bytes) -> None:
     yield_to_others(is_large=len(task) > LARGE_GRAMMAR)
     try:
-        outcome = outcome_of(msgspec.convert(json.loads(task), FormAsked), compiler.refusal)
+        outcome = GrammarMaking(compiler.refusal).outcome(msgspec.convert(json.loads(task), FormAsked))
     except BaseException:  # noqa: BLE001 - the library panics with errors that are no `Exception`
         os._exit(1)
     server.send(msgspec.msgpack.encode(outcome))
