@@ -178,7 +178,8 @@ class CompilePool:
             await asyncio.sleep(after)
             self._idle.append(await self._take())
         except (BadRequest, OSError, EOFError) as error:  # a timeout is an `OSError`
-            _log.warning("structured output cannot be served: %s", error or "its process ended while it started")
+            reason = "its process ended while it started" if isinstance(error, EOFError) else error
+            _log.warning("structured output cannot be served: %s", reason)
         finally:
             self._warming = None
 
