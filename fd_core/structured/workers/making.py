@@ -13,12 +13,12 @@ import msgspec
 from fd_core.errors import BadRequest
 from fd_core.structured import grammar
 from fd_core.structured.grammar import CallAsked, CallsForm, Form, FormAsked, SchemaForm
+from fd_core.structured.schemas import NAMED
 from fd_core.structured.workers.messages import INVALID, FormOutcome, Unenforced
 
 _CONTRADICTION: Final = "Unsatisfiable schema"
 _MAX_TRIES: Final = 64
 """Parts of a schema that are tried; the fault may lie deeper than is found with so many."""
-NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE: Final = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 
