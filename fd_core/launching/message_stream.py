@@ -53,18 +53,13 @@ class MessageStream:
 
     def send(self, message: bytes) -> None:
         """Send a message of less than 4 GiB, or keep what the socket does not take."""
-        self._unsent += _LENGTH.pack(len(message)) + message
-        self.flush()
+        data = _LENGTH.pack(len(message)) + message
+        self._unsent += data if self._unsent else data[self._write(data) :]
 
     def flush(self, *, wait: bool = False) -> None:
         """Send as much of what was kept as the socket takes, or `wait` until it took all."""
-        try:
-            while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent, 0 if wait else socket.MSG_DONTWAIT)]
-        except BlockingIOError:
-            pass
-        except ConnectionError:
-            self._unsent.clear()
+        while self._unsent and (sent := self._write(self._unsent, wait=wait)):
+            del self._unsent[:sent]
 
     def receive(self, *, wait: bool = False) -> list[bytes] | None:
         """Return messages that arrived, which may be none; None if there is nothing to read, unless told to `wait`."""
@@ -103,6 +98,14 @@ class MessageStream:
                 self._socket.sendall(self._unsent)
         self._unsent.clear()
         self._socket.close()
+
+    def _write(self, data: bytes | bytearray, *, wait: bool = False) -> int:
+        try:
+            return self._socket.send(data, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except ConnectionError:
+            return len(data)
 
 
 class MessageSocket:
