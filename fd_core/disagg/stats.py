@@ -11,7 +11,7 @@ from fd_core.types.metrics import counter
 _DROPPED: Final = "Transfer messages dropped because they were not sealed with the secret, malformed or too large."
 
 
-class _SideStats(msgspec.Struct, frozen=True, kw_only=True):
+class SideStats(msgspec.Struct, kw_only=True):
     """What both sides count."""
 
     dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
@@ -21,7 +21,7 @@ class _SideStats(msgspec.Struct, frozen=True, kw_only=True):
     """Failed calls, by what failed: connector, cache."""
 
 
-class ReceiverStats(_SideStats, frozen=True, kw_only=True):
+class ReceiverStats(SideStats, kw_only=True):
     """Counters of the decode side since its start, and gauges of this moment."""
 
     open_leases: int = 0
@@ -39,7 +39,7 @@ class ReceiverStats(_SideStats, frozen=True, kw_only=True):
     ] = 0.0
 
 
-class SenderStats(_SideStats, frozen=True, kw_only=True):
+class SenderStats(SideStats, kw_only=True):
     """Counters of the prefill side since its start, and gauges of this moment."""
 
     open_leases: int = 0

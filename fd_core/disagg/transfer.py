@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fd_core.disagg.connectors.contract import Connector, KVInbox, KVOutbox
-from fd_core.effects.port import CompletionQueue, EffectPort, Tally
+from fd_core.disagg.stats import SideStats
+from fd_core.effects.port import CompletionQueue, EffectPort, OnceLogger
 from fd_core.effects.thread_loop import ThreadLoop
+from fd_core.types.metrics import one_more
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class _Lease(Protocol):
     def __hash__(self) -> int: ...
 
 
-_Stats = TypeVar("_Stats", covariant=True)
+_Stats = TypeVar("_Stats", bound=SideStats)
 _Kept = TypeVar("_Kept", bound=_Lease)
 
 
@@ -51,6 +53,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         self,
         thread: str,
         queue: CompletionQueue,
+        stats: _Stats,
         clock: Callable[[], float],
         stuck_seconds: float,
         make_loop: Callable[..., ThreadLoop],
@@ -64,7 +67,8 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         self._turned_at = clock()
         """When the thread turned last, or the first operation began behind which it has to."""
         self._clock = clock
-        self._tally = Tally()
+        self._stats = stats
+        self._logger = OnceLogger()
         self._loop = make_loop(thread, self._turn, self._end_all)
         self._connectors: dict[str, Connector] = {}
         self._leases: dict[str, _Kept] = {}
@@ -131,8 +135,8 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
 
     def _failed(self, part: str, call: str, error: Exception) -> None:
         """Count a failed call of the `cache` or `connector`, and log its kind once, never its text."""
-        self._tally.add_labelled("errors", part)
-        self._tally.log_once(
+        self._stats.errors = one_more(self._stats.errors, part)
+        self._logger.warn(
             f"the {part} of transfers failed in {call}: {type(error).__name__}; "
             "such prompts are computed where they are decoded"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 _MOST_LOGGED: Final = 64
 """Sentences: some come from another process."""
 
-_Struct = TypeVar("_Struct")
 _Stats = TypeVar("_Stats", covariant=True)
 _Offload = TypeVar("_Offload", covariant=True)
 _Transfer = TypeVar("_Transfer", covariant=True)
@@ -66,26 +65,14 @@ class CompletionQueue:
         self._filled.wait(max(0.0, seconds))
 
 
-class Tally:
-    """The counters behind a struct of stats. Any thread adds, under a lock that is held for one addition."""
+class OnceLogger:
+    """Logs each warning once. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, float] = {}
-        self._labelled: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._logged: set[str] = set()
 
-    def add(self, name: str, count: float = 1) -> None:
-        """Add to the counter that the struct calls `name`."""
-        with self._lock:
-            self._counts[name] = self._counts.get(name, 0) + count
-
-    def add_labelled(self, name: str, label: str) -> None:
-        """Add one to a label of the counters that the struct calls `name`."""
-        with self._lock:
-            self._labelled[name][label] += 1
-
-    def log_once(self, sentence: str) -> None:
+    def warn(self, sentence: str) -> None:
         """Log a warning, unless it was logged before or there were too many others."""
         with self._lock:
             if sentence in self._logged or len(self._logged) >= _MOST_LOGGED:
@@ -93,17 +80,12 @@ class Tally:
             self._logged.add(sentence)
         _log.warning("%s", sentence)
 
-    def read(self, stats: Callable[..., _Struct], **gauges: object) -> _Struct:
-        """Return a struct of the counters and `gauges`; whatever was not counted is at its default."""
-        with self._lock:
-            labelled = {name: dict(counts) for name, counts in self._labelled.items()}
-            return stats(**self._counts, **labelled, **gauges)
-
 
 class EffectPort(ABC, Generic[_Stats]):
     """Performs effects for one engine. The methods belong to the engine's thread; only `wait` and `close` block.
 
-    Operation numbers are unique within an engine, whichever port performs the operation.
+    Operation numbers are unique within an engine, whichever port performs the operation. What a port counts are fields
+    of its statistics: one thread adds to each, or all that do hold one lock, and `stats` copies them at any time.
     """
 
     performs: ClassVar[tuple[type[Effect], ...]] = ()
@@ -169,12 +151,11 @@ class JoinedEffectPort(EffectPort[tuple[_Offload | None, _Transfer | None, _Comp
             else:
                 raise ValueError(f"this engine has nothing that performs {type(effect).__name__}")
 
-    def completions(self) -> list[Completion]:
-        """Return the completions of all ports."""
+    def tend(self) -> None:
+        """Tend the ports that are not idle."""
         for port in self._ports:
             if not port.idle:
                 port.tend()
-        return self._queue.take()
 
     def stats(self) -> tuple[_Offload | None, _Transfer | None, _Compiler | None]:
         """Return the counters and gauges of each port."""

@@ -18,7 +18,7 @@ from typing import Final
 
 import zmq
 
-from fd_core.engine.process.message_stream import decode_output, encode_output
+from fd_core.engine.process.messages import decode_output, encode_output
 from fd_core.errors import ConfigError, EngineDead
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.patience import Patience

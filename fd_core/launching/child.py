@@ -7,13 +7,15 @@ they are imported, so nothing is imported before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import select
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fd_core.launching.announcing import open_channel
 
@@ -22,6 +24,18 @@ def child_command(cores: Sequence[int], *command: str) -> list[str]:
     """Return how a child is started on `cores`, all if there are none; `command` is `-m MODULE ARGUMENTS...`."""
     # -P: no module of the folder in which somebody happens to start it.
     return [sys.executable, "-P", "-m", "fd_core.launching.child", ",".join(map(str, cores)), *command]
+
+
+@contextlib.contextmanager
+def child_socket() -> Iterator[tuple[socket.socket, int]]:
+    """Give a new socket to a child, and the descriptor that the block starts the child with as standard input."""
+    own, theirs = socket.socketpair()
+    with theirs:
+        try:
+            yield own, theirs.fileno()
+        except BaseException:
+            own.close()
+            raise
 
 
 def become_child() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from fd_core.launching.child import child_command
+from fd_core.launching.child import child_command, child_socket
 from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec, how_ended
 
 _LAST_LINES: Final = 10
@@ -31,19 +30,16 @@ class OwnedProcess:
         self.node = node
         self.address = address
         variables = {**os.environ, **spec.environment, **spec.secrets, **environment}
-        command = child_command(cores, *spec.command)
-        self._channel, theirs = socket.socketpair()
-        """Its end tells the process that this one is gone; the process announces itself on it."""
-        self._channel.setblocking(False)
-        with theirs:
+        with child_socket() as (self._channel, theirs):
             self._process = subprocess.Popen(
-                [_at(address, word) for word in command],
-                stdin=theirs.fileno(),
+                [_at(address, word) for word in child_command(cores, *spec.command)],
+                stdin=theirs,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={key: _at(address, value) for key, value in variables.items()},
                 start_new_session=True,
             )
+        self._channel.setblocking(False)  # the process announces itself on it
         self.pid = self._process.pid
         self._heard = b""
         self._lock = threading.Lock()

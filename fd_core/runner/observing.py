@@ -21,7 +21,7 @@ import msgspec
 
 from fd_core import signals
 from fd_core.types import StepOutput, StepPlan
-from fd_core.types.metrics import counter
+from fd_core.types.metrics import counter, snapshot
 
 __all__ = ["Observer", "ObserverStats", "ObserverThread", "SampledRequest", "SampledStep"]
 
@@ -64,7 +64,7 @@ class Observer(abc.ABC):
         """Release what the observer holds; called after the last step."""
 
 
-class ObserverStats(msgspec.Struct, frozen=True):
+class ObserverStats(msgspec.Struct):
     """Counters of one observer."""
 
     steps: Annotated[int, counter("observer_steps", "Steps that the observer was told of.")] = 0
@@ -82,7 +82,7 @@ class ObserverThread:
         self._names = [""] * slots
         """Request by slot. Replaced and not changed, because steps that wait refer to it."""
         self._queue: deque[tuple[StepPlan, StepOutput, list[str]]] = deque()
-        self._steps = self._failures = self._dropped = 0
+        self._stats = ObserverStats()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fdcore-observer", daemon=True)
         self._thread.start()
@@ -96,11 +96,11 @@ class ObserverThread:
         if len(self._queue) < _MAX_QUEUED:
             self._queue.append((plan, output, self._names))
         else:
-            self._dropped += 1
+            self._stats.dropped += 1
 
     def stats(self) -> ObserverStats:
         """Return the counters as they are now."""
-        return ObserverStats(self._steps, self._failures, self._dropped)
+        return snapshot(self._stats)
 
     def close(self) -> None:
         """Tell of what waits, as far as that takes no more than some seconds."""
@@ -113,7 +113,7 @@ class ObserverThread:
             ending = self._ending.wait(_IDLE_SECONDS)
             while self._queue:
                 plan, output, names = self._queue.popleft()
-                self._steps += 1
+                self._stats.steps += 1
                 self._attempt(self._observe, plan, output, names)
                 # Lets the engine's thread have the interpreter at once instead of after a switch interval.
                 time.sleep(0)
@@ -126,10 +126,10 @@ class ObserverThread:
         try:
             action(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the observer's own
-            if not self._failures:
+            if not self._stats.failures:
                 # Without its words, which may hold tokens of a text.
                 _log.warning("the observer failed: %s; further failures are only counted", type(error).__name__)
-            self._failures += 1
+            self._stats.failures += 1
 
 
 def _sampled(plan: StepPlan, output: StepOutput, names: list[str]) -> SampledStep:

@@ -22,7 +22,7 @@ from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.contract import Scheduler, SchedulerHoldings, SchedulerSetup, SchedulerStats
 from fd_core.scheduling.operations.kv_offloading import KeepKV, KVOffloading
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
-from fd_core.scheduling.operations.registry import GrammarCompiling, Operations
+from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request, State, check_spec
@@ -78,14 +78,13 @@ class ContinuousBatchingScheduler(Scheduler):
         keep = setup.keep_kv or KeepKV(preempted=False)
         self._offloading = offloading = KVOffloading(pool, self._operations, limits.block_size, keep)
         self._transferring = transferring = KVTransferring(self._operations, limits.block_size, setup.paired)
-        self._grammars = GrammarCompiling(self._operations)
         control = AdmissionControl(0.0 if keep.preempted else 1.0)
         self._residencies = residencies = Residencies(
             slots, pool, prefixes, offloading, transferring, drafts, control, times, self._ended
         )
         self._admissions = Admissions(
             *(limits, policy, pool, slots, waiting, prefixes),
-            *(offloading, transferring, self._grammars, control, residencies, times),
+            *(offloading, transferring, self._operations, control, residencies, times),
         )
         self._planner = Planner(
             limits, setup.epoch, policy, setup.victims, pool, slots, drafts, residencies, times, self.admit
@@ -229,7 +228,9 @@ class ContinuousBatchingScheduler(Scheduler):
 
     def _grammar_ready(self, answer: effects.GrammarReady) -> Delta | None:
         """Let the request that waits for a grammar go on, or end it if the grammar cannot be used."""
-        request = self._grammars.ready(answer.operation)
+        _, request = self._operations.end(answer.operation, effects.CompileGrammar)
+        if request is not None:
+            request.compiling = None
         if request is None or answer.error is None:
             self._waiting.wake(answer.operation)
             return None

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from fd_core.effects.port import Tally
 from fd_core.types.metrics import counter, gauge
 
 if TYPE_CHECKING:
@@ -29,20 +28,11 @@ LARGE_GRAMMAR: Final = 16 * 1024
 """Characters of a grammar that takes so long to compile that it must not take its time from the steps."""
 
 
-def yield_to_others() -> None:
-    """Have the calling thread leave most of a processor to others that want it: for work of milliseconds."""
-    _be_nice(5)
-
-
-def yield_to_all_others() -> None:
-    """Have the calling thread run when others do not need its processor: for work of a tenth of a second and more."""
-    _be_nice(19)
-
-
-def _be_nice(niceness: int) -> None:
+def yield_to_others(*, is_large: bool) -> None:
+    """Have the calling thread leave most of a processor to others, and all that they need for a large grammar."""
     # Where the system cannot tell threads apart, nothing changes.
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19 if is_large else 5)
 
 
 LIMITS: Final = LLParserLimits(
@@ -75,7 +65,7 @@ class GrammarError(ValueError):
     """A grammar cannot be used; the text says why, for people."""
 
 
-class CompilerStats(msgspec.Struct, frozen=True, kw_only=True):
+class CompilerStats(msgspec.Struct, kw_only=True):
     """What one compiler did since its start."""
 
     compiled: Annotated[int, counter("grammars_compiled", "Grammars compiled, refused ones included.")] = 0
@@ -132,7 +122,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, CompiledGrammar | GrammarError] = OrderedDict()
         self._cached_bytes = 0
-        self._tally = Tally()
+        self._stats = CompilerStats()
 
     def warm_up(self) -> None:
         """Make the vocabulary, so that the first grammar need not wait for it. Raises what making it raises."""
@@ -148,9 +138,9 @@ class GrammarCompiler:
             found = self._cache.get(grammar)
             if found is not None:
                 self._cache.move_to_end(grammar)
-        if found is not None and _usable(found):
-            self._tally.add("cache_hits")
-            return _required(found)
+                if _usable(found):
+                    self._stats.cache_hits += 1
+                    return _required(found)
         compiled = self._compile(grammar)
         with self._lock:
             if grammar not in self._cache:
@@ -173,7 +163,7 @@ class GrammarCompiler:
 
     def stats(self) -> CompilerStats:
         """Return counters and gauges."""
-        return self._tally.read(CompilerStats, cached=len(self._cache))
+        return msgspec.structs.replace(self._stats, cached=len(self._cache))
 
     def _compile(self, grammar: str) -> CompiledGrammar | GrammarError:
         vocabulary = self._ready_vocabulary()
@@ -181,11 +171,12 @@ class GrammarCompiler:
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=self._limits)
         fault, first = _begin(matcher, vocabulary.eos_tokens)
         worked = time.thread_time() - worked
-        self._tally.add("compile_seconds", time.perf_counter() - began)
-        self._tally.add("compiled")
+        with self._lock:
+            self._stats.compile_seconds += time.perf_counter() - began
+            self._stats.compiled += 1
+            self._stats.refused += fault is not None
         if fault is None:
             return CompiledGrammar(matcher, first, worked, lambda: _required(self._compile(grammar)))
-        self._tally.add("refused")
         return GrammarError(fault)
 
     def _ready_vocabulary(self) -> LLTokenizer:

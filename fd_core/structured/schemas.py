@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from fd_core.errors import BadRequest
 
-_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Words whose object names schemas."""
 _DATA: Final = frozenset({"const", "enum", "default", "examples", "example", "x-guidance"})
 """Words whose value is no schema."""
@@ -74,7 +74,7 @@ def _read(value: Any, place: str, options: _Options) -> Any:
             read[name] = inner
         elif any(inner is each or (inner == each and not isinstance(each, bool)) for each in _NEUTRAL.get(name, ())):
             continue
-        elif name in _MAPS and isinstance(inner, Mapping):
+        elif name in NAMED and isinstance(inner, Mapping):
             read[name] = {key: _read(each, f"{where}.{key}", options) for key, each in inner.items()}
         elif (name == "format" and isinstance(inner, str) and inner not in _FORMATS) or (
             name == "$schema" and isinstance(inner, str) and "//json-schema.org/draft" not in inner

@@ -97,6 +97,11 @@ snapshot = copy.deepcopy
 """Returns a copy of statistics that later counting leaves alone."""
 
 
+def one_more(counts: Mapping[str, int], label: str) -> dict[str, int]:
+    """Return counts with one more of `label`; the given ones stay as they are, for other threads that read them."""
+    return {**counts, label: counts.get(label, 0) + 1}
+
+
 def total(parts: Sequence[T]) -> T:
     """Return the sum of statistics of one type, at least one: numbers, entries of mappings and of sequences add up."""
     found: T = _total(parts)

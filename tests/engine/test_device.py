@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.engine.device import Device, SocketDevice, ThreadDevice
-from fd_core.engine.process.message_stream import decode_output, encode_output
-from fd_core.engine.process.messages import EngineStats
+from fd_core.engine.process.messages import EngineStats, decode_output, encode_output
 from fd_core.errors import EngineDead
 from fd_core.ops.compilations import CompilationStats
 from fd_core.ops.contract import Ops

@@ -316,7 +316,7 @@ def rank_of(client: ProcessClient) -> int:
 def played_by(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a script in the place of other ranks."""
     (folder / "fd_played.py").write_text(script)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
     monkeypatch.setattr(leading, "CHILD", ("-m", "fd_played"))
 
 
@@ -348,7 +348,7 @@ socket.recv()
             "num_kv_blocks|KV block",  # free memory is the least of all ranks
         ),
         (
-            "say(RankLoaded(2**30, 1, (0, 1))); socket.recv(); say(RankReady()); socket.recv()\n"
+            "say(RankLoaded(2**30, 1, (0, 1))); socket.recv(); say(RankReady()); socket.recv(); say(RankReady())\n"
             "while (frame := socket.recv()) == LOOK: say(RankReady())\n"
             "say(StepDigest(decode_order(frame).plan.step, b'else'))",
             EngineDead,

@@ -13,7 +13,7 @@ RESIDENCIES = "scheduling/running/residencies.py"
 OUTPUTS = "scheduling/running/output_side.py"
 RUNNER = "runner/runner.py"
 ENGINE = "engine/core.py"
-FRAMES = "engine/process/message_stream.py"
+FRAMES = "engine/process/messages.py"
 
 _STALE_TAKE_BACK = "            if output.gens[slot] != gen or slots.gen[slot] != gen:\n"
 _FRAME = "isinstance(read, _Failure) else read\n"

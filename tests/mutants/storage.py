@@ -88,11 +88,11 @@ MUTANTS = (
         "5.4: anything wrong is a miss and is never used in part",
         (
             READER,
-            "        except Damaged as damaged:\n            self._tally",
+            "        except Damaged as damaged:\n            self._stats",
             "        except Damaged as damaged:\n"
             "            if len(value) == self._limit:\n"
             "                return self._block.array(value[HEADER_BYTES:])\n"
-            "            self._tally",
+            "            self._stats",
         ),
     ),
     mutant(
@@ -141,7 +141,7 @@ MUTANTS = (
     mutant(
         "the-answer-of-an-abandoned-load-counts",
         "1.7: what a request that left was waiting for changes nothing",
-        (OFFLOADING, "        if request.load != answer.operation:\n", "        if False:\n"),
+        (OPERATIONS, "effect, None, blocks", "effect, _ if isinstance(effect, Load) else None, blocks"),
     ),
     mutant(
         "who-is-aborted-during-a-lookup-comes-back",

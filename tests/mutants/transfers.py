@@ -57,7 +57,7 @@ MUTANTS = (
     mutant(
         "the-answer-of-an-abandoned-fetch-counts",
         "1.7: what a request that left was waiting for changes nothing",
-        (TRANSFERRING, "        if request.fetch != answer.operation:\n", "        if False:\n"),
+        (OPERATIONS, "effect, None, blocks", "effect, _ if isinstance(effect, Fetch) else None, blocks"),
     ),
     mutant(
         "the-last-token-is-not-computed-here",
@@ -146,7 +146,7 @@ MUTANTS = (
     mutant(
         "a-lease-is-not-cancelled-by-an-abort",
         _BOTH,
-        (TRANSFERRING, "            self.operations.effects.append(Cancel(request.fetch))\n", ""),
+        (TRANSFERRING, "            self.operations.cancel(request.fetch)\n", ""),
     ),
     mutant(
         "an-engine-sleeps-on-what-it-has-to-say",

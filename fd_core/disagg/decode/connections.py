@@ -15,13 +15,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fd_core.disagg.messages import FromDecode, FromPrefill
+from fd_core.disagg.stats import SideStats
 from fd_core.disagg.wire import Unfit, Unsealed, Wire
-from fd_core.effects.port import Tally
+from fd_core.effects.sockets import Context, Endpoint, Socket, arrived, open_socket, tcp_endpoint
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Bytes
-
-Endpoint = tuple[str, bool]
-"""What ZeroMQ connects to, and whether it is IPv6."""
 
 _KEEP_SECONDS: Final = 30.0
 """How long a connection without a lease is kept."""
@@ -29,8 +27,6 @@ _LINGER_MS: Final = 200
 """For what was said last."""
 _CONNECT_MS: Final = 3000
 _MAX_FRAMES: Final = 16
-_BATCH: Final = 64
-"""Messages in one go, so that no prefill worker keeps the others waiting."""
 _MAX_PORT: Final = 65535
 _LOSSES: Final = (
     zmq.EVENT_CLOSED
@@ -55,7 +51,7 @@ def split_address(address: str) -> tuple[str, int]:
 def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> list[Endpoint]:
     """Return a numeric address's endpoint; for a name return none and call `found` later, as name servers are slow."""
     try:
-        return [_endpoint(str(ipaddress.ip_address(host)), port)]
+        return [tcp_endpoint(str(ipaddress.ip_address(host)), port)]
     except ValueError:
         pass
 
@@ -64,15 +60,10 @@ def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> 
             infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             infos = []
-        found(list(dict.fromkeys(_endpoint(str(info[4][0]), port) for info in infos)))
+        found(list(dict.fromkeys(tcp_endpoint(str(info[4][0]), port) for info in infos)))
 
     threading.Thread(target=ask, name="fdcore-kv-names", daemon=True).start()
     return []
-
-
-def _endpoint(address: str, port: int) -> Endpoint:
-    six = ":" in address
-    return (f"tcp://[{address}]:{port}" if six else f"tcp://{address}:{port}"), six
 
 
 class PrefillLink(ABC):
@@ -97,8 +88,8 @@ class Peer(PrefillLink):
         self._wire = wire
         self.endpoints: list[Endpoint] = []
         """Those that were not tried."""
-        self.socket: zmq.Socket[bytes] | None = None
-        self.monitor: zmq.Socket[bytes] | None = None
+        self.socket: Socket | None = None
+        self.monitor: Socket | None = None
         self._connected = False
 
     def say(self, message: FromDecode) -> None:
@@ -107,15 +98,13 @@ class Peer(PrefillLink):
         if self.socket is not None:
             self.socket.send(frame, zmq.NOBLOCK)
 
-    def connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> bool:
+    def connect(self, context: Context) -> bool:
         """Begin to connect to the next endpoint; return False if none is left. What was sent before is lost."""
         self.close()
         while self.endpoints and not self._connected:
             endpoint, six = self.endpoints.pop(0)
-            dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+            dealer = open_socket(context, zmq.DEALER)  # leases are bounded, and with them what is said
             dealer.ipv6 = six
-            dealer.linger = 0
-            dealer.sndhwm = 0  # leases are bounded, and with them what is said
             dealer.maxmsgsize = self._wire.max_frame
             dealer.connect_timeout = _CONNECT_MS
             self.socket, self.monitor = dealer, dealer.get_monitor_socket(_EVENTS)
@@ -158,7 +147,7 @@ class PrefillConnections:
         self,
         loop: ThreadLoop,
         wire: Wire,
-        tally: Tally,
+        stats: SideStats,
         *,
         hear: Callable[[PrefillLink, FromPrefill, Sequence[Bytes]], None],
         reopen: Callable[[str], None],
@@ -167,11 +156,11 @@ class PrefillConnections:
         """`hear` takes a message and frames, `reopen` a lease to say `Open` again for, `gone` a lost one and why."""
         self._loop = loop
         self._wire = wire
-        self._tally = tally
+        self._stats = stats
         self._hear = hear
         self._reopen = reopen
         self._gone = gone
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        self._context: Context = zmq.Context(1)
         self._peers: dict[str, Peer] = {}
 
     def __len__(self) -> int:
@@ -205,7 +194,7 @@ class PrefillConnections:
     def _connect(self, peer: Peer) -> bool:
         connecting = peer.connect(self._context)
         if peer.socket is not None and peer.monitor is not None:
-            self._loop.watch(peer.socket, partial(self._read, peer))
+            self._loop.watch(peer.socket, partial(self._read, peer, peer.socket))
             self._loop.watch(peer.monitor, partial(self._check, peer))
         return connecting
 
@@ -239,19 +228,13 @@ class PrefillConnections:
         for lease in list(peer.leases):
             self._gone(lease, reason)
 
-    def _read(self, peer: Peer) -> None:
-        for _ in range(_BATCH):
-            if peer.socket is None:
-                return
-            try:
-                frames = peer.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+    def _read(self, peer: Peer, source: Socket) -> None:
+        for frames in arrived(source):
             try:
                 if len(frames) > _MAX_FRAMES:
                     raise Unsealed("a message has too many frames")
                 message = self._wire.open_from_prefill(frames[0].buffer)
             except (Unsealed, Unfit):
-                self._tally.add("dropped_frames")
+                self._stats.dropped_frames += 1
             else:
                 self._hear(peer, message, [frame.buffer for frame in frames[1:]])

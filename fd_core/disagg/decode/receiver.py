@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.envelope import Damaged, Envelope
 from fd_core.ops.contract import KVCache
 from fd_core.types import PrefillOutcome
+from fd_core.types.metrics import one_more
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         """
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"a window of {window} pieces is not within 1 to {MAX_WINDOW}")
-        super().__init__("fdcore-kv-receiver", queue, clock, silence + _GRACE_SECONDS, make_loop)
+        super().__init__("fdcore-kv-receiver", queue, ReceiverStats(), clock, silence + _GRACE_SECONDS, make_loop)
         self._cache = cache
         self._wire = Wire(envelope, block)
         self._compatibility = compatibility
@@ -100,12 +102,13 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         self._window = window
         self._silence = silence
         self._longest = longest
+        self._accounting = threading.Lock()
         self._pending: PendingOperations[Fetched] = PendingOperations(queue.put)
         self._names: dict[int, str] = {}
         """Leases by operation."""
         self._name_lease = name_lease
         self._connections = connect(
-            self._loop, self._wire, self._tally, hear=self._hear, reopen=self._reopen, gone=self._gone
+            self._loop, self._wire, self._stats, hear=self._hear, reopen=self._reopen, gone=self._gone
         )
         self._loop.start()
 
@@ -130,8 +133,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
 
     def stats(self) -> ReceiverStats:
         """Return counters and gauges."""
-        stats = self._tally.read(ReceiverStats, open_leases=len(self._pending), peers=len(self._connections))
-        return msgspec.structs.replace(stats, bytes=stats.pieces * self._wire.payload_bytes)
+        return msgspec.structs.replace(self._stats, open_leases=len(self._pending), peers=len(self._connections))
 
     def _begin(self, effect: Fetch) -> None:
         self._watch(len(self._pending))
@@ -158,11 +160,11 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             self._loop.post(partial(self._abort, operation))
 
     def _account(self, fetched: Fetched) -> None:
-        self._tally.add_labelled("outcomes", fetched.outcome)
-        if fetched.outcome == "transferred":
-            self._tally.add("seconds", fetched.seconds)
-        elif fetched.outcome not in _EXPECTED:
-            self._tally.log_once(
+        with self._accounting:
+            self._stats.outcomes = one_more(self._stats.outcomes, fetched.outcome)
+            self._stats.seconds += fetched.seconds if fetched.outcome == "transferred" else 0.0
+        if fetched.outcome not in _EXPECTED:
+            self._logger.warn(
                 f"a prefill worker's KV was {fetched.outcome}, so the prompt is computed here: {fetched.reason}"
             )
 
@@ -220,7 +222,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         if lease is not None and lease.peer is peer:
             self._act(lease, lease.machine.heard(message, self._clock()), values)
             return
-        self._tally.add("late_messages")
+        self._stats.late_messages += 1
         if not isinstance(message, AbortLease | Refuse):
             peer.say(AbortLease(message.lease, "the lease is over"))
 
@@ -275,7 +277,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             self._act(lease, lease.machine.spoiled(piece.index, flaw))
             return
         now = lease.last_copy = self._clock()
-        self._tally.add("pieces")
+        self._stats.pieces += 1
+        self._stats.bytes += self._wire.payload_bytes
         self._act(lease, lease.machine.copied(piece.index, piece.digest, now))
 
     def _import(self, lease: _DecodeSide, piece: KVPiece, value: Bytes) -> str | None:

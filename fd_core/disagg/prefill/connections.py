@@ -10,14 +10,13 @@ from typing import Final
 import zmq
 
 from fd_core.disagg.messages import FromDecode, FromPrefill
+from fd_core.disagg.stats import SideStats
 from fd_core.disagg.wire import Unfit, Unsealed, Wire
-from fd_core.effects.port import Tally
+from fd_core.effects.sockets import Context, arrived, open_socket, tcp_endpoint
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes
 
-_BATCH: Final = 64
-"""Messages in one go, so that blocks are copied in between."""
 _LINGER_MS: Final = 200
 """For what was said last."""
 
@@ -32,7 +31,7 @@ class DecodeConnections:
         self,
         loop: ThreadLoop,
         wire: Wire,
-        tally: Tally,
+        stats: SideStats,
         host: str,
         port: int,
         *,
@@ -48,21 +47,18 @@ class DecodeConnections:
         self._hear = hear
         self._turn_down = turn_down
         self._wire = wire
-        self._tally = tally
+        self._stats = stats
         try:
-            family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+            address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"{host} is no address of this machine", field="--transfer-host") from error
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        six = family == socket.AF_INET6
+        self._context: Context = zmq.Context(1)
+        self._socket = open_socket(self._context, zmq.ROUTER)  # windows bound what a lease may have on its way
+        endpoint, self._socket.ipv6 = tcp_endpoint(str(address), port or "*")
         try:
-            self._socket.ipv6 = six
-            self._socket.linger = 0
             self._socket.router_mandatory = True  # a decode worker that is gone shows when it is spoken to
-            self._socket.sndhwm = 0  # windows bound what a lease may have on its way
             self._socket.maxmsgsize = wire.max_request_frame
-            self._socket.bind(f"tcp://[{address[0]}]:{port or '*'}" if six else f"tcp://{address[0]}:{port or '*'}")
+            self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._close()
             foreign = error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV)
@@ -93,20 +89,16 @@ class DecodeConnections:
         self._context.term()
 
     def _read(self) -> None:
-        for _ in range(_BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        for frames in arrived(self._socket):
             route = frames[0].bytes
             try:
                 if len(frames) != 2:
                     raise Unsealed("a message is one frame")
                 message = self._wire.open_from_decode(frames[1].buffer)
             except Unsealed:
-                self._tally.add("dropped_frames")
+                self._stats.dropped_frames += 1
             except Unfit as unfit:
-                self._tally.add("dropped_frames")
+                self._stats.dropped_frames += 1
                 if unfit.lease is not None:
                     self._turn_down(route, unfit.lease, unfit.reason)
             else:

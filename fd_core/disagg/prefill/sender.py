@@ -33,6 +33,7 @@ from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.ops.contract import KVCache
 from fd_core.types import IntArray, PrefillTrace
+from fd_core.types.metrics import one_more
 
 access_log = logging.getLogger(ACCESS_LOGGER)
 
@@ -100,7 +101,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         raises an `FdError`. It is called on that thread, once for a name that it knows, and its connectors are closed
         with the sender. `listen` makes links for loops of `make_loop`.
         """
-        super().__init__("fdcore-kv-sender", queue, clock, _STUCK_SECONDS, make_loop)
+        super().__init__("fdcore-kv-sender", queue, SenderStats(), clock, _STUCK_SECONDS, make_loop)
         self._cache = cache
         self._wire = Wire(envelope, block, max_tokens=max_tokens)
         self._compatibility = compatibility
@@ -112,7 +113,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._asked_at = clock()
         """When the engine asked for completions last: an engine that does not turn computes nothing."""
         self._connections = listen(
-            self._loop, self._wire, self._tally, host, port, hear=self._hear, turn_down=self._turn_down_unfit
+            self._loop, self._wire, self._stats, host, port, hear=self._hear, turn_down=self._turn_down_unfit
         )
         self.port = self._connections.port
         self._loop.start()
@@ -141,8 +142,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
 
     def stats(self) -> SenderStats:
         """Return counters and gauges."""
-        stats = self._tally.read(SenderStats, open_leases=len(self._leases))
-        return msgspec.structs.replace(stats, bytes=stats.pieces * self._wire.payload_bytes)
+        return msgspec.structs.replace(self._stats, open_leases=len(self._leases))
 
     def _complete_all(self, reason: str) -> None:
         for operation in self._pending.numbers():
@@ -156,12 +156,12 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         if lease is not None:
             lease.route = route
             if isinstance(message, Confirm):
-                self._tally.add("seconds", self._clock() - lease.began)
+                self._stats.seconds += self._clock() - lease.began
             self._act(lease, lease.machine.heard(message, self._clock()))
         elif isinstance(message, Open) and name not in self._over:
             self._open(route, message)
         else:
-            self._tally.add("late_messages")
+            self._stats.late_messages += 1
             if not isinstance(message, AbortLease | Confirm):
                 self._connections.say(route, AbortLease(name, "the prefill worker has no such lease"))
 
@@ -191,7 +191,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         machine = PrefillLease(opening, longest=self._longest, now=now)
         lease = self._leases[name] = _PrefillSide(name, opening, wanted(opening), machine, outbox, route, now)
         self._due = min(self._due, machine.next_tick)
-        self._tally.add("leases")
+        self._stats.leases += 1
         self._queue.put(PrefillJobArrived(opening.job))
         # Afterwards, for the decode worker may turn out to be gone, which ends the lease.
         self._act(lease, machine.accept(now))
@@ -201,7 +201,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             self._turn_down(route, lease, "malformed", reason)
 
     def _turn_down(self, route: bytes, lease: str, kind: str, reason: str) -> None:
-        self._tally.add_labelled("refused", kind)
+        self._stats.refused = one_more(self._stats.refused, kind)
         self._connections.say(route, Refuse(lease, reason))
 
     def _send(self, effect: Send) -> None:
@@ -231,7 +231,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         if lease is None:
             return
         if effect.refused:
-            self._tally.add_labelled("refused", "engine")
+            self._stats.refused = one_more(self._stats.refused, "engine")
             self._act(lease, lease.machine.refuse(effect.reason))
         else:
             self._act(lease, lease.machine.gave_up(effect.reason or _BROKE_OFF))
@@ -263,7 +263,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._over[name] = None
         if len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
-        self._tally.add_labelled("ended", end.end)
+        self._stats.ended = one_more(self._stats.ended, end.end)
         job, seconds = lease.opening.job, self._clock() - lease.began
         self._log(lease.opening, end.end, seconds)
         if job.traceparent:
@@ -312,7 +312,8 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                 self._failed("connector", "put", error)
                 self._act(lease, lease.machine.failed("the connector could not send a piece"))
                 return
-            self._tally.add("pieces")
+            self._stats.pieces += 1
+            self._stats.bytes += self._wire.payload_bytes
             self._act(lease, lease.machine.put(index, digest, reference, self._clock()), frames)
             if lease.machine.ended is not None:
                 return

@@ -8,13 +8,15 @@ import logging
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.engine.clients.client import SingleEngineClient, StartProgress
 from fd_core.engine.process import messages
 from fd_core.engine.process.engine_process import EngineProcess
-from fd_core.engine.process.message_stream import EngineSocket
 from fd_core.errors import ConfigError, EngineDead, FdError
+from fd_core.launching.message_stream import MessageSocket
 
 _log = logging.getLogger(__name__)
 _START_SECONDS = 600.0
@@ -23,6 +25,8 @@ _LOOKS: Final = 4
 """Looks at an engine within the shortest time that it may be silent."""
 _LAST_WORDS_SECONDS: Final = 0.2
 """Messages of a dead process that arrive within so long of each other are still read."""
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(messages.EngineMessage)
 
 
 class ProcessClient(SingleEngineClient):
@@ -41,7 +45,7 @@ class ProcessClient(SingleEngineClient):
         self._place = place or EnginePlace()
         self._progress = progress
         self._epoch = 0
-        self._socket: EngineSocket | None = None
+        self._socket: MessageSocket | None = None
         self._begun = begun
         self._process: EngineProcess | None = None
         self._ready = asyncio.Event()
@@ -95,7 +99,7 @@ class ProcessClient(SingleEngineClient):
     def _send(self, message: messages.ClientMessage) -> None:
         if self._socket is None:
             raise EngineDead(self._death)
-        self._socket.send(message)
+        self._socket.send(_ENCODER.encode(message))
 
     async def _start(self) -> None:
         """Start a process for the next epoch. Raises `EngineDead` if it ends or stalls, and what loading raises."""
@@ -104,11 +108,11 @@ class ProcessClient(SingleEngineClient):
         self._end = asyncio.get_running_loop().create_future()
         self._process = self._begun or await EngineProcess.begin(self._config.backend, self._place)
         self._begun = None
-        self._socket = EngineSocket(self._process.socket, self._handle, self._failed)
+        self._socket = MessageSocket(self._process.socket, self._handle, self._failed)
         self._watch = asyncio.create_task(self._watch_over(self._process.process, self._socket))
         path = str(self._path) if self._path else None
         try:
-            self._socket.send(messages.Start(self._config, path, self._epoch))
+            self._send(messages.Start(self._config, path, self._epoch))
         except UnicodeEncodeError:
             raise ConfigError("a path or name in the settings is not UTF-8", hint="rename it, or use a link") from None
         ready = asyncio.create_task(self._ready.wait())
@@ -120,8 +124,8 @@ class ProcessClient(SingleEngineClient):
         if end.done():
             raise end.result()
 
-    def _handle(self, message: messages.EngineMessage) -> None:
-        match message:
+    def _handle(self, frame: bytes) -> None:
+        match message := _DECODER.decode(frame):
             case messages.StepEvents():
                 self._dispatch(message)
             case messages.AdaptersChanged():
@@ -135,14 +139,14 @@ class ProcessClient(SingleEngineClient):
                 raise message.error()
 
     def _failed(self, error: Exception) -> None:
-        if self._end.done():
+        if self._end.done() or isinstance(error, EOFError):  # whoever watches over the process notes how it ended
             return
         if isinstance(error, FdError):
             self._end.set_result(error)
         else:
             self._end.set_exception(error)
 
-    async def _watch_over(self, process: asyncio.subprocess.Process, socket: EngineSocket) -> None:
+    async def _watch_over(self, process: asyncio.subprocess.Process, socket: MessageSocket) -> None:
         """Note the end of the process, and a silence that is longer than the watchdog, or a start, allows."""
         watchdog = self._config.watchdog_seconds
         pause = min(watchdog, _START_SECONDS) / _LOOKS

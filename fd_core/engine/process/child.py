@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import select
-import socket
 import sys
 from pathlib import Path
 from typing import Final
@@ -15,11 +14,11 @@ from typing import Final
 import msgspec
 
 from fd_core.engine.building.builder import load_engine
-from fd_core.engine.process.message_stream import MessageStream
 from fd_core.engine.process.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown, Start
 from fd_core.engine.process.service import serve_engine, tells_admissions
 from fd_core.errors import FdError
 from fd_core.launching.child import become_child
+from fd_core.launching.message_stream import MessageStream
 from fd_core.plugins import installed_plugins
 
 _log = logging.getLogger(__name__)
@@ -59,8 +58,7 @@ class _SocketInbox:
 def main(backend: str) -> int:
     """Serve the client behind standard input; the framework of `backend` is imported before it knows what to load."""
     become_child()
-    stream = MessageStream(socket.socket(fileno=os.dup(sys.stdin.fileno())))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())  # no process that this one starts gets the socket
+    stream = MessageStream.to_parent()
     inbox, encoder = _SocketInbox(stream), msgspec.msgpack.Encoder()
 
     def send(message: EngineMessage) -> None:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 from fd_core.backends.places import EnginePlace
 from fd_core.errors import EngineDead
-from fd_core.launching.child import child_command
+from fd_core.launching.child import child_command, child_socket
 
 
 class EngineProcess:
@@ -26,20 +26,16 @@ class EngineProcess:
     async def begin(cls, backend: str, place: EnginePlace | None = None) -> EngineProcess:
         """Start a process at `place`, which waits for a `Start`. Raises `EngineDead` if the system refuses."""
         where = place or EnginePlace()
-        own, engines = socket.socketpair()
         try:
-            with engines:
+            with child_socket() as (own, engines):
                 process = await asyncio.create_subprocess_exec(
                     *child_command(where.cores, "-m", "fd_core.engine.process.child", backend),
-                    stdin=engines.fileno(),
+                    stdin=engines,
                     start_new_session=True,
                     env=os.environ | where.environment,
                 )
-        except BaseException as error:
-            own.close()
-            if isinstance(error, OSError):
-                raise EngineDead(f"the engine's process could not be started: {error}") from error
-            raise
+        except OSError as error:
+            raise EngineDead(f"the engine's process could not be started: {error}") from error
         return cls(process, own)
 
     async def close(self) -> None:

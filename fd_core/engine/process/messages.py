@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from fd_core.config import EngineConfig
 from fd_core.disagg.stats import ReceiverStats, SenderStats
@@ -17,7 +19,7 @@ from fd_core.runner.observing import ObserverStats
 from fd_core.runner.sampling.grammars import MaskStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.structured.compiler import CompilerStats
-from fd_core.types import AdapterInfo, Delta, PrefillTrace, RequestSpec
+from fd_core.types import AdapterInfo, Delta, PrefillTrace, RequestSpec, StepOutput
 from fd_core.types.kv_events import KVEvent
 from fd_core.types.metrics import gauge
 
@@ -202,3 +204,36 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 ClientMessage = Start | Submit | Abort | ChangeAdapters | Shutdown
 EngineMessage = StepEvents | AdaptersChanged | Ready | Progress | Fault
+
+
+class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    reason: str
+    field: str | None
+
+
+def encode_array(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], str, bytes]:
+    """Be msgspec's `enc_hook` for messages with arrays: return shape, type character and values in C order."""
+    return array.shape, array.dtype.char, array.tobytes()
+
+
+def decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.NDArray[Any]:
+    """Be msgspec's `dec_hook`: return the array of which `encode_array` made `packed`."""
+    shape, dtype, values = packed
+    return np.frombuffer(values, dtype).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_array)
+_DECODER: msgspec.msgpack.Decoder[StepOutput | _Failure] = msgspec.msgpack.Decoder(
+    StepOutput | _Failure, dec_hook=decode_array
+)
+
+
+def encode_output(output: StepOutput | EngineDead) -> bytes:
+    """Return the frame of an output, or of the reason why there is none."""
+    return _ENCODER.encode(_Failure(output.message, output.field) if isinstance(output, EngineDead) else output)
+
+
+def decode_output(frame: bytes) -> StepOutput | EngineDead:
+    """Return what `encode_output` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
+    read = _DECODER.decode(frame)
+    return EngineDead(read.reason, field=read.field) if isinstance(read, _Failure) else read

@@ -17,6 +17,8 @@ from typing import Final
 import msgspec
 import zmq
 
+from fd_core.config import Limits
+from fd_core.effects.sockets import Context, Socket, open_socket
 from fd_core.engine.clients.client import StartProgress
 from fd_core.engine.computing import Computing
 from fd_core.engine.process.messages import Fault
@@ -73,11 +75,9 @@ def main() -> int:
     return 1
 
 
-def _connected(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: tuple[str, str, str] | None
-) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    socket.set_hwm(0)
+def _connected(context: Context, address: str, keys: tuple[str, str, str] | None) -> Socket:
+    socket = open_socket(context, zmq.PAIR)
+    socket.rcvhwm = 0
     if keys is not None:
         socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (key.encode() for key in keys)
     socket.connect(address)
@@ -87,7 +87,7 @@ def _connected(
 def _load(
     start: messages.RankStart,
     group: RankGroup,
-    steps: zmq.Socket[bytes],
+    steps: Socket,
     say: Callable[[messages.RankMessage], None],
     progress: StartProgress,
 ) -> Runner:
@@ -95,19 +95,18 @@ def _load(
     path = Path(start.path) if start.path is not None else None
     computing = Computing(start.config, path, progress, group)
     say(computing.loaded())
-    limits = msgspec.msgpack.decode(steps.recv(), type=messages.RankLimits).limits
+    limits = msgspec.msgpack.decode(steps.recv(), type=Limits)
     return computing.runner(
         limits, partial(EarlierStageRunner, shared_memory(group)) if limits.num_stages > 1 else Runner
     )
 
 
-def _execute(steps: zmq.Socket[bytes], runner: Runner, say: Callable[[messages.RankMessage], None]) -> None:
+def _execute(steps: Socket, runner: Runner, say: Callable[[messages.RankMessage], None]) -> None:
     while True:
         frame = steps.recv()
         if frame == messages.WARM_UP:
             runner.warm_up(lambda *_: None)
-            continue
-        if frame == messages.LOOK:
+        if frame in (messages.WARM_UP, messages.LOOK):
             say(messages.RankReady())
             continue
         if isinstance(runner, EarlierStageRunner):
@@ -134,7 +133,7 @@ def _hold(adapters: RunnerAdapters, asked: messages.HoldAdapters) -> messages.Ad
 class _Copies:
     """The thread that says that this rank goes on while it loads, and then copies blocks while steps are executed."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: Socket) -> None:
         self._socket = socket
         self._caches: queue.SimpleQueue[KVCache] = queue.SimpleQueue()
         self._sign = messages.SIGN

@@ -28,6 +28,7 @@ import zmq
 
 from fd_core.backends.contract import LoadProgress, Model
 from fd_core.config import EngineConfig, Limits
+from fd_core.effects.sockets import Context, Socket, open_socket
 from fd_core.engine.process.messages import Fault
 from fd_core.engine.ranks import messages
 from fd_core.engine.ranks.groups import opened_group
@@ -101,9 +102,9 @@ class RankProcesses:
         self._seconds = config.rank_seconds
         self._closing = False
         self._folder = Path(tempfile.mkdtemp(prefix="fdcore-ranks-"))
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
-        self._steps: list[zmq.Socket[bytes]] = []
-        self._copies: list[zmq.Socket[bytes]] = []
+        self._context: Context = zmq.Context(1)
+        self._steps: list[Socket] = []
+        self._copies: list[Socket] = []
         self._processes: tuple[LaunchedProcess, ...] = ()
         self._launcher: Launcher | None = None
         self._memory: int | None = None
@@ -143,7 +144,7 @@ class RankProcesses:
 
     def allocate(self, limits: Limits) -> None:
         """Have the other ranks allocate what the limits say. Raises what that raised on one of them."""
-        self.tell(msgspec.msgpack.encode(messages.RankLimits(limits)))
+        self.tell(msgspec.msgpack.encode(limits))
         for rank in self._ranks:
             self._hear_loading(rank, messages.RankReady)
 
@@ -161,6 +162,11 @@ class RankProcesses:
             if (heard.step, heard.digest) != (step, digest):
                 raise _dead(f"rank {rank} made something else of step {step} than rank 0")
         self._heard = time.monotonic()
+
+    def await_ready(self) -> None:
+        """Wait until the other ranks have warmed up: what they compute then overwrites blocks that are copied to."""
+        for rank in self._ranks:
+            self._hear(rank, messages.RankReady)
 
     def look(self) -> None:
         """Ask idle ranks now and then whether they go on; never waits. Raises `EngineDead` if one is gone or silent."""
@@ -307,10 +313,9 @@ class RankProcesses:
             (public, secret), (own, own_secret) = zmq.curve_keypair(), zmq.curve_keypair()
             keys = (public.decode(), own.decode(), own_secret.decode())
         for kind, sockets in (("steps", self._steps), ("copies", self._copies)):
-            socket = self._context.socket(zmq.PAIR)
+            socket = open_socket(self._context, zmq.PAIR)  # what a dead rank does not read holds up nothing
             sockets.append(socket)
-            socket.set_hwm(0)
-            socket.linger = 0  # so that what a dead rank does not read holds up nothing
+            socket.rcvhwm = 0
             if host is None:
                 addresses.append(f"ipc://{self._folder}/{kind}-{rank}")
                 socket.bind(addresses[-1])
@@ -404,9 +409,10 @@ class LeadingRunner(Runner):
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Warm up, as every rank does by itself."""
-        self.ranks.tell(messages.WARM_UP)
         with self.ranks.together():
+            self.ranks.tell(messages.WARM_UP)
             seconds = super().warm_up(progress)
+            self.ranks.await_ready()
         self._leads = True
         return seconds
 

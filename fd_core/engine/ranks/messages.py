@@ -1,8 +1,8 @@
 """What rank 0 says to the other ranks and hears of them; encoded with msgspec, never pickled.
 
-On the socket of steps: `RankStart`, `RankLoaded`, `RankLimits`, `RankReady`, then orders and an answer to each:
-`HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `LOOK` and `RankReady`; at any time a `Fault` instead.
-`WARM_UP` has no answer, nor have the orders of stages: a `StagePlan` and later its `StageOutcome`. On the socket of
+On the socket of steps: `RankStart`, `RankLoaded`, `Limits`, `RankReady`, then orders and an answer to each:
+`HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `WARM_UP` or `LOOK` and `RankReady`; at any time a
+`Fault` instead. The orders of stages have no answer: a `StagePlan` and later its `StageOutcome`. On the socket of
 copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its answer, with the bytes of blocks behind it.
 """
 
@@ -15,15 +15,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.config import EngineConfig, Limits
-from fd_core.engine.process.message_stream import decode_array, encode_array
-from fd_core.engine.process.messages import Fault
+from fd_core.config import EngineConfig
+from fd_core.engine.process.messages import Fault, decode_array, encode_array
 from fd_core.ops.parallel import RankMeeting
 from fd_core.ops.weights import Adapter, WeightUse
 from fd_core.types import IntArray, StepOutput, StepPlan
 
 WARM_UP: Final = b""
-"""The frame before the first plan: every rank warms up by itself."""
+"""The frame before the first plan: every rank warms up by itself, and says when its blocks may be written to."""
 SIGN: Final = b"!"
 """How a frame begins by which a rank that loads says that it goes on; what follows changes when it came further."""
 LOOK: Final = b"?"
@@ -59,12 +58,6 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):
     kv_share: tuple[int, int]
     """The first of the model's KV heads that it keeps, and the one behind the last; of stages the same of layers."""
     weights: tuple[WeightUse, ...] = ()
-
-
-class RankLimits(msgspec.Struct, frozen=True, tag="limits"):
-    """The limits that all ranks keep."""
-
-    limits: Limits
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -11,12 +11,13 @@ import numpy as np
 
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, NotStored, Save, Saved
 from fd_core.effects.pending import PendingOperations
-from fd_core.effects.port import Tally
+from fd_core.effects.port import OnceLogger
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.tiers.host import HostArray, HostTier
 from fd_core.kv.tiers.rates import Rate
 from fd_core.kv.tiers.reader import LoadJob, StoreReader
+from fd_core.kv.tiers.stats import TierStats
 from fd_core.kv.tiers.writer import WriteBehind
 from fd_core.ops.contract import KVCache
 
@@ -36,7 +37,8 @@ class Copier:
     _reader: StoreReader
     _writer: WriteBehind
     _pending: PendingOperations[Found | Loaded | Saved]
-    _tally: Tally
+    _stats: TierStats
+    _logger: OnceLogger
     _clock: Callable[[], float]
     _tell: Callable[[NotStored], None]
     """Takes the keys of blocks that were to be written to the store and may not be there."""
@@ -60,7 +62,7 @@ class Copier:
         if not self._pending.advance(found):
             return
         self._host.touch(keys[:host])
-        self._tally.add("host_hit_blocks", host)
+        self._stats.host_hit_blocks += host
         if missing and self._reader.store.ready():
             self._reader.loop.post(partial(self._reader.look_up, lookup, host, missing))
         else:
@@ -95,7 +97,7 @@ class Copier:
                     break
                 finally:
                     self._pending.end_copy(save.operation, copied)
-                self._tally.add("saved_blocks")
+                self._stats.saved_blocks += 1
             if keep:
                 self._host.put(key, array)
             if write:
@@ -105,7 +107,7 @@ class Copier:
                     dropped.append(key)
         self._host.touch(save.keys[: self._room])
         if dropped:
-            self._tally.add("dropped_blocks", len(dropped))
+            self._writer.drop(len(dropped))
             self._tell(NotStored(tuple(dropped)))
         self._pending.end(save.operation)
 
@@ -175,10 +177,11 @@ class Copier:
         finally:
             self._pending.end_copy(job.effect.operation, job.answer)
         self.import_rate.add(ended - began, 1, ended)
-        self._tally.add("loaded_blocks_store" if stored else "loaded_blocks_host")
+        self._stats.loaded_blocks_store += stored
+        self._stats.loaded_blocks_host += not stored
         return True
 
     def _copy_failed(self, what: str, error: Exception) -> None:
-        self._tally.add("copy_errors")
+        self._stats.copy_errors += 1
         kind = f"{what}: {type(error).__name__}"
-        self._tally.log_once(f"the KV cache failed in {kind}; blocks that cannot be copied are computed again")
+        self._logger.warn(f"the KV cache failed in {kind}; blocks that cannot be copied are computed again")

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from fd_core.effects.port import Tally
+from fd_core.effects.port import OnceLogger
 from fd_core.kv.breaker import Breaker, BreakerState
 from fd_core.kv.stores.contract import KVStore, StoreError, Trouble
+from fd_core.types.metrics import one_more
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,13 @@ class GuardedStore:
     Nothing that is logged holds a key, a value or the text of an error, which a stranger's store wrote.
     """
 
-    def __init__(self, store: KVStore | None, tally: Tally, clock: Callable[[], float]) -> None:
+    def __init__(self, store: KVStore | None, logger: OnceLogger, clock: Callable[[], float]) -> None:
         """Without a `store`, no call is made."""
         self._store = store
         self._shown = "" if store is None else store.location.shown
-        self._tally = tally
+        self.errors: dict[str, int] = {}
+        """Failed calls by trouble; replaced, never changed."""
+        self._logger = logger
         self._clock = clock
         self._breaker = Breaker()
         self._lock = threading.Lock()
@@ -71,7 +74,7 @@ class GuardedStore:
             self._fails(error.trouble if isinstance(error.trouble, Trouble) else Trouble.OTHER)
         except Exception as error:  # noqa: BLE001 - a stranger's store: whatever it raises is a failed call
             kind = f"{what}: {type(error).__name__}"
-            self._tally.log_once(f"KV store {self._shown} broke its contract in {kind}; the call counts as failed")
+            self._logger.warn(f"KV store {self._shown} broke its contract in {kind}; the call counts as failed")
             self._fails(Trouble.OTHER)
         else:
             with self._lock:
@@ -89,7 +92,7 @@ class GuardedStore:
                 self._trouble(trouble, self._clock())
 
     def _trouble(self, trouble: Trouble, now: float) -> None:
-        self._tally.add_labelled("store_errors", trouble)
+        self.errors = one_more(self.errors, trouble)
         if trouble is Trouble.MALFORMED:
             self._breaker.success()  # the store answered; one bad key must not shut out all others
         elif self._breaker.failure(now, severe=trouble in _SEVERE):

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import ClassVar, NamedTuple
 
+import msgspec
+
 from fd_core.effects.operations import (
     Cancel,
-    Completion,
     Effect,
     Found,
     Load,
@@ -21,7 +22,7 @@ from fd_core.effects.operations import (
     Saved,
 )
 from fd_core.effects.pending import PendingOperations
-from fd_core.effects.port import CompletionQueue, EffectPort, Tally
+from fd_core.effects.port import CompletionQueue, EffectPort, OnceLogger
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import KVStore
@@ -33,6 +34,7 @@ from fd_core.kv.tiers.reader import StoreReader
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.kv.tiers.writer import WriteBehind
 from fd_core.ops.contract import KVCache
+from fd_core.types.metrics import total
 
 log = logging.getLogger(__name__)
 
@@ -94,19 +96,21 @@ class KVOffload(EffectPort[TierStats]):
         self._lookup_seconds = _LOOKUP_SHARE * load_seconds
         self._load_seconds = load_seconds
         self._pending: PendingOperations[Found | Loaded | Saved] = PendingOperations(queue.put)
-        self._tally = Tally()
+        self._stats = TierStats()
+        logger = OnceLogger()
         self._pace: tuple[float | None, ...] = (None, None, None)
         """Fields of the `LoadPaceMeasured` that was told last."""
         self._host = HostTier(host_bytes)
         envelope = Envelope(bytes(32)) if store is None else store.envelope  # without a store it seals nothing
         # Two guards, so that a store that only writes badly is still read.
-        self._reads = GuardedStore(self._store, self._tally, clock)
-        self._writes = GuardedStore(self._store, self._tally, clock)
+        self._reads = GuardedStore(self._store, logger, clock)
+        self._writes = GuardedStore(self._store, logger, clock)
         self._writer = WriteBehind(
             make_loop("fdcore-kv-writer"),
             self._writes,
             envelope,
-            self._tally,
+            self._stats,
+            logger,
             limit_bytes=pending_bytes,
             batch=block.batch,
             put_seconds=load_seconds,
@@ -119,7 +123,7 @@ class KVOffload(EffectPort[TierStats]):
             envelope,
             block,
             self._pending,
-            self._tally,
+            self._stats,
             lookup_seconds=self._lookup_seconds,
             fetch_seconds=_FETCH_SHARE * load_seconds,
             forget=self._writer.forget,
@@ -133,7 +137,8 @@ class KVOffload(EffectPort[TierStats]):
             self._reader,
             self._writer,
             self._pending,
-            self._tally,
+            self._stats,
+            logger,
             clock,
             queue.put,
         )
@@ -155,22 +160,24 @@ class KVOffload(EffectPort[TierStats]):
             match effect:
                 case Lookup(operation, keys):
                     useful = bool(keys) and not self._nothing_to_find()
-                    counter, answer, seconds = "lookups", Found(operation, 0, 0), self._lookup_seconds
+                    self._stats.lookups += 1
+                    answer, seconds = Found(operation, 0, 0), self._lookup_seconds
                     job = partial(self._copier.look_up, effect)
                 case Load(operation, keys):
                     useful = bool(keys) and not self._nothing_to_find()
-                    counter, answer, seconds = "loads", Loaded(operation, 0), self._load_seconds
+                    self._stats.loads += 1
+                    answer, seconds = Loaded(operation, 0), self._load_seconds
                     job = partial(self._copier.load, effect, now)
                 case Save(operation, keys):
                     useful = bool(keys) and not self._closed
-                    counter, answer, seconds = "saves", Saved(operation, 0), self._load_seconds
+                    self._stats.saves += 1
+                    answer, seconds = Saved(operation, 0), self._load_seconds
                     job = partial(self._copier.save, effect)
                 case Cancel(operation):
                     self._pending.end(operation)
                     continue
                 case _:
                     continue
-            self._tally.add(counter)
             if useful:
                 self.idle = False
                 self._pending.begin(answer, now + seconds)
@@ -182,7 +189,9 @@ class KVOffload(EffectPort[TierStats]):
         """Complete operations that are past their deadline, and tell the pace of loading whenever it changed."""
         now = self._clock()
         for answer in self._pending.expire(now):
-            self._tally.add(_EXPIRED[type(answer)])
+            self._stats.lookups_expired += isinstance(answer, Found)
+            self._stats.load_expired += isinstance(answer, Loaded)
+            self._stats.saves_expired += isinstance(answer, Saved)
         pace = (
             self._copier.import_rate.value(now),
             self._reader.block_rate.value(now),
@@ -195,14 +204,15 @@ class KVOffload(EffectPort[TierStats]):
 
     def stats(self) -> TierStats:
         """Return counters and gauges."""
-        return self._tally.read(
-            TierStats,
+        return msgspec.structs.replace(
+            self._stats,
             block_size=self._block_size,
             host_blocks=len(self._host),
             host_bytes=self._host.bytes,
             host_limit_bytes=self._host.limit_bytes,
             open_operations=len(self._pending),
             pending_write_bytes=self._writer.pending_bytes,
+            store_errors=total([self._reads.errors, self._writes.errors]),
             breaker=self._reads.state,
             write_breaker=self._writes.state,
             store=None if self._store is None else self._store.location.shown,
@@ -236,6 +246,3 @@ class KVOffload(EffectPort[TierStats]):
         if self._closed:
             return True
         return not (len(self._host) or self._reader.store.ready() or self._pending.numbers(Saved))
-
-
-_EXPIRED: dict[type[Completion], str] = {Found: "lookups_expired", Loaded: "load_expired", Saved: "saves_expired"}

@@ -10,7 +10,6 @@ import msgspec
 
 from fd_core.effects.operations import Found, Load, Loaded, Lookup, Saved
 from fd_core.effects.pending import PendingOperations
-from fd_core.effects.port import Tally
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import KVStore
@@ -18,6 +17,8 @@ from fd_core.kv.stores.envelope import HEADER_BYTES, Damaged, Envelope
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
 from fd_core.kv.tiers.rates import Rate
+from fd_core.kv.tiers.stats import TierStats
+from fd_core.types.metrics import one_more
 
 
 class LoadJob(msgspec.Struct, eq=False):
@@ -54,7 +55,7 @@ class StoreReader:
     _envelope: Envelope
     _block: BlockFormat
     _pending: PendingOperations[Found | Loaded | Saved]
-    _tally: Tally
+    _stats: TierStats
     lookup_seconds: float
     """Bounds one call, as `fetch_seconds` does."""
     fetch_seconds: float
@@ -87,7 +88,7 @@ class StoreReader:
             self.latency.add(self.clock() - began, 1, self.clock())
             total = missing[found] if found < len(missing) else len(keys)
         if self._pending.finish(Found(lookup.operation, host, total)):
-            self._tally.add("store_hit_blocks", total - host)
+            self._stats.store_hit_blocks += total - host
 
     def fetch(self, job: LoadJob, deliver: Deliver) -> None:
         """Fetch a load's next batch of missing keys, if there is one, and deliver it."""
@@ -121,6 +122,6 @@ class StoreReader:
         try:
             return self._block.array(self._envelope.open(key, value, self._block.bytes))
         except Damaged as damaged:
-            self._tally.add_labelled("damaged", damaged.reason)
+            self._stats.damaged = one_more(self._stats.damaged, damaged.reason)
             self.forget(key)
             return None

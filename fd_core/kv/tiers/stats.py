@@ -16,7 +16,7 @@ _BREAKER: Final = "1 at the state of the circuit breaker that guards the KV stor
 _BREAKER_STATES: Final[dict[str, Any]] = {"label": "state", "values": get_args(BreakerState), "only_with": "store"}
 
 
-class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+class TierStats(msgspec.Struct, kw_only=True):
     """Counters since the start, and gauges of this moment."""
 
     host_blocks: Annotated[int, gauge("kv_host_blocks", "KV blocks in the host tier.")] = 0

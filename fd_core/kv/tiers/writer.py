@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fd_core.effects.port import Tally
+from fd_core.effects.port import OnceLogger
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
+from fd_core.kv.tiers.stats import TierStats
 
 _GRACE_SECONDS = 0.3
 """How much longer than it was told a call of the store may take while the writer closes."""
@@ -31,7 +32,8 @@ class WriteBehind:
     loop: ThreadLoop
     _store: GuardedStore
     _envelope: Envelope
-    _tally: Tally
+    _stats: TierStats
+    _logger: OnceLogger
     limit_bytes: int
     batch: int
     put_seconds: float
@@ -67,6 +69,11 @@ class WriteBehind:
             self.pending_bytes += array.nbytes
         self.loop.post(self._write)
         return True
+
+    def drop(self, count: int) -> None:
+        """Count blocks that are not written, as they could not be offered."""
+        with self._lock:
+            self._stats.dropped_blocks += count
 
     def forget(self, key: bytes) -> None:
         """Have a key deleted from the store, unless a block is written under it anyway; best effort."""
@@ -108,7 +115,7 @@ class WriteBehind:
         stored = self._store.call("put", min(self.put_seconds, left), put)
         if stored == 0:
             size = sum(memoryview(part).nbytes for part in values[0][1])
-            self._tally.log_once(
+            self._logger.warn(
                 f"a block of KV takes {size:,} bytes, more than the KV store may hold in all, so nothing is "
                 "kept there; make room on its disk or raise its limit"
             )
@@ -130,7 +137,7 @@ class WriteBehind:
             for key, array in batch:
                 self._queued.discard(key)
                 self.pending_bytes -= array.nbytes
-        self._tally.add("written_blocks", stored)
-        self._tally.add("dropped_blocks", len(batch) - stored)
+            self._stats.written_blocks += stored
+            self._stats.dropped_blocks += len(batch) - stored
         if stored < len(batch):  # the store does not say which of them it has
             self.lost([key for key, _ in batch])

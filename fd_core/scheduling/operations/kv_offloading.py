@@ -164,15 +164,14 @@ class KVOffloading:
         """A lookup was answered."""
         lookup, request = self.operations.end(answer.operation, effects.Lookup)
         self.not_stored(lookup.keys[answer.total :])
-        if request.lookup == answer.operation:
+        if request is not None:
             request.lookup = None
             request.stored_on_host, request.stored = answer.host, answer.total
 
     def leave(self, request: Request) -> None:
-        """Hurry the answers that an aborted request waits for; blocks of a load stay pinned until its completion."""
-        for number in (request.lookup, request.load):
-            if number is not None:
-                self.operations.effects.append(effects.Cancel(number))
+        """Hurry the answers that an aborted request waits for."""
+        self.operations.cancel(request.lookup)
+        self.operations.cancel(request.load)
         request.lookup = request.load = None
 
     def worth_loading(self, request: Request, first: int, count: int) -> int:
@@ -198,7 +197,7 @@ class KVOffloading:
     def loaded(self, answer: effects.Loaded) -> tuple[Request, int, int] | None:
         """A load is over; return its request, tokens in place and those not prefilled for it; None if it left."""
         load, request = self.operations.end(answer.operation, effects.Load)
-        if request.load != answer.operation:
+        if request is None:
             return None
         request.load = None
         request.stored = request.stored_on_host = 0
@@ -233,7 +232,7 @@ class KVOffloading:
         count = min(answer.blocks, len(save.keys))
         self.counters.saved_tokens += count * self.block_size
         self.not_stored(save.keys[count:])
-        if request.save == answer.operation:
+        if request is not None and request.save == answer.operation:
             request.save = None
             if answer.operation in self._in_part:
                 request.asked_store = False  # what was left out may be in either tier: a lookup tells

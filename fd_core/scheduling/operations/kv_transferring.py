@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 
 import msgspec
 
-from fd_core.effects.operations import Cancel, Fetch, Fetched, GiveUp, Send
+from fd_core.effects.operations import Fetch, Fetched, GiveUp, Send
 from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.requests import Request
 from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome
@@ -75,14 +75,14 @@ class KVTransferring:
     def leave(self, request: Request) -> None:
         """A loading request was aborted; the leased blocks stay pinned until the lease is over."""
         if request.fetch is not None:
-            self.operations.effects.append(Cancel(request.fetch))
+            self.operations.cancel(request.fetch)
             request.fetch = None
             self._is_over(request, "aborted")
 
     def fetched(self, answer: Fetched) -> tuple[Request, int, int] | None:
         """A fetch is over; return its request, tokens in place and those not prefilled for it; None if it left."""
         fetch, request = self.operations.end(answer.operation, Fetch)
-        if request.fetch != answer.operation:
+        if request is None:
             return None
         request.fetch = None
         self._is_over(request, answer.outcome)

@@ -24,8 +24,8 @@ class Operations:
         self._pool = pool
         self.next = 1
         """Number of the operation that begins next."""
-        self.open: dict[int, tuple[Effect, Request, IntArray | None]] = {}
-        """The effect of each open operation, the request that it serves, and the blocks that it holds."""
+        self.open: dict[int, tuple[Effect, Request | None, IntArray | None]] = {}
+        """The effect of each open operation, the request that waits for it, and the blocks that it holds."""
         self.effects: list[Effect] = []
         """What waits to be returned: operations, and what no completion answers."""
         self.decisions: list[LoadDecision] = []
@@ -42,10 +42,20 @@ class Operations:
         self.effects.append(effect)
         return number
 
-    def end(self, number: int, kind: type[_Operation]) -> tuple[_Operation, Request]:
-        """Close an operation; return its effect and request. Raises `RuntimeError` if none of that kind is open."""
+    def cancel(self, number: int | None) -> None:
+        """Hurry an operation that no request waits for any more, if there is one; it holds its blocks until it ends."""
+        if number is not None:
+            effect, _, blocks = self.open[number]
+            self.open[number] = effect, None, blocks
+            self.effects.append(Cancel(number))
+
+    def end(self, number: int, kind: type[_Operation]) -> tuple[_Operation, Request | None]:
+        """Close an operation; return its effect, and its request if that still waits.
+
+        Raises `RuntimeError` if none of that kind is open.
+        """
         effect, request, blocks = self.open.pop(number, (None, None, None))
-        if not isinstance(effect, kind) or request is None:
+        if not isinstance(effect, kind):
             raise RuntimeError(f"operation {number} was completed, but is not open or is of another kind")
         if blocks is not None:
             self._pool.unpin(blocks)
@@ -57,29 +67,3 @@ class Operations:
         self.effects.clear()
         self.decisions.clear()
         return taken
-
-
-class GrammarCompiling:
-    """Has the grammars of waiting requests compiled: a request waits for its own, whenever it begins to wait."""
-
-    def __init__(self, operations: Operations) -> None:
-        self._operations = operations
-
-    def begin_wait(self, request: Request, grammar: str) -> int:
-        """Return the operation that a request waits for from now on."""
-        request.compiling = self._operations.begin(CompileGrammar(self._operations.next, grammar), request)
-        return request.compiling
-
-    def ready(self, number: int) -> Request | None:
-        """A grammar is compiled, or cannot be; return the request that waits for it, None if it left meanwhile."""
-        _, request = self._operations.end(number, CompileGrammar)
-        if request.compiling != number:
-            return None
-        request.compiling = None
-        return request
-
-    def leave(self, request: Request) -> None:
-        """A waiting request ended: nobody waits for its grammar."""
-        if request.compiling is not None:
-            self._operations.effects.append(Cancel(request.compiling))
-            request.compiling = None

@@ -20,10 +20,11 @@ from typing import Final
 import numpy as np
 
 from fd_core.config import Limits
+from fd_core.effects.operations import CompileGrammar
 from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.operations.kv_offloading import KVOffloading
 from fd_core.scheduling.operations.kv_transferring import KVTransferring
-from fd_core.scheduling.operations.registry import GrammarCompiling
+from fd_core.scheduling.operations.registry import Operations
 from fd_core.scheduling.phases import PhaseClock
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.prefixes import Prefixes
@@ -57,7 +58,7 @@ class Admissions:
     _prefixes: Prefixes
     _offloading: KVOffloading
     _transferring: KVTransferring
-    _grammars: GrammarCompiling
+    _operations: Operations
     _control: AdmissionControl
     _residencies: Residencies
     _times: PhaseClock
@@ -70,7 +71,10 @@ class Admissions:
         """A request begins to wait, new or after a preemption."""
         self._prefixes.extend(request)
         grammar = request.spec.params.grammar
-        operation = None if grammar is None else self._grammars.begin_wait(request, grammar)
+        operation = None
+        if grammar is not None:
+            compiling = CompileGrammar(self._operations.next, grammar)
+            operation = request.compiling = self._operations.begin(compiling, request)
         if self._offloading.stores and not (self._transferring.paired and self._transferring.wants(request)):
             asked = self._offloading.begin_wait(request, self._prefixes.keys(request))
             operation = operation if asked is None else asked
@@ -83,7 +87,8 @@ class Admissions:
         """A waiting request was aborted."""
         self._waiting.remove(request)
         self._offloading.leave(request)
-        self._grammars.leave(request)
+        self._operations.cancel(request.compiling)
+        request.compiling = None
         self._impatient.discard(request.arrival)
 
     def admit(self, draft: PlanBuilder, step: int) -> None:

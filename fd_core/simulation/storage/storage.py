@@ -23,8 +23,9 @@ from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.messages import FromDecode, FromPrefill
 from fd_core.disagg.prefill.connections import DecodeConnections
 from fd_core.disagg.prefill.sender import Sender
+from fd_core.disagg.stats import SideStats
 from fd_core.disagg.wire import Wire
-from fd_core.effects.port import CompletionQueue, Tally
+from fd_core.effects.port import CompletionQueue
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.envelope import Envelope
@@ -336,7 +337,7 @@ class _SimulatedPrefillLinks(PrefillConnections):
         costs: Costs,
         loop: VirtualLoop,
         _wire: Wire,
-        _tally: Tally,
+        _stats: SideStats,
         *,
         hear: Callable[[PrefillLink, FromPrefill, Sequence[Bytes]], None],
         reopen: Callable[[str], None],
@@ -393,7 +394,7 @@ class _SimulatedDecodeLinks(DecodeConnections):
         costs: Costs,
         loop: VirtualLoop,
         _wire: Wire,
-        _tally: Tally,
+        _stats: SideStats,
         place: str,
         _port: int,
         *,

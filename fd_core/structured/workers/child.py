@@ -10,8 +10,6 @@ import json
 import math
 import os
 import resource
-import socket
-import sys
 import threading
 import time
 from typing import Final
@@ -19,16 +17,11 @@ from typing import Final
 import msgspec
 
 from fd_core.launching.child import become_child
-from fd_core.structured.compiler import (
-    LARGE_GRAMMAR,
-    GrammarCompiler,
-    VocabularyTable,
-    yield_to_all_others,
-    yield_to_others,
-)
+from fd_core.launching.message_stream import MessageStream
+from fd_core.structured.compiler import LARGE_GRAMMAR, GrammarCompiler, VocabularyTable, yield_to_others
 from fd_core.structured.grammar import FormAsked
-from fd_core.structured.workers.making import outcome_of
-from fd_core.structured.workers.messages import CPU_SECONDS, read_frame, write_frame
+from fd_core.structured.workers.making import GrammarMaking
+from fd_core.structured.workers.messages import CPU_SECONDS
 
 _MEMORY: Final = 2**31
 """Bytes of addresses, of which the libraries and the vocabulary take a few hundred million."""
@@ -42,31 +35,31 @@ def main() -> None:
     become_child()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    server = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    server = MessageStream.to_parent()
     threading.stack_size(_STACK)
-    with server.makefile("rb") as inbox:
-        table = read_frame(inbox)
-        if table is None:
-            return
-        vocabulary = msgspec.msgpack.decode(table, type=VocabularyTable).vocabulary()
-        compiler = GrammarCompiler(lambda: vocabulary)
-        compiler.warm_up()
-        write_frame(server, b"")
-        while (task := read_frame(inbox)) is not None:
-            until = math.ceil(time.process_time()) + CPU_SECONDS
-            resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
-            # This thread goes on to watch the socket.
-            threading.Thread(target=_answer, args=(server, compiler, task), daemon=True).start()
+    inbox = iter(server)
+    if (table := next(inbox, None)) is None:
+        return
+    vocabulary = msgspec.msgpack.decode(table, type=VocabularyTable).vocabulary()
+    compiler = GrammarCompiler(lambda: vocabulary)
+    compiler.warm_up()
+    server.send(b"")
+    for task in inbox:
+        until = math.ceil(time.process_time()) + CPU_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
+        # This thread goes on to watch the socket.
+        threading.Thread(target=_answer, args=(server, compiler, task), daemon=True).start()
     os._exit(0)
 
 
-def _answer(server: socket.socket, compiler: GrammarCompiler, task: bytes) -> None:
-    (yield_to_all_others if len(task) > LARGE_GRAMMAR else yield_to_others)()
+def _answer(server: MessageStream, compiler: GrammarCompiler, task: bytes) -> None:
+    yield_to_others(is_large=len(task) > LARGE_GRAMMAR)
     try:
-        outcome = outcome_of(msgspec.convert(json.loads(task), FormAsked), compiler.refusal)
+        outcome = GrammarMaking(compiler.refusal).outcome(msgspec.convert(json.loads(task), FormAsked))
     except BaseException:  # noqa: BLE001 - the library panics with errors that are no `Exception`
         os._exit(1)
-    write_frame(server, msgspec.msgpack.encode(outcome))
+    server.send(msgspec.msgpack.encode(outcome))
+    server.flush(wait=True)
 
 
 if __name__ == "__main__":

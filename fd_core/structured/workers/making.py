@@ -13,12 +13,12 @@ import msgspec
 from fd_core.errors import BadRequest
 from fd_core.structured import grammar
 from fd_core.structured.grammar import CallAsked, CallsForm, Form, FormAsked, SchemaForm
+from fd_core.structured.schemas import NAMED
 from fd_core.structured.workers.messages import INVALID, FormOutcome, Unenforced
 
 _CONTRADICTION: Final = "Unsatisfiable schema"
 _MAX_TRIES: Final = 64
 """Parts of a schema that are tried; the fault may lie deeper than is found with so many."""
-NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE: Final = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 
@@ -174,21 +174,17 @@ _COMPILE_SECONDS: Final = 0.5
 _EXPLAIN_SECONDS: Final = 1.0
 """Processor time after which no further parts are tried."""
 
-Refusal = Callable[[str], str | None]
-"""Says why a grammar cannot be compiled, None if it can."""
 
+class GrammarMaking:
+    """Makes one grammar, within bounds of processor time."""
 
-def outcome_of(asked: FormAsked, refusal: Refusal) -> FormOutcome:
-    """Return the grammar of a form, or why there is none."""
-    return _Making(refusal).outcome(asked)
-
-
-class _Making:
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: Callable[[str], str | None]) -> None:
+        """`refusal` says why a grammar cannot be compiled, None if it can."""
         self._compile = refusal
         self._began = time.thread_time()
 
     def outcome(self, asked: FormAsked) -> FormOutcome:
+        """Return the grammar of a form, or why there is none."""
         made, fault = self._made(asked)
         warnings: list[Unenforced] = []
         if fault is not None:

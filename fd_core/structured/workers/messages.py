@@ -1,16 +1,13 @@
-"""What a server and its grammar processes send to each other: frames of a length and as many bytes."""
+"""What a server and its grammar processes send to each other, over `fd_core.launching.message_stream`."""
 
 from __future__ import annotations
 
-import socket
-import struct
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 
 INVALID: Final = "invalid_grammar"
 """The code of errors about a form."""
-LENGTH: Final = struct.Struct("<I")
 CPU_SECONDS: Final = 2
 """Processor time that one task may take, up to one second more as the system counts it."""
 
@@ -33,18 +30,3 @@ class FormOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is no grammar, for people; empty if there is one."""
     field: str | None = None
     code: str | None = None
-
-
-def read_frame(stream: IO[bytes]) -> bytes | None:
-    """Return the next frame, None at the end of the stream."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (size,) = LENGTH.unpack(head)
-    body = stream.read(size)
-    return body if len(body) == size else None
-
-
-def write_frame(peer: socket.socket, body: bytes) -> None:
-    """Send a frame."""
-    peer.sendall(LENGTH.pack(len(body)) + body)

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import signal
-import socket
 import subprocess
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -21,10 +20,11 @@ from typing import Final
 import msgspec
 
 from fd_core.errors import BadRequest
-from fd_core.launching.child import child_command
+from fd_core.launching.child import child_command, child_socket
+from fd_core.launching.message_stream import MessageSocket
 from fd_core.structured.compiler import VocabularyTable
 from fd_core.structured.grammar import FormAsked
-from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, LENGTH, FormOutcome
+from fd_core.structured.workers.messages import CPU_SECONDS, INVALID, FormOutcome
 from fd_core.text.fair_thread import CLIENT
 
 _log = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ _HEAVY_SECONDS: Final = 0.05
 """Processor time of a task after which its slot rests, for the engine compiles the same grammar again."""
 _REST: Final = 4.0
 """Times the processor time of the task that its slot rests."""
+_MAX_ANSWER: Final = 64 * 2**20
+"""Bytes, more than a process makes within its limits."""
 _MAX_CACHED: Final = 512
 _MAX_CACHED_BYTES: Final = 16 * 2**20
 
@@ -113,7 +115,10 @@ class CompilePool:
         finally:
             self._slots.free(client, cost * _REST if cost > _HEAVY_SECONDS else 0.0)
         if is_final:
-            self._keep(digest, outcome)
+            self._cache[digest] = outcome
+            self._cached_bytes += len(outcome.grammar)
+            while len(self._cache) > _MAX_CACHED or (self._cached_bytes > _MAX_CACHED_BYTES and len(self._cache) > 1):
+                self._cached_bytes -= len(self._cache.popitem(last=False)[1].grammar)
         return outcome
 
     async def _sent(self, task: bytes, field: str) -> tuple[FormOutcome, bool]:
@@ -144,12 +149,6 @@ class CompilePool:
     def _refused(field: str, reason: str) -> FormOutcome:
         return FormOutcome(message=f"{field}: {reason} to compile; make it smaller", field=field, code=INVALID)
 
-    def _keep(self, digest: bytes, outcome: FormOutcome) -> None:
-        self._cache[digest] = outcome
-        self._cached_bytes += len(outcome.grammar)
-        while len(self._cache) > _MAX_CACHED or (self._cached_bytes > _MAX_CACHED_BYTES and len(self._cache) > 1):
-            self._cached_bytes -= len(self._cache.popitem(last=False)[1].grammar)
-
     # Processes --------------------------------------------------------------------------------------------
 
     async def _take(self) -> _Process:
@@ -159,12 +158,12 @@ class CompilePool:
                 return process
             self._end(process)
         if self._table is None:
-            self._table = asyncio.create_task(asyncio.to_thread(self._encoded_table))
+            self._table = asyncio.create_task(asyncio.to_thread(lambda: msgspec.msgpack.encode(self._make_table())))
         try:
             table = await asyncio.shield(self._table)
         except ValueError as error:
             raise BadRequest(str(error), code=INVALID) from None
-        process = await _Process.start()
+        process = _Process()
         self._processes.add(process)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -179,12 +178,10 @@ class CompilePool:
             await asyncio.sleep(after)
             self._idle.append(await self._take())
         except (BadRequest, OSError, EOFError) as error:  # a timeout is an `OSError`
-            _log.warning("structured output cannot be served: %s", error or "its process ended while it started")
+            reason = "its process ended while it started" if isinstance(error, EOFError) else error
+            _log.warning("structured output cannot be served: %s", reason)
         finally:
             self._warming = None
-
-    def _encoded_table(self) -> bytes:
-        return msgspec.msgpack.encode(self._make_table())
 
     def _end(self, process: _Process) -> None:
         self._processes.discard(process)
@@ -203,41 +200,37 @@ def _encoded(asked: FormAsked) -> bytes:
 class _Process:
     """One process and the socket to it."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, own: asyncio.StreamWriter
-    ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = own
-
-    @classmethod
-    async def start(cls) -> _Process:
+    def __init__(self) -> None:
         """Start a process that waits for the vocabulary. Raises `OSError`."""
-        own, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = subprocess.Popen(
-                    child_command((), "-m", "fd_core.structured.workers.child"),
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,  # a panic may quote a grammar
-                    start_new_session=True,
-                )
-            except OSError:
-                own.close()
-                raise
-        return cls(process, *await asyncio.open_connection(sock=own))
+        with child_socket() as (own, theirs):
+            self._process = subprocess.Popen(
+                child_command((), "-m", "fd_core.structured.workers.child"),
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a panic may quote a grammar
+                start_new_session=True,
+            )
+        self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._socket = MessageSocket(own, self._answered, self._failed, _MAX_ANSWER)
 
     async def ask(self, body: bytes) -> bytes:
-        """Send a frame and return the answer. Raises `OSError` or `EOFError` if the process ended."""
-        self._writer.write(LENGTH.pack(len(body)) + body)
-        await self._writer.drain()
-        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        return await self._reader.readexactly(size)
+        """Send a frame and return the answer. Raises `EOFError` if the process ended."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._socket.send(body)
+        return await self._answer
+
+    def _answered(self, message: bytes) -> None:
+        if not self._answer.done():
+            self._answer.set_result(message)
+
+    def _failed(self, error: Exception) -> None:
+        self.kill()
+        if not self._answer.done():
+            self._answer.set_exception(error)
 
     def is_alive(self) -> bool:
         """Return True if it has not ended."""
-        return self._process.poll() is None
+        return not self._socket.ended and self._process.poll() is None
 
     def wait(self) -> int:
         """Return the exit code of a process that was killed, or closed its socket."""
@@ -246,7 +239,7 @@ class _Process:
     def kill(self) -> None:
         """End it at once; `wait` returns when it is gone."""
         self._process.kill()
-        self._writer.close()
+        self._socket.close()
 
 
 class _TaskSlots:

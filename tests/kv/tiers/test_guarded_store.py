@@ -6,10 +6,9 @@ import logging
 
 import pytest
 
-from fd_core.effects.port import Tally
+from fd_core.effects.port import OnceLogger
 from fd_core.kv.stores.contract import StoreError, Trouble
 from fd_core.kv.tiers.guarded_store import GuardedStore
-from fd_core.kv.tiers.stats import TierStats
 
 from .scripted import Clock, ScriptedStore
 
@@ -20,13 +19,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def counters() -> Tally:
-    return Tally()
-
-
-@pytest.fixture
-def guarded(counters, clock) -> GuardedStore:
-    return GuardedStore(ScriptedStore(), counters, clock)
+def guarded(clock) -> GuardedStore:
+    return GuardedStore(ScriptedStore(), OnceLogger(), clock)
 
 
 def failing(error):
@@ -42,7 +36,7 @@ def test_a_result_passes_and_the_call_is_told_its_time(guarded) -> None:
 
 @pytest.mark.parametrize("trouble", [Trouble.TIMEOUT, Trouble.UNREACHABLE])
 @pytest.mark.law("5.5")
-def test_an_unreachable_store_is_left_alone_at_once(guarded, counters, clock, trouble) -> None:
+def test_an_unreachable_store_is_left_alone_at_once(guarded, clock, trouble) -> None:
     assert guarded.call("get", 0.5, failing(StoreError(trouble, "secret"))) is None
     assert guarded.state == "open" and not guarded.ready()
     assert guarded.call("get", 0.5, lambda store, timeout: 1 / 0) is None
@@ -50,36 +44,34 @@ def test_an_unreachable_store_is_left_alone_at_once(guarded, counters, clock, tr
     assert guarded.ready()
     assert guarded.call("get", 0.5, lambda store, timeout: 7) == 7
     assert guarded.state == "closed"
-    assert counters.read(TierStats).store_errors == {trouble: 1}
+    assert guarded.errors == {trouble: 1}
 
 
-def test_other_troubles_are_tolerated_twice(guarded, counters) -> None:
+def test_other_troubles_are_tolerated_twice(guarded) -> None:
     for expected in ("closed", "closed", "open"):
         guarded.call("put", 0.5, failing(StoreError(Trouble.FULL, "full")))
         assert guarded.state == expected
-    assert counters.read(TierStats).store_errors == {"full": 3}
+    assert guarded.errors == {"full": 3}
 
 
-def test_a_bad_key_does_not_shut_the_store(guarded, counters) -> None:
+def test_a_bad_key_does_not_shut_the_store(guarded) -> None:
     for _ in range(5):
         guarded.call("get", 0.5, failing(StoreError(Trouble.MALFORMED, "a list")))
-    assert guarded.state == "closed" and counters.read(TierStats).store_errors == {"malformed": 5}
+    assert guarded.state == "closed" and guarded.errors == {"malformed": 5}
 
 
-def test_whatever_a_strange_store_raises_is_a_failure_logged_once_without_its_words(guarded, counters, caplog) -> None:
+def test_whatever_a_strange_store_raises_is_a_failure_logged_once_without_its_words(guarded, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         guarded.call("get", 0.5, failing(KeyError("secret words")))
         guarded.call("get", 0.5, failing(KeyError("secret words")))
         guarded.call("put", 0.5, failing(StoreError("nonsense", "secret words")))
-    assert counters.read(TierStats).store_errors == {"other": 3}
+    assert guarded.errors == {"other": 3}
     assert caplog.text.count("KeyError") == 1
     assert "secret" not in caplog.text
 
 
 @pytest.mark.law("5.5")
-def test_a_call_that_hangs_opens_the_breaker_once_and_keeps_the_store_shut_until_it_returns(
-    guarded, counters, clock
-) -> None:
+def test_a_call_that_hangs_opens_the_breaker_once_and_keeps_the_store_shut_until_it_returns(guarded, clock) -> None:
     def hang(store, timeout):
         clock.now += timeout
         assert guarded.ready()
@@ -91,7 +83,7 @@ def test_a_call_that_hangs_opens_the_breaker_once_and_keeps_the_store_shut_until
         raise StoreError(Trouble.TIMEOUT, "at last")
 
     assert guarded.call("get", 0.5, hang) is None
-    assert counters.read(TierStats).store_errors == {"timeout": 1}
+    assert guarded.errors == {"timeout": 1}
     assert guarded.ready()
     assert guarded.call("get", 0.5, lambda store, timeout: 7) == 7 and guarded.state == "closed"
 

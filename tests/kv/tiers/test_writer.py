@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from fd_core.effects.port import Tally
+from fd_core.effects.port import OnceLogger
 from fd_core.effects.thread_loop import ThreadLoop
 from fd_core.kv.stores.contract import Trouble
 from fd_core.kv.stores.envelope import Envelope
@@ -26,8 +26,13 @@ def store() -> ScriptedStore:
 
 
 @pytest.fixture
-def counters() -> Tally:
-    return Tally()
+def counters() -> TierStats:
+    return TierStats()
+
+
+@pytest.fixture
+def guarded(store) -> GuardedStore:
+    return GuardedStore(store, OnceLogger(), Clock())
 
 
 @pytest.fixture
@@ -36,13 +41,14 @@ def lost() -> list[bytes]:
 
 
 @pytest.fixture
-def writer(store, counters, lost) -> WriteBehind:
+def writer(guarded, counters, lost) -> WriteBehind:
     """Its thread is not started."""
     return WriteBehind(
         ThreadLoop("fdcore-test"),
-        GuardedStore(store, counters, Clock()),
+        guarded,
         Envelope(SECRET),
         counters,
+        OnceLogger(),
         limit_bytes=4 * BLOCK_BYTES,
         batch=3,
         put_seconds=1.0,
@@ -61,7 +67,7 @@ def test_blocks_are_put_in_batches_and_open_again(writer, store, counters) -> No
     for key in KEYS[:4]:
         opened = Envelope(SECRET).open(key, store.values[key], BLOCK_BYTES)
         assert np.array_equal(np.frombuffer(opened, np.float32), content(key).ravel())
-    assert writer.pending_bytes == 0 and counters.read(TierStats).written_blocks == 4
+    assert writer.pending_bytes == 0 and counters.written_blocks == 4
 
 
 def test_the_very_array_is_written(writer, store) -> None:
@@ -80,7 +86,7 @@ def test_a_store_without_room_for_a_block_is_told_once(writer, store, counters, 
         pass
     (told,) = caplog.messages
     assert "more than the KV store may hold in all, so nothing is kept there" in told
-    assert counters.read(TierStats).dropped_blocks == 4
+    assert counters.dropped_blocks == 4
 
 
 def test_a_full_queue_refuses_and_a_queued_key_is_not_queued_again(writer) -> None:
@@ -93,7 +99,7 @@ def test_a_full_queue_refuses_and_a_queued_key_is_not_queued_again(writer) -> No
 
 
 @pytest.mark.parametrize("fault", [Trouble.FULL, Trouble.TIMEOUT, ValueError, "huge number"])
-def test_what_cannot_be_written_is_dropped_and_counted(writer, store, counters, lost, fault) -> None:
+def test_what_cannot_be_written_is_dropped_and_counted(writer, store, guarded, counters, lost, fault) -> None:
     writer.offer(KEYS[1], content(KEYS[1]))
     writer.loop.run_one()
     assert lost == []
@@ -101,9 +107,9 @@ def test_what_cannot_be_written_is_dropped_and_counted(writer, store, counters, 
     writer.offer(KEYS[0], content(KEYS[0]))
     writer.loop.run_one()
     assert writer.pending_bytes == 0
-    assert counters.read(TierStats).dropped_blocks == 1
+    assert counters.dropped_blocks == 1
     assert lost == [KEYS[0]]
-    assert sum(counters.read(TierStats).store_errors.values()) == 1
+    assert sum(guarded.errors.values()) == 1
 
 
 def test_while_the_breaker_is_open_nothing_is_accepted_and_what_waits_is_dropped(writer, store, counters) -> None:
@@ -113,7 +119,7 @@ def test_while_the_breaker_is_open_nothing_is_accepted_and_what_waits_is_dropped
     while writer.loop.run_one():
         pass
     assert store.calls == ["put"]
-    assert counters.read(TierStats).dropped_blocks == 4
+    assert counters.dropped_blocks == 4
     assert not writer.offer(KEYS[5], content(KEYS[5])) and not writer.accepts(1)
 
 
@@ -122,7 +128,7 @@ def test_closing_writes_what_it_can_in_time(writer, store, counters) -> None:
         writer.offer(key, content(key))
     writer.loop.start()
     assert writer.close(5.0)
-    assert counters.read(TierStats).written_blocks == 4 and len(store.values) == 4
+    assert counters.written_blocks == 4 and len(store.values) == 4
 
 
 def test_closing_without_time_drops(writer, store, counters) -> None:
@@ -134,7 +140,7 @@ def test_closing_without_time_drops(writer, store, counters) -> None:
     writer.loop.start()
     assert writer.close(0.0)
     assert store.calls == [] and writer.pending_bytes == 0
-    assert counters.read(TierStats).dropped_blocks == 4
+    assert counters.dropped_blocks == 4
 
 
 def test_damaged_values_are_deleted_but_not_hoarded(writer, store) -> None:

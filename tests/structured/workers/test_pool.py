@@ -110,6 +110,27 @@ def test_a_grammar_that_crashes_its_process_is_refused() -> None:
     used(work)
 
 
+@pytest.mark.parametrize("answer", ["2**31 - 1", "2**32 - 1"])
+def test_an_answer_that_is_too_long_ends_its_process_at_once(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import socket, time\n"
+        "server = socket.socket(fileno=0)\n"
+        "server.recv(1 << 20)\n"
+        "server.sendall(bytes(4))\n"
+        "server.recv(1 << 20)\n"
+        f"server.sendall(({answer}).to_bytes(4, 'little') + bytes(10))\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr("fd_core.structured.workers.pool.child_command", lambda *_: [sys.executable, "-c", script])
+
+    async def work(pool: CompilePool) -> None:
+        outcome = await asyncio.wait_for(run(pool, ordinary()), 30)
+        assert (outcome.grammar, outcome.code) == ("", "invalid_grammar")
+        assert "too much memory" in outcome.message
+
+    used(work, seconds=60.0)
+
+
 def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
     async def work(pool: CompilePool) -> None:
         await run(pool, ordinary())

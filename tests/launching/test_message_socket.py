@@ -1,4 +1,4 @@
-"""Messages to and from an engine's process, over a pair of sockets."""
+"""A parent's end of a stream of messages, on an event loop."""
 
 from __future__ import annotations
 
@@ -8,36 +8,31 @@ import socket
 import time
 from collections.abc import AsyncIterator
 
-import msgspec
-import pytest
-
-from fd_core.engine.process.message_stream import EngineSocket, MessageStream
-from fd_core.engine.process.messages import Abort, ClientMessage, Delta, EngineMessage, StepEvents
+from fd_core.launching.message_stream import MessageSocket, MessageStream
 
 
 class Pair:
-    """The client's socket, and an engine's end that is used by hand."""
+    """The parent's socket, and a child's end that is used by hand."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.failures: list[Exception] = []
-        own, engines = socket.socketpair()
-        self.client = EngineSocket(own, self._hear, self.failures.append)
-        self.engine = MessageStream(engines)
+        own, childs = socket.socketpair()
+        self.parent = MessageSocket(own, self._hear, self.failures.append, limit=1000)
+        self.child = MessageStream(childs)
 
-    def _hear(self, message: EngineMessage) -> None:
-        assert isinstance(message, StepEvents)
-        if message.deltas[0].request_id == "bad":
+    def _hear(self, message: bytes) -> None:
+        if message == b"bad":
             raise LookupError("bad")
-        self.heard.append(message.deltas[0].request_id)
+        self.heard.append(message.decode())
 
     def say(self, *names: str) -> None:
         for name in names:
-            self.engine.send(msgspec.msgpack.encode(StepEvents([Delta(name)])))
+            self.child.send(name.encode())
 
     def close(self) -> None:
-        self.client.close()
-        self.engine.close()
+        self.parent.close()
+        self.child.close()
 
 
 @contextlib.asynccontextmanager
@@ -65,30 +60,31 @@ def test_messages_arrive_in_order_and_others_get_their_turn() -> None:
             time.sleep(0.1)
             turns = set()
             while len(pair.heard) < len(names):
-                pair.engine.flush()
+                pair.child.flush()
                 turns.add(len(pair.heard))
                 await asyncio.sleep(0)
-            assert pair.heard == names and pair.client.received == 1000 and len(turns) > 1
+            assert pair.heard == names and pair.parent.received == 1000 and len(turns) > 1
 
     asyncio.run(main())
 
 
-def test_what_the_engine_does_not_read_yet_waits_and_nobody_waits_for_it() -> None:
+def test_what_the_child_does_not_read_yet_waits_and_nobody_waits_for_it() -> None:
     """More than a socket holds, both ways at once: what goes out is in order and whole."""
 
     async def main() -> None:
-        decoder, said, names = msgspec.msgpack.Decoder(ClientMessage), [], [f"{'x' * 500}{i}" for i in range(3000)]
+        said: list[bytes] = []
+        names = [f"{'x' * 500}{i}" for i in range(3000)]
         async with opened() as pair:
             for name in names:
-                pair.client.send(Abort((name,)))
+                pair.parent.send(name.encode())
                 pair.say(name)
-            assert pair.engine.unsent
-            while len(said) < len(names) or pair.engine.unsent:
-                pair.engine.flush()
-                said += pair.engine.receive() or ()
+            assert pair.child.unsent
+            while len(said) < len(names) or pair.child.unsent:
+                pair.child.flush()
+                said += pair.child.receive() or ()
                 await asyncio.sleep(0)
             await hears(pair, len(names))
-            assert [decoder.decode(each) for each in said] == [Abort((name,)) for name in names]
+            assert [each.decode() for each in said] == names
             assert pair.heard == names
 
     asyncio.run(main())
@@ -112,32 +108,42 @@ def test_no_task_is_made_for_a_message() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("frame", [b"\xc1", msgspec.msgpack.encode(StepEvents([Delta("bad")]))])
-def test_what_cannot_be_read_or_handled_is_reported_and_the_next_is_heard(frame: bytes) -> None:
+def test_what_cannot_be_handled_is_reported_and_the_next_is_heard() -> None:
     async def main() -> None:
         async with opened() as pair:
-            pair.engine.send(frame)
-            pair.say("next")
+            pair.say("bad", "next")
             await hears(pair, 1)
-            [failure] = pair.failures
-            assert isinstance(failure, msgspec.DecodeError | LookupError)
+            assert [type(failure) for failure in pair.failures] == [LookupError]
 
     asyncio.run(main())
 
 
-def test_without_an_engine_a_message_is_lost_and_nobody_waits() -> None:
+def test_without_a_child_a_message_is_lost_and_nobody_waits() -> None:
     async def main() -> None:
         async with opened() as pair:
             pair.say("a")
             await hears(pair, 1)
             pair.say("last words")
-            pair.engine.close()
+            pair.child.close()
             await hears(pair, 2)
             for _ in range(3):
-                pair.client.send(Abort(("a",)))
+                pair.parent.send(b"a")
                 await asyncio.sleep(0.01)
-            pair.client.close()
-            pair.client.close()
+            assert pair.parent.ended and [type(failure) for failure in pair.failures] == [EOFError]
+            pair.parent.close()
+            pair.parent.close()
+
+    asyncio.run(main())
+
+
+def test_a_message_beyond_the_limit_is_the_last() -> None:
+    async def main() -> None:
+        async with opened() as pair:
+            pair.say("a", "x" * 1001, "b")
+            while not pair.failures:
+                await asyncio.sleep(0.001)
+            assert pair.heard == ["a"] and pair.parent.ended
+            assert [type(failure) for failure in pair.failures] == [EOFError]
 
     asyncio.run(main())
 
@@ -148,7 +154,7 @@ def test_a_closed_socket_hands_nothing_over() -> None:
             pair.say("a", "b")
             await hears(pair, 2)
             pair.say("c")
-            pair.client.close()
+            pair.parent.close()
             await asyncio.sleep(0.05)
             assert pair.heard == ["a", "b"]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.engine.process.message_stream import MessageStream
+from fd_core.launching.message_stream import MessageStream
 
 
 class Ends:
@@ -53,6 +53,38 @@ def test_nothing_to_read_is_told_from_an_unfinished_message(ends: Ends) -> None:
     ends.other.sendall(framed(b"abc")[:5])
     assert ends.stream.receive() == []
     assert ends.stream.receive() is None and not ends.stream.ended
+
+
+def test_a_message_beyond_the_limit_ends_the_stream_before_its_bytes_arrive() -> None:
+    own, other = socket.socketpair()
+    stream = MessageStream(own, limit=8)
+    with other:
+        other.sendall(framed(b"12345678") + framed(b"123456789")[:4])
+        assert stream.receive() == [b"12345678"] and stream.ended
+        other.sendall(b"more")
+        assert stream.receive() is None
+    stream.close()
+
+
+def test_an_end_that_waits_gets_and_sends_whole_messages(ends: Ends) -> None:
+    message, answers = os.urandom(1_000_000), []
+
+    def serve() -> None:
+        for asked in ends.stream:
+            ends.stream.send(asked)
+            ends.stream.flush(wait=True)
+            assert not ends.stream.unsent
+
+    serving, parent = threading.Thread(target=serve), MessageStream(ends.other)
+    serving.start()
+    inbox = iter(parent)
+    for body in (message, b"", b"last"):
+        parent.send(body)
+        parent.flush(wait=True)
+        answers.append(next(inbox))
+    ends.other.shutdown(socket.SHUT_WR)
+    serving.join()
+    assert answers == [message, b"", b"last"]
 
 
 def test_last_words_are_read_before_the_end(ends: Ends) -> None:
