@@ -120,7 +120,8 @@ def distribution(text: str, folder: Path, most: float) -> Distribution:
     if not rest:
         name, rest = "fixed", text
     if name == "file":
-        return _from_file(text, folder / rest, most)
+        values = number_rows(folder / rest, 1, most)[:, 0]
+        return _table(text, values, np.ones(len(values)))
     if name not in _FORMS:
         raise ValueError(f"{text!r} is none of {', '.join(f'`{form}`' for form in DISTRIBUTION_FORMS)}")
     wanted, build = _FORMS[name]
@@ -171,11 +172,6 @@ def _zipf(text: str, exponent: float, low: float, high: float) -> Distribution:
     if not len(values):
         raise ValueError(f"there is no whole number from {low:g} to {high:g}")
     return _table(text, values, np.asarray(np.arange(1.0, len(values) + 1) ** -exponent, np.float64))
-
-
-def _from_file(text: str, path: Path, most: float) -> Distribution:
-    values = number_rows(path, 1, most)[:, 0]
-    return _table(text, values, np.ones(len(values)))
 
 
 def _table(text: str, values: Floats, weights: Floats) -> Distribution:
@@ -437,9 +433,16 @@ def workload_table() -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], tupl
 
 def parse_settings(kind: str, given: Mapping[str, str], folder: Path) -> WorkloadSettings:
     """Return the values of all keys, given or default. Raises `ConfigError` that names the key."""
+    known = KINDS[kind].keys
     for name in given:
-        if name not in KINDS[kind].keys:
-            raise _unknown(kind, name)
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            others = [other for other, about in KINDS.items() if name in about.keys]
+            raise ConfigError(
+                f"{kind} has no key {name!r}" + (f"; {', '.join(others)} has it" if others else ""),
+                field=name,
+                hint=f"did you mean {close[0]}?" if close else f"its keys: {', '.join(known)}",
+            )
     values: dict[str, Any] = {}
     for name, key in KEYS.items():
         text = given.get(name, key.default)
@@ -456,16 +459,6 @@ def parse_key(name: str, text: str, folder: Path) -> Any:
         return KEYS[name].parse(text, folder)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}", field=name) from error
-
-
-def _unknown(kind: str, key: str) -> ConfigError:
-    known = KINDS[kind].keys
-    close = difflib.get_close_matches(key, known, n=1)
-    others = [name for name, other in KINDS.items() if key in other.keys]
-    phrase = f"{kind} has no key {key!r}" + (f"; {', '.join(others)} has it" if others else "")
-    return ConfigError(
-        phrase, field=key, hint=f"did you mean {close[0]}?" if close else f"its keys: {', '.join(known)}"
-    )
 
 
 def _require_sense(kind: str, given: Mapping[str, str], values: Mapping[str, Any]) -> None:

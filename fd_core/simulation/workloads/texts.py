@@ -15,7 +15,7 @@ import tokenizers
 
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
-from fd_core.simulation.workloads.conversations import Piece, RecordedTurn, TextContents
+from fd_core.simulation.workloads.conversations import Piece, TextContents, UserTurn
 from fd_core.simulation.workloads.files import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_LINES, lines_of, opened, wrong_line
 from fd_core.simulation.workloads.settings import MAX_TOKENS, WorkloadSettings
 
@@ -152,7 +152,7 @@ def longest_recordings(cases: Iterable[Recording]) -> dict[str, list[Mapping[str
 
 def _contents(path: Path, talks: Iterable[Iterable[Message]], settings: WorkloadSettings) -> TextContents:
     count = _counter(settings.tokenizer)
-    told: list[tuple[RecordedTurn, ...]] = []
+    told: list[tuple[UserTurn, ...]] = []
     requests = empty = 0
     for messages in talks:
         turns = tuple(_turns(messages, count))
@@ -173,7 +173,7 @@ def _contents(path: Path, talks: Iterable[Iterable[Message]], settings: Workload
     return TextContents(tuple(notes), told, settings.repeat)
 
 
-def _turns(messages: Iterable[Message], count: Callable[[str], int]) -> Iterator[RecordedTurn]:
+def _turns(messages: Iterable[Message], count: Callable[[str], int]) -> Iterator[UserTurn]:
     adds: list[Piece] = []
     for answers, text in messages:
         if not text:
@@ -186,7 +186,7 @@ def _turns(messages: Iterable[Message], count: Callable[[str], int]) -> Iterator
             int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()), tokens
         )
         if answers and adds:
-            yield RecordedTurn(tuple(adds), piece)
+            yield UserTurn(tuple(adds), piece)
             adds = []
         else:
             adds.append(piece)

