@@ -135,8 +135,6 @@ class SimulatedClient:
         self._end(self._now, "left", "")
         self._hang_up(request_id)
 
-    # What comes back --------------------------------------------------------------------------------------
-
     def tried(self) -> None:
         """A worker was asked."""
         if self._check and self._now.count and not self._now.over:

@@ -176,8 +176,6 @@ class World:
             raise Stuck(f"{len(self.clients)} conversations have not ended after {until:g} s, among them {names}")
         return self._result(time.perf_counter() - began)
 
-    # Doors --------------------------------------------------------------------------------------------------
-
     def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
         """Carry a client's request to a router, or to the one worker."""
         name = spec.request_id
@@ -203,8 +201,6 @@ class World:
             self.network.send("clients", worker.name, partial(worker.leave, request_id))
         for gateway in self.gateways:
             self.network.send("clients", gateway.name, partial(gateway.leave, request_id))
-
-    # Inside -------------------------------------------------------------------------------------------------
 
     def _make_transfers(self) -> TransferNetwork:
         return TransferNetwork(self.network)

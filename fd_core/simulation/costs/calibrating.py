@@ -168,9 +168,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# Steps ----------------------------------------------------------------------------------------------------
-
-
 class StepBench:
     """Runs cases on an engine's device and keeps what each took."""
 
@@ -285,9 +282,6 @@ def _spread(times: Sequence[float]) -> float:
     return float((high - low) / 2 / middle)
 
 
-# Beside steps ---------------------------------------------------------------------------------------------
-
-
 def _loop_times(engine: Engine, encode: Callable[[str], Sequence[int]], progress: Progress) -> RequestTerms:
     """Time the engine's own loop, and what comes before it, with a few requests."""
     limits = engine.probe().runner.limits
@@ -372,8 +366,6 @@ def _host_copy(engine: Engine) -> KVLink:
         source="measured: blocks copied to the host and back, half of it",
     )
 
-
-# Links: between workers by the tcp connector, and to and from a disk store ----------------------------------
 
 _LINK_ROUNDS: Final = 24
 _LEAST_LINK_ROUNDS: Final = 3

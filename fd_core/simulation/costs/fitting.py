@@ -270,9 +270,6 @@ def _powers(limit: int) -> list[int]:
     return [*(1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent < limit), limit]
 
 
-# Plans ----------------------------------------------------------------------------------------------------
-
-
 def first_plan(case: StepCase, step: int, first_block: int, vocab_size: int, block_size: int) -> StepPlan:
     """Return the plan that admits each row of a case to a slot and computes it, with keys and values that stand there.
 

@@ -158,8 +158,6 @@ class SimulatedEngineClient(SingleEngineClient):
         self._went_down("the engine was closed")
         self.on_state()
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     def _send(self, message: ClientMessage) -> None:
         self._inbox.append(message)
         if isinstance(message, Submit) and (account := self._parts.account_of(message.spec.request_id)) is not None:
@@ -464,8 +462,6 @@ class SimulatedWorker:
         _, stream = self._callers.pop(request_id, (None, None))
         if stream is not None:
             stream.leave()
-
-    # Inside -----------------------------------------------------------------------------------------------
 
     def _submit(self, client: SimulatedEngineClient, spec: RequestSpec, caller: WorkerCaller) -> None:
         name = spec.request_id

@@ -93,9 +93,6 @@ def _bytes(*arrays: npt.NDArray[Any]) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-# Arrays and weights -------------------------------------------------------------------------------------------
-
-
 def _round_trip(ops: Ops, size: Size) -> Prepared:
     arrays: list[npt.NDArray[Any]] = [
         np.arange(size.vocabulary, dtype=np.int32),
@@ -172,9 +169,6 @@ def _gather_rows(ops: Ops, size: Size) -> Prepared:
     x = ops.from_host(values)
     rows = ops.from_host(np.arange(size.tokens, dtype=np.int32)[::-1].copy())
     return Prepared(lambda: ops.gather_rows(x, rows), 2 * values.nbytes)
-
-
-# Attention ----------------------------------------------------------------------------------------------------
 
 
 def _layer(ops: Ops, size: Size, experts: int = 0, kv_dtype: str = "auto") -> LayerOn:
@@ -256,9 +250,6 @@ def _attention(ops: Ops, size: Size, method: str = "paged_attention", kv_dtype: 
     return Prepared(lambda: ops.paged_attention(q, layer.kv, layer.heads, layer.step), moved)
 
 
-# Fusions ------------------------------------------------------------------------------------------------------
-
-
 def _moe(ops: Ops, size: Size, method: str = "moe") -> Prepared:
     layer = _layer(ops, size, size.geometry.experts)
     g, experts = layer.g, layer.experts
@@ -307,9 +298,6 @@ def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
     rows = ops.from_host(np.arange(tokens, dtype=np.int32)[::-1].copy())
     head = ops.prepare_linear([raw(Values(3)(g.inner, g.hidden, scale=g.hidden**-0.5))])
     return prepared(lambda: ops.logits(x, layer.norm, head, rows), g.hidden * g.inner, g.hidden + g.inner)
-
-
-# Logits -------------------------------------------------------------------------------------------------------
 
 
 def _logits(size: Size) -> npt.NDArray[np.float32]:

@@ -203,8 +203,6 @@ class Auditor:
         self._named: dict[bytes, int] = {}
         """What KV each key stands for."""
 
-    # Questions ----------------------------------------------------------------------------------------------
-
     @property
     def live(self) -> list[Stay]:
         return [stay for stay in self.stays.values() if not stay.revoked]
@@ -223,8 +221,6 @@ class Auditor:
     def operating(self, *kinds: type) -> set[int]:
         open_ones = [each for each in self._operations.values() if isinstance(each, kinds)]
         return {block for each in open_ones if not isinstance(each, Lookup) for block in each.blocks.tolist()}
-
-    # Requests come and go -----------------------------------------------------------------------------------
 
     def added(self, spec: RequestSpec, effects: Effects) -> None:
         limit = min(len(spec.prompt) + spec.params.max_tokens, self.limits.max_model_len)
@@ -258,8 +254,6 @@ class Auditor:
         if isinstance(request.loading, Fetch):
             self._to_cancel.add(request.loading.operation)
         request.abort_wanted, request.end, request.loading = True, FinishReason.ABORT, None
-
-    # A plan -------------------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan | None, effects: Effects) -> None:
         """The scheduler decided a step, or that a step could do nothing."""
@@ -460,8 +454,6 @@ class Auditor:
             refund = "2.3" if plan.revocations else "2.1"
             require(not left, refund, f"{what}, although {left} tokens of the budget are left")
 
-    # Operations ---------------------------------------------------------------------------------------------
-
     def _began(self, effects: Effects) -> None:
         for effect in effects.operations:
             match effect:
@@ -588,8 +580,6 @@ class Auditor:
             if request.mark(last) == content:
                 return last - size + 1
         return None
-
-    # An answer ----------------------------------------------------------------------------------------------
 
     def executed(self, plan: StepPlan, output: StepOutput) -> None:
         counts = signals.read(output.tokens).counts
@@ -723,8 +713,6 @@ class Auditor:
             require(known, "6.3", f"{request.name} was told {delta.prefill} of a prefill that was {request.prefill}")
         else:
             require(scores is None, "4", f"{request.name} is told of its prompt without its first token")
-
-    # What is held -------------------------------------------------------------------------------------------
 
     def held(self, held: SchedulerHoldings, names: Iterable[str]) -> None:
         """Compare what the scheduler says that it holds with what it can hold."""

@@ -246,8 +246,6 @@ class StoreSuite:
         store.open(TIMEOUT)
         return store
 
-    # Values
-
     @pytest.mark.law("5.2")
     def test_what_was_never_put_is_absent(self, store: KVStore, back_door: BackDoor) -> None:
         assert store.get([A, B], LIMIT, TIMEOUT) == [None, None]
@@ -407,8 +405,6 @@ class StoreSuite:
         assert found.bytes is None or found.bytes >= 2000
         assert found.limit_bytes is None or found.limit_bytes >= 2000
 
-    # Together
-
     @pytest.mark.law("5.2")
     def test_a_reader_sees_whole_values_while_a_writer_replaces_them(self, store: KVStore) -> None:
         keys = [key_of(number) for number in range(4)]
@@ -480,8 +476,6 @@ class StoreSuite:
             ),
         )
 
-    # Limits
-
     @pytest.mark.law("5.5")
     def test_the_cap_holds_and_what_was_used_stays(self, location: str, make_store: MakeStore) -> None:
         self.size_cap.require()
@@ -529,8 +523,6 @@ class StoreSuite:
         assert as_bytes(store.get(keys[:1], LIMIT, TIMEOUT)) == [value_of(keys[0], LIMIT)]
         assert all(back_door.read(key) in (None, value_of(key, LIMIT)) for key in keys)
 
-    # Faults
-
     @pytest.mark.law("5.5")
     @pytest.mark.parametrize("trouble", [Trouble.FULL, Trouble.READ_ONLY])
     def test_a_store_that_cannot_write_says_so_and_still_reads(
@@ -574,8 +566,6 @@ class StoreSuite:
         assert back_door.read(B) in (None, value_of(B, LIMIT))
         assert store.put([(B, [value_of(B, LIMIT)]), (C, [value_of(C)])], TIMEOUT) == 2
         assert as_bytes(store.get([B, C], LIMIT, TIMEOUT)) == [value_of(B, LIMIT), value_of(C)]
-
-    # Manners
 
     @pytest.mark.law("5.5")
     def test_a_closed_store_refuses_everything(self, store: KVStore) -> None:

@@ -35,9 +35,6 @@ def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
     return [greedy(f"r{index}", PROMPTS[index][:8], max_tokens) for index in range(count)]
 
 
-# By hand ------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def by_hand(target: Target, golden: Golden, k: int = 0, slots: Sequence[int] = ()) -> Iterator[ByHand]:
     """A runner with requests in some slots, each with a prompt of eight tokens that no step has computed."""
@@ -165,9 +162,6 @@ def test_token_id_zero_is_a_token(target: Target, k: int) -> None:
     assert texts.tokens == {"text": [0] * 12, "stop": [0], "end": [0]}
     ends = {"text": FinishReason.LENGTH, "stop": FinishReason.STOP, "end": FinishReason.STOP}
     assert texts.ends == ends
-
-
-# With the scheduler -------------------------------------------------------------------------------------------
 
 
 @contextmanager
