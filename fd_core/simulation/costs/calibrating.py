@@ -38,18 +38,8 @@ from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location
 from fd_core.runner.batch import PersistentBatch
+from fd_core.simulation.costs import fitting
 from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_READ, ASSUMED_STORE_WRITE
-from fd_core.simulation.costs.fitting import (
-    LEAD_IN,
-    MeasuredStep,
-    StepCase,
-    cases_of,
-    errors_of,
-    first_plan,
-    fit_steps,
-    next_plan,
-    shared_pair,
-)
 from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms, step_features
 from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan
 
@@ -102,7 +92,7 @@ def calibrate(
     limits = probe.runner.limits
     if probe.runner.drafter is None:  # what grammars force is no draft that a simulation plans
         limits = msgspec.structs.replace(limits, max_drafts=0)
-    cases = cases_of(limits, np.random.default_rng(_SEED))
+    cases = fitting.cases_of(limits, np.random.default_rng(_SEED))
     request = _loop_times(engine, encode, progress)
     bench = StepBench(engine, cases)
     spread = bench.measure(how.seconds, progress)
@@ -114,7 +104,7 @@ def calibrate(
         )
     fitted = [step for case, step in bench.steps() if not case.held_out and not case.shared]
     judged = [step for case, step in bench.steps() if case.held_out]
-    terms = msgspec.structs.replace(fit_steps(fitted), per_shared_position=bench.shared_saving())
+    terms = msgspec.structs.replace(fitting.fit_steps(fitted), per_shared_position=bench.shared_saving())
     info, shape = engine.info, probe.runner.cache.shape
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return CostProfile(
@@ -142,7 +132,7 @@ def calibrate(
         store_read=ASSUMED_STORE_READ,
         store_write=ASSUMED_STORE_WRITE,
         transfer=_ASSUMED_TRANSFER,
-        error=errors_of(terms, judged),
+        error=fitting.errors_of(terms, judged),
         spread=spread,
     )
 
@@ -171,7 +161,7 @@ def _versions() -> dict[str, str]:
 class StepBench:
     """Runs cases on an engine's device and keeps what each took."""
 
-    def __init__(self, engine: Engine, cases: Sequence[StepCase]) -> None:
+    def __init__(self, engine: Engine, cases: Sequence[fitting.StepCase]) -> None:
         probe = engine.probe()
         self._device, self._runner, self._patience = probe.device, probe.runner, probe.watchdog_seconds
         self._limits: Limits = self._runner.limits
@@ -179,9 +169,9 @@ class StepBench:
         self._draw = np.random.default_rng(_SEED)
         self._most_blocks = max(case.blocks(self._limits) for case in cases)
         self._step = 1
-        self._times: defaultdict[StepCase, list[float]] = defaultdict(list)
+        self._times: defaultdict[fitting.StepCase, list[float]] = defaultdict(list)
         self._processor_seconds = 0.0
-        self._features: dict[StepCase, list[tuple[int, int, int, int, float, int]]] = {}
+        self._features: dict[fitting.StepCase, list[tuple[int, int, int, int, float, int]]] = {}
 
     def measure(self, seconds: float, progress: Progress) -> float:
         """Run rounds; return how far half of the repetitions are from their median, as a share."""
@@ -206,61 +196,61 @@ class StepBench:
         self._runner.batch = PersistentBatch(self._limits)
         return median(_spread(times) for times in self._times.values())
 
-    def steps(self) -> Iterable[tuple[StepCase, MeasuredStep]]:
+    def steps(self) -> Iterable[tuple[fitting.StepCase, fitting.MeasuredStep]]:
         """Return each case with what it usually takes."""
         for case, times in self._times.items():
             means = np.mean(self._features[case], axis=0).tolist()
             tokens, sampled, rows, read, pairs, drafts = means
             features = (int(tokens), int(sampled), int(rows), int(read), pairs, int(drafts))
-            yield case, MeasuredStep(case.kind, features, usual(times))
+            yield case, fitting.MeasuredStep(case.kind, features, usual(times))
 
     def processors(self) -> int:
         """Return how many processors this process keeps busy while it computes a step; at least one, which waits."""
         return max(1, round(self._processor_seconds / sum(map(sum, self._times.values()))))
 
-    def usual(self, case: StepCase) -> float:
+    def usual(self, case: fitting.StepCase) -> float:
         """Return what a case usually takes, in seconds."""
         return usual(self._times[case])
 
-    def mean(self, case: StepCase) -> float:
+    def mean(self, case: fitting.StepCase) -> float:
         """Return what a case takes on average, whatever disturbs it, in seconds."""
         return float(np.mean(self._times[case]))
 
     def shared_saving(self) -> float:
         """Return what a position saves that another row reads as well, in seconds."""
-        pair = shared_pair(self._limits)
+        pair = fitting.shared_pair(self._limits)
         if any(case not in self._times for case in pair) or not pair:
             return 0.0
         shared, alone = map(self.usual, pair)
         return max(0.0, alone - shared) / (pair[0].shared * (len(pair[0].rows) - 1))
 
-    def _run(self, case: StepCase) -> None:
+    def _run(self, case: fitting.StepCase) -> None:
         limits = self._limits
         first_block = int(self._draw.integers(0, self._most_blocks - case.blocks(limits), endpoint=True))
-        plan = first_plan(case, self._step, first_block, limits.vocab_size, limits.block_size)
+        plan = fitting.first_plan(case, self._step, first_block, limits.vocab_size, limits.block_size)
         features = []
         if case.repeats == 1:
             features.append(self._timed(case, plan))
         else:
             self._execute(plan)
-            for index in range(LEAD_IN + case.repeats):
-                plan = next_plan(plan, self._runner.batch.length)
+            for index in range(fitting.LEAD_IN + case.repeats):
+                plan = fitting.next_plan(plan, self._runner.batch.length)
                 self._guess(case, plan)
-                if index < LEAD_IN:
+                if index < fitting.LEAD_IN:
                     self._execute(plan)
                 else:
                     features.append(self._timed(case, plan))
         self._features[case] = features
         self._step = plan.step + 1
 
-    def _timed(self, case: StepCase, plan: StepPlan) -> tuple[int, int, int, int, float, int]:
+    def _timed(self, case: fitting.StepCase, plan: StepPlan) -> tuple[int, int, int, int, float, int]:
         begun, worked = time.perf_counter(), time.process_time()
         self._execute(plan)
         self._times[case].append(time.perf_counter() - begun)
         self._processor_seconds += time.process_time() - worked
         return step_features(plan)
 
-    def _guess(self, case: StepCase, plan: StepPlan) -> None:
+    def _guess(self, case: fitting.StepCase, plan: StepPlan) -> None:
         """Have the runner verify made-up drafts, whatever its drafter would have found in a made-up text."""
         counts = np.array([row.drafts for row in case.rows], np.int32)
         if counts.any():

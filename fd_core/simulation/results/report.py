@@ -13,14 +13,7 @@ import msgspec
 import numpy as np
 
 from fd_core.errors import ConfigError
-from fd_core.simulation.results.comparing import (
-    FIGURES,
-    SeedInterval,
-    SettingsComparison,
-    compare,
-    figure_named,
-    interval,
-)
+from fd_core.simulation.results import comparing
 from fd_core.simulation.results.slo import Slo
 from fd_core.simulation.results.summary import Numbers, Run, RunSummary, column, latencies_of, percentiles, summarize
 
@@ -179,21 +172,21 @@ class ReportCase(msgspec.Struct, frozen=True):
         held = [summary.slo.held for summary in self.summaries if summary.slo]
         return all(held) if held else None
 
-    def figure(self, name: str) -> SeedInterval | None:
+    def figure(self, name: str) -> comparing.SeedInterval | None:
         """Return a figure's mean over seeds; None if one of the runs does not have it."""
-        found = [FIGURES[name].of(summary) for summary in self.summaries]
+        found = [comparing.FIGURES[name].of(summary) for summary in self.summaries]
         there = [float(value) for value in found if value is not None]
-        return interval(there) if there and len(there) == len(found) else None
+        return comparing.interval(there) if there and len(there) == len(found) else None
 
 
 class LoadPoint(msgspec.Struct, frozen=True):
     """What a rate of arrivals leads to; means over seeds."""
 
     rate: float
-    requests_per_s: SeedInterval | None
+    requests_per_s: comparing.SeedInterval | None
     """That were completed."""
-    ttft_p99: SeedInterval | None
-    goodput: SeedInterval | None
+    ttft_p99: comparing.SeedInterval | None
+    goodput: comparing.SeedInterval | None
     held: bool | None
     """Whether the SLO is held with every seed; None without one."""
 
@@ -268,14 +261,14 @@ def axes_of(cases: Sequence[ReportCase]) -> dict[str, list[float | str]]:
     return axes
 
 
-def comparisons_of(report: Report, cases: Sequence[ReportCase]) -> list[tuple[Values, SettingsComparison]]:
+def comparisons_of(report: Report, cases: Sequence[ReportCase]) -> list[tuple[Values, comparing.SettingsComparison]]:
     """Return the settings beside one another, for each place on the axes at which there are several."""
     places: dict[tuple[Any, ...], list[ReportCase]] = {}
     for case in cases:
         places.setdefault(tuple(map(_order, case.values.values())), []).append(case)
-    by = figure_named(report.by) if report.by else None
+    by = comparing.figure_named(report.by) if report.by else None
     return [
-        (there[0].values, compare({case.setting: case.summaries for case in there}, by))
+        (there[0].values, comparing.compare({case.setting: case.summaries for case in there}, by))
         for _, there in sorted(places.items())
         if len(there) > 1
     ]

@@ -19,9 +19,9 @@ from fd_core.errors import ConfigError
 from fd_core.plugins import BACKEND, installed_plugins
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
-from fd_core.testing.kit.memory import MEBI, resident
 from fd_core.testing.kit.target import Target
 from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.suite.scale.test_memory import MEBI, resident
 
 
 def test_limits_are_known_and_have_reasons(target: Target) -> None:
