@@ -17,9 +17,8 @@ from fd_core.simulation.results.summary import RequestOutcome
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn, tokens_of
 from fd_core.types import Delta, IntArray, RequestSpec, SamplingParams
 
-_SHORT_PIECES: Final = 256
-"""Pieces whose tokens are kept: those that many conversations share."""
-_kept_tokens: Final = lru_cache(_SHORT_PIECES)(tokens_of)
+_kept_tokens: Final = lru_cache(256)(tokens_of)
+"""Keeps the tokens of pieces that many conversations share."""
 
 
 class WrongAnswer(RuntimeError):

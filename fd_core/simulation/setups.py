@@ -11,8 +11,9 @@ from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Role
 from fd_core.simulation.costs.profile import CostProfile, Costs
+from fd_core.simulation.engines.engine import SimulatedPool
 from fd_core.simulation.storage.storage import SharedStore
-from fd_core.simulation.world import SimulatedDeployment, SimulatedPool
+from fd_core.simulation.world import SimulatedDeployment
 
 _MAX_WORKERS: Final = 10_000
 _MAX_ROUTERS: Final = 100
@@ -41,10 +42,8 @@ class Setup:
     relay: float = 0.0
     crowding: tuple[float, float] | None = None
     latency: float = 0.0002
-    restart_seconds: float = 10.0
-    max_queued_requests: int = 1024
 
-    def deployment(self, label: str, *, check: bool = True, audit: bool = False) -> SimulatedDeployment:
+    def deployment(self, label: str, *, check: bool = True) -> SimulatedDeployment:
         """Return the deployment. Raises `ConfigError` for settings that contradict each other."""
         self._require_sense()
         counts: dict[Role, int] = {"mixed": self.workers, "prefill": self.prefill, "decode": self.decode}
@@ -60,7 +59,6 @@ class Setup:
             relay=self.relay,
             crowding=self.crowding,
             check=check,
-            audit=audit,
         )
 
     def _require_sense(self) -> None:
@@ -103,8 +101,6 @@ class Setup:
             profile=profile.label,
             count=count,
             acceptance=self.acceptance if limits.max_drafts else 0.0,
-            max_queued_requests=self.max_queued_requests,
-            restart_seconds=self.restart_seconds,
             shares_processor=not spare,
             block_bytes=block_bytes,
         )

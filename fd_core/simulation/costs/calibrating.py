@@ -335,26 +335,24 @@ def _line(values: dict[int, float]) -> tuple[float, float]:
 
 
 def _host_copy(engine: Engine) -> KVLink:
-    """Copy some blocks to the host and back."""
     cache = engine.probe().runner.cache
     times: dict[int, list[float]] = {}
-    one = 0
     for count in sorted({1, min(32, cache.num_blocks)}):
         blocks: IntArray = np.arange(count, dtype=np.int32)
-        cache.import_blocks(blocks, cache.export_blocks(blocks))
-        times[count] = []
+        data = cache.export_blocks(blocks)
+        cache.import_blocks(blocks, data)
+        times[data.nbytes] = []
         for _ in range(5):
             begun = time.perf_counter()
-            data = cache.export_blocks(blocks)
-            cache.import_blocks(blocks, data)
-            times[count].append((time.perf_counter() - begun) / 2)
-            one = data.nbytes // count
-    slope, latency = _line({count: usual(values) for count, values in times.items()})
-    return KVLink(
-        latency=latency,
-        bandwidth=one / slope if slope else 1e12,
-        source="measured: blocks copied to the host and back, half of it",
-    )
+            cache.import_blocks(blocks, cache.export_blocks(blocks))
+            times[data.nbytes].append((time.perf_counter() - begun) / 2)
+    return _link_of(times, "measured: blocks copied to the host and back, half of it")
+
+
+def _link_of(times: dict[int, list[float]], source: str) -> KVLink:
+    """Return the link that takes such times by bytes; what does not grow with their number is the latency."""
+    slope, latency = _line({size: usual(values) for size, values in times.items()})
+    return KVLink(latency=latency, bandwidth=1 / slope if slope else 1e12, source=source)
 
 
 _LINK_ROUNDS: Final = 24
@@ -414,7 +412,7 @@ def disk_links(block_bytes: int) -> tuple[KVLink, KVLink]:
 
 
 def _link(move: Callable[[bytes], None], block_bytes: int, source: str) -> KVLink:
-    """Time blocks and parts of blocks; what does not grow with their size is the latency."""
+    """Time blocks and parts of blocks."""
     small, whole = (np.random.default_rng(7).bytes(size) for size in (max(1, block_bytes // _SMALL), block_bytes))
     times: dict[int, list[float]] = {len(small): [], len(whole): []}
     for _ in range(min(_LINK_ROUNDS, max(_LEAST_LINK_ROUNDS, _MOST_BYTES // block_bytes))):
@@ -422,6 +420,4 @@ def _link(move: Callable[[bytes], None], block_bytes: int, source: str) -> KVLin
             begun = time.perf_counter()
             move(block)
             times[len(block)].append(time.perf_counter() - begun)
-    little, much = (usual(each) for each in times.values()) if len(times) == 2 else (0.0, usual(times[len(whole)]))
-    slope = max(0.0, much - little) / max(1, len(whole) - len(small))
-    return KVLink(latency=max(0.0, much - slope * len(whole)), bandwidth=1 / slope if slope else 1e12, source=source)
+    return _link_of(times, source)

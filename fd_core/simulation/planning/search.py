@@ -99,11 +99,6 @@ class PlanSearch:
         whole = self._of(shape, self.units[shape])
         return min(whole.values(), default=self.margins.get(self._short(shape, self.units[shape]), -math.inf))
 
-    def is_checked(self, shape: int) -> bool:
-        """Whether the fewest units held the whole workload with every seed."""
-        found = self._of(shape, self.units[shape])
-        return len(found) == len(self.seeds) and min(found.values()) >= 0
-
     def breaks_below(self, shape: int) -> PlanTrial | None:
         """Return the trial in which one unit less broke the SLO; None if that was not tried or there is none."""
         trials = (trial for trial in self._whole(shape, self.units[shape] - 1) if self.margins.get(trial, 0) < 0)

@@ -157,11 +157,6 @@ def figure_named(name: str, flag: str = "--by", *, slo: bool = True, price: bool
     return FIGURES[name]
 
 
-def usual_figure(summaries: Sequence[RunSummary]) -> ComparedFigure:
-    """Return what decides if nobody says: goodput where there is an SLO, else the mean time of whole requests."""
-    return FIGURES["goodput" if summaries and summaries[0].slo else "e2e_mean"]
-
-
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> SeedInterval:
     """Return the mean of at least one value, and its t-interval if there are two."""
     count = len(values)
@@ -174,8 +169,12 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> SeedInt
 
 
 def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None = None) -> SettingsComparison:
-    """Compare settings by their runs, one for each seed; `by` decides which is best."""
-    by = by or usual_figure([summary for each in runs.values() for summary in each])
+    """Compare settings by their runs, one for each seed.
+
+    `by` decides which is best; if None, goodput where there is an SLO, else the mean time of whole requests.
+    """
+    first = next((summary for each in runs.values() for summary in each), None)
+    by = by or FIGURES["goodput" if first is not None and first.slo else "e2e_mean"]
     found = {
         setting: {name: values for name, each in FIGURES.items() if (values := each.by_seed(summaries))}
         for setting, summaries in runs.items()
