@@ -36,7 +36,13 @@ def profile_named(text: str) -> CostProfile:
     if text in packaged_profiles():
         file = resources.files(__package__) / "profiles" / f"{text}{_SUFFIX}"
         return parse_profile(file.read_bytes(), text)
-    raise wrong_profile(f"there is no profile {text!r:.80}", _what_there_is())
+    own_names = sorted(file.stem for file in calibrated_folder().glob(f"*{_SUFFIX}"))
+    named = ", ".join(dict.fromkeys((*own_names, *packaged_profiles()))) or "none"
+    raise wrong_profile(
+        f"there is no profile {text!r:.80}",
+        f"measured: {named}; calculated: DEVICE:MODEL with {', '.join(ACCELERATORS)} and {', '.join(ARCHITECTURES)}, "
+        "such as h100:llama-70b:tp=8; or the path of a .json file",
+    )
 
 
 def calibrated_folder() -> Path:
@@ -57,15 +63,6 @@ def packaged_profiles() -> tuple[str, ...]:
     """Return the names of the profiles that come with the package, all of them measured."""
     folder = resources.files(__package__) / "profiles"
     return tuple(sorted(file.name.removesuffix(_SUFFIX) for file in folder.iterdir() if file.name.endswith(_SUFFIX)))
-
-
-def _what_there_is() -> str:
-    own = sorted(file.stem for file in calibrated_folder().glob(f"*{_SUFFIX}"))
-    named = ", ".join(dict.fromkeys((*own, *packaged_profiles()))) or "none"
-    return (
-        f"measured: {named}; calculated: DEVICE:MODEL with {', '.join(ACCELERATORS)} and {', '.join(ARCHITECTURES)}, "
-        "such as h100:llama-70b:tp=8; or the path of a .json file"
-    )
 
 
 def _calculated(text: str) -> CostProfile:

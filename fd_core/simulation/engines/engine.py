@@ -1,7 +1,4 @@
-"""A production engine and its client under the virtual clock, and the worker whose server is in front of them.
-
-The engine's loop, its deaths and its restarts are here; a worker's front takes requests one after the other.
-"""
+"""A production engine and its client under the virtual clock, and the worker whose server is in front of them."""
 
 from __future__ import annotations
 

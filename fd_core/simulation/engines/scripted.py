@@ -162,13 +162,7 @@ class PrefillBurst(ScriptedEngine):
     """Prompts of one length that differ in their last block only: the first computes the prefix, the others use it."""
 
     def __init__(
-        self,
-        count: int,
-        tokens: int,
-        *,
-        block_size: int = 32,
-        vocab_size: int = 32000,
-        draw: np.random.Generator,
+        self, count: int, tokens: int, *, block_size: int = 32, vocab_size: int = 32000, draw: np.random.Generator
     ) -> None:
         """Queue nothing yet; `prompts` are `count` prompts of `tokens` tokens each."""
         each = -(-(tokens + _OUTPUT_TOKENS) // block_size) + 2

@@ -114,9 +114,7 @@ def shapes_of(
         )
         for name, profile in profiles.items()
         for (prefill, decode), rows, budget in itertools.product(
-            roles,
-            max_num_seqs or [profile.limits.max_num_seqs],
-            budgets or [profile.limits.max_num_batched_tokens],
+            roles, max_num_seqs or [profile.limits.max_num_seqs], budgets or [profile.limits.max_num_batched_tokens]
         )
         if budget >= rows
     ]
@@ -172,10 +170,5 @@ def do_job(job: PlanJob, plugins: Plugins) -> ReportedRun:
     setup = setup_of(job.shape, job.units, _profile(job.shape.profile), job.engine)
     run = World(setup.deployment(label, check=False), plugins, job.seed).run(asked)
     return reported(
-        run,
-        label,
-        {LOAD: job.rate},
-        slo=job.slo,
-        price_per_worker_hour=job.price,
-        devices_per_worker=job.shape.ranks,
+        run, label, {LOAD: job.rate}, slo=job.slo, price_per_worker_hour=job.price, devices_per_worker=job.shape.ranks
     )

@@ -284,8 +284,14 @@ def load_curves_of(cases: Sequence[ReportCase]) -> list[LoadCurve]:
         lines.setdefault((case.setting, *others.items()), []).append(case)
     curves = []
     for (setting, *place), there in lines.items():
-        points = tuple(map(_load_point, there))
-        curves.append(LoadCurve(setting, dict(place), points, *_knee(points)))
+        points = []
+        for case in there:
+            rate = case.values[LOAD]
+            if isinstance(rate, str):
+                raise ConfigError(f"a rate is a number of requests a second, and not {rate!r}")
+            done, late, good = (case.figure(name) for name in ("requests_per_s", "ttft_p99", "goodput"))
+            points.append(LoadPoint(rate, done, late, good, case.held))
+        curves.append(LoadCurve(setting, dict(place), tuple(points), *_knee(points)))
     return curves
 
 
@@ -327,14 +333,6 @@ def _order(value: float | str) -> tuple[float, str]:
 def shown(value: float | str) -> str:
     """Return a value of an axis as text."""
     return value if isinstance(value, str) else f"{value:g}"
-
-
-def _load_point(case: ReportCase) -> LoadPoint:
-    rate = case.values[LOAD]
-    if isinstance(rate, str):
-        raise ConfigError(f"a rate is a number of requests a second, and not {rate!r}")
-    done, late, good = (case.figure(name) for name in ("requests_per_s", "ttft_p99", "goodput"))
-    return LoadPoint(rate, done, late, good, case.held)
 
 
 def _knee(points: Sequence[LoadPoint]) -> tuple[float | None, str]:

@@ -143,24 +143,19 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
         latency.add_row(_TITLES[name], *(duration_text(getattr(figures, each)) for each in columns))
     console.print(latency if summary.latencies else Text("No request was completed: there are no latencies."))
     if summary.waits:
-        console.print(_waits_table(summary))
+        waits = Table(title="What a request waits for, and its computing: means", title_justify="left")
+        columns = ("", "to first token", "slowest 1 %", "between tokens", "slowest 1 %", "not completed")
+        for name in columns if summary.requests > summary.completed else columns[:-1]:
+            waits.add_column(name, justify="right" if name else "left")
+        for each in summary.waits:
+            spent = (each.before, each.before_slowest, each.between, each.between_slowest, each.lost)
+            cells = (duration_text(value) if value >= _NOTHING else "–" for value in spent[: len(waits.columns) - 1])
+            waits.add_row(WAIT_TITLES[each.reason], *cells)
+        console.print(waits)
     for check in slo.checks if slo else ():
         show = _share if check.name == "attainment" else duration_text
         line = f"{'holds' if check.held else 'BREAKS'} {check.name}: {show(check.value)}, limit {show(check.limit)}"
         console.print(Text(line, "green" if check.held else "bold red"))
-
-
-def _waits_table(summary: RunSummary) -> Table:
-    """Return where the time of requests went."""
-    table = Table(title="What a request waits for, and its computing: means", title_justify="left")
-    columns = ["", "to first token", "slowest 1 %", "between tokens", "slowest 1 %"]
-    for name in [*columns, "not completed"] if summary.requests > summary.completed else columns:
-        table.add_column(name, justify="right" if name else "left")
-    for each in summary.waits:
-        seconds = (each.before, each.before_slowest, each.between, each.between_slowest, each.lost)
-        shown = [duration_text(value) if value >= _NOTHING else "–" for value in seconds[: len(table.columns) - 1]]
-        table.add_row(WAIT_TITLES[each.reason], *shown)
-    return table
 
 
 def _print_cases(title: str, cases: Sequence[ReportCase], console: Console) -> None:

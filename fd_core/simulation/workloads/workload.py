@@ -21,7 +21,6 @@ from fd_core.simulation.workloads.settings import (
     KINDS,
     MAX_REQUESTS,
     Draws,
-    Floats,
     WorkloadSettings,
     parse_key,
     parse_settings,
@@ -36,7 +35,14 @@ _CURVE_POINTS: Final = 2048
 def arrival_times(settings: WorkloadSettings, draws: Draws) -> Iterator[float]:
     """Yield times in seconds without end. A greater rate shortens the same gaps, so load curves compare."""
     generator, shape = draws.generator("arrivals"), settings.cv**-2
-    period, times, shares = _curve(settings)
+    # Seconds of a period, moments in it, and the share of its arrivals up to each; 0 if there is none.
+    period, times, shares = 0.0, np.empty(0), np.empty(0)
+    if settings.arrivals == "diurnal":
+        period, times = settings.period, np.linspace(0, 1, _CURVE_POINTS + 1)
+        shares = times - settings.depth / (2 * np.pi) * np.sin(2 * np.pi * times)
+    elif settings.arrivals == "bursts":
+        period = settings.on + settings.off
+        times, shares = np.array([0, settings.on / period, 1.0]), np.array([0, 1 - settings.quiet, 1.0])
     total = 0.0
     while True:
         if settings.arrivals == "constant":
@@ -52,17 +58,6 @@ def arrival_times(settings: WorkloadSettings, draws: Draws) -> Iterator[float]:
             days, rest = np.divmod(moments / period, 1.0)
             moments = period * (days + np.interp(rest, shares, times))
         yield from (np.rint(moments * 1e6) / 1e6).tolist()
-
-
-def _curve(settings: WorkloadSettings) -> tuple[float, Floats, Floats]:
-    """Return a period in seconds, moments in it, and the share of its arrivals up to each; 0 if there is none."""
-    if settings.arrivals == "diurnal":
-        times = np.linspace(0, 1, _CURVE_POINTS + 1)
-        return settings.period, times, times - settings.depth / (2 * np.pi) * np.sin(2 * np.pi * times)
-    if settings.arrivals == "bursts":
-        period = settings.on + settings.off
-        return period, np.array([0, settings.on / period, 1.0]), np.array([0, 1 - settings.quiet, 1.0])
-    return 0.0, np.empty(0), np.empty(0)
 
 
 _DEFAULT_REQUESTS: Final = 1000

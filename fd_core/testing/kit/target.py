@@ -37,8 +37,16 @@ def parse_target(text: str, folder: Path) -> Target:
     instruction set that cannot be used here.
     """
     target = _configured(text, folder)
-    if (isa := environment_of(text).get(_ISA)) is not None:
-        _require_instructions(isa)
+    isa = environment_of(text).get(_ISA)
+    if isa is not None and os.environ.get(_ISA) != isa:
+        raise ConfigError(f"{_ISA} is not {isa!r} in the environment", field="BACKEND", hint=f"set {_ISA}={isa}")
+    if isa is not None:
+        from fd_core.ops.native.build import BuildError, load
+
+        try:
+            load()  # a backend would do without kernels that it cannot have
+        except BuildError as error:
+            raise ConfigError(str(error), field="BACKEND") from error
     return target
 
 
@@ -71,18 +79,6 @@ def environment_of(text: str) -> dict[str, str]:
 def _settings_of(text: str) -> dict[str, str]:
     parts = filter(None, text.partition(":")[2].split(","))
     return {field: value for field, _, value in (part.partition("=") for part in parts)}
-
-
-def _require_instructions(isa: str) -> None:
-    """Build the native kernels for an instruction set, since a backend would do without those that it cannot have."""
-    from fd_core.ops.native.build import BuildError, load
-
-    if os.environ.get(_ISA) != isa:
-        raise ConfigError(f"{_ISA} is not {isa!r} in the environment", field="BACKEND", hint=f"set {_ISA}={isa}")
-    try:
-        load()
-    except BuildError as error:
-        raise ConfigError(str(error), field="BACKEND") from error
 
 
 class Target:

@@ -1,7 +1,4 @@
-"""The postprocessor under test, found as a user would find it, and the steps that it gets.
-
-Says what their matrices have to be, and which rule a wrong one breaks.
-"""
+"""The postprocessor under test, found as a user would find it, and the steps that it gets, with right matrices."""
 
 from __future__ import annotations
 

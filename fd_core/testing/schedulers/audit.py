@@ -336,8 +336,18 @@ class Auditor:
         for grant in first:
             self._grant(grant, touched, stay, [] if loaded is None else loaded.blocks.tolist())
         self.stays[slot], request.stay = stay, stay
-        if stays:
-            self._check_content(stay)
+        if not stays:
+            return
+        size = self.limits.block_size
+        require(stay.num_computed <= len(stay.table) * size, "3.5", f"{stay} has no blocks for what it begins with")
+        for position in range(stay.num_computed):
+            block = stay.table[position // size]
+            if self._content[block][position % size] != request.mark(position):
+                broken(
+                    self._left_behind.get(block, "5.3" if request.spec.cache_salt else "3.5"),
+                    f"{stay} begins with position {position} of block {block}, which holds no settled KV of its text "
+                    f"under its salt",
+                )
 
     def _grant(self, grant: BlockGrant, touched: set[int], stay: Stay | None = None, own: Sequence[int] = ()) -> None:
         """Blocks join a table; those of a known prefix may have other owners, all others may not."""
@@ -364,19 +374,6 @@ class Auditor:
             require(block not in held, "3.2", f"{stay} was granted block {block}, which an operation holds")
             self._content[block] = [None] * self.limits.block_size
             self._left_behind.pop(block, None)
-
-    def _check_content(self, stay: Stay) -> None:
-        """What is said to be computed already is there."""
-        size = self.limits.block_size
-        require(stay.num_computed <= len(stay.table) * size, "3.5", f"{stay} has no blocks for what it begins with")
-        for position in range(stay.num_computed):
-            block = stay.table[position // size]
-            if self._content[block][position % size] != stay.request.mark(position):
-                broken(
-                    self._left_behind.get(block, "5.3" if stay.request.spec.cache_salt else "3.5"),
-                    f"{stay} begins with position {position} of block {block}, which holds no settled KV of its text "
-                    f"under its salt",
-                )
 
     def _revoke(self, slot: int, gen: int) -> None:
         stay = self.stays.get(slot)
@@ -446,7 +443,13 @@ class Auditor:
         for effect in effects.operations:
             match effect:
                 case operations.Save():
-                    self._save(effect)
+                    for key, block in zip(effect.keys, effect.blocks.tolist(), strict=True):
+                        content, what = self._content[block][-1], f"operation {effect.operation} saves"
+                        if content is None or None in self._content[block]:
+                            broken("3.5", f"{what} block {block}, which is not settled")
+                        require(
+                            self._named.setdefault(key, content) == content, "5.3", f"{what} two contents under one key"
+                        )
                 case operations.Load():
                     self._await_kv(effect, "5.2", "5.4")
                 case operations.Fetch():
@@ -459,14 +462,6 @@ class Auditor:
                     self._to_cancel.discard(operation)
             if isinstance(effect, Operation):
                 self._operations[effect.operation] = effect
-
-    def _save(self, save: operations.Save) -> None:
-        for key, block in zip(save.keys, save.blocks.tolist(), strict=True):
-            content = self._content[block][-1]
-            if content is None or None in self._content[block]:
-                broken("3.5", f"operation {save.operation} saves block {block}, which is not settled")
-            known = self._named.setdefault(key, content)
-            require(known == content, "5.3", f"operation {save.operation} saves two contents under one key")
 
     def _fetch(self, fetch: operations.Fetch) -> None:
         request, size, job = self._await_kv(fetch, "6.1", "6.2"), self.limits.block_size, fetch.job

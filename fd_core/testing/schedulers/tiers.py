@@ -40,7 +40,9 @@ class ScriptedTiers:
 
     def __init__(self, cache: KVCache) -> None:
         self.values: dict[bytes, npt.NDArray[np.float32]] = {}
+        self.begun: list[Operation] = []
         self.pending: list[Operation] = []
+        """Those of the operations begun that have not ended."""
         self.cancelled: set[int] = set()
         self._cache = cache
 
@@ -49,7 +51,11 @@ class ScriptedTiers:
             if isinstance(effect, operations.Cancel):
                 self.cancelled.add(effect.operation)
             elif isinstance(effect, operations.Lookup | operations.Load | operations.Save):
-                self.pending.append(effect)
+                self._begin(effect)
+
+    def _begin(self, operation: Operation) -> None:
+        self.begun.append(operation)
+        self.pending.append(operation)
 
     def complete(self, index: int, how: OperationEnd) -> operations.Completion:
         """End the operation at `index`; the order of operations is the test's choice."""
@@ -119,7 +125,7 @@ class ScriptedPeers(ScriptedTiers):
         for effect in effects:
             super().perform([effect])
             if isinstance(effect, operations.Fetch | operations.Send):
-                self.pending.append(effect)
+                self._begin(effect)
             if isinstance(effect, operations.Fetch):
                 self.spoil(effect.blocks.tolist())
 

@@ -61,7 +61,12 @@ class Stepper:
         self.perform(effects)
         if plan is None:
             return None
-        self._check_grants(plan)
+        busy = set().union(*self._touched.values())
+        matched = {admission.slot: admission.computed // self.limits.block_size for admission in plan.admissions}
+        for grant in plan.grants:
+            shared = matched.get(grant.slot, 0) if grant.offset == 0 else 0
+            fresh = set(grant.blocks[shared:].tolist())
+            assert not fresh & busy, "a block was granted while a step in flight touches it"
         before = len(self.computed)
         self.in_flight.append((plan, self.execute(plan)))
         allowed = min(max(plan.total_tokens, self._padded(plan)), self.limits.max_num_batched_tokens)
@@ -160,14 +165,6 @@ class Stepper:
         widths = range(max(1, widest - self.limits.max_drafts), widest + 1)
         shapes = [self.runner.ops.padded(len(plan.slots), width) for width in widths]
         return max((rows * width for rows, width in filter(None, shapes)), default=0)
-
-    def _check_grants(self, plan: StepPlan) -> None:
-        busy = set().union(*self._touched.values())
-        matched = {admission.slot: admission.computed // self.limits.block_size for admission in plan.admissions}
-        for grant in plan.grants:
-            shared = matched.get(grant.slot, 0) if grant.offset == 0 else 0
-            fresh = set(grant.blocks[shared:].tolist())
-            assert not fresh & busy, "a block was granted while a step in flight touches it"
 
 
 class SentStepper(Stepper):

@@ -280,14 +280,7 @@ class StoreSuite:
     @pytest.mark.law("5.2")
     def test_parts_of_every_kind_are_joined_in_order(self, store: KVStore, back_door: BackDoor) -> None:
         block = np.arange(256, dtype=np.uint8)
-        kinds: list[Bytes] = [
-            b"bytes",
-            bytearray(b"array"),
-            memoryview(b"a view")[2:],
-            block.data,
-            b"",
-            block.data[9:],
-        ]
+        kinds: list[Bytes] = [b"bytes", bytearray(b"array"), memoryview(b"a view")[2:], block.data, b"", block.data[9:]]
         many: list[Bytes] = [bytes([number % 251]) * (number % 3) for number in range(3000)]
         assert store.put([(A, kinds), (B, many), (C, [])], TIMEOUT) == 3
         for key, parts in ((A, kinds), (B, many), (C, [])):

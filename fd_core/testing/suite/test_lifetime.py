@@ -85,11 +85,7 @@ def test_a_text_survives_a_crash_in_the_middle(target: Target, golden: Golden, r
             await client.close()
         return texts
 
-    async def bounded() -> dict[str, list[int]]:
-        async with asyncio.timeout(180):
-            return await main()
-
-    golden.check(specs, asyncio.run(bounded()))
+    golden.check(specs, asyncio.run(asyncio.wait_for(main(), 180)))
 
 
 def test_a_closed_engine_leaves_no_cache_behind(target: Target) -> None:

@@ -335,18 +335,14 @@ def test_later_steps_with_other_shapes_are_planned_anew(ops: Ops, values: Values
         assert_near(ops, found, attention_by_definition(q, [k[:after]], [v[:after]], heads, rows))
 
 
-def expert_inputs(values: Values) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Return x, router, gates, ups and downs of 5 experts and a shared one, which is the last."""
-    return values(9, 6), values(5, 6), values(6, 4, 6), values(6, 4, 6), values(6, 6, 4)
-
-
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "corrected"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["", "normalized"])
 def test_moe_adds_the_weighted_outputs_of_the_chosen_experts(
     ops: Ops, values: Values, require: Require, normalize: bool, corrected: bool
 ) -> None:
     require("moe")
-    x, router, gates, ups, downs = expert_inputs(values)
+    x, router = values(9, 6), values(5, 6)
+    gates, ups, downs = values(6, 4, 6), values(6, 4, 6), values(6, 6, 4)  # of 5 experts, and of the shared one
     bias = values(5) if corrected else np.zeros(5, np.float32)
     experts = Experts(
         router=ops.prepare_vector(router),
