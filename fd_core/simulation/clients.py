@@ -213,21 +213,15 @@ class SimulatedClient:
                 attempts=now.attempts,
             )
         )
-        answered = end in ("stop", "length")
-        if self._more and (answered or self._begins_anew()):
-            if answered:
-                self._text = np.concatenate([self._text, np.array(now.tokens, np.int32)])
-            following = self.conversation.turns[self._number + 1]
-            self._timeline.after(following.think, self.next_request)
+        turns, answered = conversation.turns, end in ("stop", "length")
+        if self._more and answered:
+            self._text = np.concatenate([self._text, np.array(now.tokens, np.int32)])
+        while not answered and self._number + 1 < len(turns) and not turns[self._number + 1].fresh:
+            self._number += 1  # needs what was said
+        if self._number + 1 < len(turns):
+            self._timeline.after(turns[self._number + 1].think, self.next_request)
         else:
             self._done(self)
-
-    def _begins_anew(self) -> bool:
-        """Pass over turns that need what was said; returns whether one is left that does not."""
-        turns = self.conversation.turns
-        while self._number + 1 < len(turns) and not turns[self._number + 1].fresh:
-            self._number += 1
-        return self._number + 1 < len(turns)
 
     def _check_answer(self, now: _Reading, end: str) -> None:
         """Raise `WrongAnswer` unless the answer is the one that the model gives."""

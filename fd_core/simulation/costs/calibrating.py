@@ -43,7 +43,6 @@ from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_
 from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms, step_features
 from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan
 
-_LEAST_ROUNDS: Final = 5
 _ROUNDS: Final = 15
 MOST_SPREAD: Final = 0.2
 """Beyond it the figures say more about what else ran than about the steps."""
@@ -185,7 +184,7 @@ class StepBench:
         self._processor_seconds = 0.0
         # Each case gets the same time, so that short steps, which waver more, are repeated more often.
         share = seconds / len(self._cases)
-        repeats = np.clip(share / np.array(took), _LEAST_ROUNDS, _ROUNDS).astype(int)
+        repeats = np.clip(share / np.array(took), 5, _ROUNDS).astype(int)
         done, total = 0, int(repeats.sum())
         for round_ in range(_ROUNDS):
             due = np.flatnonzero((round_ + 1) * repeats // _ROUNDS > round_ * repeats // _ROUNDS)
@@ -356,7 +355,6 @@ def _link_of(times: dict[int, list[float]], source: str) -> KVLink:
 
 
 _LINK_ROUNDS: Final = 24
-_LEAST_LINK_ROUNDS: Final = 3
 _MOST_BYTES: Final = 64 * 2**20
 _TIMEOUT: Final = 30.0
 _SMALL: Final = 8
@@ -415,7 +413,7 @@ def _link(move: Callable[[bytes], None], block_bytes: int, source: str) -> KVLin
     """Time blocks and parts of blocks."""
     small, whole = (np.random.default_rng(7).bytes(size) for size in (max(1, block_bytes // _SMALL), block_bytes))
     times: dict[int, list[float]] = {len(small): [], len(whole): []}
-    for _ in range(min(_LINK_ROUNDS, max(_LEAST_LINK_ROUNDS, _MOST_BYTES // block_bytes))):
+    for _ in range(min(_LINK_ROUNDS, max(3, _MOST_BYTES // block_bytes))):
         for block in (small, whole):
             begun = time.perf_counter()
             move(block)

@@ -150,7 +150,16 @@ class PlanSearch:
             return True
         yield from self._ask(batch)
         for shape in {trial.shape: None for trial in batch}:
-            self._move(shape)
+            # More units where these break the whole workload, and fewer where fewer hold it with every seed.
+            units = self.units[shape]
+            while self._breaks(shape, units):
+                units += 1
+            while units > 1 and self._holds(shape, units - 1):
+                units -= 1
+            self._failed[shape] = units - 1 if units > self.units[shape] else min(self._failed[shape], units - 1)
+            self.units[shape] = units
+            if units > self.shapes[shape].most:
+                del self.units[shape]
         return False
 
     def _challenge(self) -> Generator[list[PlanTrial], Sequence[float], bool]:
@@ -172,19 +181,6 @@ class PlanSearch:
                 self.units[trial.shape] = trial.units
                 self._failed[trial.shape] = trial.units - 1
         return False
-
-    def _move(self, shape: int) -> None:
-        """Take more units where these break the whole workload, and fewer where fewer hold it with every seed."""
-        units = self.units[shape]
-        while self._breaks(shape, units):
-            units += 1
-        while units > 1 and self._holds(shape, units - 1):
-            units -= 1
-        self._failed[shape] = units - 1 if units > self.units[shape] else min(self._failed[shape], units - 1)
-        if units > self.shapes[shape].most:
-            del self.units[shape]
-        else:
-            self.units[shape] = units
 
     def _load(self, shape: int) -> Generator[list[PlanTrial], Sequence[float], None]:
         """Find the factor of the load at which the plan breaks."""

@@ -536,7 +536,9 @@ class Auditor:
                 for key, block in zip(load.keys[:count], load.blocks.tolist(), strict=False):
                     self._left_behind.pop(block, None)
                     # The key stands for one KV; the positions before the last one are of the same text.
-                    at = self._position_of(request, self._named.get(key), first[key])
+                    ends = range(first[key] * size + size - 1, len(request.tokens), size)
+                    known = self._named.get(key)
+                    at = next((last - size + 1 for last in ends if request.mark(last) == known), None)
                     self._content[block] = [None] * size if at is None else [request.mark(at + i) for i in range(size)]
             case operations.Fetched(operation, outcome):
                 self._fetched(operation, outcome)
@@ -555,14 +557,6 @@ class Auditor:
             del self._left_behind[block]
             known = [request.mark(at) for at in range(place * size, min((place + 1) * size, fetch.job.num_tokens))]
             self._content[block] = [*known, *[None] * (size - len(known))]
-
-    def _position_of(self, request: Followed, content: int | None, index: int) -> int | None:
-        """Return where the block begins in a request's text whose last position is `content`, None if nowhere."""
-        size = self.limits.block_size
-        for last in range(index * size + size - 1, len(request.tokens), size):
-            if request.mark(last) == content:
-                return last - size + 1
-        return None
 
     def executed(self, plan: StepPlan, output: StepOutput) -> None:
         counts = signals.read(output.tokens).counts

@@ -204,7 +204,13 @@ class Driver:
         require(not left, "2.2", f"nothing is in flight or all too much was planned, and {left} have not ended")
         require(not self.scheduler.has_work, "3.6", "it says that it has work, but no request is left")
         self.audit()
-        self._check_texts()
+        for name, request in self.auditor.requests.items():
+            right = whole_text(request.spec)[len(request.spec.delivered) :]
+            told, end = self.texts.tokens.get(name, []), self.texts.ends.get(name)
+            require(told == right[: len(told)], "4", f"{name} was told {told} instead of {right[: len(told)]}")
+            if end in (FinishReason.STOP, FinishReason.LENGTH):
+                require(told == right, "4", f"{name} ended after {len(told)} of {len(right)} tokens")
+            require(end is not FinishReason.ABORT or request.abort_wanted, "1.7", f"{name} was aborted by nobody")
         return self.texts
 
     def run_until(self, condition: Callable[[], object], depth: int = 1) -> bool:
@@ -231,16 +237,6 @@ class Driver:
 
     def audit(self) -> None:
         self.auditor.held(self.scheduler.held(), self.scheduler.request_ids())
-
-    def _check_texts(self) -> None:
-        """What was told is a prefix of the golden text, and all of it where the text came to its end."""
-        for name, request in self.auditor.requests.items():
-            right = whole_text(request.spec)[len(request.spec.delivered) :]
-            told, end = self.texts.tokens.get(name, []), self.texts.ends.get(name)
-            require(told == right[: len(told)], "4", f"{name} was told {told} instead of {right[: len(told)]}")
-            if end in (FinishReason.STOP, FinishReason.LENGTH):
-                require(told == right, "4", f"{name} ended after {len(told)} of {len(right)} tokens")
-            require(end is not FinishReason.ABORT or request.abort_wanted, "1.7", f"{name} was aborted by nobody")
 
 
 def drive(

@@ -28,8 +28,6 @@ from fd_core.simulation.results.summary import RunSummary
 from fd_core.simulation.workloads.files import write_whole
 
 _MOST_CASES: Final = 1000
-_CURVES_BYTES: Final = 300_000
-_BINS_BYTES: Final = 500_000
 _MOST_WORKERS: Final = 64
 
 
@@ -63,7 +61,7 @@ def facts_of(report: Report) -> dict[str, Any]:
         if any(value is not None and (value or not figure.rare) for value in map(figure.of, summaries))
     ]
     names = [each.name for each in figures]
-    curves, bins = _fitting(map(_curves, cases), _CURVES_BYTES), _fitting(map(_bins, cases), _BINS_BYTES)
+    curves, bins = _fitting(map(_curves, cases), 300_000), _fitting(map(_bins, cases), 500_000)
     return {
         "title": report.title,
         "command": report.command,

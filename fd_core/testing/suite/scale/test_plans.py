@@ -136,11 +136,17 @@ class RandomPlans:
                 stay.computed += own
             if done:
                 stay.flying.append(1 + draft)
+        size = self._limits.block_size
+        shared = [
+            BlockGrant(each.slot, 0, np.array(self._stays[each.slot].blocks[: each.computed // size], np.int32))
+            for each in admissions
+            if each.computed
+        ]
         plan = plan_of(
             self._step,
             columns,
             admissions=tuple(admissions),
-            grants=tuple(self._shared_grants(admissions) + grants),
+            grants=tuple(shared + grants),
             revocations=tuple(Revocation(stay.slot, stay.gen) for stay in revoked),
         )
         self._step += 1
@@ -212,14 +218,6 @@ class RandomPlans:
             if count:
                 return stay.blocks[:count]
         return []
-
-    def _shared_grants(self, admissions: list[Admission]) -> list[BlockGrant]:
-        size = self._limits.block_size
-        return [
-            BlockGrant(each.slot, 0, np.array(self._stays[each.slot].blocks[: each.computed // size], np.int32))
-            for each in admissions
-            if each.computed
-        ]
 
     def _grow(self, stay: _Stay, tokens: int) -> list[BlockGrant]:
         """Grant blocks for so many tokens, and sometimes more than that."""
