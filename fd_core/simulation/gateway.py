@@ -21,11 +21,6 @@ from fd_core.simulation.engines.engine import SimulatedWorker
 from fd_core.simulation.storage.storage import SECRET
 from fd_core.types import Delta, FinishReason, RequestSpec
 
-_UNREACHABLE_SECONDS = 30.0
-"""Answers of a worker that no health check has reached for so long are ended, as the gateway's default is."""
-_CONNECT_SECONDS = 3.0
-"""A request that has not reached its worker after so long goes to another one, as the gateway's default is."""
-
 
 class SimulatedGateway:
     """One router process: it chooses workers, follows their health and passes answers on."""
@@ -58,7 +53,7 @@ class SimulatedGateway:
         """Incarnations whose answer to a health check is on its slow way."""
         self._following: dict[RouterWorker, tuple[str, int | None]] = {}
         """The process whose KV events count, by incarnation, and the number of the next event."""
-        self._unreached = Unreached(_UNREACHABLE_SECONDS)
+        self._unreached = Unreached(30.0)  # seconds, the default of the gateway
         for worker in self._workers.values():
             instance = worker.instance if self._reached(worker) else None
             self.router.register(worker.url, worker.role, self._timeline.now, instance=instance)
@@ -238,7 +233,7 @@ class _Attempt:
 
         gateway._network.send(gateway.name, self._worker.name, arrive)
         if not gateway._network.reaches(gateway.name, self._worker.name):
-            gateway._timeline.after(_CONNECT_SECONDS, give_up)
+            gateway._timeline.after(3.0, give_up)  # the default of the gateway
 
     def leave(self) -> None:
         """The client is gone; the worker learns of it over the network."""

@@ -24,7 +24,6 @@ from fd_core.types import Admission, IntArray, StepOutput, StepPlan
 
 END: Final = 2
 """Token that ends an answer."""
-_ENDLESS: Final = Piece(0, 2**31 - 1)
 _AHEAD: Final = 256
 """Tokens of an answer that are drawn at once, where there are no drafts."""
 
@@ -114,7 +113,7 @@ class ScriptedComputer(PlanComputer):
 
     def _admit(self, admission: Admission) -> None:
         slot = admission.slot
-        answer = self._answer_of(admission.request_id) or _ENDLESS
+        answer = self._answer_of(admission.request_id) or Piece(0, 2**31 - 1)
         self._gens[slot] = admission.gen
         self._length[slot] = len(admission.token_ids)
         self._prompt[slot] = admission.prompt_len

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -37,12 +37,6 @@ from fd_core.simulation.engines.device import END, AnswerOf, PlanComputer, Simul
 from fd_core.simulation.storage.storage import SECRET
 from fd_core.types import Delta, RequestSpec, StepPlan
 from fd_core.types.kv_events import KVEvent
-
-_LOOK_SECONDS: Final = 0.005
-"""How often an engine whose requests all wait for something outside steps looks at its deadlines."""
-_ROUNDING: Final = 1e-9
-"""Seconds by which clocks of workers may differ in the last digits."""
-_CHEAP_TOKENS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +246,7 @@ class SimulatedEngineClient(SingleEngineClient):
         drafts = None
         if limits.max_drafts:
             speculative = config.speculative
-            cheap = _CHEAP_TOKENS if speculative is None else speculative.cheap_tokens
+            cheap = 64 if speculative is None else speculative.cheap_tokens
             drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, cheap, drafter=speculative is not None)
         return plugins.load(SCHEDULER, config.scheduler)(
             SchedulerSetup(
@@ -294,12 +288,12 @@ class SimulatedEngineClient(SingleEngineClient):
             self._next = self._timeline.at(stalls if late else ready, self._stalled if late else self._answered)
             return
         self._tell(self._kept)
-        self._rest(_LOOK_SECONDS)
+        self._rest(0.005)  # all requests wait for something outside steps: look at their deadlines again
 
     def _answered(self) -> None:
         """The oldest step in flight is computed, unless it shared its processor: commit it, and begin the next turn."""
         ready = self.device.ready_at
-        if self._timeline.now + _ROUNDING < ready < math.inf:
+        if self._timeline.now + 1e-9 < ready < math.inf:  # clocks of workers may differ in the last digits
             self._next = self._timeline.at(ready, self._answered)
             return
         deltas = self.engine.end_step(self.device.collect(math.inf))

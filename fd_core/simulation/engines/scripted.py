@@ -24,8 +24,6 @@ EOS: Final = 2
 """Token that ends a request. No answer holds it, but every token is compared with it."""
 REJECT_EVERY: Final = 8
 """In one of so many steps a request has its last draft rejected; the steps differ between requests."""
-_BUDGET: Final = 8192
-"""Tokens in a step, a usual choice for a large device."""
 _OUTPUT_TOKENS: Final = 256
 """Enough for every request to decode until the last of them was admitted."""
 
@@ -169,7 +167,7 @@ class PrefillBurst(ScriptedEngine):
         super().__init__(
             Limits(
                 max_num_seqs=count,
-                max_num_batched_tokens=max(_BUDGET, count),
+                max_num_batched_tokens=max(8192, count),  # a usual choice for a large device
                 max_model_len=tokens + _OUTPUT_TOKENS,
                 block_size=block_size,
                 num_kv_blocks=count * each,

@@ -98,7 +98,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PERCENTILES: Final = (50.0, 90.0, 95.0, 99.0)
-_COMPLETED: Final = ("stop", "length")
 _MOST_TENANTS: Final = 50
 _MOST_REASONS: Final = 20
 _NUMBER: Final = re.compile(r"\d[\d,.]*(?<=\d)")
@@ -267,7 +266,7 @@ class _Columns:
         of_all = partial(column, outcomes)
         ends = list(map(attrgetter("end"), outcomes))
         self.ends = Counter(ends)
-        self.completed = np.fromiter((end in _COMPLETED for end in ends), np.bool_, len(ends))
+        self.completed = np.fromiter((end in ("stop", "length") for end in ends), np.bool_, len(ends))
         self.arrived = of_all("arrived")
         # None becomes NaN.
         self.first = np.array(list(map(attrgetter("first_token"), outcomes)), np.float64)

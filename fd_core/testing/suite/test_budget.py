@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -23,14 +21,25 @@ KS = [0, 1, 3, 5]
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 90, (8, 16)).tolist()
 
 
-@contextmanager
-def counted_forward(target: Target) -> Iterator[list[int]]:
-    """Count the tokens that a model's own forward gets, behind whatever a pack compiles around it.
+def most_computed(
+    golden: Golden,
+    specs: list[RequestSpec],
+    budget: int,
+    k: int,
+    wrong: float,
+    *,
+    depth: int = 2,
+    eager: bool = False,
+    **room: Any,
+) -> int:
+    """Run requests to their right texts and return the most tokens that a step computed: the budget, or fewer.
 
-    A pack that records the forward calls it with arrays whose size is not known; these are not counted.
+    Counted is what a model's own forward gets, behind whatever a pack compiles around it. A pack that records the
+    forward calls it with arrays whose size is not known; these are not counted.
     """
     counts: list[int] = []
-    load = target.cls.load_model
+    cls = golden.target.cls
+    load = cls.load_model
 
     def load_model(self: Any, *arguments: Any) -> Any:
         model: Any = load(self, *arguments)
@@ -45,25 +54,9 @@ def counted_forward(target: Target) -> Iterator[list[int]]:
         model.forward = counting
         return model
 
-    with mock.patch.object(target.cls, "load_model", load_model):
-        yield counts
-
-
-def most_computed(
-    golden: Golden,
-    specs: list[RequestSpec],
-    budget: int,
-    k: int,
-    wrong: float,
-    *,
-    depth: int = 2,
-    eager: bool = False,
-    **room: Any,
-) -> int:
-    """Run requests to their right texts and return the most tokens that a step computed: the budget, or fewer."""
     whole = golden.whole(specs) if k else ()
     engine = golden.target.engine(k, whole, wrong, max_num_batched_tokens=budget, **room)
-    with counted_forward(golden.target) as counts, engine as loaded:
+    with mock.patch.object(cls, "load_model", load_model), engine as loaded:
         counts.clear()  # what warming up computed
         stepper = Stepper(loaded, eager=eager)
         stepper.submit(*specs)
