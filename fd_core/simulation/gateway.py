@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -166,8 +165,7 @@ class SimulatedGateway:
         return worker.up and not worker.timeline.frozen and self._network.reaches(self.name, worker.name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Health:
+class _Health(NamedTuple):
     """The answer to a health check; nothing for one that came to nobody."""
 
     instance: str | None = None
@@ -180,8 +178,7 @@ class _Health:
 _SILENT: Final = _Health()
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
+class _Exchange(NamedTuple):
     """One request: attempts on one worker after the other until one answers."""
 
     gateway: SimulatedGateway

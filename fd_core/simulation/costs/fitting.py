@@ -28,8 +28,7 @@ _KNOTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 
 """Tokens between which the time of the products is a straight line."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """One step, by what its cost depends on, with what it takes."""
 
     kind: StepKind

@@ -169,11 +169,7 @@ class CostProfile(_Strict, frozen=True, kw_only=True):
 
 
 _LEAST_LIMITS: Final = {
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "max_model_len": 1,
-    "block_size": 1,
-    "num_kv_blocks": 1,
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_kv_blocks"), 1),
     "vocab_size": 2,
     "max_drafts": 0,
     "pipeline_depth": 1,

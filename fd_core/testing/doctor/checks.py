@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,7 @@ from fd_core.testing.models.arrays import (
 from fd_core.testing.models.layers import Geometry, LayerOn
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """How much one check computes."""
 
     name: str
@@ -57,8 +56,7 @@ SIZES: Final = (
 """The last one is timed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """One check on one pack, its inputs on the device."""
 
     call: Callable[[], Any]
@@ -69,8 +67,7 @@ class Prepared:
     """Arrays to compare, of what the first call returned."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpCheck:
+class OpCheck(NamedTuple):
     """An operation, or a part of it."""
 
     primitive: str

@@ -128,7 +128,6 @@ def _line(text: str) -> str:
 
 
 def _new_words(path: Path) -> HostCalls:
-    """Follow the error output, which is a file."""
     read = 0
 
     def words() -> str:
@@ -144,7 +143,6 @@ def _new_words(path: Path) -> HostCalls:
 
 
 def _events(text: str, begin: int, said: HostCalls, only: frozenset[str]) -> Iterator[msgspec.Struct]:
-    """Make the pack and examine it from a check on."""
     with tempfile.TemporaryDirectory(prefix="fdcore-doctor-") as folder:
         target = parse_target(text, Path(folder))
         try:

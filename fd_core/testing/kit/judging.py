@@ -116,7 +116,6 @@ class _SeeingOps(NumpyOps):
     rows: SampleInput
 
     def sample(self, logits: Floats, rows: SampleInput) -> tuple[IntArray, Floats]:
-        """Remember the logits, penalties and biases included."""
         self.seen, self.rows = logits, rows
         return super().sample(logits, rows)
 

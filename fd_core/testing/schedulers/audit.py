@@ -131,8 +131,7 @@ class Followed:
         return self.marks[position]
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """A row of a step in flight, where the runner really computed it."""
 
     stay: Stay
@@ -261,7 +260,18 @@ class Auditor:
             require(job.end is None or job.is_over, "6.1", f"{job.name} ended, and lease {lease} is not given up")
 
     def _take_in(self, plan: StepPlan) -> None:
-        self._check_shape(plan)
+        count = len(plan.slots)
+        require(plan.epoch == self._epoch, "1.5", f"the plan has epoch {plan.epoch}, not {self._epoch}")
+        require(plan.step == self._step, "1.5", f"the plan has step {plan.step} where {self._step} comes next")
+        self._step += 1
+        columns = (plan.slots, plan.gens, plan.starts, plan.num_tokens, plan.num_drafts, plan.samples)
+        require(all(len(column) == count for column in columns), "8", "the columns of the plan differ in length")
+        require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan can be written")
+        total, budget = int(plan.num_tokens.sum()), self.limits.max_num_batched_tokens
+        require(total <= budget, "2", f"step {plan.step} computes {total} tokens; the budget is {budget}")
+        require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows of one slot")
+        useful = count or plan.admissions or plan.revocations or plan.grants
+        require(useful, "8", f"step {plan.step} does nothing at all")
         before = {
             stay.slot: (stay, stay.remaining, stay.num_computed)
             for stay in self.live
@@ -286,21 +296,6 @@ class Auditor:
         for row in range(len(plan.slots)):
             self._check_row(plan, row, step)
         self._check_left_out(plan, before)
-
-    def _check_shape(self, plan: StepPlan) -> None:
-        count = len(plan.slots)
-        require(plan.epoch == self._epoch, "1.5", f"the plan has epoch {plan.epoch}, not {self._epoch}")
-        require(plan.step == self._step, "1.5", f"the plan has step {plan.step} where {self._step} comes next")
-        self._step += 1
-        columns = (plan.slots, plan.gens, plan.starts, plan.num_tokens, plan.num_drafts, plan.samples)
-        require(all(len(column) == count for column in columns), "8", "the columns of the plan differ in length")
-        require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan can be written")
-        total, budget = int(plan.num_tokens.sum()), self.limits.max_num_batched_tokens
-        require(total <= budget, "2", f"step {plan.step} computes {total} tokens; the budget is {budget}")
-        require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows of one slot")
-        require(
-            count or plan.admissions or plan.revocations or plan.grants, "8", f"step {plan.step} does nothing at all"
-        )
 
     def _admit(self, admission: Admission, plan: StepPlan, touched: set[int], *, stays: bool) -> None:
         name, slot = admission.request_id, admission.slot
@@ -612,7 +607,6 @@ class Auditor:
         self._began(effects)
 
     def _read(self, stay: Stay, rows: PromptLogprobRows | None) -> None:
-        """Keep what the runner said of a prompt."""
         wanted = stay.request.spec.params.prompt_logprobs
         if rows is not None:
             for index in (rows.slots == stay.slot).nonzero()[0].tolist():

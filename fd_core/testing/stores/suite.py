@@ -71,6 +71,16 @@ def with_parameter(location: str, parameter: str) -> str:
 A, B, C = key_of(1), key_of(2), key_of(3)
 
 
+def _calls(timeout: float) -> list[Callable[[KVStore], object]]:
+    return [
+        lambda store: store.open(timeout),
+        lambda store: store.get([A], LIMIT, timeout),
+        lambda store: store.put([(B, [value_of(B, LIMIT)])], timeout),
+        lambda store: store.longest_prefix([A], LIMIT, timeout),
+        lambda store: store.delete([C], timeout),
+    ]
+
+
 class BackDoor(abc.ABC):
     """Reads and writes where the store keeps its values, with means of its own: a broken put cannot hide behind a get.
 
@@ -535,15 +545,8 @@ class StoreSuite:
         self, store: KVStore, back_door: BackDoor, make_store: MakeStore, trouble: Trouble
     ) -> None:
         store.put([(A, [value_of(A)])], TIMEOUT)
-        calls: list[Callable[[KVStore], object]] = [
-            lambda store: store.open(0.4),
-            lambda store: store.get([A], LIMIT, 0.4),
-            lambda store: store.put([(B, [value_of(B, LIMIT)])], 0.4),
-            lambda store: store.longest_prefix([A], LIMIT, 0.4),
-            lambda store: store.delete([C], 0.4),
-        ]
         with back_door.fault(trouble):
-            for call in calls:
+            for call in _calls(0.4):
                 for each in (store, make_store()):
                     start = time.monotonic()
                     with pytest.raises(StoreError) as caught:
@@ -563,17 +566,11 @@ class StoreSuite:
     def test_a_closed_store_refuses_everything(self, store: KVStore) -> None:
         store.close()
         store.close()
-        calls: list[Callable[[], object]] = [
-            lambda: store.open(TIMEOUT),
-            lambda: store.get([A], LIMIT, TIMEOUT),
-            lambda: store.put([(A, [b"value"])], TIMEOUT),
-            lambda: store.longest_prefix([A], LIMIT, TIMEOUT),
-            lambda: store.delete([A], TIMEOUT),
-            lambda: store.stats(TIMEOUT),
-        ]
-        for call in calls:
+        for call in _calls(TIMEOUT):
             with pytest.raises(StoreError):
-                call()
+                call(store)
+        with pytest.raises(StoreError):
+            store.stats(TIMEOUT)
 
     def test_a_store_works_without_being_opened(self, make_store: MakeStore) -> None:
         store = make_store()
