@@ -66,9 +66,7 @@ def _configured(text: str, folder: Path) -> Target:
                 field="BACKEND",
                 hint="such as cpu:dtype=bfloat16,native_kernels=false",
             )
-    target = Target(text, text.partition(":")[0], settings, folder)
-    target.config()
-    return target
+    return Target(text, text.partition(":")[0], settings, folder)
 
 
 def environment_of(text: str) -> dict[str, str]:
@@ -90,6 +88,10 @@ class Target:
         self.name = name
         self._settings = settings
         self._folder = folder
+        config = self.config()
+        self.kv_dtype = config.kv_cache_dtype
+        self.quantization = config.quantization
+        """What becomes of weights when a model is loaded."""
 
     def __repr__(self) -> str:
         return self.text
@@ -154,15 +156,6 @@ class Target:
         """The oracle as a target of its own, which keeps weights and KV in as many bits."""
         kept = {name: value for name, value in self._settings.items() if name in _OF_THE_ORACLE}
         return Target(self.oracle_name, self.oracle_name, kept, self._folder)
-
-    @property
-    def kv_dtype(self) -> str:
-        return self.config().kv_cache_dtype
-
-    @property
-    def quantization(self) -> str:
-        """What becomes of weights when a model is loaded."""
-        return self.config().quantization
 
     @property
     def right(self) -> tuple[str, ...]:
