@@ -32,7 +32,6 @@ class _Reading:
     arrived: float = 0.0
     prompt_tokens: int = 0
     most: int = 0
-    """Tokens that the answer may have."""
     cached: int = 0
     count: int = 0
     first: float | None = None

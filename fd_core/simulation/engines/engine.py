@@ -57,7 +57,6 @@ class SimulatedPool:
     """Workers that are alike, as a pool of a deployment."""
 
     config: EngineConfig
-    """The settings of each; `role` is among them."""
     limits: Limits
     costs: Costs
     profile: str

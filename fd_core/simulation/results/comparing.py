@@ -139,7 +139,6 @@ class SettingsComparison(msgspec.Struct, frozen=True, kw_only=True):
     wins: bool
     """Whether the best is better than every other one by more than noise, and not by completing fewer requests."""
     words: str
-    """The same as a sentence."""
 
 
 def figure_named(name: str, flag: str = "--by", *, slo: bool = True, price: bool = True) -> ComparedFigure:

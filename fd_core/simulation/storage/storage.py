@@ -166,7 +166,6 @@ class TimedKVCache(KVCache):
         self.block = (
             BlockFormat(np.uint8, (1,)) if isinstance(cache, BlankKVCache) else BlockFormat.of(cache.shape, "float32")
         )
-        """What is exported."""
         self._cache = cache
         self._threads = threads
         self._costs = costs
@@ -251,7 +250,6 @@ class TransferNetwork:
         A message that holds KV is none the less heard whole or not at all.
         """
         self.said = 0
-        """Messages so far."""
         self.listening: dict[str, _SimulatedDecodeLinks] = {}
         """Prefill workers by address."""
         self.window = 8

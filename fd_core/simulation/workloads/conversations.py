@@ -28,7 +28,6 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int
     """64 bits that decide the tokens."""
     tokens: int
-    """How many there are."""
 
 
 class UserTurn(msgspec.Struct, frozen=True, gc=False):

@@ -23,7 +23,6 @@ _BACKENDS: Final[Mapping[str, str]] = {
     "torch": "cpu:native_kernels=false",
     "paddle": "cpu+paddle",
 }
-"""A backend on the processor for each framework."""
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,6 @@ class _Row(NamedTuple):
     """First position that it computed."""
     own: int
     drafts: int
-    """Drafts that were charged."""
     samples: bool
 
 
@@ -185,7 +184,6 @@ class Auditor:
         self._to_cancel: set[int] = set()
         """Fetches that nobody waits for any more and that the other worker was not told of."""
         self._named: dict[bytes, int] = {}
-        """What KV each key stands for."""
 
     @property
     def live(self) -> list[Stay]:

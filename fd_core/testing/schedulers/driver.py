@@ -80,7 +80,6 @@ class Driver:
         self.texts = Texts()
         self.in_flight: deque[_Answer] = deque()
         self.plans: list[StepPlan] = []
-        """Every plan so far."""
         self.first_plan: dict[str, int] = {}
         """Plans that had been made when a request was admitted for the first time."""
 

@@ -71,7 +71,6 @@ class _Stay:
     flying: deque[int] = field(default_factory=deque)
     """For each row in flight that samples, the most tokens that it may deliver."""
     rows: int = 0
-    """Rows in flight."""
 
     @property
     def most(self) -> int:
