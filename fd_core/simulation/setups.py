@@ -66,11 +66,9 @@ class Setup:
         if not 1 <= total <= _MAX_WORKERS:
             raise ConfigError(f"{total} workers are asked for; 1 to {_MAX_WORKERS:,} can be", field="--workers")
         if bool(self.prefill) is not bool(self.decode):
-            raise ConfigError(
-                f"{self.prefill} prefill workers and {self.decode} decode workers can serve nothing together",
-                field="--prefill" if self.decode else "--decode",
-                hint="give at least one of both, or none",
-            )
+            what = f"{self.prefill} prefill workers and {self.decode} decode workers can serve nothing together"
+            missing = "--prefill" if self.decode else "--decode"
+            raise ConfigError(what, field=missing, hint="give at least one of both, or none")
         if self.routers is not None and not (total == 1) <= self.routers + (total == 1) <= _MAX_ROUTERS:
             raise ConfigError(f"{self.routers} routers are asked for; 0 to {_MAX_ROUTERS} can be", field="--routers")
         if self.routers == 0 and total > 1:

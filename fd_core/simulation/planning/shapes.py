@@ -81,11 +81,8 @@ def parse_roles(text: str) -> tuple[tuple[int, int], ...]:
             found[0, 0] = None
             continue
         if not (colon and prefill.isdecimal() and decode.isdecimal() and word.isascii()):
-            raise ConfigError(
-                f"--roles: {word!r:.40} is neither `mixed` nor prefill and decode workers",
-                field="--roles",
-                hint="for example mixed,1:1,1:2",
-            )
+            what = f"--roles: {word!r:.40} is neither `mixed` nor prefill and decode workers"
+            raise ConfigError(what, field="--roles", hint="for example mixed,1:1,1:2")
         sizes = int(prefill), int(decode)
         if not all(1 <= size <= _MOST_OF_A_ROLE for size in sizes):
             raise ConfigError(f"--roles: {word}: 1 to {_MOST_OF_A_ROLE} of each can be", field="--roles")
@@ -119,12 +116,9 @@ def shapes_of(
         if budget >= rows
     ]
     if not 0 < len(made) <= _MOST_SHAPES:
-        raise ConfigError(
-            f"{len(made):,} combinations of profiles, roles, batches and budgets are asked for; 1 to "
-            f"{_MOST_SHAPES:,} can be",
-            field="--max-num-seqs",
-            hint="name fewer of each; a budget is at least a batch",
-        )
+        what = f"{len(made):,} combinations of profiles, roles, batches and budgets are asked for"
+        hint = "name fewer of each; a budget is at least a batch"
+        raise ConfigError(f"{what}; 1 to {_MOST_SHAPES:,} can be", field="--max-num-seqs", hint=hint)
     return made
 
 

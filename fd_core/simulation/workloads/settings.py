@@ -466,11 +466,8 @@ def _require_sense(kind: str, given: Mapping[str, str], values: Mapping[str, Any
     if "arrivals" in KINDS[kind].keys:
         for key in given:
             if key not in _OF_ARRIVALS[arrivals] and any(key in keys for keys in _OF_ARRIVALS.values()):
-                raise ConfigError(
-                    f"{key}: means nothing to arrivals={arrivals}, whose keys are {', '.join(_OF_ARRIVALS[arrivals])}",
-                    field=key,
-                    hint="leave it out",
-                )
+                what = f"means nothing to arrivals={arrivals}, whose keys are {', '.join(_OF_ARRIVALS[arrivals])}"
+                raise ConfigError(f"{key}: {what}", field=key, hint="leave it out")
     if arrivals == "closed" and "duration" in given:
         raise ConfigError("duration: users of a closed loop all begin at once", field="duration", hint="give requests")
     for key, needed in (("patience", "leave"), ("popularity", "prefixes")):

@@ -237,11 +237,8 @@ def _require_bounded(settings: WorkloadSettings, contents: Contents) -> None:
     if settings.requests is None and settings.duration is not None and contents.requests is None:
         expected = settings.rate * settings.duration * max(settings.turns.mean, 1)
         if expected > MAX_REQUESTS / 2:
-            raise ConfigError(
-                f"duration: about {expected:,.0f} requests would come; {MAX_REQUESTS // 2:,} can",
-                field="duration",
-                hint="shorten it, lower the rate, or limit requests",
-            )
+            what = f"duration: about {expected:,.0f} requests would come; {MAX_REQUESTS // 2:,} can"
+            raise ConfigError(what, field="duration", hint="shorten it, lower the rate, or limit requests")
 
 
 def _from_text(text: str) -> tuple[str, dict[str, str]]:
@@ -253,11 +250,8 @@ def _from_text(text: str) -> tuple[str, dict[str, str]]:
         if not mark and not place and KINDS[kind].file:
             key, value = "file", key
         elif not mark:
-            raise ConfigError(
-                f"{part!r} is not key=value",
-                field="workload",
-                hint=f"{kind}:{'FILE,' if KINDS[kind].file else ''}rate=4",
-            )
+            hint = f"{kind}:{'FILE,' if KINDS[kind].file else ''}rate=4"
+            raise ConfigError(f"{part!r} is not key=value", field="workload", hint=hint)
         _take(given, key, value)
     return kind, given
 
@@ -289,9 +283,6 @@ def _take(given: dict[str, str], key: str, value: str) -> None:
 
 def _known_kind(kind: str) -> str:
     if kind not in KINDS:
-        raise ConfigError(
-            f"there is no workload {kind!r:.80}",
-            field="workload",
-            hint=f"one of {', '.join(KINDS)}, or a .toml or .json file",
-        )
+        hint = f"one of {', '.join(KINDS)}, or a .toml or .json file"
+        raise ConfigError(f"there is no workload {kind!r:.80}", field="workload", hint=hint)
     return kind

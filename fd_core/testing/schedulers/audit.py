@@ -440,9 +440,8 @@ class Auditor:
                         content, what = self._content[block][-1], f"operation {effect.operation} saves"
                         if content is None or None in self._content[block]:
                             broken("3.5", f"{what} block {block}, which is not settled")
-                        require(
-                            self._named.setdefault(key, content) == content, "5.3", f"{what} two contents under one key"
-                        )
+                        named = self._named.setdefault(key, content)
+                        require(named == content, "5.3", f"{what} two contents under one key")
                 case operations.Load():
                     self._await_kv(effect, "5.2", "5.4")
                 case operations.Fetch():
@@ -506,15 +505,13 @@ class Auditor:
         require(len(send.blocks) or send.tokens is not None, "6.2", f"{what} sends nothing")
         for place, block in enumerate(send.blocks.tolist(), send.first):
             right = [request.mark(position) for position in range(place * size, min((place + 1) * size, wanted))]
-            require(
-                self._content[block][: len(right)] == right, "6.2", f"{what} sends block {place} before it is settled"
-            )
+            settled = self._content[block][: len(right)] == right
+            require(settled, "6.2", f"{what} sends block {place} before it is settled")
         request.sent += len(send.blocks)
         if send.tokens is not None:
             whole = send.tokens == wanted and request.sent == -(-wanted // size)
-            require(
-                whole, "6.2", f"{what} is the last, with {request.sent} blocks and {send.tokens} of {wanted} tokens"
-            )
+            parts = f"{request.sent} blocks and {send.tokens} of {wanted} tokens"
+            require(whole, "6.2", f"{what} is the last, with {parts}")
             request.is_over = True
 
     def completed(self, completion: operations.Completion) -> None:
@@ -633,9 +630,8 @@ class Auditor:
         for delta in deltas:
             require(delta.request_id not in told, "8", f"step {plan.step} tells {delta.request_id} two deltas")
             told[delta.request_id] = delta
-            require(
-                all(token >= 0 for token in delta.token_ids), "1.9", f"{delta.request_id} was told {delta.token_ids}"
-            )
+            tokens = delta.token_ids
+            require(all(token >= 0 for token in tokens), "1.9", f"{delta.request_id} was told {tokens}")
             if delta.request_id not in expected:
                 request = self.requests.get(delta.request_id)
                 ended = request is not None and request.end is not None

@@ -48,11 +48,8 @@ def facts_of(report: Report) -> dict[str, Any]:
     """Return what the page's scripts read: plain values, numbers with four digits."""
     cases = cases_of(report)
     if len(cases) > _MOST_CASES:
-        raise ConfigError(
-            f"{len(cases):,} cases are more than the {_MOST_CASES:,} that a page shows",
-            field="--page",
-            hint="write JSON, or try fewer values",
-        )
+        what = f"{len(cases):,} cases are more than the {_MOST_CASES:,} that a page shows"
+        raise ConfigError(what, field="--page", hint="write JSON, or try fewer values")
     summaries = [run.summary for run in report.runs]
     settings = list(dict.fromkeys(case.setting for case in cases))
     figures = [
