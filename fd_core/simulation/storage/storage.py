@@ -272,16 +272,15 @@ class TransferNetwork:
 
     def carry(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
         """Send a message from one place to another once it is that time for the job that says it."""
-
-        def leave() -> None:
-            self.said += 1
-            for seconds in self.fate(self.said):
-                threads.tell(partial(self.network.send, origin, target, partial(arrive, message)), seconds)
-
-        threads.tell(leave)
+        threads.tell(partial(self._leave, threads, origin, target, message, arrive))
 
     def heard(self, place: str, message: Message) -> None:
         """Take note that the worker at `place` is about to take a message in."""
+
+    def _leave(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
+        self.said += 1
+        for seconds in self.fate(self.said):
+            threads.tell(partial(self.network.send, origin, target, partial(arrive, message)), seconds)
 
 
 class _SimulatedPrefillLink(PrefillLink):
