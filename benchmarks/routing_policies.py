@@ -40,10 +40,11 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
 from fd_core.router.config import RouterConfig
 from fd_core.simulation.costs.profile import Costs
+from fd_core.simulation.engines.engine import SimulatedPool
 from fd_core.simulation.results.summary import RunSummary, summarize
 from fd_core.simulation.workloads.conversations import Conversation
 from fd_core.simulation.workloads.workload import read_workload
-from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
+from fd_core.simulation.world import SimulatedDeployment, World
 from fd_core.types import StepPlan
 
 WORKERS = 4

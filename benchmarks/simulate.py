@@ -40,8 +40,9 @@ from fd_core.router.config import RouterConfig
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.simulation.costs.naming import profile_named
 from fd_core.simulation.costs.profile import Costs
+from fd_core.simulation.engines.engine import SimulatedPool
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
-from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
+from fd_core.simulation.world import SimulatedDeployment, World
 
 PROFILE = "h100:llama-8b"
 COLLECTIONS = (50_000, 50, 100)

@@ -17,9 +17,8 @@ from fd_core.simulation.results.summary import RequestOutcome
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn, tokens_of
 from fd_core.types import Delta, IntArray, RequestSpec, SamplingParams
 
-_SHORT_PIECES: Final = 256
-"""Pieces whose tokens are kept: those that many conversations share."""
-_kept_tokens: Final = lru_cache(_SHORT_PIECES)(tokens_of)
+_kept_tokens: Final = lru_cache(256)(tokens_of)
+"""Keeps the tokens of pieces that many conversations share."""
 
 
 class WrongAnswer(RuntimeError):
@@ -33,7 +32,6 @@ class _Reading:
     arrived: float = 0.0
     prompt_tokens: int = 0
     most: int = 0
-    """Tokens that the answer may have."""
     cached: int = 0
     count: int = 0
     first: float | None = None
@@ -135,8 +133,6 @@ class SimulatedClient:
         self._end(self._now, "left", "")
         self._hang_up(request_id)
 
-    # What comes back --------------------------------------------------------------------------------------
-
     def tried(self) -> None:
         """A worker was asked."""
         if self._check and self._now.count and not self._now.over:
@@ -216,21 +212,15 @@ class SimulatedClient:
                 attempts=now.attempts,
             )
         )
-        answered = end in ("stop", "length")
-        if self._more and (answered or self._begins_anew()):
-            if answered:
-                self._text = np.concatenate([self._text, np.array(now.tokens, np.int32)])
-            following = self.conversation.turns[self._number + 1]
-            self._timeline.after(following.think, self.next_request)
+        turns, answered = conversation.turns, end in ("stop", "length")
+        if self._more and answered:
+            self._text = np.concatenate([self._text, np.array(now.tokens, np.int32)])
+        while not answered and self._number + 1 < len(turns) and not turns[self._number + 1].fresh:
+            self._number += 1  # needs what was said
+        if self._number + 1 < len(turns):
+            self._timeline.after(turns[self._number + 1].think, self.next_request)
         else:
             self._done(self)
-
-    def _begins_anew(self) -> bool:
-        """Pass over turns that need what was said; returns whether one is left that does not."""
-        turns = self.conversation.turns
-        while self._number + 1 < len(turns) and not turns[self._number + 1].fresh:
-            self._number += 1
-        return self._number + 1 < len(turns)
 
     def _check_answer(self, now: _Reading, end: str) -> None:
         """Raise `WrongAnswer` unless the answer is the one that the model gives."""

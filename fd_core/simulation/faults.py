@@ -11,7 +11,6 @@ import msgspec
 
 from fd_core.kv.stores.contract import Trouble
 from fd_core.simulation.engines.engine import SimulatedEngineClient, SimulatedWorker
-from fd_core.simulation.storage.storage import SharedStore, TransferNetwork
 from fd_core.simulation.world import World
 
 FaultKind = Literal[
@@ -133,29 +132,46 @@ def apply(schedule: Sequence[SimulatedFault], world: World) -> None:
 
 
 def _performed(fault: SimulatedFault, world: World) -> _Acts:
-    kind = fault.kind
+    kind, amount, network = fault.kind, fault.amount, world.network
     if kind in _OF_WORKERS:
         worker = next((each for each in world.workers if each.name in fault.target), None)
         if worker is None:
             raise ValueError(f"the fault {kind} is for {fault.target}, and no worker has that name")
         return _of_worker(fault, worker)
-    if kind in _OF_PLACES:
-        network, (one, other) = world.network, fault.target
-        if kind == "places_parted":
+    match kind:
+        case "places_parted":
+            one, other = fault.target
             return partial(network.part, one, other), partial(network.join, one, other)
-        return partial(network.slow, one, other, fault.amount), partial(network.slow, one, other, 0.0)
-    if kind == "router_restarted":
-        gateway = next((each for each in world.gateways if each.name in fault.target), None)
-        if gateway is None:
-            raise ValueError(f"the fault {kind} is for {fault.target}, and no router has that name")
-        return gateway.restart, None
-    if kind == "clients_leave":
-        return partial(_clients_leave, world, fault.amount), None
-    if kind in _OF_TRANSFERS:
-        return _of_transfers(fault, world.transfers)
-    if world.store is None:
+        case "network_slow":
+            one, other = fault.target
+            return partial(network.slow, one, other, amount), partial(network.slow, one, other, 0.0)
+        case "router_restarted":
+            gateway = next((each for each in world.gateways if each.name in fault.target), None)
+            if gateway is None:
+                raise ValueError(f"the fault {kind} is for {fault.target}, and no router has that name")
+            return gateway.restart, None
+        case "clients_leave":
+            return partial(_clients_leave, world, amount), None
+        case "transfers_lost" | "transfers_repeated":
+            hit = () if kind == "transfers_lost" else (0.0, 0.01)
+            change = partial(setattr, world.transfers, "fate")
+            fate = partial(change, lambda number: (0.0,) if number % int(amount) else hit)
+            return fate, partial(change, lambda _: (0.0,))
+    if (store := world.store) is None:
         raise ValueError(f"the fault {kind} needs a store")
-    return _of_store(fault, world.store)
+    match kind:
+        case "store_loses":
+            return partial(store.lose, int(amount)), None
+        case "store_damages":
+            return partial(store.damage, int(amount)), None
+        case "store_slow":
+            return partial(setattr, store, "slowness", amount), partial(setattr, store, "slowness", 1.0)
+        case "store_full":
+            change = partial(setattr, store, "write_trouble")
+            return partial(change, Trouble.FULL), partial(change, None)
+        case _:
+            change = partial(setattr, store, "trouble")
+            return partial(change, Trouble.TIMEOUT), partial(change, None)
 
 
 def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> _Acts:
@@ -193,32 +209,6 @@ def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> _Acts:
         case _:
             # A drift of a thousandth is ten times that of a bad clock, and enough to order deadlines otherwise.
             return partial(worker.timeline.set_clock, fault.amount, 1e-3 * fault.amount), None
-
-
-def _of_transfers(fault: SimulatedFault, transfers: TransferNetwork) -> _Acts:
-    every = int(fault.amount)
-    copies = () if fault.kind == "transfers_lost" else (0.0, 0.01)
-
-    def fate(number: int) -> tuple[float, ...]:
-        return copies if number % every == 0 else (0.0,)
-
-    return partial(setattr, transfers, "fate", fate), partial(setattr, transfers, "fate", lambda _: (0.0,))
-
-
-def _of_store(fault: SimulatedFault, store: SharedStore) -> _Acts:
-    match fault.kind:
-        case "store_loses":
-            return partial(store.lose, int(fault.amount)), None
-        case "store_damages":
-            return partial(store.damage, int(fault.amount)), None
-        case "store_slow":
-            return partial(setattr, store, "slowness", fault.amount), partial(setattr, store, "slowness", 1.0)
-        case "store_full":
-            change = partial(setattr, store, "write_trouble")
-            return partial(change, Trouble.FULL), partial(change, None)
-        case _:
-            change = partial(setattr, store, "trouble")
-            return partial(change, Trouble.TIMEOUT), partial(change, None)
 
 
 def _clients_leave(world: World, share: float) -> None:

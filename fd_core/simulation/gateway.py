@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -20,11 +19,6 @@ from fd_core.simulation.clock.timeline import Network, Timeline
 from fd_core.simulation.engines.engine import SimulatedWorker
 from fd_core.simulation.storage.storage import SECRET
 from fd_core.types import Delta, FinishReason, RequestSpec
-
-_UNREACHABLE_SECONDS = 30.0
-"""Answers of a worker that no health check has reached for so long are ended, as the gateway's default is."""
-_CONNECT_SECONDS = 3.0
-"""A request that has not reached its worker after so long goes to another one, as the gateway's default is."""
 
 
 class SimulatedGateway:
@@ -58,7 +52,7 @@ class SimulatedGateway:
         """Incarnations whose answer to a health check is on its slow way."""
         self._following: dict[RouterWorker, tuple[str, int | None]] = {}
         """The process whose KV events count, by incarnation, and the number of the next event."""
-        self._unreached = Unreached(_UNREACHABLE_SECONDS)
+        self._unreached = Unreached(30.0)  # seconds, the default of the gateway
         for worker in self._workers.values():
             instance = worker.instance if self._reached(worker) else None
             self.router.register(worker.url, worker.role, self._timeline.now, instance=instance)
@@ -171,8 +165,7 @@ class SimulatedGateway:
         return worker.up and not worker.timeline.frozen and self._network.reaches(self.name, worker.name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Health:
+class _Health(NamedTuple):
     """The answer to a health check; nothing for one that came to nobody."""
 
     instance: str | None = None
@@ -185,8 +178,7 @@ class _Health:
 _SILENT: Final = _Health()
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
+class _Exchange(NamedTuple):
     """One request: attempts on one worker after the other until one answers."""
 
     gateway: SimulatedGateway
@@ -238,7 +230,7 @@ class _Attempt:
 
         gateway._network.send(gateway.name, self._worker.name, arrive)
         if not gateway._network.reaches(gateway.name, self._worker.name):
-            gateway._timeline.after(_CONNECT_SECONDS, give_up)
+            gateway._timeline.after(3.0, give_up)  # the default of the gateway
 
     def leave(self) -> None:
         """The client is gone; the worker learns of it over the network."""

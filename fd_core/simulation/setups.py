@@ -11,8 +11,9 @@ from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Role
 from fd_core.simulation.costs.profile import CostProfile, Costs
+from fd_core.simulation.engines.engine import SimulatedPool
 from fd_core.simulation.storage.storage import SharedStore
-from fd_core.simulation.world import SimulatedDeployment, SimulatedPool
+from fd_core.simulation.world import SimulatedDeployment
 
 _MAX_WORKERS: Final = 10_000
 _MAX_ROUTERS: Final = 100
@@ -41,10 +42,8 @@ class Setup:
     relay: float = 0.0
     crowding: tuple[float, float] | None = None
     latency: float = 0.0002
-    restart_seconds: float = 10.0
-    max_queued_requests: int = 1024
 
-    def deployment(self, label: str, *, check: bool = True, audit: bool = False) -> SimulatedDeployment:
+    def deployment(self, label: str, *, check: bool = True) -> SimulatedDeployment:
         """Return the deployment. Raises `ConfigError` for settings that contradict each other."""
         self._require_sense()
         counts: dict[Role, int] = {"mixed": self.workers, "prefill": self.prefill, "decode": self.decode}
@@ -60,7 +59,6 @@ class Setup:
             relay=self.relay,
             crowding=self.crowding,
             check=check,
-            audit=audit,
         )
 
     def _require_sense(self) -> None:
@@ -68,11 +66,9 @@ class Setup:
         if not 1 <= total <= _MAX_WORKERS:
             raise ConfigError(f"{total} workers are asked for; 1 to {_MAX_WORKERS:,} can be", field="--workers")
         if bool(self.prefill) is not bool(self.decode):
-            raise ConfigError(
-                f"{self.prefill} prefill workers and {self.decode} decode workers can serve nothing together",
-                field="--prefill" if self.decode else "--decode",
-                hint="give at least one of both, or none",
-            )
+            what = f"{self.prefill} prefill workers and {self.decode} decode workers can serve nothing together"
+            missing = "--prefill" if self.decode else "--decode"
+            raise ConfigError(what, field=missing, hint="give at least one of both, or none")
         if self.routers is not None and not (total == 1) <= self.routers + (total == 1) <= _MAX_ROUTERS:
             raise ConfigError(f"{self.routers} routers are asked for; 0 to {_MAX_ROUTERS} can be", field="--routers")
         if self.routers == 0 and total > 1:
@@ -103,8 +99,6 @@ class Setup:
             profile=profile.label,
             count=count,
             acceptance=self.acceptance if limits.max_drafts else 0.0,
-            max_queued_requests=self.max_queued_requests,
-            restart_seconds=self.restart_seconds,
             shares_processor=not spare,
             block_bytes=block_bytes,
         )

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from fd_core.config import EngineConfig, Limits
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.effects.port import CompletionQueue, JoinedEffectPort
 from fd_core.engine.building.kv_offload import kept_kv
@@ -24,14 +23,18 @@ from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest
-from fd_core.router.workers import Role
 from fd_core.simulation.clients import SimulatedClient
 from fd_core.simulation.clock.timeline import LocalTimeline, Network, Timeline
 from fd_core.simulation.clock.virtual_loop import VirtualThreads
 from fd_core.simulation.clock.waits import WaitAccount
-from fd_core.simulation.costs.profile import Costs
-from fd_core.simulation.engines.device import AnswerOf, KVCheckedComputer, PlanComputer, ScriptedComputer
-from fd_core.simulation.engines.engine import EngineParts, OutsideParts, SimulatedEngineClient, SimulatedWorker
+from fd_core.simulation.engines.device import KVCheckedComputer, PlanComputer, ScriptedComputer
+from fd_core.simulation.engines.engine import (
+    EngineParts,
+    OutsideParts,
+    SimulatedEngineClient,
+    SimulatedPool,
+    SimulatedWorker,
+)
 from fd_core.simulation.gateway import SimulatedGateway
 from fd_core.simulation.results.summary import Absence, RequestOutcome, Run, WorkerSample
 from fd_core.simulation.storage.storage import SharedStore, TransferNetwork, simulated_storage, simulated_transfer
@@ -46,30 +49,6 @@ _MAX_SAMPLES: Final = 20_000
 
 class Stuck(RuntimeError):
     """Requests have not ended by the time at which a run had to be over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedPool:
-    """Workers that are alike, as a pool of a deployment."""
-
-    config: EngineConfig
-    """The settings of each; `role` is among them."""
-    limits: Limits
-    costs: Costs
-    profile: str
-    """Which costs these are, and whether they were measured or calculated."""
-    count: int = 1
-    acceptance: float = 0.0
-    """Chance of a draft to be kept, if those before it were."""
-    max_queued_requests: int = 1024
-    restart_seconds: float | None = 10.0
-    """Time to load another engine in place of one that died; None has the server end with its engine."""
-    computer: Callable[[Limits, AnswerOf], PlanComputer] | None = None
-    """Makes what answers plans; None takes `ScriptedComputer`."""
-    shares_processor: bool = False
-    """Whether serving, copies and transfers take time of the processor that computes steps."""
-    block_bytes: int | None = None
-    """Bytes of a KV block of the simulated model; None keeps no KV outside the device, whatever `config` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +96,6 @@ class World:
         self.on_event: Callable[[], None] = lambda: None
         """Called after each outcome, for whoever shows progress."""
         self._plugins = plugins
-        self._groups: list[SimulatedPool] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
         """Of engines that are over, by metric."""
         self._waits = array("f")
@@ -129,7 +107,12 @@ class World:
         self._answers: dict[str, Piece] = {}
         self._every = deployment.sample_seconds
         self._ticks = 0
-        self.workers = self._make_workers()
+        self._groups = [group for group in deployment.groups for _ in range(group.count)]
+        """Pool of each worker."""
+        self.workers = [
+            SimulatedWorker(LocalTimeline(self.timeline), index, group, partial(self._parts, group))
+            for index, group in enumerate(self._groups)
+        ]
         draw = random.Random(f"fd_core/{seed}")  # noqa: S311  # no secret
         self.gateways = [
             SimulatedGateway(
@@ -176,14 +159,15 @@ class World:
             raise Stuck(f"{len(self.clients)} conversations have not ended after {until:g} s, among them {names}")
         return self._result(time.perf_counter() - began)
 
-    # Doors --------------------------------------------------------------------------------------------------
-
     def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
         """Carry a client's request to a router, or to the one worker."""
         name = spec.request_id
         self._answers[name] = client.answer
         self._accounts[name] = client.account
-        gateway, worker = self._gateway_of(client), self.workers[0]
+        gateway, worker = None, self.workers[0]
+        if self.gateways:  # a conversation always uses the same one
+            digest = hashlib.blake2b(client.conversation.name.encode(), digest_size=4).digest()
+            gateway = self.gateways[int.from_bytes(digest) % len(self.gateways)]
 
         def arrive() -> None:
             if client.gone:
@@ -204,34 +188,12 @@ class World:
         for gateway in self.gateways:
             self.network.send("clients", gateway.name, partial(gateway.leave, request_id))
 
-    # Inside -------------------------------------------------------------------------------------------------
-
     def _make_transfers(self) -> TransferNetwork:
         return TransferNetwork(self.network)
 
     def _make_router(self, _name: str) -> Router:
         """Return a router that knows nothing yet, for the gateway of this name."""
         return Router(self.deployment.router, partial(self._plugins.load, ROUTER_POLICY))
-
-    def _make_workers(self) -> list[SimulatedWorker]:
-        workers: list[SimulatedWorker] = []
-        for group in self.deployment.groups:
-            role: Role = group.config.role  # type: ignore[assignment]  # one of the roles by its own constraint
-            for _ in range(group.count):
-                name = f"{role}{len(workers)}"
-                workers.append(
-                    SimulatedWorker(
-                        LocalTimeline(self.timeline),
-                        len(workers),
-                        name,
-                        role,
-                        partial(self._parts, group, name),
-                        max_queued_requests=group.max_queued_requests,
-                        restart_seconds=group.restart_seconds,
-                    )
-                )
-                self._groups.append(group)
-        return workers
 
     def _parts(self, group: SimulatedPool, name: str, process: int) -> EngineParts:
         config, limits = group.config, group.limits
@@ -252,16 +214,13 @@ class World:
             return KVCheckedComputer(limits, scripted) if self.deployment.audit else scripted
 
         return EngineParts(
-            config=config,
-            limits=limits,
-            costs=group.costs,
+            pool=group,
             plugins=self._plugins,
             computer=computer,
             outside=partial(self._outside, group, name),
             hasher=hasher,
             trace=trace,
             account_of=self._accounts.get,
-            shares_processor=group.shares_processor,
             beside=None if self.deployment.crowding is None else partial(self._beside, name, *self.deployment.crowding),
             check=self.deployment.audit,
         )
@@ -321,13 +280,6 @@ class World:
     def _relay(self) -> None:
         if (first := self.workers[0].client) is not None:
             first.device.work_beside(self.deployment.relay)
-
-    def _gateway_of(self, client: SimulatedClient) -> SimulatedGateway | None:
-        """Return the router that a conversation always uses; None where there is none."""
-        if not self.gateways:
-            return None
-        name = client.conversation.name.encode()
-        return self.gateways[int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) % len(self.gateways)]
 
     def _next_client(self) -> None:
         """Have the next client come at its time; those behind it are not made before."""

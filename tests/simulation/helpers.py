@@ -12,9 +12,10 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.plugins import installed_plugins
 from fd_core.simulation.clock.waits import WAITS
 from fd_core.simulation.costs.profile import Costs
+from fd_core.simulation.engines.engine import SimulatedPool
 from fd_core.simulation.results.summary import Run
 from fd_core.simulation.workloads.conversations import Conversation, Piece, UserTurn
-from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
+from fd_core.simulation.world import SimulatedDeployment, World
 from fd_core.types import StepPlan
 
 SYSTEM = Piece(7, 40)

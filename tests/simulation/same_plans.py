@@ -16,7 +16,7 @@ from fd_core.plugins import installed_plugins
 from fd_core.scheduling.contract import Scheduler
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.engines.device import ScriptedComputer
-from fd_core.simulation.engines.engine import EngineParts, SimulatedEngineClient
+from fd_core.simulation.engines.engine import EngineParts, SimulatedEngineClient, SimulatedPool
 from fd_core.simulation.workloads.conversations import Piece
 from fd_core.types import RequestSpec, SamplingParams, StepPlan
 from tests.simulation.fixed_costs import FixedCosts
@@ -107,9 +107,7 @@ def simulated_plans(engine: Engine, config: EngineConfig, due: list[tuple[int, C
     limits = engine.probe().runner.limits
     hasher = PrefixHasher(block_size=limits.block_size, identity="other", secret=bytes(32))
     parts = EngineParts(
-        config=config,
-        limits=limits,
-        costs=FixedCosts(),
+        pool=SimulatedPool(config=config, limits=limits, costs=FixedCosts(), profile="fixed"),
         plugins=installed_plugins(),
         computer=lambda: ScriptedComputer(limits, lambda name: Piece(hash(name) & 0xFFFF, 10**6)),
         hasher=hasher if config.enable_prefix_caching else None,

@@ -8,10 +8,11 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fd_core.hookspecs import ENTRY_POINT_GROUP
-from fd_core.testing.report.recorder import CaseEnded, read_events
+from fd_core.testing.report.recorder import CaseEnded, RecordedEvent
 from tests.testing.wrong import plugin, selection
 from tests.testing.wrong.fault import FAULTS, matches
 
@@ -58,7 +59,8 @@ def failures(tmp_path_factory) -> dict[str, set[str]]:
     assert [run.wait() for run in runs] == [1, 1], (folder / "output0").read_text()[-2000:]
     found: dict[str, set[str]] = defaultdict(set)
     for half in range(2):
-        for event in read_events(folder / f"results{half}"):
+        for line in (folder / f"results{half}").read_bytes().splitlines():
+            event = msgspec.json.decode(line, type=RecordedEvent)
             if isinstance(event, CaseEnded) and event.result.outcome == "fail":
                 found[event.target.partition(":")[0]].add(f"{event.result.section}:{event.result.test}")
             elif isinstance(event, CaseEnded):

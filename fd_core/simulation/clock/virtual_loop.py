@@ -150,7 +150,6 @@ class VirtualLoop(ThreadLoop):
         return self._state != "idle" or not self._threads.alive
 
     def _when(self) -> float:
-        """When there is something to do next."""
         if self._queue:
             return max(self._free, min(self._queue[0][0], self._due))
         return self._free if self._stopping else max(self._free, self._due)

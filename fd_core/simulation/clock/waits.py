@@ -37,7 +37,6 @@ WAIT_TITLES: Final = {
     "restart": "another engine",
     "engine": "the engine",
 }
-"""What a request does or waits for, in words, by reason."""
 
 
 class WaitAccount:

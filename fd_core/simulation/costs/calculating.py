@@ -13,8 +13,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from fd_core.config import Limits
-from fd_core.errors import ConfigError
-from fd_core.simulation.costs.profile import CostCurve, CostProfile, KVLink, ProfiledModel, RequestTerms, StepTerms
+from fd_core.simulation.costs.profile import (
+    CostCurve,
+    CostProfile,
+    KVLink,
+    ProfiledModel,
+    RequestTerms,
+    StepTerms,
+    wrong_profile,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +162,8 @@ ARCHITECTURES: Final = {
 
 
 _MOST_TOKENS: Final = 1 << 20
-_ITEM_BYTES: Final = {"bf16": 2, "fp8": 1, "int8": 1}
-_DTYPES: Final = {"bf16": "bfloat16", "fp8": "float8", "int8": "int8"}
+KV_DTYPES: Final = {"bf16": ("bfloat16", 2), "fp8": ("float8", 1), "int8": ("int8", 1)}
+"""Name and bytes of a number, by what is written for it."""
 _RESERVE: Final = 2e9
 """Bytes of each device for activations and the framework."""
 
@@ -182,13 +189,9 @@ def calculated_profile(
         if n <= device.most_ranks and model.heads % n == 0 and (model.kv_heads % n == 0 or n % model.kv_heads == 0)
     ]
     if ranks not in fits:
-        raise ConfigError(
-            f"{model.title} with {model.heads} heads and {model.kv_heads} of keys and values is not calculated on "
-            f"{ranks} x {device.title}",
-            field="PROFILE",
-            hint=f"tp may be {', '.join(map(str, fits))}",
-        )
-    kv_token = 2 * model.layers * model.kv_heads * model.head_dim * _ITEM_BYTES[kv_dtype]
+        what = f"{model.title} with {model.heads} heads and {model.kv_heads} of keys and values is not calculated on"
+        raise wrong_profile(f"{what} {ranks} x {device.title}", f"tp may be {', '.join(map(str, fits))}")
+    kv_token = 2 * model.layers * model.kv_heads * model.head_dim * KV_DTYPES[kv_dtype][1]
     # Each rank keeps whole heads, so heads are kept twice where there are more ranks than heads.
     kv_rank_token = kv_token * max(1, ranks // model.kv_heads) / ranks
     weights = 2 * model.parameters
@@ -198,11 +201,10 @@ def calculated_profile(
     blocks = max(int(room / block_bytes), 0) if room > 64 * block_bytes else 0
     if not blocks:
         fits = [n for n in fits if n > ranks and 0.8 * n * device.memory > weights]
-        raise ConfigError(
+        raise wrong_profile(
             f"{model.title} has {weights / 1e9:,.0f} GB of weights in bf16, and {ranks} x {device.title} leave no room "
             "for KV beside them",
-            field="PROFILE",
-            hint=f"use tp={fits[0]}" if fits else "use a device with more memory",
+            f"use tp={fits[0]}" if fits else "use a device with more memory",
         )
     bandwidth = device.bandwidth * reached.bandwidth
     operations = device.operations * reached.compute
@@ -242,7 +244,7 @@ def calculated_profile(
             kv_heads=model.kv_heads,
             head_dim=model.head_dim,
             dtype="bfloat16",
-            kv_dtype=_DTYPES[kv_dtype],
+            kv_dtype=KV_DTYPES[kv_dtype][0],
             weights_bytes=weights,
             kv_bytes_per_token=round(kv_rank_token * ranks),
         ),

@@ -38,22 +38,11 @@ from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location
 from fd_core.runner.batch import PersistentBatch
+from fd_core.simulation.costs import fitting
 from fd_core.simulation.costs.calculating import ASSUMED_REQUEST, ASSUMED_STORE_READ, ASSUMED_STORE_WRITE
-from fd_core.simulation.costs.fitting import (
-    LEAD_IN,
-    MeasuredStep,
-    StepCase,
-    cases_of,
-    errors_of,
-    first_plan,
-    fit_steps,
-    next_plan,
-    shared_pair,
-)
 from fd_core.simulation.costs.profile import CostProfile, KVLink, ProfiledModel, RequestTerms, step_features
 from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan
 
-_LEAST_ROUNDS: Final = 5
 _ROUNDS: Final = 15
 MOST_SPREAD: Final = 0.2
 """Beyond it the figures say more about what else ran than about the steps."""
@@ -102,7 +91,7 @@ def calibrate(
     limits = probe.runner.limits
     if probe.runner.drafter is None:  # what grammars force is no draft that a simulation plans
         limits = msgspec.structs.replace(limits, max_drafts=0)
-    cases = cases_of(limits, np.random.default_rng(_SEED))
+    cases = fitting.cases_of(limits, np.random.default_rng(_SEED))
     request = _loop_times(engine, encode, progress)
     bench = StepBench(engine, cases)
     spread = bench.measure(how.seconds, progress)
@@ -114,7 +103,7 @@ def calibrate(
         )
     fitted = [step for case, step in bench.steps() if not case.held_out and not case.shared]
     judged = [step for case, step in bench.steps() if case.held_out]
-    terms = msgspec.structs.replace(fit_steps(fitted), per_shared_position=bench.shared_saving())
+    terms = msgspec.structs.replace(fitting.fit_steps(fitted), per_shared_position=bench.shared_saving())
     info, shape = engine.info, probe.runner.cache.shape
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return CostProfile(
@@ -142,7 +131,7 @@ def calibrate(
         store_read=ASSUMED_STORE_READ,
         store_write=ASSUMED_STORE_WRITE,
         transfer=_ASSUMED_TRANSFER,
-        error=errors_of(terms, judged),
+        error=fitting.errors_of(terms, judged),
         spread=spread,
     )
 
@@ -168,13 +157,10 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# Steps ----------------------------------------------------------------------------------------------------
-
-
 class StepBench:
     """Runs cases on an engine's device and keeps what each took."""
 
-    def __init__(self, engine: Engine, cases: Sequence[StepCase]) -> None:
+    def __init__(self, engine: Engine, cases: Sequence[fitting.StepCase]) -> None:
         probe = engine.probe()
         self._device, self._runner, self._patience = probe.device, probe.runner, probe.watchdog_seconds
         self._limits: Limits = self._runner.limits
@@ -182,9 +168,9 @@ class StepBench:
         self._draw = np.random.default_rng(_SEED)
         self._most_blocks = max(case.blocks(self._limits) for case in cases)
         self._step = 1
-        self._times: defaultdict[StepCase, list[float]] = defaultdict(list)
+        self._times: defaultdict[fitting.StepCase, list[float]] = defaultdict(list)
         self._processor_seconds = 0.0
-        self._features: dict[StepCase, list[tuple[int, int, int, int, float, int]]] = {}
+        self._features: dict[fitting.StepCase, list[tuple[int, int, int, int, float, int]]] = {}
 
     def measure(self, seconds: float, progress: Progress) -> float:
         """Run rounds; return how far half of the repetitions are from their median, as a share."""
@@ -198,7 +184,7 @@ class StepBench:
         self._processor_seconds = 0.0
         # Each case gets the same time, so that short steps, which waver more, are repeated more often.
         share = seconds / len(self._cases)
-        repeats = np.clip(share / np.array(took), _LEAST_ROUNDS, _ROUNDS).astype(int)
+        repeats = np.clip(share / np.array(took), 5, _ROUNDS).astype(int)
         done, total = 0, int(repeats.sum())
         for round_ in range(_ROUNDS):
             due = np.flatnonzero((round_ + 1) * repeats // _ROUNDS > round_ * repeats // _ROUNDS)
@@ -209,61 +195,61 @@ class StepBench:
         self._runner.batch = PersistentBatch(self._limits)
         return median(_spread(times) for times in self._times.values())
 
-    def steps(self) -> Iterable[tuple[StepCase, MeasuredStep]]:
+    def steps(self) -> Iterable[tuple[fitting.StepCase, fitting.MeasuredStep]]:
         """Return each case with what it usually takes."""
         for case, times in self._times.items():
             means = np.mean(self._features[case], axis=0).tolist()
             tokens, sampled, rows, read, pairs, drafts = means
             features = (int(tokens), int(sampled), int(rows), int(read), pairs, int(drafts))
-            yield case, MeasuredStep(case.kind, features, usual(times))
+            yield case, fitting.MeasuredStep(case.kind, features, usual(times))
 
     def processors(self) -> int:
         """Return how many processors this process keeps busy while it computes a step; at least one, which waits."""
         return max(1, round(self._processor_seconds / sum(map(sum, self._times.values()))))
 
-    def usual(self, case: StepCase) -> float:
+    def usual(self, case: fitting.StepCase) -> float:
         """Return what a case usually takes, in seconds."""
         return usual(self._times[case])
 
-    def mean(self, case: StepCase) -> float:
+    def mean(self, case: fitting.StepCase) -> float:
         """Return what a case takes on average, whatever disturbs it, in seconds."""
         return float(np.mean(self._times[case]))
 
     def shared_saving(self) -> float:
         """Return what a position saves that another row reads as well, in seconds."""
-        pair = shared_pair(self._limits)
+        pair = fitting.shared_pair(self._limits)
         if any(case not in self._times for case in pair) or not pair:
             return 0.0
         shared, alone = map(self.usual, pair)
         return max(0.0, alone - shared) / (pair[0].shared * (len(pair[0].rows) - 1))
 
-    def _run(self, case: StepCase) -> None:
+    def _run(self, case: fitting.StepCase) -> None:
         limits = self._limits
         first_block = int(self._draw.integers(0, self._most_blocks - case.blocks(limits), endpoint=True))
-        plan = first_plan(case, self._step, first_block, limits.vocab_size, limits.block_size)
+        plan = fitting.first_plan(case, self._step, first_block, limits.vocab_size, limits.block_size)
         features = []
         if case.repeats == 1:
             features.append(self._timed(case, plan))
         else:
             self._execute(plan)
-            for index in range(LEAD_IN + case.repeats):
-                plan = next_plan(plan, self._runner.batch.length)
+            for index in range(fitting.LEAD_IN + case.repeats):
+                plan = fitting.next_plan(plan, self._runner.batch.length)
                 self._guess(case, plan)
-                if index < LEAD_IN:
+                if index < fitting.LEAD_IN:
                     self._execute(plan)
                 else:
                     features.append(self._timed(case, plan))
         self._features[case] = features
         self._step = plan.step + 1
 
-    def _timed(self, case: StepCase, plan: StepPlan) -> tuple[int, int, int, int, float, int]:
+    def _timed(self, case: fitting.StepCase, plan: StepPlan) -> tuple[int, int, int, int, float, int]:
         begun, worked = time.perf_counter(), time.process_time()
         self._execute(plan)
         self._times[case].append(time.perf_counter() - begun)
         self._processor_seconds += time.process_time() - worked
         return step_features(plan)
 
-    def _guess(self, case: StepCase, plan: StepPlan) -> None:
+    def _guess(self, case: fitting.StepCase, plan: StepPlan) -> None:
         """Have the runner verify made-up drafts, whatever its drafter would have found in a made-up text."""
         counts = np.array([row.drafts for row in case.rows], np.int32)
         if counts.any():
@@ -283,9 +269,6 @@ def usual(times: Sequence[float]) -> float:
 def _spread(times: Sequence[float]) -> float:
     low, middle, high = np.percentile(times, (25, 50, 75))
     return float((high - low) / 2 / middle)
-
-
-# Beside steps ---------------------------------------------------------------------------------------------
 
 
 def _loop_times(engine: Engine, encode: Callable[[str], Sequence[int]], progress: Progress) -> RequestTerms:
@@ -351,32 +334,27 @@ def _line(values: dict[int, float]) -> tuple[float, float]:
 
 
 def _host_copy(engine: Engine) -> KVLink:
-    """Copy some blocks to the host and back."""
     cache = engine.probe().runner.cache
     times: dict[int, list[float]] = {}
-    one = 0
     for count in sorted({1, min(32, cache.num_blocks)}):
         blocks: IntArray = np.arange(count, dtype=np.int32)
-        cache.import_blocks(blocks, cache.export_blocks(blocks))
-        times[count] = []
+        data = cache.export_blocks(blocks)
+        cache.import_blocks(blocks, data)
+        times[data.nbytes] = []
         for _ in range(5):
             begun = time.perf_counter()
-            data = cache.export_blocks(blocks)
-            cache.import_blocks(blocks, data)
-            times[count].append((time.perf_counter() - begun) / 2)
-            one = data.nbytes // count
-    slope, latency = _line({count: usual(values) for count, values in times.items()})
-    return KVLink(
-        latency=latency,
-        bandwidth=one / slope if slope else 1e12,
-        source="measured: blocks copied to the host and back, half of it",
-    )
+            cache.import_blocks(blocks, cache.export_blocks(blocks))
+            times[data.nbytes].append((time.perf_counter() - begun) / 2)
+    return _link_of(times, "measured: blocks copied to the host and back, half of it")
 
 
-# Links: between workers by the tcp connector, and to and from a disk store ----------------------------------
+def _link_of(times: dict[int, list[float]], source: str) -> KVLink:
+    """Return the link that takes such times by bytes; what does not grow with their number is the latency."""
+    slope, latency = _line({size: usual(values) for size, values in times.items()})
+    return KVLink(latency=latency, bandwidth=1 / slope if slope else 1e12, source=source)
+
 
 _LINK_ROUNDS: Final = 24
-_LEAST_LINK_ROUNDS: Final = 3
 _MOST_BYTES: Final = 64 * 2**20
 _TIMEOUT: Final = 30.0
 _SMALL: Final = 8
@@ -432,14 +410,12 @@ def disk_links(block_bytes: int) -> tuple[KVLink, KVLink]:
 
 
 def _link(move: Callable[[bytes], None], block_bytes: int, source: str) -> KVLink:
-    """Time blocks and parts of blocks; what does not grow with their size is the latency."""
+    """Time blocks and parts of blocks."""
     small, whole = (np.random.default_rng(7).bytes(size) for size in (max(1, block_bytes // _SMALL), block_bytes))
     times: dict[int, list[float]] = {len(small): [], len(whole): []}
-    for _ in range(min(_LINK_ROUNDS, max(_LEAST_LINK_ROUNDS, _MOST_BYTES // block_bytes))):
+    for _ in range(min(_LINK_ROUNDS, max(3, _MOST_BYTES // block_bytes))):
         for block in (small, whole):
             begun = time.perf_counter()
             move(block)
             times[len(block)].append(time.perf_counter() - begun)
-    little, much = (usual(each) for each in times.values()) if len(times) == 2 else (0.0, usual(times[len(whole)]))
-    slope = max(0.0, much - little) / max(1, len(whole) - len(small))
-    return KVLink(latency=max(0.0, much - slope * len(whole)), bandwidth=1 / slope if slope else 1e12, source=source)
+    return _link_of(times, source)

@@ -28,8 +28,7 @@ _KNOTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 
 """Tokens between which the time of the products is a straight line."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """One step, by what its cost depends on, with what it takes."""
 
     kind: StepKind
@@ -44,7 +43,11 @@ def fit_steps(steps: Sequence[MeasuredStep]) -> StepTerms:
         raise ValueError("no steps were measured")
     seconds = np.array([step.seconds for step in steps])
     features = np.array([step.features for step in steps], np.float64)
-    knots = _knots_of(features[:, 0])
+    tokens, knots = features[:, 0], [1]
+    for low, high in pairwise(_KNOTS):  # a segment without a step would be a guess
+        if ((tokens > knots[-1]) & (tokens <= high)).any() and (tokens > low).any():
+            knots.append(high)
+    knots = knots if len(knots) > 1 else [1, 2]
     columns = _columns(features, knots)
     shares, weights = columns / seconds[:, None], np.ones(len(steps))
     for _ in range(_REWEIGHTED):
@@ -114,15 +117,6 @@ def nonnegative_least_squares(a: Matrix, b: Matrix) -> Matrix:
             free &= x > 1e-12 * max(float(x.max()), 1e-300)
             x[~free] = 0.0
     return np.asarray(x / np.where(size > 0, size, 1.0))
-
-
-def _knots_of(tokens: Matrix) -> list[int]:
-    """Return the knots among which there are steps: a segment without one would be a guess."""
-    knots = [1]
-    for low, high in pairwise(_KNOTS):
-        if ((tokens > knots[-1]) & (tokens <= high)).any() and (tokens > low).any():
-            knots.append(high)
-    return knots if len(knots) > 1 else [1, 2]
 
 
 def _columns(features: Matrix, knots: Sequence[float] | Matrix) -> Matrix:
@@ -268,9 +262,6 @@ def _drawn(kind: StepKind, limits: Limits, drafts: int, draw: np.random.Generato
 def _powers(limit: int) -> list[int]:
     """Return 1, 2, 4 and so on up to `limit`, which is the last."""
     return [*(1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent < limit), limit]
-
-
-# Plans ----------------------------------------------------------------------------------------------------
 
 
 def first_plan(case: StepCase, step: int, first_block: int, vocab_size: int, block_size: int) -> StepPlan:

@@ -11,14 +11,13 @@ from typing import Final, TypeVar
 
 from fd_core.config.paths import find_cache_dir, user_path
 from fd_core.errors import ConfigError
-from fd_core.simulation.costs.calculating import ACCELERATORS, ARCHITECTURES, Efficiency, calculated_profile
-from fd_core.simulation.costs.profile import CostProfile, parse_profile, read_profile
+from fd_core.simulation.costs.calculating import ACCELERATORS, ARCHITECTURES, KV_DTYPES, Efficiency, calculated_profile
+from fd_core.simulation.costs.profile import CostProfile, parse_profile, read_profile, wrong_profile
 
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _SUFFIX: Final = ".json"
-_KV_DTYPES: Final = ("bf16", "fp8", "int8")
 
 
 def profile_named(text: str) -> CostProfile:
@@ -37,7 +36,13 @@ def profile_named(text: str) -> CostProfile:
     if text in packaged_profiles():
         file = resources.files(__package__) / "profiles" / f"{text}{_SUFFIX}"
         return parse_profile(file.read_bytes(), text)
-    raise ConfigError(f"there is no profile {text!r:.80}", field="PROFILE", hint=_what_there_is())
+    own_names = sorted(file.stem for file in calibrated_folder().glob(f"*{_SUFFIX}"))
+    named = ", ".join(dict.fromkeys((*own_names, *packaged_profiles()))) or "none"
+    raise wrong_profile(
+        f"there is no profile {text!r:.80}",
+        f"measured: {named}; calculated: DEVICE:MODEL with {', '.join(ACCELERATORS)} and {', '.join(ARCHITECTURES)}, "
+        "such as h100:llama-70b:tp=8; or the path of a .json file",
+    )
 
 
 def calibrated_folder() -> Path:
@@ -60,15 +65,6 @@ def packaged_profiles() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(_SUFFIX) for file in folder.iterdir() if file.name.endswith(_SUFFIX)))
 
 
-def _what_there_is() -> str:
-    own = sorted(file.stem for file in calibrated_folder().glob(f"*{_SUFFIX}"))
-    named = ", ".join(dict.fromkeys((*own, *packaged_profiles()))) or "none"
-    return (
-        f"measured: {named}; calculated: DEVICE:MODEL with {', '.join(ACCELERATORS)} and {', '.join(ARCHITECTURES)}, "
-        "such as h100:llama-70b:tp=8; or the path of a .json file"
-    )
-
-
 def _calculated(text: str) -> CostProfile:
     device_name, _, rest = text.partition(":")
     model_name, _, options = rest.partition(":")
@@ -81,21 +77,15 @@ def _calculated(text: str) -> CostProfile:
         if key == "tp":
             ranks = _number(text, key, value, int, 1, 1024)
         elif key == "kv":
-            if value not in _KV_DTYPES:
-                raise ConfigError(f"{text}: kv is {' or '.join(_KV_DTYPES)}, not {value!r:.40}", field="PROFILE")
+            if value not in KV_DTYPES:
+                raise wrong_profile(f"{text}: kv is {' or '.join(KV_DTYPES)}, not {value!r:.40}")
             kv_dtype = value
         elif key in shares:
             shares[key] = _number(text, key, value, float, 0.01, 1.0)
         elif key == "pp":
-            raise ConfigError(
-                f"{text}: pipeline parallel sizes are not calculated", field="PROFILE", hint="use tp, or calibrate"
-            )
+            raise wrong_profile(f"{text}: pipeline parallel sizes are not calculated", "use tp, or calibrate")
         else:
-            raise ConfigError(
-                f"{text}: there is no option {key!r:.40}",
-                field="PROFILE",
-                hint=f"there are tp, kv, {', '.join(shares)}",
-            )
+            raise wrong_profile(f"{text}: there is no option {key!r:.40}", f"there are tp, kv, {', '.join(shares)}")
     return calculated_profile(text, device, model, ranks=ranks, kv_dtype=kv_dtype, reached=Efficiency(**shares))
 
 
@@ -103,11 +93,8 @@ def _look_up(table: dict[str, _T], name: str, kind: str) -> _T:
     if name in table:
         return table[name]
     close = difflib.get_close_matches(name, table, n=1)
-    raise ConfigError(
-        f"no {kind} {name!r:.40} is known to calculate with",
-        field="PROFILE",
-        hint=f"did you mean {close[0]}? There are {', '.join(table)}" if close else f"there are {', '.join(table)}",
-    )
+    hint = f"did you mean {close[0]}? There are {', '.join(table)}" if close else f"there are {', '.join(table)}"
+    raise wrong_profile(f"no {kind} {name!r:.40} is known to calculate with", hint)
 
 
 def _number(text: str, key: str, value: str, kind: type[_N], low: _N, high: _N) -> _N:
@@ -116,5 +103,5 @@ def _number(text: str, key: str, value: str, kind: type[_N], low: _N, high: _N) 
     except ValueError:
         number = None
     if number is None or not low <= number <= high:
-        raise ConfigError(f"{text}: {key} is a number from {low:g} to {high:g}, not {value!r:.40}", field="PROFILE")
+        raise wrong_profile(f"{text}: {key} is a number from {low:g} to {high:g}, not {value!r:.40}")
     return number

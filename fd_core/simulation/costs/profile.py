@@ -169,16 +169,17 @@ class CostProfile(_Strict, frozen=True, kw_only=True):
 
 
 _LEAST_LIMITS: Final = {
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "max_model_len": 1,
-    "block_size": 1,
-    "num_kv_blocks": 1,
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_kv_blocks"), 1),
     "vocab_size": 2,
     "max_drafts": 0,
     "pipeline_depth": 1,
     "num_stages": 1,
 }
+
+
+def wrong_profile(what: str, hint: str | None = None) -> ConfigError:
+    """Return the error of a profile that cannot be used."""
+    return ConfigError(what, field="PROFILE", hint=hint)
 
 
 def read_profile(path: Path) -> CostProfile:
@@ -187,9 +188,9 @@ def read_profile(path: Path) -> CostProfile:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"the profile {path} cannot be read: {error.strerror or error}", field="PROFILE") from error
+        raise wrong_profile(f"the profile {path} cannot be read: {error.strerror or error}") from error
     if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{path} is larger than {_MAX_BYTES:,} bytes, so it is no profile", field="PROFILE")
+        raise wrong_profile(f"{path} is larger than {_MAX_BYTES:,} bytes, so it is no profile")
     return parse_profile(content, str(path))
 
 
@@ -198,18 +199,14 @@ def parse_profile(content: bytes, where: str) -> CostProfile:
     try:
         profile = msgspec.json.decode(content, type=CostProfile)
     except msgspec.MsgspecError as error:
-        raise ConfigError(
-            f"{where} is not a profile of costs: {error}", field="PROFILE", hint="`fdcore calibrate MODEL` writes one"
-        ) from error
+        hint = "`fdcore calibrate MODEL` writes one"
+        raise wrong_profile(f"{where} is not a profile of costs: {error}", hint) from error
     unknown = [key for key in msgspec.json.decode(content)["limits"] if key not in Limits.__struct_fields__]
     if unknown:
-        raise ConfigError(f"{where} is not a profile of costs: limits has no field {unknown[0]!r:.60}", field="PROFILE")
+        raise wrong_profile(f"{where} is not a profile of costs: limits has no field {unknown[0]!r:.60}")
     if profile.fdcore_profile != FORMAT_VERSION:
-        raise ConfigError(
-            f"{where} has version {profile.fdcore_profile} of the format, but version {FORMAT_VERSION} is known here",
-            field="PROFILE",
-            hint="calibrate again",
-        )
+        what = f"has version {profile.fdcore_profile} of the format, but version {FORMAT_VERSION} is known here"
+        raise wrong_profile(f"{where} {what}", "calibrate again")
     return profile
 
 

@@ -23,8 +23,6 @@ from fd_core.simulation.workloads.conversations import Piece, stirred, to_tokens
 from fd_core.types import Admission, IntArray, StepOutput, StepPlan
 
 END: Final = 2
-"""Token that ends an answer."""
-_ENDLESS: Final = Piece(0, 2**31 - 1)
 _AHEAD: Final = 256
 """Tokens of an answer that are drawn at once, where there are no drafts."""
 
@@ -36,7 +34,6 @@ class PlanComputer(Protocol):
     """What turns plans into outputs, in order: `ScriptedComputer`, or a production `Runner` with a model of its own."""
 
     cache: KVCache
-    """The blocks that plans speak of."""
 
     def announce(self, plan: StepPlan) -> None:
         """Be told of a plan when it is submitted, while others may not have been answered."""
@@ -61,12 +58,10 @@ class ScriptedComputer(PlanComputer):
         self._acceptance = acceptance
         self._gens = np.zeros(slots, np.int32)
         self._length = np.zeros(slots, np.int32)
-        """Tokens that each slot has."""
         self._prompt = np.zeros(slots, np.int32)
         """Tokens among them that are the client's prompt."""
         self._seeds = np.zeros(slots, np.uint64)
         self._answers = np.zeros(slots, np.int64)
-        """Tokens of each answer."""
         self._drafts = np.zeros(slots, np.int32)
         self._columns = np.arange(1 + limits.max_drafts)
         self._nothing = np.full((slots, len(self._columns)), EMPTY_TOKEN_ID, np.int32)
@@ -114,7 +109,7 @@ class ScriptedComputer(PlanComputer):
 
     def _admit(self, admission: Admission) -> None:
         slot = admission.slot
-        answer = self._answer_of(admission.request_id) or _ENDLESS
+        answer = self._answer_of(admission.request_id) or Piece(0, 2**31 - 1)
         self._gens[slot] = admission.gen
         self._length[slot] = len(admission.token_ids)
         self._prompt[slot] = admission.prompt_len

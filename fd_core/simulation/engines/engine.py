@@ -1,7 +1,4 @@
-"""A production engine and its client under the virtual clock, and the worker whose server is in front of them.
-
-The engine's loop, its deaths and its restarts are here; a worker's front takes requests one after the other.
-"""
+"""A production engine and its client under the virtual clock, and the worker whose server is in front of them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -36,16 +33,10 @@ from fd_core.scheduling.running.drafts import DraftControl
 from fd_core.simulation.clock.timeline import Appointment, LocalTimeline, Timeline
 from fd_core.simulation.clock.waits import FRONT, RESTART, STEP, WaitAccount
 from fd_core.simulation.costs.profile import Costs
-from fd_core.simulation.engines.device import END, PlanComputer, SimulatedDevice
+from fd_core.simulation.engines.device import END, AnswerOf, PlanComputer, SimulatedDevice
 from fd_core.simulation.storage.storage import SECRET
 from fd_core.types import Delta, RequestSpec, StepPlan
 from fd_core.types.kv_events import KVEvent
-
-_LOOK_SECONDS: Final = 0.005
-"""How often an engine whose requests all wait for something outside steps looks at its deadlines."""
-_ROUNDING: Final = 1e-9
-"""Seconds by which clocks of workers may differ in the last digits."""
-_CHEAP_TOKENS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +53,33 @@ class OutsideParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """What every epoch of one simulated engine is made from."""
+class SimulatedPool:
+    """Workers that are alike, as a pool of a deployment."""
 
     config: EngineConfig
     limits: Limits
     costs: Costs
+    profile: str
+    """Which costs these are, and whether they were measured or calculated."""
+    count: int = 1
+    acceptance: float = 0.0
+    """Chance of a draft to be kept, if those before it were."""
+    max_queued_requests: int = 1024
+    restart_seconds: float | None = 10.0
+    """Time to load another engine in place of one that died; None has the server end with its engine."""
+    computer: Callable[[Limits, AnswerOf], PlanComputer] | None = None
+    """Makes what answers plans; None takes `ScriptedComputer`."""
+    shares_processor: bool = False
+    """Whether serving, copies and transfers take time of the processor that computes steps."""
+    block_bytes: int | None = None
+    """Bytes of a KV block of the simulated model; None keeps no KV outside the device, whatever `config` says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What every epoch of one simulated engine is made from."""
+
+    pool: SimulatedPool
     plugins: Plugins
     computer: Callable[[], PlanComputer]
     """Makes what answers the plans of one epoch, with an empty KV cache."""
@@ -80,21 +92,17 @@ class EngineParts:
     adapters: Callable[[EngineConfig, None], EngineAdapters] = EngineAdapters
     """Makes what knows the adapters that requests may ask for; there is no folder to read one for a model from."""
     trace: Path | None = None
-    shares_processor: bool = False
-    """Whether serving, copies and transfers take time of the processor that computes steps."""
     beside: Callable[[StepPlan], float] | None = None
     account_of: Callable[[str], WaitAccount | None] = lambda _: None
     """Finds where the time of a request is noted."""
-    prefill_token: float = 1e-4
-    """Seconds for a token of a prompt that the engine believes before it has measured any."""
 
 
 class SimulatedEngineClient(SingleEngineClient):
     """The production client of one engine, which it runs on the virtual clock in place of a process."""
 
-    def __init__(self, timeline: Timeline, parts: EngineParts, restart_seconds: float | None = None) -> None:
-        """Start the engine at once. `restart_seconds`: time to load another one; None never starts another."""
-        super().__init__(parts.config)
+    def __init__(self, timeline: Timeline, parts: EngineParts) -> None:
+        """Start the engine at once."""
+        super().__init__(parts.pool.config)
         self.deaths = 0
         self.on_kv_events: Callable[[Sequence[KVEvent]], None] = lambda _: None
         """Called with what prefixes the device came to hold and lost."""
@@ -103,7 +111,7 @@ class SimulatedEngineClient(SingleEngineClient):
         self.on_state: Callable[[], None] = lambda: None
         self._timeline = timeline
         self._parts = parts
-        self._restart_seconds = restart_seconds
+        self._restart_seconds = parts.pool.restart_seconds
         self._epoch = 0
         self._inbox: list[ClientMessage] = []
         self._next: Appointment | None = None
@@ -158,8 +166,6 @@ class SimulatedEngineClient(SingleEngineClient):
         self._went_down("the engine was closed")
         self.on_state()
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     def _send(self, message: ClientMessage) -> None:
         self._inbox.append(message)
         if isinstance(message, Submit) and (account := self._parts.account_of(message.spec.request_id)) is not None:
@@ -180,7 +186,7 @@ class SimulatedEngineClient(SingleEngineClient):
 
     def _start(self) -> None:
         self._epoch += 1
-        parts, timeline = self._parts, self._timeline
+        parts, pool, timeline = self._parts, self._parts.pool, self._timeline
         queue = CompletionQueue(self._wake)
         computer = parts.computer()
         outside = OutsideParts(JoinedEffectPort(queue, None, None))
@@ -188,19 +194,19 @@ class SimulatedEngineClient(SingleEngineClient):
             outside = parts.outside(timeline, queue, computer.cache)
         self._outside = outside
         self._trace = self._open_trace()
-        self.device = SimulatedDevice(timeline, parts.costs, computer, parts.limits)
+        self.device = SimulatedDevice(timeline, pool.costs, computer, pool.limits)
         if parts.beside is not None:
             self.device.beside = parts.beside
-        if parts.shares_processor:
+        if pool.shares_processor:
             outside.share(self.device.work_beside)
         self.engine = Engine(
-            _info(parts, self._epoch, outside),
+            _info(pool, self._epoch, outside),
             self._scheduler(outside),
             self.device,
             outside.port,
-            parts.adapters(parts.config, None),
-            watchdog_seconds=parts.config.watchdog_seconds,
-            prefill_token=parts.prefill_token,
+            parts.adapters(pool.config, None),
+            watchdog_seconds=pool.config.watchdog_seconds,
+            prefill_token=1e-4,  # seconds, believed before any was measured
             admitted=tells_admissions(self._deliver, self._epoch),
             trace=self._trace,
             clock=timeline.clock,
@@ -214,7 +220,7 @@ class SimulatedEngineClient(SingleEngineClient):
         return round(1e9 * self._timeline.now)
 
     def _open_trace(self) -> TraceWriter | None:
-        parts, config = self._parts, self._parts.config
+        parts, config = self._parts, self._parts.pool.config
         if parts.trace is None:
             return None
         header = TraceHeader(
@@ -224,7 +230,7 @@ class SimulatedEngineClient(SingleEngineClient):
             epoch=self._epoch,
             started=self._timeline.now,
             speculation=None if config.speculative is None else config.speculative.method,
-            limits=parts.limits,
+            limits=parts.pool.limits,
         )
         return TraceWriter(parts.trace, header, config.trace_limit, self._nanoseconds, complete=True)
 
@@ -234,22 +240,23 @@ class SimulatedEngineClient(SingleEngineClient):
             self.on_state()
 
     def _scheduler(self, outside: OutsideParts) -> Scheduler:
-        parts, config, limits, plugins = self._parts, self._parts.config, self._parts.limits, self._parts.plugins
+        hasher, plugins = self._parts.hasher, self._parts.plugins
+        config, limits = self._parts.pool.config, self._parts.pool.limits
         drafts = None
         if limits.max_drafts:
             speculative = config.speculative
-            cheap = _CHEAP_TOKENS if speculative is None else speculative.cheap_tokens
+            cheap = 64 if speculative is None else speculative.cheap_tokens
             drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, cheap, drafter=speculative is not None)
         return plugins.load(SCHEDULER, config.scheduler)(
             SchedulerSetup(
                 limits=limits,
                 policy=plugins.load(SCHEDULING_POLICY, config.scheduling_policy)(),
                 victims=plugins.load(VICTIMS, config.victim_policy)(),
-                hasher=parts.hasher,
+                hasher=hasher,
                 drafts=drafts,
                 keep_kv=outside.keep,
                 paired=config.role != "mixed",
-                kv_events=bool(config.kv_events) and parts.hasher is not None,
+                kv_events=bool(config.kv_events) and hasher is not None,
                 epoch=self._epoch,
                 clock=self._timeline.clock,
             )
@@ -274,18 +281,18 @@ class SimulatedEngineClient(SingleEngineClient):
         self._kept = self._service.take(inbox)
         self._kept += engine.begin_steps()
         if engine.num_in_flight:
-            stalls = self._timeline.now + self._parts.config.watchdog_seconds
+            stalls = self._timeline.now + self._parts.pool.config.watchdog_seconds
             ready = self.device.ready_at
             late = ready > stalls
             self._next = self._timeline.at(stalls if late else ready, self._stalled if late else self._answered)
             return
         self._tell(self._kept)
-        self._rest(_LOOK_SECONDS)
+        self._rest(0.005)  # all requests wait for something outside steps: look at their deadlines again
 
     def _answered(self) -> None:
         """The oldest step in flight is computed, unless it shared its processor: commit it, and begin the next turn."""
         ready = self.device.ready_at
-        if self._timeline.now + _ROUNDING < ready < math.inf:
+        if self._timeline.now + 1e-9 < ready < math.inf:  # clocks of workers may differ in the last digits
             self._next = self._timeline.at(ready, self._answered)
             return
         deltas = self.engine.end_step(self.device.collect(math.inf))
@@ -311,12 +318,12 @@ class SimulatedEngineClient(SingleEngineClient):
         self._service.tell(deltas, self._timeline.now)
 
     def _stalled(self) -> None:
-        seconds = self._parts.config.watchdog_seconds
+        seconds = self._parts.pool.config.watchdog_seconds
         self.die(str(EngineDead(f"a step was not answered within {seconds:g} s")))
 
 
-def _info(parts: EngineParts, epoch: int, outside: OutsideParts) -> EngineInfo:
-    config, limits = parts.config, parts.limits
+def _info(pool: SimulatedPool, epoch: int, outside: OutsideParts) -> EngineInfo:
+    config, limits = pool.config, pool.limits
     return EngineInfo(
         model=config.model,
         architecture="simulated",
@@ -365,24 +372,13 @@ class SimulatedWorker:
     """One server process, or none between its death and its return."""
 
     def __init__(
-        self,
-        timeline: LocalTimeline,
-        index: int,
-        name: str,
-        role: Role,
-        make_parts: Callable[[int], EngineParts],
-        *,
-        max_queued_requests: int,
-        restart_seconds: float | None,
+        self, timeline: LocalTimeline, index: int, pool: SimulatedPool, make_parts: Callable[[str, int], EngineParts]
     ) -> None:
-        """`make_parts` makes the parts of the engine of the process with a number, from 1 on.
-
-        `restart_seconds`: time to load another engine in place of one that died; None has the server end with it.
-        """
+        """`make_parts` makes the parts of the engine from the worker's name and its process's number, from 1 on."""
         self.index = index
-        self.name = name
-        self.role = role
-        self.url = f"http://{name}:8000"
+        self.role: Role = pool.config.role  # type: ignore[assignment]  # one of the roles by its own constraint
+        self.name = f"{self.role}{index}"
+        self.url = f"http://{self.name}:8000"
         self.processes = 0
         self.client: SimulatedEngineClient | None = None
         self.leaving = False
@@ -392,9 +388,8 @@ class SimulatedWorker:
         """Called with each part of an answer that leaves the worker."""
         self.timeline = timeline
         """Time as whatever runs at this address sees it; standing still and wrong clocks are faults of it."""
+        self._pool = pool
         self._make_parts = make_parts
-        self._max_queued_requests = max_queued_requests
-        self._restart_seconds = restart_seconds
         self._busy_until = 0.0
         self._callers: dict[str, tuple[WorkerCaller, DeltaStream | None]] = {}
         self.start()
@@ -423,8 +418,8 @@ class SimulatedWorker:
         """Start a process with an empty engine."""
         self.processes += 1
         self.leaving = False
-        self._parts = self._make_parts(self.processes)
-        self.client = SimulatedEngineClient(self.timeline, self._parts, self._restart_seconds)
+        self._parts = self._make_parts(self.name, self.processes)
+        self.client = SimulatedEngineClient(self.timeline, self._parts)
         self._busy_until = self.timeline.now
         self.on_start(self.client)
 
@@ -453,8 +448,8 @@ class SimulatedWorker:
         self._callers[spec.request_id] = caller, None
         if (account := self._parts.account_of(spec.request_id)) is not None:
             account.wait_for(FRONT)
-        taken = self._parts.costs.request(len(spec.prompt))
-        if self._parts.shares_processor:
+        taken = self._pool.costs.request(len(spec.prompt))
+        if self._pool.shares_processor:
             client.device.work_beside(taken)
         self._busy_until = max(self._busy_until, self.timeline.now) + taken
         self.timeline.at(self._busy_until, lambda: self._submit(client, spec, caller))
@@ -465,8 +460,6 @@ class SimulatedWorker:
         if stream is not None:
             stream.leave()
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     def _submit(self, client: SimulatedEngineClient, spec: RequestSpec, caller: WorkerCaller) -> None:
         name = spec.request_id
         if self.client is not client or name not in self._callers:
@@ -474,8 +467,8 @@ class SimulatedWorker:
         answered = caller.answered
 
         def news(delta: Delta | None) -> None:
-            if self._parts.shares_processor:
-                client.device.work_beside(self._parts.costs.delivery())
+            if self._pool.shares_processor:
+                client.device.work_beside(self._pool.costs.delivery())
             self.on_answer()
             if delta is None:
                 if self._callers.pop(name, None) is not None:
@@ -488,8 +481,9 @@ class SimulatedWorker:
         try:
             if self.leaving:
                 raise EngineDead("the server is shutting down")
-            if client.active_requests >= client.info.max_num_seqs + self._max_queued_requests:
-                raise EngineDead(f"the queue holds {self._max_queued_requests} requests and has no room for more")
+            most = self._pool.max_queued_requests
+            if client.active_requests >= client.info.max_num_seqs + most:
+                raise EngineDead(f"the queue holds {most} requests and has no room for more")
             check_spec(spec, client.info.max_model_len)
             if spec.prefill_at:
                 if self.role != "decode":

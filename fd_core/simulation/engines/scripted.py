@@ -24,8 +24,6 @@ EOS: Final = 2
 """Token that ends a request. No answer holds it, but every token is compared with it."""
 REJECT_EVERY: Final = 8
 """In one of so many steps a request has its last draft rejected; the steps differ between requests."""
-_BUDGET: Final = 8192
-"""Tokens in a step, a usual choice for a large device."""
 _OUTPUT_TOKENS: Final = 256
 """Enough for every request to decode until the last of them was admitted."""
 
@@ -162,20 +160,14 @@ class PrefillBurst(ScriptedEngine):
     """Prompts of one length that differ in their last block only: the first computes the prefix, the others use it."""
 
     def __init__(
-        self,
-        count: int,
-        tokens: int,
-        *,
-        block_size: int = 32,
-        vocab_size: int = 32000,
-        draw: np.random.Generator,
+        self, count: int, tokens: int, *, block_size: int = 32, vocab_size: int = 32000, draw: np.random.Generator
     ) -> None:
         """Queue nothing yet; `prompts` are `count` prompts of `tokens` tokens each."""
         each = -(-(tokens + _OUTPUT_TOKENS) // block_size) + 2
         super().__init__(
             Limits(
                 max_num_seqs=count,
-                max_num_batched_tokens=max(_BUDGET, count),
+                max_num_batched_tokens=max(8192, count),  # a usual choice for a large device
                 max_model_len=tokens + _OUTPUT_TOKENS,
                 block_size=block_size,
                 num_kv_blocks=count * each,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -18,8 +17,6 @@ from fd_core.simulation.results.comparing import SeedInterval, interval
 from fd_core.simulation.results.report import Report, ReportedRun
 from fd_core.simulation.results.slo import Slo
 from fd_core.simulation.results.tables import duration_text
-
-PLAN_VERSION: Final = 1
 
 
 class PlanAsked(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +123,7 @@ def answer_of(
         return [each for each in found if each.whole] or found
 
     best = below = closest = limit = None
-    loads: tuple[LoadTried, ...] = ()
+    loads: list[LoadTried] = []
     if ranking:
         chosen = ranking[0]
         units = search.units[chosen]
@@ -135,7 +132,10 @@ def answer_of(
             below = figures(chosen, broken.units, known(chosen, broken.units))
         tried = [each for each in runs if each.shape == chosen and each.units == units and each.load > 1]
         tried.sort(key=lambda each: each.load)
-        loads = tuple(LoadTried(each.load, *_nearest(runs[each])) for each in tried)
+        for each in tried:
+            slo = runs[each].summary.slo
+            worst = min(slo.checks if slo else (), key=check_margin)
+            loads.append(LoadTried(each.load, check_margin(worst), check_text(worst)))
         breaking = [each for each in tried if search.margins.get(each, 0) < 0]
         at, when = (breaking[0], f"at {breaking[0].load:g} times the load") if breaking else (None, "")
         if at is None and (broken := search.breaks_below(chosen)) is not None:
@@ -151,7 +151,7 @@ def answer_of(
         limit = limit_of(runs[nearest], about, profiles[about.profile], f"with {about.described(nearest.units)}")
     others = [figures(each, search.units[each], known(each, search.units[each])) for each in ranking[1:]]
     return PlanAnswer(
-        fdcore_plan=PLAN_VERSION,
+        fdcore_plan=1,
         asked=asked,
         best=best,
         runners_up=tuple(others[:runners_up]),
@@ -159,7 +159,7 @@ def answer_of(
         closest=closest,
         holds_load=search.holds_load,
         breaks_load=search.breaks_load,
-        loads=loads,
+        loads=tuple(loads),
         limit=limit,
         unfinished=unfinished,
         runs=len(runs),
@@ -252,12 +252,6 @@ def _headline(answer: PlanAnswer) -> str:
     if answer.breaks_load is None:
         return f"{words}, and up to {answer.holds_load:g} times the load at least."
     return f"{words}, up to {answer.holds_load:g} times the load; at {answer.breaks_load:g} times it breaks."
-
-
-def _nearest(run: ReportedRun) -> tuple[float, str]:
-    checks = run.summary.slo.checks if run.summary.slo else ()
-    worst = min(checks, key=check_margin)
-    return check_margin(worst), check_text(worst)
 
 
 def _figures(

@@ -106,7 +106,16 @@ def fewest_workers(
     profile: CostProfile, demand: Demand, slo: Slo, max_num_seqs: int, budget: int
 ) -> tuple[int, int, int]:
     """Return how many mixed, prefill and decode workers are needed at the very least, each at least 1."""
-    ttft, tpot, share = _horizon(slo)
+    limits: dict[str, float] = {}
+    shares = []
+    for each in slo.objectives:
+        if each.statistic != "mean":
+            limits[each.measure] = min(each.limit, limits.get(each.measure, math.inf))
+            shares.append((slo.attainment or 0.0) if each.percentile is None else each.percentile / 100)
+    # Every limit is kept by all but so many; together they may leave out the sum of them.
+    share = max(1 - math.fsum(1 - share for share in shares), 0.0)
+    ttft = min(limits.get("ttft", math.inf), limits.get("e2e", math.inf))
+    tpot = min(limits.get("tpot", math.inf), limits.get("gap", math.inf))
     if not math.isfinite(ttft) or not len(demand.new_tokens):
         return 1, 1, 1
     late = math.ceil((1 - share) * len(demand.new_tokens)) + 1  # as a percentile is between two values
@@ -132,21 +141,6 @@ def _workers(work: Numbers, late: int, seconds: float) -> int:
     """Return the workers that all but the `late` longest pieces of work take, if all of it is done in time."""
     needed = math.fsum(np.sort(work)[: max(len(work) - late, 0)])
     return max(math.ceil(needed / seconds - 1e-9), 1) if seconds > 0 else 1
-
-
-def _horizon(slo: Slo) -> tuple[float, float, float]:
-    """Return how late a first token and each further one may be at most, and for which share of requests it holds."""
-    limits: dict[str, float] = {}
-    shares = []
-    for each in slo.objectives:
-        if each.statistic == "mean":
-            continue
-        limits[each.measure] = min(each.limit, limits.get(each.measure, math.inf))
-        shares.append((slo.attainment or 0.0) if each.percentile is None else each.percentile / 100)
-    ttft = min(limits.get("ttft", math.inf), limits.get("e2e", math.inf))
-    tpot = min(limits.get("tpot", math.inf), limits.get("gap", math.inf))
-    # Every limit is kept by all but so many; together they may leave out the sum of them.
-    return ttft, tpot, max(1 - math.fsum(1 - share for share in shares), 0.0)
 
 
 def _least_share(look_up: Callable[[float], float], curve: CostCurve, most: int, constant: float) -> float:

@@ -17,9 +17,6 @@ from fd_core.simulation.results.tables import duration_text
 
 _NEVER: Final = -1e9
 """Margin of a limit that too many requests never came to."""
-_UNEVEN: Final = 1.5
-_CHANCE: Final = 3.0
-"""Standard deviations by which a worker has more requests than the others by chance."""
 _MOST: Final = 0.5
 _GROUPS: Final = {"preempted": "blocks"} | dict.fromkeys(
     ("budget", "scheduler", "prefix", "step", "engine"), "computing"
@@ -89,7 +86,8 @@ class _Seen:
         counts = [each.requests for each in workers if not each.worker.startswith("prefill")]
         mean = sum(counts) / max(len(counts), 1)
         fullest = max(counts, default=0)
-        self.uneven = fullest / mean if mean and fullest >= mean + _CHANCE * math.sqrt(mean) else 1.0
+        # By chance a worker has up to three standard deviations more than the others.
+        self.uneven = fullest / mean if mean and fullest >= mean + 3.0 * math.sqrt(mean) else 1.0
         self.before = {each.reason: each.before_slowest for each in summary.waits}
         self.between = {each.reason: each.between_slowest for each in summary.waits}
         by_tokens, by_rows = curve_function(step.by_tokens), curve_function(step.by_sampled_rows)
@@ -151,7 +149,7 @@ def _decided(seen: _Seen, measure: str, seconds: float | None) -> tuple[str, str
         groups[group] = groups.get(group, 0.0) + took
     most = max(groups, key=groups.__getitem__, default="computing")
     slowest = f"the slowest hundredth of requests spends {duration_text(groups.get(most))} there"
-    if seen.uneven > _UNEVEN:
+    if seen.uneven > 1.5:
         return "the router", f"the fullest worker has {seen.uneven:.1f} times the mean"
     if most == "blocks":
         return "KV blocks", f"{slowest}, {seen.summary.preemptions:,} preemptions"

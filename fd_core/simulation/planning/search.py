@@ -99,11 +99,6 @@ class PlanSearch:
         whole = self._of(shape, self.units[shape])
         return min(whole.values(), default=self.margins.get(self._short(shape, self.units[shape]), -math.inf))
 
-    def is_checked(self, shape: int) -> bool:
-        """Whether the fewest units held the whole workload with every seed."""
-        found = self._of(shape, self.units[shape])
-        return len(found) == len(self.seeds) and min(found.values()) >= 0
-
     def breaks_below(self, shape: int) -> PlanTrial | None:
         """Return the trial in which one unit less broke the SLO; None if that was not tried or there is none."""
         trials = (trial for trial in self._whole(shape, self.units[shape] - 1) if self.margins.get(trial, 0) < 0)
@@ -155,7 +150,16 @@ class PlanSearch:
             return True
         yield from self._ask(batch)
         for shape in {trial.shape: None for trial in batch}:
-            self._move(shape)
+            # More units where these break the whole workload, and fewer where fewer hold it with every seed.
+            units = self.units[shape]
+            while self._breaks(shape, units):
+                units += 1
+            while units > 1 and self._holds(shape, units - 1):
+                units -= 1
+            self._failed[shape] = units - 1 if units > self.units[shape] else min(self._failed[shape], units - 1)
+            self.units[shape] = units
+            if units > self.shapes[shape].most:
+                del self.units[shape]
         return False
 
     def _challenge(self) -> Generator[list[PlanTrial], Sequence[float], bool]:
@@ -177,19 +181,6 @@ class PlanSearch:
                 self.units[trial.shape] = trial.units
                 self._failed[trial.shape] = trial.units - 1
         return False
-
-    def _move(self, shape: int) -> None:
-        """Take more units where these break the whole workload, and fewer where fewer hold it with every seed."""
-        units = self.units[shape]
-        while self._breaks(shape, units):
-            units += 1
-        while units > 1 and self._holds(shape, units - 1):
-            units -= 1
-        self._failed[shape] = units - 1 if units > self.units[shape] else min(self._failed[shape], units - 1)
-        if units > self.shapes[shape].most:
-            del self.units[shape]
-        else:
-            self.units[shape] = units
 
     def _load(self, shape: int) -> Generator[list[PlanTrial], Sequence[float], None]:
         """Find the factor of the load at which the plan breaks."""

@@ -81,11 +81,8 @@ def parse_roles(text: str) -> tuple[tuple[int, int], ...]:
             found[0, 0] = None
             continue
         if not (colon and prefill.isdecimal() and decode.isdecimal() and word.isascii()):
-            raise ConfigError(
-                f"--roles: {word!r:.40} is neither `mixed` nor prefill and decode workers",
-                field="--roles",
-                hint="for example mixed,1:1,1:2",
-            )
+            what = f"--roles: {word!r:.40} is neither `mixed` nor prefill and decode workers"
+            raise ConfigError(what, field="--roles", hint="for example mixed,1:1,1:2")
         sizes = int(prefill), int(decode)
         if not all(1 <= size <= _MOST_OF_A_ROLE for size in sizes):
             raise ConfigError(f"--roles: {word}: 1 to {_MOST_OF_A_ROLE} of each can be", field="--roles")
@@ -114,19 +111,14 @@ def shapes_of(
         )
         for name, profile in profiles.items()
         for (prefill, decode), rows, budget in itertools.product(
-            roles,
-            max_num_seqs or [profile.limits.max_num_seqs],
-            budgets or [profile.limits.max_num_batched_tokens],
+            roles, max_num_seqs or [profile.limits.max_num_seqs], budgets or [profile.limits.max_num_batched_tokens]
         )
         if budget >= rows
     ]
     if not 0 < len(made) <= _MOST_SHAPES:
-        raise ConfigError(
-            f"{len(made):,} combinations of profiles, roles, batches and budgets are asked for; 1 to "
-            f"{_MOST_SHAPES:,} can be",
-            field="--max-num-seqs",
-            hint="name fewer of each; a budget is at least a batch",
-        )
+        what = f"{len(made):,} combinations of profiles, roles, batches and budgets are asked for"
+        hint = "name fewer of each; a budget is at least a batch"
+        raise ConfigError(f"{what}; 1 to {_MOST_SHAPES:,} can be", field="--max-num-seqs", hint=hint)
     return made
 
 
@@ -172,10 +164,5 @@ def do_job(job: PlanJob, plugins: Plugins) -> ReportedRun:
     setup = setup_of(job.shape, job.units, _profile(job.shape.profile), job.engine)
     run = World(setup.deployment(label, check=False), plugins, job.seed).run(asked)
     return reported(
-        run,
-        label,
-        {LOAD: job.rate},
-        slo=job.slo,
-        price_per_worker_hour=job.price,
-        devices_per_worker=job.shape.ranks,
+        run, label, {LOAD: job.rate}, slo=job.slo, price_per_worker_hour=job.price, devices_per_worker=job.shape.ranks
     )

@@ -33,10 +33,6 @@ class ComparedFigure(msgspec.Struct, frozen=True):
     rare: bool = False
     """Whether it is left out where it is 0 in all runs."""
 
-    def by_seed(self, summaries: Sequence[RunSummary]) -> dict[int, float]:
-        """Return the figure of each run that has it."""
-        return {each.seed: float(value) for each in summaries if (value := self.of(each)) is not None}
-
 
 def _latency(measure: str, statistic: str) -> ComparedFigure:
     def of(summary: RunSummary) -> float | None:
@@ -143,7 +139,6 @@ class SettingsComparison(msgspec.Struct, frozen=True, kw_only=True):
     wins: bool
     """Whether the best is better than every other one by more than noise, and not by completing fewer requests."""
     words: str
-    """The same as a sentence."""
 
 
 def figure_named(name: str, flag: str = "--by", *, slo: bool = True, price: bool = True) -> ComparedFigure:
@@ -155,11 +150,6 @@ def figure_named(name: str, flag: str = "--by", *, slo: bool = True, price: bool
     if name == "price" and not price:
         raise ConfigError(f"{flag}: tokens have no price without that of a worker", field=flag, hint="give --price")
     return FIGURES[name]
-
-
-def usual_figure(summaries: Sequence[RunSummary]) -> ComparedFigure:
-    """Return what decides if nobody says: goodput where there is an SLO, else the mean time of whole requests."""
-    return FIGURES["goodput" if summaries and summaries[0].slo else "e2e_mean"]
 
 
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> SeedInterval:
@@ -174,10 +164,18 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> SeedInt
 
 
 def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None = None) -> SettingsComparison:
-    """Compare settings by their runs, one for each seed; `by` decides which is best."""
-    by = by or usual_figure([summary for each in runs.values() for summary in each])
+    """Compare settings by their runs, one for each seed.
+
+    `by` decides which is best; if None, goodput where there is an SLO, else the mean time of whole requests.
+    """
+    first = next((summary for each in runs.values() for summary in each), None)
+    by = by or FIGURES["goodput" if first is not None and first.slo else "e2e_mean"]
     found = {
-        setting: {name: values for name, each in FIGURES.items() if (values := each.by_seed(summaries))}
+        setting: {
+            name: values
+            for name, figure in FIGURES.items()
+            if (values := {each.seed: float(value) for each in summaries if (value := figure.of(each)) is not None})
+        }
         for setting, summaries in runs.items()
     }
     settings = tuple(runs)
@@ -193,7 +191,11 @@ def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None 
         pairs = max(len(settings) * len(others) // 2, 1)
         sure = 1 - (1 - CONFIDENCE) / pairs
         lead = [_difference(by, best, deciding[best], other, deciding[other], sure) for other in others]
-    dropper = _who_loses_fewer(by, best, common, found)
+    dropper = None
+    if best is not None and by.unit == "s":  # dropping requests shortens latencies
+        lost = {setting: math.fsum(figures["lost"][seed] for seed in common) for setting, figures in found.items()}
+        fewest = min(lost, key=lost.__getitem__)
+        dropper = fewest if lost[fewest] < lost[best] else None
     wins = bool(lead) and all(each.verdict == "better" for each in lead) and dropper is None
     against = settings[:1]
     return SettingsComparison(
@@ -215,17 +217,6 @@ def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None 
         wins=wins,
         words=_words(by, settings, best, lead, wins, dropper),
     )
-
-
-def _who_loses_fewer(
-    by: ComparedFigure, best: str | None, seeds: set[int], found: Mapping[str, Mapping[str, Mapping[int, float]]]
-) -> str | None:
-    """Return a setting that completes more requests than the best, where latencies decide: dropping shortens them."""
-    if best is None or by.unit != "s":
-        return None
-    lost = {setting: math.fsum(figures["lost"][seed] for seed in seeds) for setting, figures in found.items()}
-    fewest = min(lost, key=lost.__getitem__)
-    return fewest if lost[fewest] < lost[best] else None
 
 
 def _difference(

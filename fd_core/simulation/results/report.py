@@ -13,14 +13,7 @@ import msgspec
 import numpy as np
 
 from fd_core.errors import ConfigError
-from fd_core.simulation.results.comparing import (
-    FIGURES,
-    SeedInterval,
-    SettingsComparison,
-    compare,
-    figure_named,
-    interval,
-)
+from fd_core.simulation.results import comparing
 from fd_core.simulation.results.slo import Slo
 from fd_core.simulation.results.summary import Numbers, Run, RunSummary, column, latencies_of, percentiles, summarize
 
@@ -179,21 +172,21 @@ class ReportCase(msgspec.Struct, frozen=True):
         held = [summary.slo.held for summary in self.summaries if summary.slo]
         return all(held) if held else None
 
-    def figure(self, name: str) -> SeedInterval | None:
+    def figure(self, name: str) -> comparing.SeedInterval | None:
         """Return a figure's mean over seeds; None if one of the runs does not have it."""
-        found = [FIGURES[name].of(summary) for summary in self.summaries]
+        found = [comparing.FIGURES[name].of(summary) for summary in self.summaries]
         there = [float(value) for value in found if value is not None]
-        return interval(there) if there and len(there) == len(found) else None
+        return comparing.interval(there) if there and len(there) == len(found) else None
 
 
 class LoadPoint(msgspec.Struct, frozen=True):
     """What a rate of arrivals leads to; means over seeds."""
 
     rate: float
-    requests_per_s: SeedInterval | None
+    requests_per_s: comparing.SeedInterval | None
     """That were completed."""
-    ttft_p99: SeedInterval | None
-    goodput: SeedInterval | None
+    ttft_p99: comparing.SeedInterval | None
+    goodput: comparing.SeedInterval | None
     held: bool | None
     """Whether the SLO is held with every seed; None without one."""
 
@@ -268,14 +261,14 @@ def axes_of(cases: Sequence[ReportCase]) -> dict[str, list[float | str]]:
     return axes
 
 
-def comparisons_of(report: Report, cases: Sequence[ReportCase]) -> list[tuple[Values, SettingsComparison]]:
+def comparisons_of(report: Report, cases: Sequence[ReportCase]) -> list[tuple[Values, comparing.SettingsComparison]]:
     """Return the settings beside one another, for each place on the axes at which there are several."""
     places: dict[tuple[Any, ...], list[ReportCase]] = {}
     for case in cases:
         places.setdefault(tuple(map(_order, case.values.values())), []).append(case)
-    by = figure_named(report.by) if report.by else None
+    by = comparing.figure_named(report.by) if report.by else None
     return [
-        (there[0].values, compare({case.setting: case.summaries for case in there}, by))
+        (there[0].values, comparing.compare({case.setting: case.summaries for case in there}, by))
         for _, there in sorted(places.items())
         if len(there) > 1
     ]
@@ -291,8 +284,14 @@ def load_curves_of(cases: Sequence[ReportCase]) -> list[LoadCurve]:
         lines.setdefault((case.setting, *others.items()), []).append(case)
     curves = []
     for (setting, *place), there in lines.items():
-        points = tuple(map(_load_point, there))
-        curves.append(LoadCurve(setting, dict(place), points, *_knee(points)))
+        points = []
+        for case in there:
+            rate = case.values[LOAD]
+            if isinstance(rate, str):
+                raise ConfigError(f"a rate is a number of requests a second, and not {rate!r}")
+            done, late, good = (case.figure(name) for name in ("requests_per_s", "ttft_p99", "goodput"))
+            points.append(LoadPoint(rate, done, late, good, case.held))
+        curves.append(LoadCurve(setting, dict(place), tuple(points), *_knee(points)))
     return curves
 
 
@@ -334,14 +333,6 @@ def _order(value: float | str) -> tuple[float, str]:
 def shown(value: float | str) -> str:
     """Return a value of an axis as text."""
     return value if isinstance(value, str) else f"{value:g}"
-
-
-def _load_point(case: ReportCase) -> LoadPoint:
-    rate = case.values[LOAD]
-    if isinstance(rate, str):
-        raise ConfigError(f"a rate is a number of requests a second, and not {rate!r}")
-    done, late, good = (case.figure(name) for name in ("requests_per_s", "ttft_p99", "goodput"))
-    return LoadPoint(rate, done, late, good, case.held)
 
 
 def _knee(points: Sequence[LoadPoint]) -> tuple[float | None, str]:

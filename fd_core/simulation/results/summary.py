@@ -98,7 +98,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PERCENTILES: Final = (50.0, 90.0, 95.0, 99.0)
-_COMPLETED: Final = ("stop", "length")
 _MOST_TENANTS: Final = 50
 _MOST_REASONS: Final = 20
 _NUMBER: Final = re.compile(r"\d[\d,.]*(?<=\d)")
@@ -267,7 +266,7 @@ class _Columns:
         of_all = partial(column, outcomes)
         ends = list(map(attrgetter("end"), outcomes))
         self.ends = Counter(ends)
-        self.completed = np.fromiter((end in _COMPLETED for end in ends), np.bool_, len(ends))
+        self.completed = np.fromiter((end in ("stop", "length") for end in ends), np.bool_, len(ends))
         self.arrived = of_all("arrived")
         # None becomes NaN.
         self.first = np.array(list(map(attrgetter("first_token"), outcomes)), np.float64)
@@ -318,11 +317,19 @@ def summarize(
     columns = _Columns(run)
     done, count, seconds = columns.completed, len(run.outcomes), run.seconds
     sums = {name: int(getattr(columns, name)[done].sum()) for name in ("prompt", "cached", "output")}
-    good = _good(columns, slo) if slo else None
+    good = None
+    if slo is not None:
+        good = done.copy()
+        for name, limit in slo.request_limits().items():
+            good &= ~(columns.latencies[name] > limit)  # what is not a number is not above
     gone = _absent(run, columns)
     use = _WorkerUse(run, float(columns.ended.max(initial=0.0)), gone.sum(0))
     service, speed, tenants = _tenants(run, columns, good)
     waiting_seconds, waits = _waits(run, columns)
+    away, restarting = map(math.fsum, gone)
+    worker_seconds = len(run.workers) * seconds - away
+    output, price = int(columns.output.sum()), price_per_worker_hour
+    per_million = worker_seconds / output * 1e6 if output else None
     return RunSummary(
         label=run.label,
         seed=run.seed,
@@ -357,8 +364,13 @@ def summarize(
         fairness_speed=speed,
         tenants=tenants,
         workers=use.figures(run, columns, gone),
-        cost=_cost(
-            *(len(run.workers) * seconds, gone, int(columns.output.sum())), price_per_worker_hour, devices_per_worker
+        cost=WorkerCost(
+            worker_seconds=worker_seconds,
+            worker_seconds_per_million=per_million,
+            device_hours_per_million=None if per_million is None else per_million * devices_per_worker / 3600,
+            price_per_million=None if per_million is None or price is None else per_million * price / 3600,
+            away_seconds=away,
+            restarting_seconds=restarting,
         ),
         counters=dict(sorted(run.counters.items())),
     )
@@ -392,13 +404,6 @@ def _mean(values: Numbers) -> float:
 def _figures(values: Numbers) -> LatencyFigures:
     p50, p90, p95, p99 = percentiles(values, PERCENTILES)
     return LatencyFigures(len(values), _mean(values), p50, p90, p95, p99, float(values.max()))
-
-
-def _good(columns: _Columns, slo: Slo) -> npt.NDArray[np.bool_]:
-    good = columns.completed.copy()
-    for name, limit in slo.request_limits().items():
-        good &= ~(columns.latencies[name] > limit)  # what is not a number is not above
-    return good
 
 
 def _kept(slo: Slo, columns: _Columns, good: npt.NDArray[np.bool_], seconds: float) -> SloFigures:
@@ -534,7 +539,6 @@ class _WorkerUse:
         return np.bincount(self._number, values * self._held, self._workers).astype(np.float64)
 
     def figures(self, run: Run, columns: _Columns, absent: Numbers) -> tuple[WorkerFigures, ...]:
-        """Return the figures of each worker."""
         answered = columns.worker >= 0
         of_request = columns.worker[answered]
         requests = np.bincount(of_request, minlength=self._workers)
@@ -553,17 +557,3 @@ class _WorkerUse:
             )
             for index, name in enumerate(run.workers)
         )
-
-
-def _cost(worker_seconds: float, absent: Numbers, output: int, price: float | None, devices: int) -> WorkerCost:
-    away, restarting = map(math.fsum, absent)
-    worker_seconds -= away
-    per_million = worker_seconds / output * 1e6 if output else None
-    return WorkerCost(
-        worker_seconds=worker_seconds,
-        worker_seconds_per_million=per_million,
-        device_hours_per_million=None if per_million is None else per_million * devices / 3600,
-        price_per_million=None if per_million is None or price is None else per_million * price / 3600,
-        away_seconds=away,
-        restarting_seconds=restarting,
-    )

@@ -42,7 +42,18 @@ def print_report(report: Report, console: Console) -> None:
     if len(cases) == 1:
         _print_case(cases[0], console)
         return
-    _print_cases(report.title, cases, console)
+    table = Table(title=report.title, title_justify="left")
+    table.add_column("", min_width=min(24, max(len(case.name) for case in cases)), overflow="fold")
+    names = [name for name in USUAL_FIGURES[:9] if _is_shown(FIGURES[name], [case.figure(name) for case in cases])]
+    # Names that cannot be read tell no cases apart: a narrow terminal gets fewer figures.
+    names = names[: max(3, (console.width - 28) // 14)]
+    for name in names:
+        table.add_column(FIGURES[name].title, justify="right")
+    for case in cases:
+        found = {name: case.figure(name) for name in names}
+        cells = (figure_text(FIGURES[name], each.mean if each else None) for name, each in found.items())
+        table.add_row(Text(case.name), *cells)
+    console.print(table)
     for curve in load_curves_of(cases):
         about = ", ".join([curve.setting, *(f"{name} {shown(value)}" for name, value in curve.values.items())])
         knee = "" if curve.knee is None else f"{curve.knee:g}/s, "
@@ -143,39 +154,19 @@ def _print_summary(summary: RunSummary, console: Console) -> None:
         latency.add_row(_TITLES[name], *(duration_text(getattr(figures, each)) for each in columns))
     console.print(latency if summary.latencies else Text("No request was completed: there are no latencies."))
     if summary.waits:
-        console.print(_waits_table(summary))
+        waits = Table(title="What a request waits for, and its computing: means", title_justify="left")
+        columns = ("", "to first token", "slowest 1 %", "between tokens", "slowest 1 %", "not completed")
+        for name in columns if summary.requests > summary.completed else columns[:-1]:
+            waits.add_column(name, justify="right" if name else "left")
+        for each in summary.waits:
+            spent = (each.before, each.before_slowest, each.between, each.between_slowest, each.lost)
+            cells = (duration_text(value) if value >= _NOTHING else "–" for value in spent[: len(waits.columns) - 1])
+            waits.add_row(WAIT_TITLES[each.reason], *cells)
+        console.print(waits)
     for check in slo.checks if slo else ():
         show = _share if check.name == "attainment" else duration_text
         line = f"{'holds' if check.held else 'BREAKS'} {check.name}: {show(check.value)}, limit {show(check.limit)}"
         console.print(Text(line, "green" if check.held else "bold red"))
-
-
-def _waits_table(summary: RunSummary) -> Table:
-    """Return where the time of requests went."""
-    table = Table(title="What a request waits for, and its computing: means", title_justify="left")
-    columns = ["", "to first token", "slowest 1 %", "between tokens", "slowest 1 %"]
-    for name in [*columns, "not completed"] if summary.requests > summary.completed else columns:
-        table.add_column(name, justify="right" if name else "left")
-    for each in summary.waits:
-        seconds = (each.before, each.before_slowest, each.between, each.between_slowest, each.lost)
-        shown = [duration_text(value) if value >= _NOTHING else "–" for value in seconds[: len(table.columns) - 1]]
-        table.add_row(WAIT_TITLES[each.reason], *shown)
-    return table
-
-
-def _print_cases(title: str, cases: Sequence[ReportCase], console: Console) -> None:
-    table = Table(title=title, title_justify="left")
-    table.add_column("", min_width=min(24, max(len(case.name) for case in cases)), overflow="fold")
-    names = [name for name in USUAL_FIGURES[:9] if _is_shown(FIGURES[name], [case.figure(name) for case in cases])]
-    # Names that cannot be read tell no cases apart: a narrow terminal gets fewer figures.
-    names = names[: max(3, (console.width - 28) // 14)]
-    for name in names:
-        table.add_column(FIGURES[name].title, justify="right")
-    for case in cases:
-        found = {name: case.figure(name) for name in names}
-        shown = (figure_text(FIGURES[name], each.mean if each else None) for name, each in found.items())
-        table.add_row(Text(case.name), *shown)
-    console.print(table)
 
 
 def _print_comparison(values: dict[str, float | str], comparison: SettingsComparison, console: Console) -> None:

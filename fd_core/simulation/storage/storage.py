@@ -61,14 +61,14 @@ class BlankKVCache(KVCache):
 class SharedStore:
     """What the store holds for all workers. It may change at any time; calls that have begun end as before."""
 
-    def __init__(self, timeline: Timeline, max_bytes: int = 2**30, value_seconds: float = 0.0) -> None:
+    def __init__(self, timeline: Timeline, value_seconds: float = 0.0) -> None:
         """`timeline` is the store's own; clocks of workers may show something else.
 
-        `max_bytes` bounds sealed values as they are simulated, not as they would be. `value_seconds` is what the store
-        needs for each value, one after the other for all workers together; a worker that has the store for itself waits
-        for the longer of that and of its own costs.
+        `value_seconds` is what the store needs for each value, one after the other for all workers together; a worker
+        that has the store for itself waits for the longer of that and of its own costs.
         """
-        self.values = MemoryStore(parse_location(f"memory:?max_bytes={max_bytes}"))
+        # The bound is one of sealed values as they are simulated, not as they would be.
+        self.values = MemoryStore(parse_location(f"memory:?max_bytes={2**30}"))
         self.trouble: Trouble | None = None
         """How calls fail; with `TIMEOUT` each takes as long as it may."""
         self.write_trouble: Trouble | None = None
@@ -167,7 +167,6 @@ class TimedKVCache(KVCache):
         self.block = (
             BlockFormat(np.uint8, (1,)) if isinstance(cache, BlankKVCache) else BlockFormat.of(cache.shape, "float32")
         )
-        """What is exported."""
         self._cache = cache
         self._threads = threads
         self._costs = costs
@@ -211,18 +210,15 @@ def simulated_storage(
     host_bytes: int,
     store: SharedStore | None = None,
     load_seconds: float = 1.0,
-    pending_bytes: int = PENDING_BYTES,
 ) -> KVOffload:
     """Return the tiers of one worker, see `KVOffload`. `queue` is the engine's.
 
-    `block_bytes`: what a block of the simulated model takes, in which `host_bytes` and `pending_bytes` are counted; the
-    blocks of `cache` may be of any size. So the port's own gauges of bytes are those of `cache`.
+    `block_bytes`: what a block of the simulated model takes, in which `host_bytes` are counted; the blocks of `cache`
+    may be of any size. So the port's own gauges of bytes are those of `cache`.
     """
     timed = TimedKVCache(cache, threads, costs)
     timed.block.batch = BlockFormat.batch_of(block_bytes)
-    sealed = None
-    if store is not None:
-        sealed = SealedStore(_SharedStoreClient(store, threads, costs), _envelope())
+    sealed = None if store is None else SealedStore(_SharedStoreClient(store, threads, costs), _envelope())
     return KVOffload(
         VirtualCompletions(threads, queue),
         timed,
@@ -230,13 +226,12 @@ def simulated_storage(
         host_bytes=host_bytes // block_bytes * timed.block.bytes,
         store=sealed,
         load_seconds=load_seconds,
-        pending_bytes=pending_bytes // block_bytes * timed.block.bytes,
+        pending_bytes=PENDING_BYTES // block_bytes * timed.block.bytes,
         clock=threads.clock,
         make_loop=threads.make_loop,
     )
 
 
-_FIRST_PORT: Final = 9000
 _UNREACHABLE: Final = "the prefill worker cannot be reached"
 _BROKE: Final = "the connection to the prefill worker broke"
 
@@ -256,7 +251,6 @@ class TransferNetwork:
         A message that holds KV is none the less heard whole or not at all.
         """
         self.said = 0
-        """Messages so far."""
         self.listening: dict[str, _SimulatedDecodeLinks] = {}
         """Prefill workers by address."""
         self.window = 8
@@ -265,7 +259,7 @@ class TransferNetwork:
         """Seconds after which a lease is over in any case, for sides that start from here on."""
         self.network = network
         self._leases = 0
-        self._ports = _FIRST_PORT
+        self._ports = 9000
 
     def name_lease(self) -> str:
         """Return a name that no lease of this world has."""

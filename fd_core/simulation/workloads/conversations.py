@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.simulation.workloads.files import number_rows
-from fd_core.simulation.workloads.settings import GOLDEN, Draws, WorkloadSettings, chances, stir, stir_states
+from fd_core.simulation.workloads.settings import GOLDEN, Draws, Floats, WorkloadSettings, chances, stir, stir_states
 from fd_core.types import IntArray
 
 _FIRST_TOKEN = 16
@@ -28,7 +28,6 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int
     """64 bits that decide the tokens."""
     tokens: int
-    """How many there are."""
 
 
 class UserTurn(msgspec.Struct, frozen=True, gc=False):
@@ -86,7 +85,6 @@ def to_tokens(numbers: npt.NDArray[np.uint64], vocab_size: int) -> IntArray:
     return (_FIRST_TOKEN + ((numbers >> np.uint64(33)) * spread >> np.uint64(31))).astype(np.int32)
 
 
-Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _MARK_TOKENS = 8
@@ -107,12 +105,14 @@ class Contents(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def conversations(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
-        """Yield the turns of each conversation, in the order of the file if there is one."""
+    def conversations(
+        self, settings: WorkloadSettings, draws: Draws, user: int | None = None
+    ) -> Iterator[tuple[UserTurn, ...]]:
+        """Yield the turns of each conversation, in the order of the file if there is one.
 
-    def of_user(self, user: int, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
-        """Yield the turns of each conversation of a user of a closed loop, who pauses before each of them."""
-        raise NotImplementedError("a trace with times is no closed loop")
+        `user`: a user of a closed loop, whose conversations alone are yielded, the same whatever other users do.
+        Contents with `times` are never replayed in a closed loop and ignore it.
+        """
 
 
 def clients_of(settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[str, int]]:
@@ -147,8 +147,11 @@ class MadeContents(Contents):
         self._pairs = None if settings.lengths is None else number_rows(settings.lengths, 2, settings.longest)
         self.notes, self.times = (), None
 
-    def conversations(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+    def conversations(
+        self, settings: WorkloadSettings, draws: Draws, user: int | None = None
+    ) -> Iterator[tuple[UserTurn, ...]]:
         """Yield conversations without end."""
+        draws = draws if user is None else draws.of(user)
         lengths = self._lengths(settings, draws)
         added = None if settings.adds is None else draws.tokens("adds", settings.adds, settings.longest)
         turns = draws.tokens("turns", settings.turns, 10_000)
@@ -156,24 +159,13 @@ class MadeContents(Contents):
         seeds, closed = draws.seeds("texts"), settings.arrivals == "closed"
         limits, patience = _limits(settings, draws), _patience(settings, draws)
         for prefix, count in zip(self._prefixes(settings, draws), turns, strict=False):
-            prompt, output = next(lengths)
-            adds = (*prefix, Piece(next(seeds), prompt))
-            answer = Piece(next(seeds), output)
-            first = UserTurn(adds, answer, next(think) if closed else 0.0, next(limits), next(patience))
-            if count == 1:
-                yield (first,)
-                continue
-            said = [first]
-            for _ in range(count - 1):
+            said: list[UserTurn] = []
+            for turn in range(count):
                 prompt, output = next(lengths)
-                adds = (Piece(next(seeds), prompt if added is None else next(added)),)
-                answer = Piece(next(seeds), output)
-                said.append(UserTurn(adds, answer, next(think), next(limits), next(patience)))
+                new = Piece(next(seeds), next(added) if turn and added is not None else prompt)
+                answer, pause = Piece(next(seeds), output), next(think) if turn or closed else 0.0
+                said.append(UserTurn((new,) if turn else (*prefix, new), answer, pause, next(limits), next(patience)))
             yield tuple(said)
-
-    def of_user(self, user: int, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
-        """Yield the conversations of a user, without end and the same whatever other users do."""
-        return self.conversations(settings, draws.of(user))
 
     def _lengths(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[int, int]]:
         if self._pairs is None:
@@ -213,7 +205,9 @@ class RecordedRequests(Contents):
         """How many there are."""
         return len(self.times)
 
-    def conversations(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+    def conversations(
+        self, settings: WorkloadSettings, draws: Draws, user: int | None = None
+    ) -> Iterator[tuple[UserTurn, ...]]:
         """Yield conversations of one turn."""
         limits, patience = _limits(settings, draws), _patience(settings, draws)
         own = draws.seeds("texts")
@@ -231,19 +225,12 @@ class RecordedRequests(Contents):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedTurn:
-    """What was added to a conversation, and what was answered."""
-
-    adds: tuple[Piece, ...]
-    answer: Piece
-
-
-@dataclass(frozen=True, slots=True)
 class TextContents(Contents):
     """Recorded conversations with texts and without times."""
 
     notes: tuple[str, ...]
-    told: Sequence[tuple[RecordedTurn, ...]]
+    told: Sequence[tuple[UserTurn, ...]]
+    """Texts alone: pauses, limits and patience are drawn."""
     repeat: int = 1
     times: None = None
 
@@ -252,15 +239,13 @@ class TextContents(Contents):
         """How many requests all conversations have together."""
         return self.repeat * sum(map(len, self.told))
 
-    def conversations(self, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
-        """Yield conversations in the order of the file."""
-        return self._turns(range(self.repeat * len(self.told)), settings, draws)
-
-    def of_user(self, user: int, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
-        """Yield every so many-th conversation."""
-        return self._turns(range(user, self.repeat * len(self.told), settings.users), settings, draws.of(user))
-
-    def _turns(self, which: range, settings: WorkloadSettings, draws: Draws) -> Iterator[tuple[UserTurn, ...]]:
+    def conversations(
+        self, settings: WorkloadSettings, draws: Draws, user: int | None = None
+    ) -> Iterator[tuple[UserTurn, ...]]:
+        """Yield conversations in the order of the file; one in `settings.users` for a user."""
+        which = range(self.repeat * len(self.told))
+        if user is not None:
+            which, draws = which[user :: settings.users], draws.of(user)
         think, closed = draws.seconds("think", settings.think), settings.arrivals == "closed"
         limits, patience = _limits(settings, draws), _patience(settings, draws)
         for number in which:

@@ -26,17 +26,13 @@ def opened(path: Path, most: int | None = None) -> BinaryIO:
     try:
         if not path.is_file():
             what = f"{path} is no file that can be read again" if path.exists() else f"there is no file {path}"
-            raise ConfigError(what, field="file", hint="name a file that exists")
+            raise wrong_file(what, "name a file that exists")
         size, limit = path.stat().st_size, MAX_FILE_BYTES if most is None else most
         if size > limit:
-            raise ConfigError(
-                f"{path} has {format_size(size)}; {format_size(limit)} can be read",
-                field="file",
-                hint="cut it into parts",
-            )
+            raise wrong_file(f"{path} has {format_size(size)}; {format_size(limit)} can be read", "cut it into parts")
         return path.open("rb")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}", field="file") from error
+        raise wrong_file(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -52,14 +48,17 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
                 raw = raw.removeprefix(BOM_UTF8)
             if raw.strip():
                 yield number, raw
-    raise ConfigError(
-        f"{path} has more than {MAX_LINES:,} lines", field="file", hint="cut it into parts, or limit it by requests=N"
-    )
+    raise wrong_file(f"{path} has more than {MAX_LINES:,} lines", "cut it into parts, or limit it by requests=N")
+
+
+def wrong_file(what: str, hint: str | None = None) -> ConfigError:
+    """Return the error of a file that cannot be used."""
+    return ConfigError(what, field="file", hint=hint)
 
 
 def wrong_line(path: Path, number: int, phrase: str) -> ConfigError:
     """Return the error that says what is wrong with a line."""
-    return ConfigError(f"{path}, line {number:,}: {phrase}", field="file")
+    return wrong_file(f"{path}, line {number:,}: {phrase}")
 
 
 def number_rows(path: Path, columns: int, most: float) -> npt.NDArray[np.float64]:
@@ -81,7 +80,7 @@ def number_rows(path: Path, columns: int, most: float) -> npt.NDArray[np.float64
             raise wrong_line(path, number, f"is one too many: {_MAX_ROWS:,} lines with numbers can be")
         rows.append(row)
     if not rows:
-        raise ConfigError(f"{path} holds no number", field="file", hint="write one number in each line")
+        raise wrong_file(f"{path} holds no number", "write one number in each line")
     return np.array(rows)
 
 

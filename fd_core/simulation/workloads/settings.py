@@ -120,7 +120,8 @@ def distribution(text: str, folder: Path, most: float) -> Distribution:
     if not rest:
         name, rest = "fixed", text
     if name == "file":
-        return _from_file(text, folder / rest, most)
+        values = number_rows(folder / rest, 1, most)[:, 0]
+        return _table(text, values, np.ones(len(values)))
     if name not in _FORMS:
         raise ValueError(f"{text!r} is none of {', '.join(f'`{form}`' for form in DISTRIBUTION_FORMS)}")
     wanted, build = _FORMS[name]
@@ -173,11 +174,6 @@ def _zipf(text: str, exponent: float, low: float, high: float) -> Distribution:
     return _table(text, values, np.asarray(np.arange(1.0, len(values) + 1) ** -exponent, np.float64))
 
 
-def _from_file(text: str, path: Path, most: float) -> Distribution:
-    values = number_rows(path, 1, most)[:, 0]
-    return _table(text, values, np.ones(len(values)))
-
-
 def _table(text: str, values: Floats, weights: Floats) -> Distribution:
     cumulative = chances(weights)
     mean = float((values * weights).sum() / weights.sum())
@@ -210,7 +206,6 @@ MAX_REQUESTS: Final = 100_000_000
 MAX_TOKENS: Final = 1 << 24
 MAX_SECONDS: Final = 1e7
 """Of one time: health checks go on through an idle year, and whoever asked would wait for them."""
-_MAX_TURNS: Final = 10_000
 _MAX_NAMED: Final = 10_000
 
 Parser = Callable[[str, Path], Any]
@@ -365,7 +360,7 @@ KEYS: Final[dict[str, WorkloadKey]] = {
     "output": WorkloadKey("LENGTHS", "tokens of an answer, if nothing cuts it", _TOKENS, "128"),
     "lengths": WorkloadKey("PATH", "prompt and output drawn together: a file with two numbers in each line", _path),
     "longest": WorkloadKey("TOKENS", "longer lengths become this", _whole(1, MAX_TOKENS), "131072"),
-    "turns": WorkloadKey("LENGTHS", "requests of a conversation", _distribution(_MAX_TURNS), "1"),
+    "turns": WorkloadKey("LENGTHS", "requests of a conversation", _distribution(10_000), "1"),
     "adds": WorkloadKey("LENGTHS", "tokens that each later turn adds; as `prompt` if not given", _TOKENS),
     "think": WorkloadKey("TIMES", "seconds between an answer and the next request", _SECONDS, "0"),
     "prefixes": WorkloadKey("COUNTxTOKENS", "system prompts, of which each conversation begins with one", _prefixes),
@@ -437,9 +432,16 @@ def workload_table() -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], tupl
 
 def parse_settings(kind: str, given: Mapping[str, str], folder: Path) -> WorkloadSettings:
     """Return the values of all keys, given or default. Raises `ConfigError` that names the key."""
+    known = KINDS[kind].keys
     for name in given:
-        if name not in KINDS[kind].keys:
-            raise _unknown(kind, name)
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            others = [other for other, about in KINDS.items() if name in about.keys]
+            raise ConfigError(
+                f"{kind} has no key {name!r}" + (f"; {', '.join(others)} has it" if others else ""),
+                field=name,
+                hint=f"did you mean {close[0]}?" if close else f"its keys: {', '.join(known)}",
+            )
     values: dict[str, Any] = {}
     for name, key in KEYS.items():
         text = given.get(name, key.default)
@@ -458,27 +460,14 @@ def parse_key(name: str, text: str, folder: Path) -> Any:
         raise ConfigError(f"{name}: {error}", field=name) from error
 
 
-def _unknown(kind: str, key: str) -> ConfigError:
-    known = KINDS[kind].keys
-    close = difflib.get_close_matches(key, known, n=1)
-    others = [name for name, other in KINDS.items() if key in other.keys]
-    phrase = f"{kind} has no key {key!r}" + (f"; {', '.join(others)} has it" if others else "")
-    return ConfigError(
-        phrase, field=key, hint=f"did you mean {close[0]}?" if close else f"its keys: {', '.join(known)}"
-    )
-
-
 def _require_sense(kind: str, given: Mapping[str, str], values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for keys that contradict each other."""
     arrivals = values["arrivals"]
     if "arrivals" in KINDS[kind].keys:
         for key in given:
             if key not in _OF_ARRIVALS[arrivals] and any(key in keys for keys in _OF_ARRIVALS.values()):
-                raise ConfigError(
-                    f"{key}: means nothing to arrivals={arrivals}, whose keys are {', '.join(_OF_ARRIVALS[arrivals])}",
-                    field=key,
-                    hint="leave it out",
-                )
+                what = f"means nothing to arrivals={arrivals}, whose keys are {', '.join(_OF_ARRIVALS[arrivals])}"
+                raise ConfigError(f"{key}: {what}", field=key, hint="leave it out")
     if arrivals == "closed" and "duration" in given:
         raise ConfigError("duration: users of a closed loop all begin at once", field="duration", hint="give requests")
     for key, needed in (("patience", "leave"), ("popularity", "prefixes")):

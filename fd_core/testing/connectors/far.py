@@ -18,15 +18,7 @@ from typing import IO, Any, Final, NamedTuple
 
 import msgspec
 
-from fd_core.disagg.connectors.contract import (
-    Bytes,
-    Connector,
-    ConnectorError,
-    ConnectorSettings,
-    KVInbox,
-    KVOutbox,
-    PutResult,
-)
+from fd_core.disagg.connectors import contract
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.location import parse_location
 
@@ -41,14 +33,14 @@ class Recipe(NamedTuple):
     kv_store: str | None
     timeout: float
 
-    def settings(self) -> ConnectorSettings:
+    def settings(self) -> contract.ConnectorSettings:
         """Return the settings that an engine would make the connector from."""
-        return ConnectorSettings(partial(_make_store, self.kv_store) if self.kv_store else None, self.timeout)
+        return contract.ConnectorSettings(partial(_make_store, self.kv_store) if self.kv_store else None, self.timeout)
 
-    def make(self) -> Connector:
+    def make(self) -> contract.Connector:
         """Import the class of the connector and make one."""
         module, _, name = self.cls.partition(":")
-        made: Connector = getattr(importlib.import_module(module), name)(self.settings())
+        made: contract.Connector = getattr(importlib.import_module(module), name)(self.settings())
         return made
 
 
@@ -121,13 +113,62 @@ def read(stream: IO[bytes]) -> bytes | None:
     return encoded if len(encoded) == length else None
 
 
+class _Far:
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+
+    def answer(self, call: Call) -> Answer:
+        try:
+            return Answer(self._do(call.method, self._made.get(call.target), call.target, *call.arguments))
+        except contract.ConnectorError as error:
+            return Answer(refused=str(error))
+        except Exception as error:  # noqa: BLE001 -- told to the test, which fails
+            return Answer(broken=f"{type(error).__name__}: {error}")
+
+    def _do(self, method: str, target: Any, number: int, *arguments: Any) -> Any:
+        match method, *arguments:
+            case "make", *parts:
+                return self._keep(Recipe(*parts).make())
+            case "open_inbox", lease, first, stop, window, value_bytes:
+                inbox = target.open_inbox(lease, pieces=range(first, stop), window=window, value_bytes=value_bytes)
+                return self._keep(inbox), inbox.address
+            case "open_outbox", lease, address, window, value_bytes:
+                return self._keep(target.open_outbox(lease, address, window=window, value_bytes=value_bytes))
+            case "put", index, parts:
+                put = target.put(index, tuple(parts))
+                return put.reference, [bytes(frame) for frame in put.frames]
+            case "take", index, reference, frames:
+                return bytes(target.take(index, reference, tuple(frames)))
+            case "forget", *_:
+                del self._made[number]
+            case "census", *_:
+                return census()
+            case _:
+                getattr(target, method)(*arguments)
+        return None
+
+    def _keep(self, made: Any) -> int:
+        number = max(self._made, default=0) + 1
+        self._made[number] = made
+        return number
+
+
+def serve() -> None:
+    """Make calls of connectors in this process, which is the other one of the kit, until its input ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the connector prints must not mix with the answers
+    far = _Far()
+    while (encoded := read(sys.stdin.buffer)) is not None:
+        write(answers, far.answer(msgspec.msgpack.decode(encoded, type=Call)))
+
+
 class FarSide:
     """Another process with connectors."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fd_core.testing.connectors.far_process"],
+            [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -142,11 +183,11 @@ class FarSide:
         assert encoded is not None, "the other process of the kit ended"
         answer = msgspec.msgpack.decode(encoded, type=Answer)
         if answer.refused is not None:
-            raise ConnectorError(answer.refused)
+            raise contract.ConnectorError(answer.refused)
         assert answer.broken is None, f"the connector raised something else than ConnectorError: {answer.broken}"
         return answer.value
 
-    def make(self, recipe: Recipe) -> Connector:
+    def make(self, recipe: Recipe) -> contract.Connector:
         return _FarConnector(self, self.ask("make", 0, *recipe), recipe)
 
     def census(self) -> Census:
@@ -170,16 +211,16 @@ class FarSide:
             self._process.kill()
 
 
-class _FarConnector(Connector):
+class _FarConnector(contract.Connector):
     def __init__(self, side: FarSide, number: int, recipe: Recipe) -> None:
         super().__init__(recipe.settings())
         self._side, self._number = side, number
 
-    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> contract.KVInbox:
         limits = pieces.start, pieces.stop, window, value_bytes
         return _FarInbox(self._side, *self._side.ask("open_inbox", self._number, lease, *limits))
 
-    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> contract.KVOutbox:
         return _FarOutbox(self._side, self._side.ask("open_outbox", self._number, lease, address, window, value_bytes))
 
     def close(self) -> None:
@@ -187,11 +228,11 @@ class _FarConnector(Connector):
         self._side.ask("forget", self._number)
 
 
-class _FarInbox(KVInbox):
+class _FarInbox(contract.KVInbox):
     def __init__(self, side: FarSide, number: int, address: bytes) -> None:
         self._side, self._number, self.address = side, number, address
 
-    def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
+    def take(self, index: int, reference: bytes, frames: Sequence[contract.Bytes]) -> contract.Bytes:
         value: bytes = self._side.ask("take", self._number, index, reference, [bytes(frame) for frame in frames])
         return value
 
@@ -202,13 +243,13 @@ class _FarInbox(KVInbox):
         self._side.ask("close", self._number)
 
 
-class _FarOutbox(KVOutbox):
+class _FarOutbox(contract.KVOutbox):
     def __init__(self, side: FarSide, number: int) -> None:
         self._side, self._number = side, number
 
-    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
+    def put(self, index: int, parts: Sequence[contract.Bytes]) -> contract.PutResult:
         reference, frames = self._side.ask("put", self._number, index, [bytes(part) for part in parts])
-        return PutResult(reference, tuple(frames))
+        return contract.PutResult(reference, tuple(frames))
 
     def close(self) -> None:
         self._side.ask("close", self._number)

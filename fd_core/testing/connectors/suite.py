@@ -197,8 +197,6 @@ class ConnectorSuite:
             assert _more(there.threads, then.threads) == [], "threads are left running"
         assert self.left_behind(kv_store) - before_outside == set()
 
-    # Values
-
     @pytest.mark.law("6.2")
     def test_values_arrive_as_they_were_sent_in_any_order(self, open_both: OpenBoth) -> None:
         @settings(max_examples=self.examples, **_DRAWS)
@@ -295,8 +293,6 @@ class ConnectorSuite:
         for each in done:
             each.result()
 
-    # What others send
-
     @pytest.mark.law("6")
     def test_garbage_for_a_piece_is_refused_and_harms_no_other(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both(value_bytes=1000)
@@ -360,8 +356,6 @@ class ConnectorSuite:
             stranger.close()
         for index, each in zip((3, 4), there, strict=True):
             assert bytes(inbox.take(index, *each)) == value_of(index, 1000)
-
-    # The end
 
     @pytest.mark.law("6.1")
     def test_a_closed_inbox_gives_nothing(self, open_both: OpenBoth) -> None:

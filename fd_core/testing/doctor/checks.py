@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,7 @@ from fd_core.testing.models.arrays import (
 from fd_core.testing.models.layers import Geometry, LayerOn
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """How much one check computes."""
 
     name: str
@@ -57,8 +56,7 @@ SIZES: Final = (
 """The last one is timed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """One check on one pack, its inputs on the device."""
 
     call: Callable[[], Any]
@@ -69,8 +67,7 @@ class Prepared:
     """Arrays to compare, of what the first call returned."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpCheck:
+class OpCheck(NamedTuple):
     """An operation, or a part of it."""
 
     primitive: str
@@ -91,9 +88,6 @@ def _width(ops: Ops) -> int:
 
 def _bytes(*arrays: npt.NDArray[Any]) -> int:
     return sum(array.nbytes for array in arrays)
-
-
-# Arrays and weights -------------------------------------------------------------------------------------------
 
 
 def _round_trip(ops: Ops, size: Size) -> Prepared:
@@ -172,9 +166,6 @@ def _gather_rows(ops: Ops, size: Size) -> Prepared:
     x = ops.from_host(values)
     rows = ops.from_host(np.arange(size.tokens, dtype=np.int32)[::-1].copy())
     return Prepared(lambda: ops.gather_rows(x, rows), 2 * values.nbytes)
-
-
-# Attention ----------------------------------------------------------------------------------------------------
 
 
 def _layer(ops: Ops, size: Size, experts: int = 0, kv_dtype: str = "auto") -> LayerOn:
@@ -256,9 +247,6 @@ def _attention(ops: Ops, size: Size, method: str = "paged_attention", kv_dtype: 
     return Prepared(lambda: ops.paged_attention(q, layer.kv, layer.heads, layer.step), moved)
 
 
-# Fusions ------------------------------------------------------------------------------------------------------
-
-
 def _moe(ops: Ops, size: Size, method: str = "moe") -> Prepared:
     layer = _layer(ops, size, size.geometry.experts)
     g, experts = layer.g, layer.experts
@@ -307,9 +295,6 @@ def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
     rows = ops.from_host(np.arange(tokens, dtype=np.int32)[::-1].copy())
     head = ops.prepare_linear([raw(Values(3)(g.inner, g.hidden, scale=g.hidden**-0.5))])
     return prepared(lambda: ops.logits(x, layer.norm, head, rows), g.hidden * g.inner, g.hidden + g.inner)
-
-
-# Logits -------------------------------------------------------------------------------------------------------
 
 
 def _logits(size: Size) -> npt.NDArray[np.float32]:

@@ -28,8 +28,6 @@ from fd_core.testing.models.arrays import assert_near
 
 _ORACLE: Final = NumpyOps()
 _FALL_BACK: Final = re.compile(r"fall(?:s|ing|en)?[ _-]?back", re.IGNORECASE)
-_TIMED_CALLS: Final = 5
-_TIMED_SECONDS: Final = 0.5
 _COPIED: Final = (4096, 2048)
 
 HostCalls = Callable[[], str]
@@ -96,13 +94,13 @@ def copy_bandwidth(ops: Ops) -> float | None:
 def _shortest(ops: Ops, call: Callable[[], Any]) -> float:
     """Return the seconds of the shortest of a few calls, each with the wait for the device."""
     best, begun = float("inf"), time.perf_counter()
-    for _ in range(_TIMED_CALLS):
+    for _ in range(5):
         started = time.perf_counter()
         call()
         # Work is done in the order given, so a copy of four bytes is back when all before it is done.
         ops.to_host(ops.from_host(np.zeros(1, np.int32)))
         best = min(best, time.perf_counter() - started)
-        if time.perf_counter() - begun > _TIMED_SECONDS:
+        if time.perf_counter() - begun > 0.5:
             break
     return best
 
@@ -130,7 +128,6 @@ def _line(text: str) -> str:
 
 
 def _new_words(path: Path) -> HostCalls:
-    """Follow the error output, which is a file."""
     read = 0
 
     def words() -> str:
@@ -146,7 +143,6 @@ def _new_words(path: Path) -> HostCalls:
 
 
 def _events(text: str, begin: int, said: HostCalls, only: frozenset[str]) -> Iterator[msgspec.Struct]:
-    """Make the pack and examine it from a check on."""
     with tempfile.TemporaryDirectory(prefix="fdcore-doctor-") as folder:
         target = parse_target(text, Path(folder))
         try:

@@ -29,10 +29,6 @@ Outcome = Literal["ok", "missing", "wrong", "crash", "hang", "limit"]
 """`missing` raised, `wrong` differs from the oracle, `crash` ended the process, `hang` did not end; `limit` is a limit
 that the backend states, or a dtype that it does not offer."""
 
-_SLOW_RATIO: Final = 10.0
-_SLOW_SECONDS: Final = 1e-3
-"""Below this it is the call that takes the time, not the bytes."""
-
 
 class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
     """One operation in one dtype and one size."""
@@ -57,7 +53,8 @@ class OpFinding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
 
     @property
     def slow(self) -> bool:
-        return (self.ratio or 0.0) >= _SLOW_RATIO and (self.seconds or 0.0) >= _SLOW_SECONDS
+        # Below a millisecond it is the call that takes the time, not the bytes.
+        return (self.ratio or 0.0) >= 10.0 and (self.seconds or 0.0) >= 1e-3
 
     @property
     def bad(self) -> bool:

@@ -8,11 +8,9 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-
-_POLL_SECONDS: Final = 0.05
 
 
 class RunEnd(NamedTuple):
@@ -61,7 +59,7 @@ def follow(
                 elif time.monotonic() - changed > most_quiet_seconds:
                     silent = True
                 else:
-                    time.sleep(_POLL_SECONDS)
+                    time.sleep(0.05)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 EXTRA: Final = "fd-core[conformance]"
-"""What to install for the kit."""
 PACKAGES: Final = ("pytest", "hypothesis")
 """What the kit imports beyond the core's own dependencies."""
 

@@ -37,8 +37,16 @@ def parse_target(text: str, folder: Path) -> Target:
     instruction set that cannot be used here.
     """
     target = _configured(text, folder)
-    if (isa := environment_of(text).get(_ISA)) is not None:
-        _require_instructions(isa)
+    isa = environment_of(text).get(_ISA)
+    if isa is not None and os.environ.get(_ISA) != isa:
+        raise ConfigError(f"{_ISA} is not {isa!r} in the environment", field="BACKEND", hint=f"set {_ISA}={isa}")
+    if isa is not None:
+        from fd_core.ops.native.build import BuildError, load
+
+        try:
+            load()  # a backend would do without kernels that it cannot have
+        except BuildError as error:
+            raise ConfigError(str(error), field="BACKEND") from error
     return target
 
 
@@ -58,9 +66,7 @@ def _configured(text: str, folder: Path) -> Target:
                 field="BACKEND",
                 hint="such as cpu:dtype=bfloat16,native_kernels=false",
             )
-    target = Target(text, text.partition(":")[0], settings, folder)
-    target.config()
-    return target
+    return Target(text, text.partition(":")[0], settings, folder)
 
 
 def environment_of(text: str) -> dict[str, str]:
@@ -73,18 +79,6 @@ def _settings_of(text: str) -> dict[str, str]:
     return {field: value for field, _, value in (part.partition("=") for part in parts)}
 
 
-def _require_instructions(isa: str) -> None:
-    """Build the native kernels for an instruction set, since a backend would do without those that it cannot have."""
-    from fd_core.ops.native.build import BuildError, load
-
-    if os.environ.get(_ISA) != isa:
-        raise ConfigError(f"{_ISA} is not {isa!r} in the environment", field="BACKEND", hint=f"set {_ISA}={isa}")
-    try:
-        load()
-    except BuildError as error:
-        raise ConfigError(str(error), field="BACKEND") from error
-
-
 class Target:
     """One backend with settings; makes packs and engines."""
 
@@ -94,6 +88,10 @@ class Target:
         self.name = name
         self._settings = settings
         self._folder = folder
+        config = self.config()
+        self.kv_dtype = config.kv_cache_dtype
+        self.quantization = config.quantization
+        """What becomes of weights when a model is loaded."""
 
     def __repr__(self) -> str:
         return self.text
@@ -158,15 +156,6 @@ class Target:
         """The oracle as a target of its own, which keeps weights and KV in as many bits."""
         kept = {name: value for name, value in self._settings.items() if name in _OF_THE_ORACLE}
         return Target(self.oracle_name, self.oracle_name, kept, self._folder)
-
-    @property
-    def kv_dtype(self) -> str:
-        return self.config().kv_cache_dtype
-
-    @property
-    def quantization(self) -> str:
-        """What becomes of weights when a model is loaded."""
-        return self.config().quantization
 
     @property
     def right(self) -> tuple[str, ...]:

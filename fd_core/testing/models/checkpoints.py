@@ -51,12 +51,7 @@ LLAMA3_ROPE: Final = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN_ROPE: Final = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+YARN_ROPE: Final = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 MIXED_LAYERS: Final = ["sliding_attention", "full_attention", "sliding_attention"]
 
 CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {

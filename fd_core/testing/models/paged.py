@@ -38,7 +38,6 @@ class PagedDriver:
         ops: Ops,
         prompts: list[list[int]],
         longest: int,
-        seed: int = 0,
         kv_dtype: str = "auto",
         places: list[int] | None = None,
         last_only: bool = False,
@@ -54,7 +53,7 @@ class PagedDriver:
         self.rows = [Row(list(prompt), len(prompt)) for prompt in prompts]
         width = -(-longest // BLOCK_SIZE)
         num_blocks = width * len(prompts) + 3
-        shuffled = np.random.default_rng(seed).permutation(num_blocks)[: width * len(prompts)]
+        shuffled = np.random.default_rng(0).permutation(num_blocks)[: width * len(prompts)]
         self.tables = shuffled.reshape(len(prompts), width).astype(np.int32)
         self.cache = ops.allocate_kv(cache_shape(model, BLOCK_SIZE, kv_dtype), num_blocks)
 

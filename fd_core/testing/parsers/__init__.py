@@ -1,12 +1,4 @@
-"""The parser kit: feeds answers in pieces to any parser of tool calls or reasoning, and compares with the law.
-
-    @pytest.mark.parametrize("case", kit_cases(TOOL_PARSER), ids=str)
-    def test_it_keeps_the_law(case):
-        case.run(target=find_parser("mine", TOOL_PARSER))
-
-`fdcore conformance --tool-parser NAME` and `--reasoning-parser NAME` run the same cases;
-`docs/extend/write-a-parser.md` shows a whole plugin.
-"""
+"""The parser kit: answers in pieces for any parser, compared with the law, see docs/extend/write-a-parser.md."""
 
 from __future__ import annotations
 

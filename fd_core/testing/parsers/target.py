@@ -149,14 +149,29 @@ class ParserTarget:
         return joined(event for events in self.listen(*pieces, tools=tools) for event in events)
 
     def listen(self, *pieces: str, tools: tuple[str, ...] = ()) -> Iterator[list[Event]]:
-        """Yield what each piece adds, then what the end adds. Breaks rule 8.4 or 8.3 for what nobody may say."""
-        parser, order = self.new(tools), _Order()
+        """Yield what each piece adds, then what the end adds. Breaks rule 8.4 or 8.3 for what no parser may send.
+
+        Calls count from 0; each begins once, and arguments and ends belong to the one that is open.
+        """
+        parser, begun, is_open = self.new(tools), 0, False
         for piece in (*pieces, None):
             try:
                 events = list(parser.flush() if piece is None else parser.push(piece))
             except Exception as error:  # noqa: BLE001 -- whatever it is breaks the rule
                 broken("8.4", f"{type(error).__name__} ({error}) for {''.join(pieces)!r}")
-            order.check(events)
+            for event in events:
+                match event:
+                    case CallBegun(index, name):
+                        require(index == begun, "8.3", f"the call {name} has the number {index}, not {begun}")
+                        begun, is_open = index + 1, True
+                    case ArgumentsDelta(index) | CallEnded(index):
+                        require(is_open and index == begun - 1, "8.3", f"{event} belongs to no open call")
+                        is_open = isinstance(event, ArgumentsDelta)
+                    case Content() | Thought():
+                        pass
+                    case _:
+                        broken("8", f"{event!r} is no event")
+                require(getattr(event, "text", "some"), "8.3", f"{event} says nothing")
             yield events
 
 
@@ -170,28 +185,6 @@ def _arguments(form: TaggedArguments | str, arguments: dict[str, Any], *, ascii_
     if form == "python":
         return ", ".join(f"{key}={ascii(value) if ascii_only else repr(value)}" for key, value in arguments.items())
     return json.dumps(arguments, ensure_ascii=ascii_only)
-
-
-class _Order:
-    """Calls count from 0; each begins once, and arguments and ends belong to the one that is open."""
-
-    def __init__(self) -> None:
-        self._next, self._open = 0, False
-
-    def check(self, events: list[Event]) -> None:
-        for event in events:
-            match event:
-                case CallBegun(index, name):
-                    require(index == self._next, "8.3", f"the call {name} has the number {index}, not {self._next}")
-                    self._next, self._open = index + 1, True
-                case ArgumentsDelta(index) | CallEnded(index):
-                    require(self._open and index == self._next - 1, "8.3", f"{event} belongs to no open call")
-                    self._open = isinstance(event, ArgumentsDelta)
-                case Content() | Thought():
-                    pass
-                case _:
-                    broken("8", f"{event!r} is no event")
-            require(getattr(event, "text", "some"), "8.3", f"{event} says nothing")
 
 
 def text_of(events: Iterable[Event], *kinds: type[Event]) -> str:

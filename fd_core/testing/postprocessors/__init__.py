@@ -1,12 +1,4 @@
-"""The postprocessor kit: computes token matrices with any postprocessor and compares them with the law.
-
-    @pytest.mark.parametrize("case", kit_cases(), ids=str)
-    def test_it_keeps_the_law(case):
-        case.run(target=find_postprocessor("mine"))
-
-`fdcore conformance --postprocess NAME` runs the same cases; `docs/extend/write-a-postprocessor.md` shows a whole
-plugin.
-"""
+"""The postprocessor kit: matrices of steps against the law, see docs/extend/write-a-postprocessor.md."""
 
 from fd_core.testing.models.cases import KitCase, cases_of
 from fd_core.testing.postprocessors.matrices import PostprocessTarget, find_postprocessor

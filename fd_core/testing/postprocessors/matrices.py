@@ -1,7 +1,4 @@
-"""The postprocessor under test, found as a user would find it, and the steps that it gets.
-
-Says what their matrices have to be, and which rule a wrong one breaks.
-"""
+"""The postprocessor under test, found as a user would find it, and the steps that it gets, with right matrices."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ _BACKENDS: Final[Mapping[str, str]] = {
     "torch": "cpu:native_kernels=false",
     "paddle": "cpu+paddle",
 }
-"""A backend on the processor for each framework."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,14 @@ class Matrices:
         require(found.shape == right.shape, "1", f"the matrix is {list(found.shape)}, not {list(right.shape)}")
         require(found.dtype == np.int32, "1", f"the matrix holds {found.dtype}, not int32")
         for slot in np.flatnonzero((found != right).any(axis=1)).tolist():
-            _blame(slot, found[slot].tolist(), right[slot].tolist(), slot in rows.slots, slot in rows.revoked)
+            ours, theirs = found[slot].tolist(), right[slot].tolist()
+            about = f"slot {slot} carries {_shown(ours)}"
+            if slot in rows.revoked:
+                require(ours[0] == theirs[0], "1.2", f"{about}, though it was revoked: its row begins with -9")
+                broken("1.3", f"{about} beside the -9 that answers its revocation")
+            require(PREEMPTED_TOKEN_ID not in ours, "1.2", f"{about}, though nobody revoked it")
+            require(slot in rows.slots, "1.1", f"{about}, though it has no row in this step")
+            broken("1.1", f"{about}, not {_shown(theirs)}")
 
     def compare_later(self, matrix: Array, rows: SampledRows) -> None:
         """Compare a matrix after other steps were computed: a fault of its own is told from what those did to it."""
@@ -138,17 +141,6 @@ class Matrices:
             matrix[slot, : 1 + accepted] = tokens[: 1 + accepted]
         matrix[rows.revoked, 0] = PREEMPTED_TOKEN_ID
         return matrix
-
-
-def _blame(slot: int, found: list[int], right: list[int], has_row: bool, revoked: bool) -> None:
-    """Fail the running test for a row of a matrix that is not right."""
-    about = f"slot {slot} carries {_shown(found)}"
-    if revoked:
-        require(found[0] == right[0], "1.2", f"{about}, though it was revoked: its row begins with -9")
-        require(False, "1.3", f"{about} beside the -9 that answers its revocation")
-    require(PREEMPTED_TOKEN_ID not in found, "1.2", f"{about}, though nobody revoked it")
-    require(has_row, "1.1", f"{about}, though it has no row in this step")
-    require(False, "1.1", f"{about}, not {_shown(right)}")
 
 
 def _shown(row: list[int]) -> str:

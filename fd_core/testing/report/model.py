@@ -51,7 +51,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Why it failed, or which limit keeps it from being run; one line."""
     seconds: float = 0.0
     rules: tuple[str, ...] = ()
-    """Rules of the law that the test holds."""
 
     @property
     def blamed(self) -> tuple[str, ...]:
@@ -80,7 +79,6 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     results: list[Result] = []
     sections: tuple[str, ...] = SECTIONS
-    """Sections of the kit that was run."""
     deselected: dict[str, int] = {}
     """Tests of each section that the user left out."""
     others: dict[str, str] = {}

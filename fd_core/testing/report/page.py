@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import resources
+from typing import NamedTuple
 
 import jinja2
 
 from fd_core.testing.report.model import Card, ConformanceReport
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """The outcome of one backend in one row of the table."""
 
     kind: str
@@ -21,8 +20,7 @@ class Cell:
     details: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A row of the table: a section, or a test of the section with all its parameters."""
 
     name: str
@@ -72,7 +70,6 @@ def _one_line(text: str) -> str:
 
 
 def _verdict(card: Card) -> str:
-    """Return the heading of a backend's column."""
     words = "passes" if card.passed else "does not pass"
     return f"{words}, EMULATED, not run on hardware" if card.emulated else words
 

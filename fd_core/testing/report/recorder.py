@@ -53,14 +53,6 @@ class CasesLeftOut(msgspec.Struct, frozen=True, tag="deselected"):
 RecordedEvent = BackendDescribed | CaseStarted | CaseEnded | CasesLeftOut
 
 
-def read_events(path: Path) -> list[RecordedEvent]:
-    """Return the events written so far; a line that was cut off is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    return [msgspec.json.decode(line, type=RecordedEvent) for line in lines[:-1]]
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--fd-results`."""
     plugin.pytest_addoption(parser)

@@ -41,11 +41,9 @@ class Kit:
     quick: tuple[str, ...]
     """Arguments that leave out what takes long."""
     sections: tuple[str, ...]
-    """Each is a file, or a folder, of the suite."""
     find: Callable[[str], object]
     """Finds what is tested, without importing it. Raises `FdError`."""
     others: Mapping[str, str] = field(default_factory=dict)
-    """Rules that nothing of this kind can break, with what keeps them."""
 
 
 def _found(kind: Kind[Any]) -> Callable[[str], object]:

@@ -24,21 +24,14 @@ def print_report(report: ConformanceReport, console: Console) -> None:
     if tested:
         table = Table("", title="Conformance", title_justify="left")
         for card in tested:
-            table.add_column(_heading(card), overflow="fold")
+            about = Text(card.target).append(f"\n{card.dtype}" if card.dtype else "", "dim")
+            about.append("\nEMULATED\nnot run on hardware" if card.emulated else "", "bold yellow")
+            table.add_column(about, overflow="fold")
         for section in report.sections():
             table.add_row(section, *(_cell(card.counts(section)) for card in tested))
         console.print(table)
     for card in report.cards:
         _print_card(card, console)
-
-
-def _heading(card: Card) -> Text:
-    about = Text(card.target)
-    if card.dtype:
-        about.append(f"\n{card.dtype}", "dim")
-    if card.emulated:
-        about.append("\nEMULATED\nnot run on hardware", "bold yellow")
-    return about
 
 
 def _cell(counts: Counter[CaseOutcome]) -> Text:

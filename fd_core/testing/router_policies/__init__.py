@@ -1,10 +1,4 @@
-"""The router policy kit: what every router policy has to keep. A plugin derives a class and names its policy.
-
-    class TestMyPolicy(RouterPolicySuite):
-        policy = "mine"
-
-`docs/extend/write-a-router-policy.md` shows a whole plugin.
-"""
+"""The router policy kit: derive a class and name the policy, see docs/extend/write-a-router-policy.md."""
 
 import pytest
 

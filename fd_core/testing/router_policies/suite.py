@@ -26,7 +26,6 @@ from fd_core.router.router import Router
 from fd_core.router.selection import IDLE, RouteRequest, Selection, WorkerLoad
 from fd_core.router.workers import ROLES, Role, RouterWorker
 
-_KV_PORT: Final = 7001
 _BLOCKS: Final = 4
 """Full blocks of each prompt that is shown."""
 _REQUESTS: Final = 400
@@ -155,7 +154,7 @@ class RouterPolicySuite:
         for at in range(3):
             for role in roles:
                 worker = router.register(f"http://{role}{at}", role, 0.0)
-                router.health(worker, True, 0.0, role=role, kv_port=_KV_PORT if role == "prefill" else None)
+                router.health(worker, True, 0.0, role=role, kv_port=7001 if role == "prefill" else None)
         running: list[Selection] = []
         for number in range(100):
             tokens = np.arange(number % 7, number % 7 + 300, dtype=np.int32)

@@ -1,11 +1,4 @@
-"""The scheduler kit: drives any scheduler through the public contract, beside an auditor that knows the law.
-
-    @pytest.mark.parametrize("case", kit_cases(), ids=str)
-    def test_it_keeps_the_law(case):
-        case.check(find_scheduler("mine"))
-
-`fdcore conformance --scheduler NAME` runs the same cases; `docs/extend/write-a-scheduler.md` shows a whole plugin.
-"""
+"""The scheduler kit: drives a scheduler beside an auditor that knows the law, see docs/extend/write-a-scheduler.md."""
 
 from typing import Final
 

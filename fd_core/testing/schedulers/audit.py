@@ -12,22 +12,7 @@ from typing import Final, NamedTuple
 
 from fd_core import signals
 from fd_core.config import Limits
-from fd_core.effects.operations import (
-    Cancel,
-    Completion,
-    Effects,
-    Fetch,
-    Fetched,
-    Found,
-    GiveUp,
-    Load,
-    Loaded,
-    Lookup,
-    Save,
-    Saved,
-    Send,
-    Sent,
-)
+from fd_core.effects import operations
 from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.signals import Outcome
 from fd_core.testing.kit.law import broken, require
@@ -91,7 +76,7 @@ class Followed:
     marks: list[int] = field(default_factory=list)
     """For each position, what its KV depends on as one number: salt and all tokens up to there."""
     stay: Stay | None = None
-    loading: Load | Fetch | None = None
+    loading: operations.Load | operations.Fetch | None = None
     abort_wanted: bool = False
     end: FinishReason | None = None
     told_first: bool = False
@@ -146,8 +131,7 @@ class Followed:
         return self.marks[position]
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """A row of a step in flight, where the runner really computed it."""
 
     stay: Stay
@@ -155,7 +139,6 @@ class _Row:
     """First position that it computed."""
     own: int
     drafts: int
-    """Drafts that were charged."""
     samples: bool
 
 
@@ -201,9 +184,6 @@ class Auditor:
         self._to_cancel: set[int] = set()
         """Fetches that nobody waits for any more and that the other worker was not told of."""
         self._named: dict[bytes, int] = {}
-        """What KV each key stands for."""
-
-    # Questions ----------------------------------------------------------------------------------------------
 
     @property
     def live(self) -> list[Stay]:
@@ -221,12 +201,12 @@ class Auditor:
         return {block for step in self._in_flight.values() for block in step.touched}
 
     def operating(self, *kinds: type) -> set[int]:
-        open_ones = [each for each in self._operations.values() if isinstance(each, kinds)]
-        return {block for each in open_ones if not isinstance(each, Lookup) for block in each.blocks.tolist()}
+        """Return the blocks that open operations hold, of some kinds or of any."""
+        open_ones = [each for each in self._operations.values() if isinstance(each, kinds or object)]
+        holders = [each for each in open_ones if not isinstance(each, operations.Lookup)]
+        return {block for each in holders for block in each.blocks.tolist()}
 
-    # Requests come and go -----------------------------------------------------------------------------------
-
-    def added(self, spec: RequestSpec, effects: Effects) -> None:
+    def added(self, spec: RequestSpec, effects: operations.Effects) -> None:
         limit = min(len(spec.prompt) + spec.params.max_tokens, self.limits.max_model_len)
         request = self.requests[spec.request_id] = Followed(spec, limit, [*spec.prompt, *spec.delivered])
         if (job := spec.prefill_job) is not None:
@@ -255,13 +235,11 @@ class Auditor:
         require(delta.request_id == name, "1.7", f"{what}, and {delta.request_id} was told something")
         require(delta.finish_reason is FinishReason.ABORT, "1.7", f"{what}, and was told {delta.finish_reason}")
         require(not delta.token_ids, "1.1", f"{what}, and was told tokens: {delta.token_ids}")
-        if isinstance(request.loading, Fetch):
+        if isinstance(request.loading, operations.Fetch):
             self._to_cancel.add(request.loading.operation)
         request.abort_wanted, request.end, request.loading = True, FinishReason.ABORT, None
 
-    # A plan -------------------------------------------------------------------------------------------------
-
-    def planned(self, plan: StepPlan | None, effects: Effects) -> None:
+    def planned(self, plan: StepPlan | None, effects: operations.Effects) -> None:
         """The scheduler decided a step, or that a step could do nothing."""
         wanted = [stay for stay in self.live if stay.request.abort_wanted]
         revoked = {(each.slot, each.gen) for each in plan.revocations} if plan is not None else set()
@@ -280,8 +258,23 @@ class Auditor:
             require(job.end is None or job.is_over, "6.1", f"{job.name} ended, and lease {lease} is not given up")
 
     def _take_in(self, plan: StepPlan) -> None:
-        self._check_shape(plan)
-        before = {stay.slot: (stay, stay.remaining, stay.num_computed) for stay in self.live if self._is_ready(stay)}
+        count = len(plan.slots)
+        require(plan.epoch == self._epoch, "1.5", f"the plan has epoch {plan.epoch}, not {self._epoch}")
+        require(plan.step == self._step, "1.5", f"the plan has step {plan.step} where {self._step} comes next")
+        self._step += 1
+        columns = (plan.slots, plan.gens, plan.starts, plan.num_tokens, plan.num_drafts, plan.samples)
+        require(all(len(column) == count for column in columns), "8", "the columns of the plan differ in length")
+        require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan can be written")
+        total, budget = int(plan.num_tokens.sum()), self.limits.max_num_batched_tokens
+        require(total <= budget, "2", f"step {plan.step} computes {total} tokens; the budget is {budget}")
+        require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows of one slot")
+        useful = count or plan.admissions or plan.revocations or plan.grants
+        require(useful, "8", f"step {plan.step} does nothing at all")
+        before = {
+            stay.slot: (stay, stay.remaining, stay.num_computed)
+            for stay in self.live
+            if not stay.in_flight and stay.num_planned < stay.request.limit and not stay.request.abort_wanted
+        }
         entering = {(each.slot, each.gen) for each in plan.admissions}
         leaving = {(each.slot, each.gen) for each in plan.revocations}
         # Blocks of whoever is revoked may be granted in the same plan, and who enters may have to leave at once.
@@ -301,21 +294,6 @@ class Auditor:
         for row in range(len(plan.slots)):
             self._check_row(plan, row, step)
         self._check_left_out(plan, before)
-
-    def _check_shape(self, plan: StepPlan) -> None:
-        count = len(plan.slots)
-        require(plan.epoch == self._epoch, "1.5", f"the plan has epoch {plan.epoch}, not {self._epoch}")
-        require(plan.step == self._step, "1.5", f"the plan has step {plan.step} where {self._step} comes next")
-        self._step += 1
-        columns = (plan.slots, plan.gens, plan.starts, plan.num_tokens, plan.num_drafts, plan.samples)
-        require(all(len(column) == count for column in columns), "8", "the columns of the plan differ in length")
-        require(not any(column.flags.writeable for column in columns), "8", "arrays of the plan can be written")
-        total, budget = int(plan.num_tokens.sum()), self.limits.max_num_batched_tokens
-        require(total <= budget, "2", f"step {plan.step} computes {total} tokens; the budget is {budget}")
-        require(len(set(plan.slots.tolist())) == count, "8", f"step {plan.step} has two rows of one slot")
-        require(
-            count or plan.admissions or plan.revocations or plan.grants, "8", f"step {plan.step} does nothing at all"
-        )
 
     def _admit(self, admission: Admission, plan: StepPlan, touched: set[int], *, stays: bool) -> None:
         name, slot = admission.request_id, admission.slot
@@ -351,8 +329,18 @@ class Auditor:
         for grant in first:
             self._grant(grant, touched, stay, [] if loaded is None else loaded.blocks.tolist())
         self.stays[slot], request.stay = stay, stay
-        if stays:
-            self._check_content(stay)
+        if not stays:
+            return
+        size = self.limits.block_size
+        require(stay.num_computed <= len(stay.table) * size, "3.5", f"{stay} has no blocks for what it begins with")
+        for position in range(stay.num_computed):
+            block = stay.table[position // size]
+            if self._content[block][position % size] != request.mark(position):
+                broken(
+                    self._left_behind.get(block, "5.3" if request.spec.cache_salt else "3.5"),
+                    f"{stay} begins with position {position} of block {block}, which holds no settled KV of its text "
+                    f"under its salt",
+                )
 
     def _grant(self, grant: BlockGrant, touched: set[int], stay: Stay | None = None, own: Sequence[int] = ()) -> None:
         """Blocks join a table; those of a known prefix may have other owners, all others may not."""
@@ -368,30 +356,17 @@ class Auditor:
             require(block not in stay.table, twice, f"{stay} was granted block {block} twice")
             stay.table.append(block)
             if grant.offset == 0 and index < shared:
-                coming = self.operating(Load, Fetch) - set(own)
+                coming = self.operating(operations.Load, operations.Fetch) - set(own)
                 require(block not in coming, "3.2", f"{stay} shares block {block}, whose KV is on its way")
                 continue
             require(block not in tables, "3.1", f"{stay} was granted block {block}, which another request owns")
             if block in own:
                 continue
             require(block not in touched, "3.2", f"{stay} was granted block {block}, which a step in flight touches")
-            held = self.operating(Load, Save, Fetch, Send)
+            held = self.operating()
             require(block not in held, "3.2", f"{stay} was granted block {block}, which an operation holds")
             self._content[block] = [None] * self.limits.block_size
             self._left_behind.pop(block, None)
-
-    def _check_content(self, stay: Stay) -> None:
-        """What is said to be computed already is there."""
-        size = self.limits.block_size
-        require(stay.num_computed <= len(stay.table) * size, "3.5", f"{stay} has no blocks for what it begins with")
-        for position in range(stay.num_computed):
-            block = stay.table[position // size]
-            if self._content[block][position % size] != stay.request.mark(position):
-                broken(
-                    self._left_behind.get(block, "5.3" if stay.request.spec.cache_salt else "3.5"),
-                    f"{stay} begins with position {position} of block {block}, which holds no settled KV of its text "
-                    f"under its salt",
-                )
 
     def _revoke(self, slot: int, gen: int) -> None:
         stay = self.stays.get(slot)
@@ -424,7 +399,7 @@ class Auditor:
         written = set(blocks[real // size :])
         others = {block for other in self.live if other is not stay for block in other.table}
         require(not written & others, "3.1", f"{where} writes blocks {written & others}, which others own too")
-        held = self.operating(Load, Save, Fetch, Send)
+        held = self.operating()
         require(not written & held, "3.2", f"{where} writes blocks {written & held}, which an operation holds")
         step.touched.update(blocks)
         step.rows.append(_Row(stay, real, own, drafts, samples))
@@ -434,9 +409,6 @@ class Auditor:
         stay.num_planned += samples + drafts
         stay.in_flight += 1
         stay.drafts_ready = None
-
-    def _is_ready(self, stay: Stay) -> bool:
-        return not stay.in_flight and stay.num_planned < stay.request.limit and not stay.request.abort_wanted
 
     def _check_left_out(self, plan: StepPlan, before: dict[int, tuple[Stay, int, int]]) -> None:
         """Whoever could compute more than the plan says was left out for want of budget, and for nothing else."""
@@ -460,35 +432,30 @@ class Auditor:
             refund = "2.3" if plan.revocations else "2.1"
             require(not left, refund, f"{what}, although {left} tokens of the budget are left")
 
-    # Operations ---------------------------------------------------------------------------------------------
-
-    def _began(self, effects: Effects) -> None:
+    def _began(self, effects: operations.Effects) -> None:
         for effect in effects.operations:
             match effect:
-                case Save():
-                    self._save(effect)
-                case Load():
+                case operations.Save():
+                    for key, block in zip(effect.keys, effect.blocks.tolist(), strict=True):
+                        content, what = self._content[block][-1], f"operation {effect.operation} saves"
+                        if content is None or None in self._content[block]:
+                            broken("3.5", f"{what} block {block}, which is not settled")
+                        named = self._named.setdefault(key, content)
+                        require(named == content, "5.3", f"{what} two contents under one key")
+                case operations.Load():
                     self._await_kv(effect, "5.2", "5.4")
-                case Fetch():
+                case operations.Fetch():
                     self._fetch(effect)
-                case Send():
+                case operations.Send():
                     self._send(effect)
-                case GiveUp(lease):
+                case operations.GiveUp(lease):
                     self._job(lease, "is given up").is_over = True
-                case Cancel(operation):
+                case operations.Cancel(operation):
                     self._to_cancel.discard(operation)
             if isinstance(effect, Operation):
                 self._operations[effect.operation] = effect
 
-    def _save(self, save: Save) -> None:
-        for key, block in zip(save.keys, save.blocks.tolist(), strict=True):
-            content = self._content[block][-1]
-            if content is None or None in self._content[block]:
-                broken("3.5", f"operation {save.operation} saves block {block}, which is not settled")
-            known = self._named.setdefault(key, content)
-            require(known == content, "5.3", f"operation {save.operation} saves two contents under one key")
-
-    def _fetch(self, fetch: Fetch) -> None:
+    def _fetch(self, fetch: operations.Fetch) -> None:
         request, size, job = self._await_kv(fetch, "6.1", "6.2"), self.limits.block_size, fetch.job
         spec, what = request.spec, f"operation {fetch.operation} for {request.name}"
         require(spec.prefill_at and fetch.peer == spec.prefill_at, "6.1", f"{what} asks {fetch.peer!r} for KV")
@@ -502,7 +469,7 @@ class Auditor:
         count = -(-len(tokens) // size) - job.held_blocks
         require(count == len(fetch.blocks), "6.1", f"{what} leases {len(fetch.blocks)} blocks for the KV of {count}")
 
-    def _await_kv(self, load: Load | Fetch, early: str, rule: str) -> Followed:
+    def _await_kv(self, load: operations.Load | operations.Fetch, early: str, rule: str) -> Followed:
         """KV is on its way into the blocks of a slot; whoever uses what does not come breaks `rule`."""
         blocks = load.blocks.tolist()
         request = self.requests.get(load.request_id)
@@ -513,7 +480,7 @@ class Auditor:
         for name, taken in (
             ("that a step in flight touches", self.touched()),
             ("of running requests", self.tables),
-            ("that another operation holds", self.operating(Load, Save, Fetch, Send) | others),
+            ("that another operation holds", self.operating() | others),
         ):
             require(not taken & set(blocks), "3.2", f"operation {load.operation} writes blocks {name}")
         for block in blocks:
@@ -528,7 +495,7 @@ class Auditor:
             broken("6.1", f"lease {lease!r} {what}, but it {'is not known' if request is None else 'is over'}")
         return request
 
-    def _send(self, send: Send) -> None:
+    def _send(self, send: operations.Send) -> None:
         """Each block behind those that the other worker has is offered once, in order, and holds its part."""
         request, size = self._job(send.lease, "is sent blocks"), self.limits.block_size
         job, what = request.spec.prefill_job, f"operation {send.operation} for lease {send.lease!r}"
@@ -538,39 +505,39 @@ class Auditor:
         require(len(send.blocks) or send.tokens is not None, "6.2", f"{what} sends nothing")
         for place, block in enumerate(send.blocks.tolist(), send.first):
             right = [request.mark(position) for position in range(place * size, min((place + 1) * size, wanted))]
-            require(
-                self._content[block][: len(right)] == right, "6.2", f"{what} sends block {place} before it is settled"
-            )
+            settled = self._content[block][: len(right)] == right
+            require(settled, "6.2", f"{what} sends block {place} before it is settled")
         request.sent += len(send.blocks)
         if send.tokens is not None:
             whole = send.tokens == wanted and request.sent == -(-wanted // size)
-            require(
-                whole, "6.2", f"{what} is the last, with {request.sent} blocks and {send.tokens} of {wanted} tokens"
-            )
+            parts = f"{request.sent} blocks and {send.tokens} of {wanted} tokens"
+            require(whole, "6.2", f"{what} is the last, with {parts}")
             request.is_over = True
 
-    def completed(self, completion: Completion) -> None:
+    def completed(self, completion: operations.Completion) -> None:
         match completion:
-            case Found(operation) | Saved(operation) | Sent(operation):
+            case operations.Found(operation) | operations.Saved(operation) | operations.Sent(operation):
                 del self._operations[operation]
-            case Loaded(operation, count):
+            case operations.Loaded(operation, count):
                 load = self._operations.pop(operation)
-                assert isinstance(load, Load)
+                assert isinstance(load, operations.Load)
                 size, request = self.limits.block_size, self.requests[load.request_id]
                 first = {key: index for index, key in enumerate(load.keys)}
                 for key, block in zip(load.keys[:count], load.blocks.tolist(), strict=False):
                     self._left_behind.pop(block, None)
                     # The key stands for one KV; the positions before the last one are of the same text.
-                    at = self._position_of(request, self._named.get(key), first[key])
+                    ends = range(first[key] * size + size - 1, len(request.tokens), size)
+                    known = self._named.get(key)
+                    at = next((last - size + 1 for last in ends if request.mark(last) == known), None)
                     self._content[block] = [None] * size if at is None else [request.mark(at + i) for i in range(size)]
-            case Fetched(operation, outcome):
+            case operations.Fetched(operation, outcome):
                 self._fetched(operation, outcome)
             case _:
                 pass
 
     def _fetched(self, operation: int, outcome: PrefillOutcome) -> None:
         fetch = self._operations.pop(operation)
-        assert isinstance(fetch, Fetch)
+        assert isinstance(fetch, operations.Fetch)
         request, size = self.requests[fetch.request_id], self.limits.block_size
         request.prefill = outcome
         for place, block in enumerate(fetch.blocks.tolist(), fetch.job.held_blocks):
@@ -581,27 +548,19 @@ class Auditor:
             known = [request.mark(at) for at in range(place * size, min((place + 1) * size, fetch.job.num_tokens))]
             self._content[block] = [*known, *[None] * (size - len(known))]
 
-    def _position_of(self, request: Followed, content: int | None, index: int) -> int | None:
-        """Return where the block begins in a request's text whose last position is `content`, None if nowhere."""
-        size = self.limits.block_size
-        for last in range(index * size + size - 1, len(request.tokens), size):
-            if request.mark(last) == content:
-                return last - size + 1
-        return None
-
-    # An answer ----------------------------------------------------------------------------------------------
-
     def executed(self, plan: StepPlan, output: StepOutput) -> None:
         counts = signals.read(output.tokens).counts
         for row in self._in_flight[plan.step].rows:
             row.stay.length += int(counts[row.stay.slot]) if row.samples else 0
 
-    def dropped(self, deltas: Sequence[Delta], effects: Effects, what: str) -> None:
+    def dropped(self, deltas: Sequence[Delta], effects: operations.Effects, what: str) -> None:
         self.stale += 1
         self._began(effects)
         require(not deltas, "1.5", f"{what} was applied: {list(deltas)}")
 
-    def answered(self, plan: StepPlan, output: StepOutput, deltas: Sequence[Delta], effects: Effects) -> None:
+    def answered(
+        self, plan: StepPlan, output: StepOutput, deltas: Sequence[Delta], effects: operations.Effects
+    ) -> None:
         step = self._in_flight.pop(plan.step)
         outcomes = signals.read(output.tokens, output.errors)
         expected: dict[str, _Expected] = {}
@@ -643,7 +602,6 @@ class Auditor:
         self._began(effects)
 
     def _read(self, stay: Stay, rows: PromptLogprobRows | None) -> None:
-        """Keep what the runner said of a prompt."""
         wanted = stay.request.spec.params.prompt_logprobs
         if rows is not None:
             for index in (rows.slots == stay.slot).nonzero()[0].tolist():
@@ -672,9 +630,8 @@ class Auditor:
         for delta in deltas:
             require(delta.request_id not in told, "8", f"step {plan.step} tells {delta.request_id} two deltas")
             told[delta.request_id] = delta
-            require(
-                all(token >= 0 for token in delta.token_ids), "1.9", f"{delta.request_id} was told {delta.token_ids}"
-            )
+            tokens = delta.token_ids
+            require(all(token >= 0 for token in tokens), "1.9", f"{delta.request_id} was told {tokens}")
             if delta.request_id not in expected:
                 request = self.requests.get(delta.request_id)
                 ended = request is not None and request.end is not None
@@ -724,8 +681,6 @@ class Auditor:
         else:
             require(scores is None, "4", f"{request.name} is told of its prompt without its first token")
 
-    # What is held -------------------------------------------------------------------------------------------
-
     def held(self, held: SchedulerHoldings, names: Iterable[str]) -> None:
         """Compare what the scheduler says that it holds with what it can hold."""
         require(set(names) == self.unfinished, "1.7", f"unfinished are {self.unfinished}, it says {set(names)}")
@@ -748,7 +703,7 @@ class Auditor:
             require(held.idle, "3.6", f"at idle it holds {held}")
 
 
-def _loaded(load: Load | Fetch | None) -> list[int]:
+def _loaded(load: operations.Load | operations.Fetch | None) -> list[int]:
     return [] if load is None else load.blocks.tolist()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,15 +24,13 @@ from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.audit import Auditor, Stay
 from fd_core.testing.schedulers.scripts import make_runner, whole_text
-from fd_core.testing.schedulers.tiers import OperationEnd, ScriptedPeers
+from fd_core.testing.schedulers.tiers import Operation, OperationEnd, ScriptedPeers
 from fd_core.testing.stepping import SMALL
 from fd_core.testing.stepping.drafting import KnowingDrafter
 from fd_core.testing.stepping.texts import Texts
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
-_VOCABULARY: Final = 257
-_CHEAP_TOKENS = 1000
-_EPOCH = 3
+_Operation = TypeVar("_Operation", bound=Operation)
 
 
 class _Answer(NamedTuple):
@@ -82,7 +80,6 @@ class Driver:
         self.texts = Texts()
         self.in_flight: deque[_Answer] = deque()
         self.plans: list[StepPlan] = []
-        """Every plan so far."""
         self.first_plan: dict[str, int] = {}
         """Plans that had been made when a request was admitted for the first time."""
 
@@ -190,7 +187,9 @@ class Driver:
 
     def run(self, depth: int = 1, *, watch: Callable[[StepPlan], None] = lambda _: None) -> Texts:
         """Keep `depth` steps in flight until no request is left, in a bounded number of steps; every text is right."""
-        for _ in range(self._patience()):
+        # Steps within which everything that waits has to end: each computed alone, and four times over.
+        open_ones = [each for each in self.auditor.requests.values() if each.end is None]
+        for _ in range(200 + 4 * sum(len(each.tokens) + each.limit for each in open_ones)):
             while len(self.in_flight) < depth and (plan := self.plan()) is not None:
                 watch(plan)
             stuck = not self.in_flight
@@ -204,12 +203,18 @@ class Driver:
         require(not left, "2.2", f"nothing is in flight or all too much was planned, and {left} have not ended")
         require(not self.scheduler.has_work, "3.6", "it says that it has work, but no request is left")
         self.audit()
-        self._check_texts()
+        for name, request in self.auditor.requests.items():
+            right = whole_text(request.spec)[len(request.spec.delivered) :]
+            told, end = self.texts.tokens.get(name, []), self.texts.ends.get(name)
+            require(told == right[: len(told)], "4", f"{name} was told {told} instead of {right[: len(told)]}")
+            if end in (FinishReason.STOP, FinishReason.LENGTH):
+                require(told == right, "4", f"{name} ended after {len(told)} of {len(right)} tokens")
+            require(end is not FinishReason.ABORT or request.abort_wanted, "1.7", f"{name} was aborted by nobody")
         return self.texts
 
-    def run_until(self, condition: Callable[[], object], depth: int = 1, steps: int = 500) -> bool:
+    def run_until(self, condition: Callable[[], object], depth: int = 1) -> bool:
         """Plan, or answer where the pipeline is full, until a condition holds; return whether it came to hold."""
-        for _ in range(steps):
+        for _ in range(500):
             if condition():
                 return True
             if len(self.in_flight) >= depth or self.plan() is None:
@@ -218,26 +223,19 @@ class Driver:
                 self.answer()
         return False
 
+    def begun(self, kind: type[_Operation]) -> list[_Operation]:
+        """Return the operations of a kind that the scheduler began so far, in order."""
+        return [each for each in self.tiers.begun if isinstance(each, kind)]
+
+    def computed_before(self, name: str) -> list[int]:
+        """Return how many tokens a request began with, at each of its admissions."""
+        return [each.computed for plan in self.plans for each in plan.admissions if each.request_id == name]
+
     def stay_of(self, name: str) -> Stay | None:
         return self.auditor.requests[name].stay
 
     def audit(self) -> None:
         self.auditor.held(self.scheduler.held(), self.scheduler.request_ids())
-
-    def _check_texts(self) -> None:
-        """What was told is a prefix of the golden text, and all of it where the text came to its end."""
-        for name, request in self.auditor.requests.items():
-            right = whole_text(request.spec)[len(request.spec.delivered) :]
-            told, end = self.texts.tokens.get(name, []), self.texts.ends.get(name)
-            require(told == right[: len(told)], "4", f"{name} was told {told} instead of {right[: len(told)]}")
-            if end in (FinishReason.STOP, FinishReason.LENGTH):
-                require(told == right, "4", f"{name} ended after {len(told)} of {len(right)} tokens")
-            require(end is not FinishReason.ABORT or request.abort_wanted, "1.7", f"{name} was aborted by nobody")
-
-    def _patience(self) -> int:
-        """Steps within which everything that waits has to end: each computed alone, and four times over."""
-        tokens = sum(len(each.tokens) + each.limit for each in self.auditor.requests.values() if each.end is None)
-        return 200 + 4 * tokens
 
 
 def drive(
@@ -259,16 +257,16 @@ def drive(
     tokens. `paired` says that there are other workers. `depth` is how many steps may be in flight;
     `limits` are fields of `Limits`.
     """
-    chosen = Limits(**{**SMALL, "vocab_size": _VOCABULARY, "max_drafts": k, "pipeline_depth": depth, **limits})
+    chosen = Limits(**{**SMALL, "vocab_size": 257, "max_drafts": k, "pipeline_depth": depth, **limits})
     setup = SchedulerSetup(
         limits=chosen,
         policy=policy or Fcfs(),
         victims=FewestTokens(),
         hasher=PrefixHasher(block_size=chosen.block_size, identity="kit") if caching else None,
-        drafts=DraftControl(chosen.max_num_seqs, k, _CHEAP_TOKENS) if k else None,
+        drafts=DraftControl(chosen.max_num_seqs, k, 1000) if k else None,
         keep_kv=keep,
         paired=paired,
-        epoch=_EPOCH,
+        epoch=3,
     )
     drafter = None
     if k:

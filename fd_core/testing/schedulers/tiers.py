@@ -14,28 +14,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.effects.operations import (
-    Cancel,
-    Completion,
-    Effect,
-    Fetch,
-    Fetched,
-    Found,
-    Load,
-    Loaded,
-    Lookup,
-    Save,
-    Saved,
-    Send,
-    Sent,
-)
+from fd_core.effects import operations
 from fd_core.ops.contract import KVCache
 from fd_core.testing.schedulers.scripts import kv_of
 from fd_core.testing.stepping.texts import greedy
 from fd_core.types import PrefillJob, RequestSpec
 
 _PEER = "peer:1"
-Operation = Lookup | Load | Save | Fetch | Send
+Operation = operations.Lookup | operations.Load | operations.Save | operations.Fetch | operations.Send
 
 
 class OperationEnd(enum.Enum):
@@ -54,28 +40,35 @@ class ScriptedTiers:
 
     def __init__(self, cache: KVCache) -> None:
         self.values: dict[bytes, npt.NDArray[np.float32]] = {}
+        self.begun: list[Operation] = []
         self.pending: list[Operation] = []
+        """Those of the operations begun that have not ended."""
         self.cancelled: set[int] = set()
         self._cache = cache
 
-    def perform(self, effects: Iterable[Effect]) -> None:
+    def perform(self, effects: Iterable[operations.Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Cancel):
+            if isinstance(effect, operations.Cancel):
                 self.cancelled.add(effect.operation)
-            elif isinstance(effect, Lookup | Load | Save):
-                self.pending.append(effect)
+            elif isinstance(effect, operations.Lookup | operations.Load | operations.Save):
+                self._begin(effect)
 
-    def complete(self, index: int, how: OperationEnd) -> Completion:
+    def _begin(self, operation: Operation) -> None:
+        self.begun.append(operation)
+        self.pending.append(operation)
+
+    def complete(self, index: int, how: OperationEnd) -> operations.Completion:
         """End the operation at `index`; the order of operations is the test's choice."""
         return self.end(self.pending.pop(index), how)
 
-    def end(self, operation: Operation, how: OperationEnd) -> Completion:
+    def end(self, operation: Operation, how: OperationEnd) -> operations.Completion:
         match operation:
-            case Lookup():
-                return self._find(operation, how)
-            case Load():
+            case operations.Lookup(number, keys=keys):
+                total = how.share(sum(1 for _ in takewhile(self.values.__contains__, keys)))
+                return operations.Found(number, total // 2, total)
+            case operations.Load():
                 return self._load(operation, how)
-            case Save():
+            case operations.Save():
                 return self._save(operation, how)
         raise TypeError(f"nobody plays who performs {operation}")
 
@@ -92,25 +85,21 @@ class ScriptedTiers:
             garbage.reshape(-1)[:] = 1.5
             self.write([block], garbage)
 
-    def _find(self, lookup: Lookup, how: OperationEnd) -> Found:
-        total = how.share(sum(1 for _ in takewhile(self.values.__contains__, lookup.keys)))
-        return Found(lookup.operation, total // 2, total)
-
-    def _load(self, load: Load, how: OperationEnd) -> Loaded:
+    def _load(self, load: operations.Load, how: OperationEnd) -> operations.Loaded:
         assert len(set(load.blocks.tolist())) == len(load.keys)
         held = list(takewhile(self.values.__contains__, load.keys[: how.share(len(load.keys))]))
         count = len(held)
         for key, block in zip(held, load.blocks[:count].tolist(), strict=True):
             self.write([block], self.values[key])
         self.spoil(load.blocks[count:].tolist())
-        return Loaded(load.operation, count, from_host=count // 2)
+        return operations.Loaded(load.operation, count, from_host=count // 2)
 
-    def _save(self, save: Save, how: OperationEnd) -> Saved:
+    def _save(self, save: operations.Save, how: OperationEnd) -> operations.Saved:
         upto = how.share(len(save.keys))
         for key, block in zip(save.keys[:upto], save.blocks[:upto].tolist(), strict=True):
             self.values[key] = self._cache.export_blocks(np.array([block], np.int32))
         # What was copied may be evicted by other requests at once, whatever the store has of it.
-        return Saved(save.operation, upto, host=upto if how is OperationEnd.WELL else upto // 2)
+        return operations.Saved(save.operation, upto, host=upto if how is OperationEnd.WELL else upto // 2)
 
 
 def elsewhere(*specs: RequestSpec) -> list[RequestSpec]:
@@ -132,22 +121,22 @@ class ScriptedPeers(ScriptedTiers):
     transfer fails, the leased blocks hold garbage.
     """
 
-    def perform(self, effects: Iterable[Effect]) -> None:
+    def perform(self, effects: Iterable[operations.Effect]) -> None:
         for effect in effects:
             super().perform([effect])
-            if isinstance(effect, Fetch | Send):
-                self.pending.append(effect)
-            if isinstance(effect, Fetch):
+            if isinstance(effect, operations.Fetch | operations.Send):
+                self._begin(effect)
+            if isinstance(effect, operations.Fetch):
                 self.spoil(effect.blocks.tolist())
 
-    def end(self, operation: Operation, how: OperationEnd) -> Completion:
+    def end(self, operation: Operation, how: OperationEnd) -> operations.Completion:
         match operation:
-            case Fetch(number):
+            case operations.Fetch(number):
                 if how is not OperationEnd.WELL:
-                    return Fetched(number, "damaged" if how is OperationEnd.IN_PART else "lost")
+                    return operations.Fetched(number, "damaged" if how is OperationEnd.IN_PART else "lost")
                 data = kv_of(operation.job.token_ids, self.block_size)[operation.job.held_blocks :]
                 self.write(operation.blocks.tolist(), data)
-                return Fetched(number, "transferred")
-            case Send(number):
-                return Sent(number)
+                return operations.Fetched(number, "transferred")
+            case operations.Send(number):
+                return operations.Sent(number)
         return super().end(operation, how)

@@ -25,12 +25,15 @@ from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, Sampli
 class Stepper:
     """Plans, executes and answers one step at a time, with an audit after each."""
 
-    def __init__(self, engine: Engine, *, eager: bool = False) -> None:
-        """`eager` admits every request whose prompt fits, without looking ahead: much more preemption."""
+    def __init__(self, engine: Engine, *, eager: bool = False, device: Device | None = None) -> None:
+        """`eager` admits every request whose prompt fits, without looking ahead: much more preemption.
+
+        Plans and outputs travel to and from `device`, if one is given; a step that is not answered in time fails.
+        """
         self.engine = engine
         self.scheduler, self.runner = engine.probe().scheduler, engine.probe().runner
         self.probe = parts_of(engine)
-        self.limits = self.scheduler.limits
+        self.limits, self._device = self.scheduler.limits, device
         # No KV is stored outside the device unless a test plays the tiers itself.
         self.probe.offloading.keep, self.probe.offloading.stores = KeepKV(preempted=False), True
         self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
@@ -44,8 +47,11 @@ class Stepper:
             self.probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Compute a step at once; override it to send it another way."""
-        return self.runner.execute(plan)
+        """Compute a step at once."""
+        if self._device is None:
+            return self.runner.execute(plan)
+        self._device.submit(plan)
+        return self._device.collect(self.engine.probe().watchdog_seconds)
 
     def submit(self, *specs: RequestSpec) -> None:
         for spec in specs:
@@ -61,7 +67,12 @@ class Stepper:
         self.perform(effects)
         if plan is None:
             return None
-        self._check_grants(plan)
+        busy = set().union(*self._touched.values())
+        matched = {admission.slot: admission.computed // self.limits.block_size for admission in plan.admissions}
+        for grant in plan.grants:
+            shared = matched.get(grant.slot, 0) if grant.offset == 0 else 0
+            fresh = set(grant.blocks[shared:].tolist())
+            assert not fresh & busy, "a block was granted while a step in flight touches it"
         before = len(self.computed)
         self.in_flight.append((plan, self.execute(plan)))
         allowed = min(max(plan.total_tokens, self._padded(plan)), self.limits.max_num_batched_tokens)
@@ -160,27 +171,6 @@ class Stepper:
         widths = range(max(1, widest - self.limits.max_drafts), widest + 1)
         shapes = [self.runner.ops.padded(len(plan.slots), width) for width in widths]
         return max((rows * width for rows, width in filter(None, shapes)), default=0)
-
-    def _check_grants(self, plan: StepPlan) -> None:
-        busy = set().union(*self._touched.values())
-        matched = {admission.slot: admission.computed // self.limits.block_size for admission in plan.admissions}
-        for grant in plan.grants:
-            shared = matched.get(grant.slot, 0) if grant.offset == 0 else 0
-            fresh = set(grant.blocks[shared:].tolist())
-            assert not fresh & busy, "a block was granted while a step in flight touches it"
-
-
-class SentStepper(Stepper):
-    """A stepper whose plans and outputs travel; a step that is not answered in time fails the test."""
-
-    def __init__(self, engine: Engine, device: Device) -> None:
-        super().__init__(engine, eager=True)
-        self._device = device
-        self._watchdog = engine.probe().watchdog_seconds
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        self._device.submit(plan)
-        return self._device.collect(self._watchdog)
 
 
 class ByHand:

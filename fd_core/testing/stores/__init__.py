@@ -1,14 +1,4 @@
-"""The store kit: every KV store runs it by naming its location and a back door.
-
-    class TestMyStore(StoreSuite):
-        @pytest.fixture
-        def location(self, tmp_path): return f"mystore:{tmp_path}"
-
-        @pytest.fixture
-        def back_door(self, tmp_path): return MyDoor(tmp_path)
-
-`docs/extend/write-a-store.md` shows a whole plugin.
-"""
+"""The store kit: a KV store names its location and a back door, see docs/extend/write-a-store.md."""
 
 import pytest
 

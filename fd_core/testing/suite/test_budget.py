@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,19 +15,31 @@ from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
 from fd_core.testing.stepping.stepper import Stepper
 from fd_core.testing.stepping.texts import greedy
+from fd_core.types import RequestSpec
 
 KS = [0, 1, 3, 5]
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 90, (8, 16)).tolist()
 
 
-@contextmanager
-def counted_forward(target: Target) -> Iterator[list[int]]:
-    """Count the tokens that a model's own forward gets, behind whatever a pack compiles around it.
+def most_computed(
+    golden: Golden,
+    specs: list[RequestSpec],
+    budget: int,
+    k: int,
+    wrong: float,
+    *,
+    depth: int = 2,
+    eager: bool = False,
+    **room: Any,
+) -> int:
+    """Run requests to their right texts and return the most tokens that a step computed: the budget, or fewer.
 
-    A pack that records the forward calls it with arrays whose size is not known; these are not counted.
+    Counted is what a model's own forward gets, behind whatever a pack compiles around it. A pack that records the
+    forward calls it with arrays whose size is not known; these are not counted.
     """
     counts: list[int] = []
-    load = target.cls.load_model
+    cls = golden.target.cls
+    load = cls.load_model
 
     def load_model(self: Any, *arguments: Any) -> Any:
         model: Any = load(self, *arguments)
@@ -44,54 +54,38 @@ def counted_forward(target: Target) -> Iterator[list[int]]:
         model.forward = counting
         return model
 
-    with mock.patch.object(target.cls, "load_model", load_model):
-        yield counts
+    whole = golden.whole(specs) if k else ()
+    engine = golden.target.engine(k, whole, wrong, max_num_batched_tokens=budget, **room)
+    with mock.patch.object(cls, "load_model", load_model), engine as loaded:
+        counts.clear()  # what warming up computed
+        stepper = Stepper(loaded, eager=eager)
+        stepper.submit(*specs)
+        stepper.run(depth)
+    assert max(counts, default=0) <= budget, "the model computes more tokens than the budget allows"
+    golden.check(specs, stepper.texts.tokens)
+    return max(stepper.computed)
 
 
 @pytest.mark.parametrize("depth", thorough_but([1, 2], 2))
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("2.1")
-def test_a_budget_equal_to_the_demand_serves_every_decode(target: Target, golden: Golden, k: int, depth: int) -> None:
+def test_a_budget_equal_to_the_demand_serves_every_decode(golden: Golden, k: int, depth: int) -> None:
     specs = [greedy(f"r{index}", PROMPTS[index][: 1 + k], 20) for index in range(3)]
-    budget = 3 * (1 + k)
-    with counted_forward(target) as counts:
-        engine = target.engine(k, golden.whole(specs) if k else (), num_kv_blocks=64, max_num_batched_tokens=budget)
-        with engine as engine_:
-            counts.clear()  # what warming up computed
-            stepper = Stepper(engine_)
-            stepper.submit(*specs)
-            stepper.run(depth)
-    assert max(stepper.computed) <= budget
-    assert max(counts, default=0) <= budget, "the model computes more tokens than the budget allows"
-    golden.check(specs, stepper.texts.tokens)
+    assert most_computed(golden, specs, 3 * (1 + k), k, 0.0, depth=depth, num_kv_blocks=64) <= 3 * (1 + k)
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 @pytest.mark.law("2.4")
-def test_the_smallest_legal_budget_brings_everybody_to_the_end(target: Target, golden: Golden, k: int) -> None:
+def test_the_smallest_legal_budget_brings_everybody_to_the_end(golden: Golden, k: int) -> None:
     specs = [greedy(f"r{index}", PROMPTS[index][:8], 12) for index in range(3)]
-    with counted_forward(target) as counts:
-        engine = target.engine(k, golden.whole(specs) if k else (), 0.3, max_num_batched_tokens=1 + k)
-        with engine as engine_:
-            counts.clear()
-            stepper = Stepper(engine_, eager=True)
-            stepper.submit(*specs)
-            stepper.run(2)
-    assert max(stepper.computed) == 1 + k
-    assert max(counts, default=0) <= 1 + k, "the model computes more tokens than the budget allows"
-    golden.check(specs, stepper.texts.tokens)
+    assert most_computed(golden, specs, 1 + k, k, 0.3, eager=True) == 1 + k
 
 
 @pytest.mark.law("2")
-def test_each_step_computes_what_it_was_charged(target: Target, golden: Golden) -> None:
+def test_each_step_computes_what_it_was_charged(golden: Golden) -> None:
     """Prompts in chunks beside decodes: no step computes a token that its plan does not name, or its padding."""
     specs = [greedy(f"r{index}", PROMPTS[index][: 3 + 4 * index], 10) for index in range(4)]
-    with target.engine(3, golden.whole(specs), 0.5, max_num_batched_tokens=9, num_kv_blocks=64) as engine:
-        stepper = Stepper(engine)
-        stepper.submit(*specs)
-        stepper.run(2)
-    assert max(stepper.computed) <= 9
-    golden.check(specs, stepper.texts.tokens)
+    assert most_computed(golden, specs, 9, 3, 0.5, num_kv_blocks=64) <= 9
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])

@@ -94,12 +94,12 @@ def test_the_residual_stream_is_one_sum_whoever_reads_it_first(ops: Ops) -> None
         assert_near(ops, ops.from_host(found), expected)
 
 
-def test_what_a_block_held_before_does_not_matter(ops: Ops) -> None:
+def test_what_a_block_held_before_does_not_matter(ops: Ops, geometry: Geometry = GEOMETRIES["plain"][0]) -> None:
     """A NaN that a finished request left behind must not reach the next owner of its block."""
-    clean, dirty = (LayerOn(ops, Geometry(), [(13, 13)]) for _ in range(2))
+    clean, dirty = (LayerOn(ops, geometry, [(13, 13)]) for _ in range(2))
     blocks = np.arange(dirty.cache.num_blocks, dtype=np.int32)
     held = dirty.cache.export_blocks(blocks)
-    nan = np.full_like(held, np.nan) if held.dtype == np.float32 else np.full_like(held, 0x7FC0)
-    dirty.cache.import_blocks(blocks, nan)
+    nan = {np.dtype(np.float32): np.nan, np.dtype(np.int8): -1}.get(held.dtype, 0x7FC0)
+    dirty.cache.import_blocks(blocks, np.full_like(held, nan))
     for ours, theirs in zip(dirty.run(ops), clean.run(ops), strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -25,20 +25,14 @@ def line(index: int, length: int) -> list[int]:
     return [(7 * index + 3 * place) % 90 for place in range(length)]
 
 
+def spec_of(target: Target, index: int, **params: Any) -> RequestSpec:
+    """One of several requests, each of another length; where the dtype allows an exact comparison, half are random."""
+    heat = float(target.exact and index % 2)
+    return greedy(f"r{index}", line(index, 3 + 5 * index), 18, temperature=heat, seed=index, **params)
+
+
 def specs_of(target: Target, count: int = 6) -> list[RequestSpec]:
-    """Requests of several lengths; where the dtype allows an exact comparison, half of them random."""
-    exact = target.exact
-    return [
-        greedy(
-            f"r{index}",
-            line(index, 3 + 5 * index),
-            18,
-            temperature=float(exact and index % 2),
-            seed=index,
-            **limits_of(index) if exact else {},
-        )
-        for index in range(count)
-    ]
+    return [spec_of(target, index, **limits_of(index) if target.exact else {}) for index in range(count)]
 
 
 def limits_of(index: int) -> dict[str, Any]:
@@ -90,16 +84,8 @@ def test_a_shared_prefix_changes_no_text(target: Target, golden: Golden) -> None
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])
 @pytest.mark.law("4")
 def test_preemption_changes_no_text(target: Target, golden: Golden, keep: bool, depth: int) -> None:
-    specs = [
-        greedy(
-            spec.request_id,
-            spec.prompt[:20],
-            38,
-            allowed_token_ids=spec.params.allowed_token_ids,
-            bad_words_token_ids=spec.params.bad_words_token_ids,
-        )
-        for spec in specs_of(target)
-    ]
+    limits = [limits_of(index) if target.exact else {} for index in range(6)]
+    specs = [greedy(f"r{index}", line(index, min(3 + 5 * index, 20)), 38, **each) for index, each in enumerate(limits)]
     with target.engine(pipeline_depth=depth, save_preempted_kv=keep) as engine:
         probe = parts_of(engine)
         probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits all requests at once
@@ -137,14 +123,11 @@ def test_what_a_request_bans_never_comes(target: Target, golden: Golden, k: int)
 @pytest.mark.law("4")
 def test_forced_tokens_come_where_they_have_to_and_change_no_other(target: Target, golden: Golden, k: int) -> None:
     """Masks beside filters, penalties and log-probabilities, also in rows behind drafts: reasoning ends by force."""
-    exact, end = target.exact, (11, 12, 11, 13)
+    end = (11, 12, 11, 13)
     specs = [
-        greedy(
-            f"r{index}",
-            line(index, 3 + 5 * index),
-            18,
-            temperature=float(exact and index % 2),
-            seed=index,
+        spec_of(
+            target,
+            index,
             top_k=20 * (index % 2),
             presence_penalty=0.5 * (index % 3 == 2),
             logprobs=2 if index % 3 == 0 else None,
@@ -159,7 +142,7 @@ def test_forced_tokens_come_where_they_have_to_and_change_no_other(target: Targe
     for index, spec in enumerate(specs):
         text = texts[spec.request_id]
         assert any(tuple(text[place : place + len(end)]) == end for place in range(index + 1)), text
-    if exact:
+    if target.exact:
         golden.check(specs, texts)
 
 

@@ -19,9 +19,9 @@ from fd_core.errors import ConfigError
 from fd_core.plugins import BACKEND, installed_plugins
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.limits import ABILITIES
-from fd_core.testing.kit.memory import MEBI, resident
 from fd_core.testing.kit.target import Target
 from fd_core.testing.stepping.texts import greedy, run
+from fd_core.testing.suite.scale.test_memory import MEBI, resident
 
 
 def test_limits_are_known_and_have_reasons(target: Target) -> None:
@@ -85,11 +85,7 @@ def test_a_text_survives_a_crash_in_the_middle(target: Target, golden: Golden, r
             await client.close()
         return texts
 
-    async def bounded() -> dict[str, list[int]]:
-        async with asyncio.timeout(180):
-            return await main()
-
-    golden.check(specs, asyncio.run(bounded()))
+    golden.check(specs, asyncio.run(asyncio.wait_for(main(), 180)))
 
 
 def test_a_closed_engine_leaves_no_cache_behind(target: Target) -> None:

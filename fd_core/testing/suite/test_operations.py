@@ -50,9 +50,6 @@ def heads_of(ops: Ops, x: Floats) -> tuple[Array, Array, Array]:
     return ops.split_heads(flat, Heads(heads, heads, d, 1.0, no_rope(ops)))
 
 
-# Weights ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tensor", "expected"),
     [
@@ -96,9 +93,6 @@ def test_packed_weights_equal_what_they_stand_for(ops: Ops, values: Values, kind
     assert_near(ops, gated, expected / (1 + np.exp(-expected)) * expected_up, tolerance)
     apart = ops.gate_up(activations(ops, x), gate_up)
     assert_near(ops, apart, np.hstack([expected, expected_up]), tolerance)
-
-
-# Rows by themselves -------------------------------------------------------------------------------------------
 
 
 def test_embedding_looks_up_and_scales_rows(ops: Ops, values: Values) -> None:
@@ -258,8 +252,6 @@ def test_logits_are_softly_capped(ops: Ops, values: Values, require: Require) ->
     assert_near(ops, found, 1.5 * np.tanh(x @ weight.T / 1.5))
 
 
-# Attention ----------------------------------------------------------------------------------------------------
-
 ROWS = {"decode": [(1, 1), (1, 9), (1, 4)], "prefill": [(6, 6)], "mixed": [(1, 9), (5, 5), (3, 10), (1, 1), (3, 3)]}
 
 
@@ -343,21 +335,14 @@ def test_later_steps_with_other_shapes_are_planned_anew(ops: Ops, values: Values
         assert_near(ops, found, attention_by_definition(q, [k[:after]], [v[:after]], heads, rows))
 
 
-# Experts ------------------------------------------------------------------------------------------------------
-
-
-def expert_inputs(values: Values) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Return x, router, gates, ups and downs of 5 experts and a shared one, which is the last."""
-    return values(9, 6), values(5, 6), values(6, 4, 6), values(6, 4, 6), values(6, 6, 4)
-
-
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "corrected"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["", "normalized"])
 def test_moe_adds_the_weighted_outputs_of_the_chosen_experts(
     ops: Ops, values: Values, require: Require, normalize: bool, corrected: bool
 ) -> None:
     require("moe")
-    x, router, gates, ups, downs = expert_inputs(values)
+    x, router = values(9, 6), values(5, 6)
+    gates, ups, downs = values(6, 4, 6), values(6, 4, 6), values(6, 6, 4)  # of 5 experts, and of the shared one
     bias = values(5) if corrected else np.zeros(5, np.float32)
     experts = Experts(
         router=ops.prepare_vector(router),
@@ -383,9 +368,6 @@ def test_moe_adds_the_weighted_outputs_of_the_chosen_experts(
         weights = scores[chosen] / (max(scores[chosen].sum(), 0.7) if normalize else 1)
         expected.append(expert(5, token) + sum(w * expert(e, token) for w, e in zip(weights, chosen, strict=True)))
     assert_near(ops, ops.moe(activations(ops, x), experts, "silu"), np.stack(expected))
-
-
-# Caches -------------------------------------------------------------------------------------------------------
 
 
 def test_a_cache_that_does_not_fit_says_so(ops: Ops) -> None:

@@ -14,7 +14,7 @@ from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.arrays import Values
 from fd_core.testing.models.layers import Geometry, LayerOn
-from fd_core.testing.suite import test_golden, test_kv, test_operations
+from fd_core.testing.suite import test_fusions, test_golden, test_kv, test_operations
 
 REQUIRES = ("kv_transfer",)
 
@@ -88,11 +88,7 @@ def test_fusions_keep_and_read_what_their_composition_does(ops8: Ops, require: C
 def test_a_scale_that_a_block_held_before_does_not_matter(ops8: Ops, require: Callable[..., None]) -> None:
     """A scale that is NaN must not reach the next owner of its block."""
     require("primitives")
-    clean, dirty = (LayerOn(ops8, GEOMETRIES["plain"], [(13, 13)]) for _ in range(2))
-    blocks = np.arange(dirty.cache.num_blocks, dtype=np.int32)
-    dirty.cache.import_blocks(blocks, np.full_like(dirty.cache.export_blocks(blocks), -1))
-    for ours, theirs in zip(dirty.run(ops8), clean.run(ops8), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    test_fusions.test_what_a_block_held_before_does_not_matter(ops8, GEOMETRIES["plain"])
 
 
 @pytest.mark.law("4")

@@ -75,9 +75,6 @@ def by_definition(logits: Floats, parameters: SampleInput, row: int) -> int:
     raise AssertionError("the last cumulative weight exceeds the threshold")
 
 
-# Choosing -----------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=40, **SHARED)
 @given(situations())
 def test_chooses_the_token_that_the_contract_defines(ops: Ops, situation: tuple[Floats, SampleInput]) -> None:
@@ -176,9 +173,6 @@ def test_tokens_come_as_often_as_their_probability(ops: Ops) -> None:
     counts = np.bincount(tokens, minlength=5)
     # Chi-squared with 4 degrees of freedom exceeds 18.5 with probability 0.001; the draw is deterministic.
     assert ((counts - draws * probabilities) ** 2 / (draws * probabilities)).sum() < 18.5
-
-
-# Changing logits ----------------------------------------------------------------------------------------------
 
 
 def test_forbidden_tokens_are_never_drawn(ops: Ops) -> None:
@@ -303,9 +297,6 @@ def test_counts_of_tokens_are_written_and_added_to(ops: Ops) -> None:
     assert ops.to_host(counts).tolist() == [[5, 0, 0, 0], [0, 0, 0, 2], [5, 0, 3, 0]]
 
 
-# Telling ------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=20, **SHARED)
 @given(st.lists(LOGITS, min_size=1, max_size=3), st.integers(0, 9))
 def test_logprobs_are_sorted_and_ties_go_to_the_lower_id(ops: Ops, rows: list[list[float]], top_n: int) -> None:
@@ -332,9 +323,6 @@ def test_ranks_count_from_one_and_ties_go_to_the_lower_id(ops: Ops, rows: list[l
     orders = [sorted(range(9), key=lambda token: (-row[token], token)) for row in logits.tolist()]
     assert found.tolist() == [order.index(token) + 1 for order, token in zip(orders, tokens.tolist(), strict=True)]
     assert found.dtype == np.int32
-
-
-# Verification -------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, **SHARED)

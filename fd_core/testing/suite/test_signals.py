@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from fd_core.engine.core import Engine
 from fd_core.engine.device import make_device
 from fd_core.runner.runner import LaunchedStep
 from fd_core.scheduling.requests import State
@@ -22,7 +23,7 @@ from fd_core.signals import Outcome
 from fd_core.testing.kit.judging import Golden
 from fd_core.testing.kit.requirements import thorough_but
 from fd_core.testing.kit.target import Target
-from fd_core.testing.stepping.stepper import ByHand, SentStepper
+from fd_core.testing.stepping.stepper import ByHand, Stepper
 from fd_core.testing.stepping.texts import greedy, run
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
@@ -33,9 +34,6 @@ PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 90, (8, 16)).tol
 def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
     """Requests of which one alone nearly fills the pool of a small engine."""
     return [greedy(f"r{index}", PROMPTS[index][:8], max_tokens) for index in range(count)]
-
-
-# By hand ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -167,20 +165,24 @@ def test_token_id_zero_is_a_token(target: Target, k: int) -> None:
     assert texts.ends == ends
 
 
-# With the scheduler -------------------------------------------------------------------------------------------
+@contextmanager
+def sending(engine: Engine, specs: Sequence[RequestSpec], transport: str) -> Iterator[Stepper]:
+    """A stepper whose plans and outputs travel, with requests."""
+    device = make_device(engine.probe().runner, 2, transport)
+    stepper = Stepper(engine, eager=True, device=device)
+    stepper.submit(*specs)
+    yield stepper
+    device.close()
 
 
 @contextmanager
 def pressed(
     target: Target, golden: Golden, specs: Sequence[RequestSpec], k: int = 0, transport: str = "memory", **changes: Any
-) -> Iterator[SentStepper]:
+) -> Iterator[Stepper]:
     """A stepper that admits all requests at once into a pool that holds one of them."""
-    with target.engine(k, golden.whole(specs) if k else (), 0.3, **changes) as engine:
-        device = make_device(engine.probe().runner, 2, transport)
-        stepper = SentStepper(engine, device)
-        stepper.submit(*specs)
+    loaded = target.engine(k, golden.whole(specs) if k else (), 0.3, **changes)
+    with loaded as engine, sending(engine, specs, transport) as stepper:
         yield stepper
-        device.close()
 
 
 @pytest.mark.parametrize("transport", ["memory", "zmq"])
@@ -284,11 +286,8 @@ def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden,
             return replace(output, errors=((1, "the row failed"),)) if steps == 4 else output
 
         engine.probe().runner.finish = failing  # type: ignore[method-assign]  # a back door
-        device = make_device(engine.probe().runner, 2, transport)
-        stepper = SentStepper(engine, device)
-        stepper.submit(*specs)
-        stepper.run(1)
-        device.close()
+        with sending(engine, specs, transport) as stepper:
+            stepper.run(1)
     failed = [name for name, end in stepper.texts.ends.items() if end is FinishReason.ERROR]
     assert len(failed) == 1
     golden.check([spec for spec in specs if spec.request_id not in failed], stepper.texts.tokens)

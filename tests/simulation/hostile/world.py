@@ -30,6 +30,7 @@ from fd_core.simulation.engines.engine import (
     EngineParts,
     OutsideParts,
     SimulatedEngineClient,
+    SimulatedPool,
     SimulatedWorker,
     WorkerCaller,
 )
@@ -37,7 +38,7 @@ from fd_core.simulation.faults import apply, over_at
 from fd_core.simulation.gateway import SimulatedGateway
 from fd_core.simulation.results.summary import RequestOutcome, Run
 from fd_core.simulation.storage.storage import SharedStore
-from fd_core.simulation.world import SimulatedDeployment, SimulatedPool, World
+from fd_core.simulation.world import SimulatedDeployment, World
 from fd_core.types import Delta, RequestSpec
 from tests.simulation.helpers import require_all_time_told
 from tests.simulation.hostile.accidents import Poison, PoisonedComputer, befall

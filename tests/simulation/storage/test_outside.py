@@ -14,10 +14,11 @@ from fd_core.kv.stores.contract import Trouble
 from fd_core.router.config import RouterConfig
 from fd_core.simulation.clock.timeline import Timeline
 from fd_core.simulation.engines.device import WrongKV
+from fd_core.simulation.engines.engine import SimulatedPool
 from fd_core.simulation.results.summary import Run
 from fd_core.simulation.storage.storage import SharedStore, TimedKVCache
 from fd_core.simulation.workloads.conversations import Piece, UserTurn
-from fd_core.simulation.world import SimulatedPool, World
+from fd_core.simulation.world import World
 from fd_core.types import IntArray
 from tests.simulation.helpers import conversations, group, world
 

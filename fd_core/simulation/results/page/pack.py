@@ -28,8 +28,6 @@ from fd_core.simulation.results.summary import RunSummary
 from fd_core.simulation.workloads.files import write_whole
 
 _MOST_CASES: Final = 1000
-_CURVES_BYTES: Final = 300_000
-_BINS_BYTES: Final = 500_000
 _MOST_WORKERS: Final = 64
 
 
@@ -50,11 +48,8 @@ def facts_of(report: Report) -> dict[str, Any]:
     """Return what the page's scripts read: plain values, numbers with four digits."""
     cases = cases_of(report)
     if len(cases) > _MOST_CASES:
-        raise ConfigError(
-            f"{len(cases):,} cases are more than the {_MOST_CASES:,} that a page shows",
-            field="--page",
-            hint="write JSON, or try fewer values",
-        )
+        what = f"{len(cases):,} cases are more than the {_MOST_CASES:,} that a page shows"
+        raise ConfigError(what, field="--page", hint="write JSON, or try fewer values")
     summaries = [run.summary for run in report.runs]
     settings = list(dict.fromkeys(case.setting for case in cases))
     figures = [
@@ -63,7 +58,7 @@ def facts_of(report: Report) -> dict[str, Any]:
         if any(value is not None and (value or not figure.rare) for value in map(figure.of, summaries))
     ]
     names = [each.name for each in figures]
-    curves, bins = _fitting(map(_curves, cases), _CURVES_BYTES), _fitting(map(_bins, cases), _BINS_BYTES)
+    curves, bins = _fitting(map(_curves, cases), 300_000), _fitting(map(_bins, cases), 500_000)
     return {
         "title": report.title,
         "command": report.command,

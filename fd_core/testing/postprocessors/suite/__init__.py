@@ -1,4 +1,1 @@
-"""The cases that every postprocessor has to pass: `pytest --pyargs fd_core.testing.postprocessors.suite`.
-
-Each file is a section of the report, and each test is marked with the rules of the law that it looks at.
-"""
+"""The cases of every postprocessor, a file for each section: `--pyargs fd_core.testing.postprocessors.suite`."""

@@ -38,19 +38,11 @@ def _indexing(array: Array, key: Any, value: Any = None) -> bool:
     return any(not each.shape or ("bool" in str(each.dtype) and not filling) for each in keys)
 
 
-def _to_host(*arguments: Any, **named: Any) -> bool:
-    return "cpu" in [each for each in (*arguments, *named.values()) if isinstance(each, str)]
-
-
-def _positions(*arguments: Any, **named: Any) -> bool:
-    return len(arguments) + len(named) == 1
-
-
 _ONLY_IF: Final[Mapping[str, Callable[..., bool]]] = {
     "__getitem__": _indexing,
     "__setitem__": _indexing,
-    "to": _to_host,
-    "where": _positions,
+    "to": lambda *given, **named: "cpu" in [each for each in (*given, *named.values()) if isinstance(each, str)],
+    "where": lambda *given, **named: len(given) + len(named) == 1,
 }
 """Methods that wait with some arguments alone."""
 

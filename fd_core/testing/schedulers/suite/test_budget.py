@@ -40,12 +40,9 @@ def test_a_budget_equal_to_the_demand_plans_the_whole_demand(target: SchedulerTa
     driver = drive(target, *decoding(4), k=k, num_kv_blocks=64, max_num_batched_tokens=budget)
     until_all_decode(driver, 4)
     plan = driver.plan()
-    require(
-        plan is not None and plan.total_tokens == budget,
-        "2.1",
-        f"four decodes with {k} drafts each take the budget of {budget}; the plan computes "
-        f"{0 if plan is None else plan.total_tokens}",
-    )
+    total = 0 if plan is None else plan.total_tokens
+    what = f"four decodes with {k} drafts each take the budget of {budget}; the plan computes {total}"
+    require(total == budget, "2.1", what)
     driver.run()
 
 
@@ -127,14 +124,13 @@ def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) 
     """Six requests whose KV was loaded decode at once, more than the budget serves."""
     target.require("storage")
     prompts = [prompt_of(9, index) for index in range(6)]
-    driver = drive(
-        target,
-        keep=KeepKV(True, True, True),
-        max_num_seqs=6,
-        num_kv_blocks=24,
-        max_model_len=96,
-        max_num_batched_tokens=budget,
-    )
+    room: dict[str, Any] = {
+        "max_num_seqs": 6,
+        "num_kv_blocks": 24,
+        "max_model_len": 96,
+        "max_num_batched_tokens": budget,
+    }
+    driver = drive(target, keep=KeepKV(True, True, True), **room)
     for index, prompt in enumerate([*prompts, prompt_of(94, 100)]):  # the last one leaves nothing of the others
         driver.submit(greedy(f"before{index}", prompt, 1))
         driver.run()
@@ -169,9 +165,8 @@ def test_what_an_aborted_request_was_to_take_goes_to_others(target: SchedulerTar
     require(stay is not None and stay.remaining > budget, "2.1", "the long prompt is not under way beside the others")
     driver.abort("r0")
     plan = driver.must_plan()
-    require(
-        plan.total_tokens == budget, "2.3", f"r0 left, and the plan computes {plan.total_tokens} of {budget} tokens"
-    )
+    total = plan.total_tokens
+    require(total == budget, "2.3", f"r0 left, and the plan computes {total} of {budget} tokens")
     driver.run()
 
 
@@ -207,11 +202,8 @@ def test_everybody_gets_a_first_token_while_others_keep_coming(target: Scheduler
             break
         driver.submit(greedy(f"more{number}", prompt_of(3, number), 6))
         driver.step()
-    require(
-        "large" in driver.texts.tokens,
-        "2.2",
-        "the large prompt got no token in 400 steps, in each of which a short one came",
-    )
+    what = "the large prompt got no token in 400 steps, in each of which a short one came"
+    require("large" in driver.texts.tokens, "2.2", what)
     driver.run()
 
 
@@ -229,16 +221,8 @@ def test_who_enters_next_is_what_the_policy_says(target: SchedulerTarget) -> Non
 def test_three_hundred_requests_pass_through_a_pool_that_holds_five(target: SchedulerTarget) -> None:
     sizes = np.random.default_rng(2).integers(1, 16, (300, 2)).tolist()
     specs = [greedy(f"r{index}", prompt_of(prompt, index), out) for index, (prompt, out) in enumerate(sizes)]
-    driver = drive(
-        target,
-        *specs,
-        depth=2,
-        max_num_seqs=16,
-        num_kv_blocks=20,
-        max_model_len=32,
-        max_num_batched_tokens=48,
-    )
-    driver.run(2)
+    room: dict[str, Any] = {"max_num_seqs": 16, "num_kv_blocks": 20, "max_model_len": 32, "max_num_batched_tokens": 48}
+    drive(target, *specs, depth=2, **room).run(2)
 
 
 def _planning_seconds(driver: Driver, plans: int) -> float:
@@ -277,11 +261,8 @@ def test_planning_does_not_grow_with_what_waits(
         _planning_seconds(driver, 10)
         found.append(_planning_seconds(driver, 40))
     alone, beside = found
-    require(
-        beside < 3 * alone + 0.0003,
-        "2.6",
-        f"a plan takes {beside * 1e6:.0f} us beside {count} prompts of {length} tokens, {alone * 1e6:.0f} us alone",
-    )
+    times = f"a plan takes {beside * 1e6:.0f} us beside {count} prompts of {length} tokens, {alone * 1e6:.0f} us alone"
+    require(beside < 3 * alone + 0.0003, "2.6", times)
 
 
 @pytest.mark.law("2.6")

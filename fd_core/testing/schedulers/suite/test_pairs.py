@@ -9,8 +9,8 @@ from fd_core.effects.operations import Fetch, Send
 from fd_core.testing.kit.law import broken, require
 from fd_core.testing.kit.requirements import lacks
 from fd_core.testing.schedulers.driver import Driver, SchedulerTarget, drive, prompt_of
-from fd_core.testing.schedulers.machine import run_hostile_orders
 from fd_core.testing.schedulers.scripts import whole_text
+from fd_core.testing.schedulers.suite.test_golden import run_hostile_orders
 from fd_core.testing.schedulers.suite.test_signals import long_ones
 from fd_core.testing.schedulers.tiers import OperationEnd, elsewhere, job_for
 from fd_core.testing.stepping.texts import greedy
@@ -21,20 +21,15 @@ FAILURES = [OperationEnd.IN_PART, OperationEnd.BADLY]
 
 def until_fetched(driver: Driver) -> Fetch:
     """Step until a prompt is asked of another worker; its answer is outstanding."""
-    driver.run_until(lambda: fetches(driver))
-    found = fetches(driver)
-    if not found:
+    driver.run_until(lambda: driver.begun(Fetch))
+    if not driver.begun(Fetch):
         broken("6.1", "another worker is to compute a prompt, and no blocks are leased to it")
-    return found[0]
+    return driver.begun(Fetch)[0]
 
 
-def fetches(driver: Driver) -> list[Fetch]:
-    return [each for each in driver.tiers.pending if isinstance(each, Fetch)]
-
-
-def end(driver: Driver, how: OperationEnd, of: type = Fetch) -> None:
-    """Answer the oldest operation of a kind."""
-    driver.complete(next(index for index, each in enumerate(driver.tiers.pending) if isinstance(each, of)), how)
+def end(driver: Driver, how: OperationEnd) -> None:
+    """Answer the oldest fetch."""
+    driver.complete(next(index for index, each in enumerate(driver.tiers.pending) if isinstance(each, Fetch)), how)
 
 
 @pytest.mark.law("6.2", "4")
@@ -51,7 +46,7 @@ def test_a_text_begins_behind_the_kv_that_was_transferred(target: SchedulerTarge
     require("other" in driver.texts.ends, "6.2", "who needs nothing of another worker waits for one")
     end(driver, OperationEnd.WELL)
     driver.run()
-    computed = [each.computed for plan in driver.plans for each in plan.admissions if each.request_id == "far"]
+    computed = driver.computed_before("far")
     require(computed == [length - 1], "6.2", f"the KV of {length - 1} tokens came, and it began with {computed}")
 
 
@@ -135,13 +130,12 @@ def test_every_block_of_a_job_is_sent_once_when_it_is_settled(
     held = min(held, length // 4)
     job = job_for("job", prompt_of(length), held)
     driver = drive(target, job, depth=2, paired=True, max_num_batched_tokens=budget)
-    sends: list[Send] = []
     driver.submit(*(greedy(f"r{index}", prompt_of(9, index), 20) for index in range(3)))
     for _ in range(40):
         driver.step_alone(2)
-        sends += [each for each in driver.tiers.pending if isinstance(each, Send) and each not in sends]
     driver.run(2)
-    require(driver.auditor.requests["job"].is_over, "6.2", f"the prompt is computed, but was sent in part: {sends}")
+    over = driver.auditor.requests["job"].is_over
+    require(over, "6.2", f"the prompt is computed, but was sent in part: {driver.begun(Send)}")
 
 
 @pytest.mark.law("6.2", "4")

@@ -43,20 +43,11 @@ def test_a_preempted_request_comes_back_whatever_storage_answers(
 
 @pytest.mark.law("5.2")
 def test_what_was_saved_is_loaded(target: SchedulerTarget) -> None:
-    driver = drive(target, *long_ones(4), keep=KeepKV(), caching=True)
-    loads: list[Load] = []
-    for _ in range(1000):
-        idle = driver.plan() is None and not driver.in_flight and not driver.tiers.pending
-        loads += [each for each in driver.tiers.pending if isinstance(each, Load) and each not in loads]
-        while driver.tiers.pending:
-            driver.complete(0, OperationEnd.WELL)
-        if driver.in_flight:
-            driver.answer()
-        if idle:
-            break
+    driver = drive(target, *long_ones(4), keep=KeepKV())
+    driver.run()
     if not driver.auditor.preemptions:
         lacks("the scheduler preempts nobody here")
-    require(loads, "5.2", f"{driver.auditor.preemptions} requests were preempted, and nothing was loaded")
+    require(driver.begun(Load), "5.2", f"{driver.auditor.preemptions} requests were preempted, and nothing was loaded")
 
 
 @pytest.mark.law("5.1", "1.7")
@@ -106,36 +97,30 @@ def test_an_abort_while_loading_keeps_the_blocks_until_the_load_is_over(
     run_ending(driver, how, 2)
 
 
-def returning(driver: Driver, how: OperationEnd) -> list[Load | Save]:
-    """Run a prompt whose KV is stored and no longer on the device, every load ending so; return what was begun."""
-    begun: list[Load | Save] = []
+def run_returning(driver: Driver, how: OperationEnd) -> None:
+    """Run a prompt whose KV is stored and no longer on the device, every load ending so; forget what began before."""
     prompt = prompt_of(29)
     for name, again in (("first", prompt), ("other", prompt_of(63, 1)), ("again", prompt)):
+        driver.tiers.begun.clear()
         driver.submit(greedy(name, again, 1))
-        begun = []
         while driver.plan() is not None or driver.in_flight or driver.tiers.pending:
             if driver.in_flight:
                 driver.answer()
-            begun += [each for each in driver.tiers.pending if isinstance(each, Load | Save) and each not in begun]
             for _ in range(len(driver.tiers.pending)):
                 loads = isinstance(driver.tiers.pending[0], Load)
                 driver.complete(0, how if loads else OperationEnd.WELL)
     driver.run()
-    return begun
 
 
 @pytest.mark.law("5.4", "4")
 @pytest.mark.parametrize("how", [OperationEnd.IN_PART, OperationEnd.BADLY], ids=lambda how: how.name.lower())
 def test_what_was_damaged_in_the_store_is_computed_and_stored_again(target: SchedulerTarget, how: OperationEnd) -> None:
-    begun = returning(drive(target, keep=KeepKV(True, True, True)), how)
-    loads = [each for each in begun if isinstance(each, Load)]
-    if not loads:
+    driver = drive(target, keep=KeepKV(True, True, True))
+    run_returning(driver, how)
+    if not (loads := driver.begun(Load)):
         lacks("the scheduler loads nothing here")
-    damaged = set(loads[0].keys[how.share(len(loads[0].keys)) :])
-    saved = {key for each in begun if isinstance(each, Save) for key in each.keys}
-    require(
-        damaged <= saved, "5.4", f"{len(damaged - saved)} blocks were damaged in the store, and are not stored anew"
-    )
+    lost = {*loads[0].keys[how.share(len(loads[0].keys)) :]} - {key for each in driver.begun(Save) for key in each.keys}
+    require(not lost, "5.4", f"{len(lost)} blocks were damaged in the store, and are not stored anew")
 
 
 @pytest.mark.law("5.6")
@@ -146,7 +131,8 @@ def test_kv_is_loaded_only_where_that_beats_computing_it(target: SchedulerTarget
     load, compute = (quick, slow) if loading_is_faster else (slow, quick)
     driver.tell(PrefillPaceMeasured(compute))
     driver.tell(LoadPaceMeasured(load, load, load))
-    loads = [each for each in returning(driver, OperationEnd.WELL) if isinstance(each, Load)]
+    run_returning(driver, OperationEnd.WELL)
+    loads = driver.begun(Load)
     what = f"a token is computed in {compute} s, a block loaded in {load} s, and {len(loads)} loads begin"
     require(bool(loads) == loading_is_faster, "5.6", what)
 

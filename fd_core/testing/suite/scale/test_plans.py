@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
+from fd_core.engine.core import Engine
+from fd_core.engine.device import make_device
+from fd_core.signals import Outcome, read
 from fd_core.testing.kit.judging import Judge
 from fd_core.testing.kit.target import Target
 from fd_core.testing.models.checkpoints import LONG_CASE
-from fd_core.testing.stepping.plans import RandomPlans
-from fd_core.types import RequestSpec, SamplingParams
+from fd_core.testing.stepping.texts import plan_of
+from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, SamplingParams, StepOutput, StepPlan
 
 ROOM: dict[str, Any] = {
     "max_num_seqs": 48,
@@ -24,6 +29,285 @@ BLOCK_SIZES = [16, 32, 5, 128, 1, 64]
 """By seed."""
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 47, 64, 65, 100, 127, 128, 129, 255, 257, 300, 640, 641, 2049, 2100]
 PREFIX = [(11 * place) % 241 for place in range(80)]
+
+
+_MODES: Final = ("anything", "decodes", "trickle", "wide", "one row", "nothing")
+_SHARES: Final = (0.45, 0.25, 0.1, 0.1, 0.05, 0.05)
+"""How often a plan has rows of every kind, decodes alone, prompts token by token, few large chunks, one row or none."""
+
+
+@dataclass(slots=True)
+class _Text:
+    """A request and what it was given so far, over all its stays."""
+
+    spec: RequestSpec
+    delivered: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.spec.prompt, *self.delivered]
+
+    @property
+    def longest(self) -> int:
+        return len(self.spec.prompt) + self.spec.params.max_tokens
+
+    @property
+    def ended(self) -> bool:
+        return len(self.delivered) == self.spec.params.max_tokens
+
+
+@dataclass(slots=True)
+class _Stay:
+    """A residency; counts of tokens include what is in flight at its most."""
+
+    text: _Text
+    slot: int
+    gen: int
+    admitted: int
+    computed: int
+    """Tokens of the admission whose KV is computed once the plans so far are."""
+    blocks: list[int] = field(default_factory=list)
+    granted: int = 0
+    flying: deque[int] = field(default_factory=deque)
+    """For each row in flight that samples, the most tokens that it may deliver."""
+    rows: int = 0
+
+    @property
+    def most(self) -> int:
+        """Tokens that the runner knows at most when the next plan is computed."""
+        return len(self.text.tokens) + sum(self.flying)
+
+
+class RandomPlans:
+    """Admits, computes and revokes at random; checks each answer's shape, and the texts in the end.
+
+    Slots are used in no order and at once again, rows come in no order, blocks are granted as late as may be or
+    early, shared where prompts begin alike, and taken from both ends of the pool; block 0 and the last one included.
+    """
+
+    def __init__(self, engine: Engine, judge: Judge, seed: int) -> None:
+        self._runner = engine.probe().runner
+        self._limits = self._runner.limits
+        self._watchdog = engine.probe().watchdog_seconds
+        self._judge = judge
+        self._rng = np.random.default_rng(seed)
+        self._device = make_device(self._runner, 2, "memory")
+        self._step = 0
+        self._gen = 0
+        self._stays: dict[int, _Stay] = {}
+        self._draining: dict[int, _Stay] = {}
+        self._waiting = [_Text(spec) for spec in judge.specs.values()]
+        self._owners: Counter[int] = Counter()
+        self._flying: deque[tuple[StepPlan, list[_Stay]]] = deque()
+        self.seen: Counter[str] = Counter()
+        """What happened how often, so that a test can say that it did."""
+
+    def run(self, plans: int) -> None:
+        """Compute so many plans and judge what was delivered."""
+        try:
+            for _ in range(plans):
+                self._submit()
+                while len(self._flying) > self._rng.integers(0, 2):
+                    self._collect()
+            while self._flying:
+                self._collect()
+        finally:
+            self._device.close()
+        texts = [*self._waiting, *(stay.text for stay in self._stays.values())]
+        self._judge.check({text.spec.request_id: text.delivered for text in texts})
+
+    def _submit(self) -> None:
+        mode = str(self._rng.choice(_MODES, p=_SHARES))
+        revoked = self._revoke()
+        admissions = self._admit()
+        rows = [] if mode == "nothing" else self._rows(mode)
+        stays, columns, grants = [], [], []
+        for stay, count, draft in rows:
+            own = count - draft
+            prefill = stay.computed < stay.admitted
+            start = stay.computed if prefill else stay.most - 1
+            done = not prefill or stay.computed + own == stay.admitted
+            grants += self._grow(stay, start + count)
+            stays.append(stay)
+            columns.append((stay.slot, stay.gen, start, count, draft, done))
+            stay.rows += 1
+            if prefill:
+                stay.computed += own
+            if done:
+                stay.flying.append(1 + draft)
+        size = self._limits.block_size
+        shared = [
+            BlockGrant(each.slot, 0, np.array(self._stays[each.slot].blocks[: each.computed // size], np.int32))
+            for each in admissions
+            if each.computed
+        ]
+        plan = plan_of(
+            self._step,
+            columns,
+            admissions=tuple(admissions),
+            grants=tuple(shared + grants),
+            revocations=tuple(Revocation(stay.slot, stay.gen) for stay in revoked),
+        )
+        self._step += 1
+        self.seen[mode] += 1
+        self.seen["rows of 40 and more"] += len(rows) >= 40
+        self.seen["tokens of 600 and more"] += plan.total_tokens >= 600
+        self.seen["drafts"] += int(plan.num_drafts.sum())
+        self.seen["revocations"] += len(revoked)
+        self.seen["admissions"] += len(admissions)
+        self._flying.append((plan, stays))
+        self._device.submit(plan)
+
+    def _revoke(self) -> list[_Stay]:
+        """Take slots back: often none, sometimes one, seldom all."""
+        share = self._rng.choice([0.0, 0.03, 1.0], p=[0.6, 0.385, 0.015])
+        chosen = [stay for stay in self._stays.values() if self._rng.random() < share]
+        for stay in chosen:
+            del self._stays[stay.slot]
+            self._draining[stay.slot] = stay
+        return chosen
+
+    def _admit(self) -> list[Admission]:
+        limits, admissions = self._limits, []
+        free = [slot for slot in range(limits.max_num_seqs) if slot not in self._stays and slot not in self._draining]
+        self._rng.shuffle(free)
+        for slot in free[: int(self._rng.choice([0, 1, 3, len(free)], p=[0.3, 0.2, 0.2, 0.3]))]:
+            ready = [index for index, text in enumerate(self._waiting) if not text.ended]
+            if not ready:
+                break
+            text = self._waiting[int(self._rng.choice(ready))]
+            shared = self._shared_blocks(text) if self._rng.random() < 0.6 else []
+            if -(-text.longest // limits.block_size) - len(shared) > limits.num_kv_blocks - len(self._owners):
+                break
+            self._waiting.remove(text)
+            self._gen += 1
+            known = np.array(text.tokens, np.int32)
+            stay = _Stay(text, slot, self._gen, len(known), len(shared) * limits.block_size, list(shared), len(shared))
+            self._owners.update(shared)
+            # All of its blocks are reserved, and granted as it grows.
+            fresh = self._take(-(-text.longest // limits.block_size) - len(shared))
+            stay.blocks += fresh
+            self._stays[slot] = stay
+            self.seen["shared blocks"] += len(shared)
+            admissions.append(
+                Admission(slot, stay.gen, known, len(text.spec.prompt), text.spec.params, (), stay.computed)
+            )
+        return admissions
+
+    def _take(self, count: int) -> list[int]:
+        free = [block for block in range(self._limits.num_kv_blocks) if not self._owners[block]]
+        self._rng.shuffle(free)
+        # The ends of the pool come first, so that they are in use whenever anything is.
+        free.sort(key=lambda block: block not in (0, self._limits.num_kv_blocks - 1))
+        chosen = free[:count]
+        self._rng.shuffle(chosen)
+        self._owners.update(chosen)
+        return chosen
+
+    def _shared_blocks(self, text: _Text) -> list[int]:
+        """Return the blocks of another stay that hold, or will hold once it is planned, the same first tokens."""
+        size, known = self._limits.block_size, text.tokens
+        for stay in self._stays.values():
+            theirs, count = stay.text.tokens, 0
+            whole = min(stay.computed, len(known) - 1) // size
+            while (
+                count < whole and theirs[count * size : (count + 1) * size] == known[count * size : (count + 1) * size]
+            ):
+                count += 1
+            if count:
+                return stay.blocks[:count]
+        return []
+
+    def _grow(self, stay: _Stay, tokens: int) -> list[BlockGrant]:
+        """Grant blocks for so many tokens, and sometimes more than that."""
+        needed = -(-tokens // self._limits.block_size)
+        if needed <= stay.granted:
+            return []
+        offset, stay.granted = stay.granted, min(needed + int(self._rng.integers(0, 3)), len(stay.blocks))
+        return [BlockGrant(stay.slot, offset, np.array(stay.blocks[offset : stay.granted], np.int32))]
+
+    def _rows(self, mode: str) -> list[tuple[_Stay, int, int]]:
+        """Choose (stay, tokens, drafts among them) within the budget."""
+        stays, rows = list(self._stays.values()), []
+        self._rng.shuffle(stays)
+        left = self._limits.max_num_batched_tokens
+        for stay in stays:
+            prefill = stay.computed < stay.admitted
+            rest = stay.admitted - stay.computed
+            room = stay.text.longest - stay.most
+            if left < 1 or (mode == "decodes" and prefill) or (not prefill and room < 1):
+                continue
+            if mode in ("anything", "decodes") and self._rng.random() < 0.1:
+                continue
+            draft = 0
+            if prefill:
+                count = min(rest, left)
+                if mode == "trickle":
+                    count = 1
+                elif mode != "wide" and self._rng.random() < 0.6:
+                    count = int(self._rng.integers(1, count + 1))
+            else:
+                draft = int(self._rng.integers(0, min(self._limits.max_drafts, room - 1, left - 1) + 1))
+                draft = 0 if mode == "trickle" else draft
+                count = 1 + draft
+            rows.append((stay, count, draft))
+            left -= count
+            if mode == "one row":
+                break
+        return rows
+
+    def _collect(self) -> None:
+        plan, stays = self._flying.popleft()
+        output = self._device.collect(self._watchdog)
+        assert output.step == plan.step
+        assert not output.errors
+        outcomes = read(output.tokens, output.errors)
+        right = np.full(self._limits.max_num_seqs, Outcome.EMPTY, np.uint8)
+        right[plan.slots[plan.samples]] = Outcome.TOKENS
+        right[[back.slot for back in plan.revocations]] = Outcome.RELEASED
+        wrong = np.flatnonzero(outcomes.kinds != right).tolist()
+        assert not wrong, f"step {plan.step}: slots {wrong} answer {outcomes.kinds[wrong]} instead of {right[wrong]}"
+        for stay, samples, drafts in zip(stays, plan.samples.tolist(), plan.num_drafts.tolist(), strict=True):
+            stay.rows -= 1
+            if samples:
+                stay.flying.popleft()
+                count = int(outcomes.counts[stay.slot])
+                assert 1 <= count <= 1 + drafts, f"step {plan.step}: {count} tokens for {drafts} drafts"
+                begin = len(stay.text.delivered)
+                stay.text.delivered += outcomes.tokens[stay.slot, :count].tolist()
+                self.seen["accepted"] += count - 1
+                self._check_scores(stay, output, begin, count)
+        for back in plan.revocations:
+            self._leave(self._draining.pop(back.slot))
+        for stay in [stay for stay in self._stays.values() if stay.text.ended and not stay.rows]:
+            del self._stays[stay.slot]
+            self._leave(stay)
+
+    def _leave(self, stay: _Stay) -> None:
+        """Give slot and blocks back; the request comes again if it has not ended, at another length."""
+        assert not stay.rows
+        self._owners.subtract(stay.blocks)
+        self._owners = +self._owners
+        if stay.text.ended:
+            self._judge.check({stay.text.spec.request_id: stay.text.delivered})
+            stay.text = _Text(stay.text.spec)
+            self.seen["ended"] += 1
+        self._waiting.append(stay.text)
+
+    def _check_scores(self, stay: _Stay, output: StepOutput, begin: int, count: int) -> None:
+        wanted, name = stay.text.spec.params.logprobs, stay.text.spec.request_id
+        if wanted is None or stay.text.delivered != self._judge.texts[name][: begin + count]:
+            return
+        assert output.logprobs is not None, f"{name} asked for log-probabilities"
+        rows = np.flatnonzero(output.logprobs.slots == stay.slot)
+        columns = output.logprobs.columns[rows].tolist()
+        assert columns[:count] == list(range(count)), f"{name}: scores of columns {columns} for {count} tokens"
+        for column, row in enumerate(rows[:count].tolist()):
+            ids, top = output.logprobs.top_ids[row, :wanted], output.logprobs.top[row, :wanted]
+            self._judge.check_scores(
+                name, begin + column, float(output.logprobs.chosen[row]), ids.tolist(), top.tolist()
+            )
+            self.seen["scores"] += 1
 
 
 def requests(exact: bool) -> list[RequestSpec]:
