@@ -101,9 +101,9 @@ def create_app(
     app.state.fd = state
     generating = (chat, messages, responses, completions, embeddings)
     for family in (*generating, models, admin, kv_events):
-        app.include_router(family.router)
+        app.router.routes += family.router.routes  # as they are: an included router looks more up for each request
     if config.batch_api:
-        app.include_router(routes.router)
+        app.router.routes += routes.router.routes
     for kind in (ApiError, FdError, HTTPException):
         app.add_exception_handler(kind, handle_error)
     hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
 
 import fd_core
 from fd_core.http.errors import ErrorAnswer
@@ -44,12 +45,18 @@ _EVENT: Final = {
 
 
 class DirectRoute(APIRoute):
-    """A route that hands the request to an endpoint which takes nothing else: nothing is looked up for it."""
+    """A route that hands the request to an endpoint which takes nothing else: nothing is looked up or cleaned up for
+    it, and what it raises is answered by the `Gate`."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request."""
-        direct = [*inspect.signature(self.endpoint).parameters] == ["request"]
-        return self.endpoint if direct else super().get_route_handler()
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        if [*inspect.signature(endpoint).parameters] == ["request"]:
+
+            async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+                response = await endpoint(Request(scope, receive, send))
+                await response(scope, receive, send)
+
+            self.app = answer
 
 
 def endpoint(
