@@ -20,7 +20,7 @@ from fd_core.http.connections.connections import Connections
 from fd_core.http.errors import ApiError, HealthAnswer
 from fd_core.http.hosts import HostRules
 from fd_core.http.metrics import metric_families
-from fd_core.router.gateway.requests.answers import error_response, json_response
+from fd_core.router.gateway.requests.forwarding import error_response, json_response
 from fd_core.router.gateway.workers.watched import GatewayHttp, visit_of
 from fd_core.types.metrics import counter, gauge
 

@@ -49,7 +49,7 @@ def route(given: Given) -> None:
         from fd_core.http.connections.listening import bind_socket, raise_descriptor_limit, settle, url_of
         from fd_core.launching.announcing import announce
         from fd_core.plugins import ROUTER_POLICY, installed_plugins
-        from fd_core.router.gateway.requests.answers import ticket_key
+        from fd_core.router.gateway.requests.forwarding import ticket_key
         from fd_core.router.gateway.serving import serve_gateway
         from fd_core.router.router import Router
 

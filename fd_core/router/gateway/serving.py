@@ -22,13 +22,11 @@ from fd_core.http.connections.tls import ServingTls, client_context
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
 from fd_core.router.config import GatewayConfig
-from fd_core.router.gateway.admin import Admin
-from fd_core.router.gateway.gate import RouterGate
+from fd_core.router.gateway.gate import Admin, RouterGate
 from fd_core.router.gateway.requests.relaying import WorkerConnector, reuse_tracing
 from fd_core.router.gateway.requests.route_requests import CostReader, RouteRequestReader
 from fd_core.router.gateway.requests.state import GatewayMetrics, GatewayState
-from fd_core.router.gateway.workers.health_checks import HealthChecks, first_root
-from fd_core.router.gateway.workers.kv_events import KVFollowers
+from fd_core.router.gateway.workers.health_checks import HealthChecks, KVFollowers, first_root
 from fd_core.router.gateway.workers.watched import GatewayHttp
 from fd_core.router.router import Router
 from fd_core.text.prompt_reader import ModelText, find_text

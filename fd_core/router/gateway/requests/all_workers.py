@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import unavailable
-from fd_core.router.gateway.requests.answers import json_response, to_client, to_worker
+from fd_core.router.gateway.requests.forwarding import json_response, to_client, to_worker
 from fd_core.router.gateway.requests.relaying import TROUBLE, read_up_to
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
