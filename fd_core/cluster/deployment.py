@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
-from fd_core.cluster.commands import ClusterSecrets, router_spec, worker_spec
-from fd_core.cluster.config import ClusterConfig, WorkerGroup
+from fd_core.cluster.config import ClusterConfig, ClusterSecrets, WorkerGroup, router_spec, worker_spec
 from fd_core.cluster.controller import (
     ClusterAction,
     ClusterController,

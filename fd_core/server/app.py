@@ -20,15 +20,14 @@ from fd_core.http.errors import ApiError
 from fd_core.http.hosts import HostRules
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
-from fd_core.server.api import admin, chat, completions, embeddings, kv_events, models, openapi
+from fd_core.server.api import admin, completions, embeddings, models, openapi
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
 from fd_core.server.gate import Gate, handle_error
 from fd_core.server.messages import routes as messages
 from fd_core.server.responses import routes as responses
-from fd_core.server.state.metrics import ServerMetrics
-from fd_core.server.state.state import GrammarChecker, ResponseStore, ServerState
+from fd_core.server.state import GrammarChecker, ResponseStore, ServerMetrics, ServerState
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
@@ -99,11 +98,17 @@ def create_app(
         spans=spans,
     )
     app.state.fd = state
-    generating = (chat, messages, responses, completions, embeddings)
-    for family in (*generating, models, admin, kv_events):
+    app.include_router(completions.chat_router)
+    for family in (
+        messages,
+        responses,
+        completions,
+        embeddings,
+        models,
+        admin,
+        *([routes] if config.batch_api else []),
+    ):
         app.include_router(family.router)
-    if config.batch_api:
-        app.include_router(routes.router)
     for kind in (ApiError, FdError, HTTPException):
         app.add_exception_handler(kind, handle_error)
     hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.cli.plugins.scaffold import Framework, PluginKind
-from fd_core.cli.plugins.scaffold.project import write_project
-from fd_core.cli.plugins.scaffold.recipes import RECIPES
+from fd_core.cli.plugins.scaffold.project import RECIPES, write_project
 from fd_core.errors import ConfigError
 from tests.plugin_sites import installed
 

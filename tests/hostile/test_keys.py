@@ -17,7 +17,7 @@ import pytest
 
 from fd_core.errors import ConfigError
 from fd_core.http.access.control import AccessControl
-from fd_core.http.access.key_file import read_key_file
+from fd_core.http.access.keys import read_key_file
 from fd_core.http.errors import ApiError
 from tests.hostile.limits import at_length
 from tests.server.fakes import LiveServer, live

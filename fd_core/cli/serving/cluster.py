@@ -54,7 +54,7 @@ def serve(
         from rich.console import Console
 
         from fd_core.cli.serving.serve import loop_factory
-        from fd_core.cluster.commands import ClusterSecrets, router_spec, worker_spec
+        from fd_core.cluster.config import ClusterSecrets, router_spec, worker_spec
         from fd_core.cluster.deployment import ClusterFailed, Deployment
         from fd_core.config.logs import configure_logs
         from fd_core.http.connections.listening import bind_socket

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fd_core.cli.settings.settings import Settings
-    from fd_core.server.batches.lines import BatchLine
-    from fd_core.server.batches.output import AnswerFile
+    from fd_core.server.batches.lines import AnswerFile, BatchLine
     from fd_core.server.batches.running import BatchProgress
 
 
@@ -64,7 +63,7 @@ def run_batch(
         from rich.console import Console
 
         from fd_core.cli.serving.serve import loop_factory
-        from fd_core.server.batches.output import AnswerFile
+        from fd_core.server.batches.lines import AnswerFile
 
     console = Console(stderr=True)
     with AnswerFile(target) as answers, asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -83,9 +82,8 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
 
     from fd_core.cli.serving.startup import choose_parsers, find_model, running_engine, startup_bars
     from fd_core.server.app import create_app
-    from fd_core.server.batches.asgi import AsgiAnswer, ask
     from fd_core.server.batches.lines import BatchAnswer, BatchLine, read_requests
-    from fd_core.server.batches.running import BatchProgress, run_requests
+    from fd_core.server.batches.running import AsgiAnswer, BatchProgress, ask, run_requests
 
     server, longest = settings.server, settings.server.max_body_bytes
     try:

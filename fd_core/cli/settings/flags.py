@@ -57,7 +57,7 @@ def keys_in_file(path: Any) -> tuple[str, ...]:
 
 def key_file(path: Any) -> str:
     """Return the path of a file of API keys; what is wrong with it is said before anything is loaded."""
-    from fd_core.http.access.key_file import read_key_file
+    from fd_core.http.access.keys import read_key_file
 
     try:
         read_key_file(Path(text(path)))

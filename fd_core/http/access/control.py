@@ -14,8 +14,17 @@ from typing import Final, Literal
 
 from fd_core.config import ListenConfig
 from fd_core.errors import ConfigError
-from fd_core.http.access.key_file import FLAG, read_key_file, warn_if_others_read
-from fd_core.http.access.keys import ApiKey, KeyAccount, KeyLimits, KeyRing, LimitReached, scoped
+from fd_core.http.access.keys import (
+    FLAG,
+    ApiKey,
+    KeyAccount,
+    KeyLimits,
+    KeyRing,
+    LimitReached,
+    read_key_file,
+    scoped,
+    warn_if_others_read,
+)
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, no_such_path
 

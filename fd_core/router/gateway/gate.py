@@ -19,11 +19,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
 from fd_core.errors import FdError
-from fd_core.http.access.access_log import CLIENT_LEFT, log_access
 from fd_core.http.access.control import ROUTES, allow_header, find_route, limit_headers
 from fd_core.http.access.keys import KeyRing
-from fd_core.http.access.record import RequestRecord
-from fd_core.http.access.usage import USAGE_HEADER, UsageMeter
+from fd_core.http.access.record import CLIENT_LEFT, USAGE_HEADER, RequestRecord, UsageMeter, log_access
 from fd_core.http.bodies import BodyBudget, BodyShare
 from fd_core.http.connections.connections import source_of
 from fd_core.http.draining import DRAINING_HEADER

@@ -16,8 +16,7 @@ from fd_core.errors import FdError
 from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget
 from fd_core.http.connections import listening
-from fd_core.http.connections.connections import Connections, connection_limit
-from fd_core.http.connections.liveness import attended
+from fd_core.http.connections.connections import Connections, attended, connection_limit
 from fd_core.http.connections.tls import ServingTls, client_context
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor

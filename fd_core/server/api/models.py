@@ -14,11 +14,11 @@ from fastapi.responses import Response
 from fd_core.http.errors import ApiError, invalid
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.prompts import chat_prompt
+from fd_core.server.preprocess.jobs import chat_prompt
 from fd_core.server.schemas import responses
 from fd_core.server.schemas.requests import DetokenizeRequest, TokenizeRequest
-from fd_core.server.state.state import ServedName, ServerState, state_of
-from fd_core.server.stream.streaming import unless_gone
+from fd_core.server.state import ServedName, ServerState, state_of
+from fd_core.server.stream.response_format import unless_gone
 from fd_core.types.checks import check_ids
 
 router = APIRouter(route_class=DirectRoute)

@@ -26,7 +26,7 @@ from fd_core.server.batches.running import in_thread
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent, StoredFile, cannot_keep
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.state.state import state_of
+from fd_core.server.state import state_of
 
 router = APIRouter(route_class=DirectRoute)
 

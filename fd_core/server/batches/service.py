@@ -15,10 +15,8 @@ from starlette.types import ASGIApp
 
 from fd_core.http.errors import ApiError
 from fd_core.http.supervision import Supervisor, cancelled, failure_reason
-from fd_core.server.batches.asgi import AsgiAnswer, ask
-from fd_core.server.batches.lines import BatchAnswer, read_requests
-from fd_core.server.batches.output import AnswerFile
-from fd_core.server.batches.running import in_thread, run_requests
+from fd_core.server.batches.lines import AnswerFile, BatchAnswer, read_requests
+from fd_core.server.batches.running import AsgiAnswer, ask, in_thread, run_requests
 from fd_core.server.batches.store import ANSWERS, BatchCounts, BatchError, BatchErrors, BatchStore, StoredBatch
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ import msgspec
 
 from fd_core.http.errors import ApiError, invalid, unavailable
 from fd_core.server.batches.accounts import Account, OwnedIndex
-from fd_core.server.batches.output import cut_torn_line
+from fd_core.server.batches.lines import cut_torn_line
 
 log = logging.getLogger(__name__)
 

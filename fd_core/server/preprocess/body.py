@@ -1,4 +1,7 @@
-"""Reading and decoding the body of a request: bounded while it arrives, strict in types, clear in its errors."""
+"""Reading and decoding the body of a request: bounded while it arrives, strict in types, clear in its errors.
+
+What a body holds is counted before anything is made of it: decoders hold the interpreter while they work.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,20 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from fd_core.http.errors import ApiError, invalid, unsupported
 from fd_core.http.headers import refuse_encoding
-from fd_core.server.preprocess.json_shape import SMALL_BYTES, decodable
 from fd_core.server.schemas.unsupported import HARMLESS, Refusal
 
 if TYPE_CHECKING:
-    from fd_core.server.state.state import ServerState
+    from fd_core.server.state import ServerState
 
 
 log = logging.getLogger(__name__)
@@ -42,6 +46,16 @@ _objects: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _array: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _CONTAINERS: Final = b"{["
 _BRACE: Final = _CONTAINERS[0]
+SMALL_BYTES: Final = 64 * 1024
+"""A body of this size is decoded in a few milliseconds whatever it holds."""
+_MAX_CONTAINERS: Final = 32_768
+"""Objects and arrays of one text, each of which takes about half a microsecond."""
+_MAX_NAMES: Final = 65_536
+_MAX_VALUES: Final = 131_072
+_MAX_ESCAPES: Final = 2_000_000
+_SLICE: Final = 1 << 20
+_QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
+_OPENING: Final = b"{["
 
 
 class BodyFormat(Generic[T]):
@@ -233,3 +247,67 @@ def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return hint
     return next((found for each in get_args(hint) if (found := _struct_in(each)) is not None), None)
+
+
+class JsonShape(NamedTuple):
+    """Counts of what a JSON text holds, most of it outside its strings."""
+
+    containers: int
+    """Objects and arrays."""
+    names: int
+    """Fields of all objects."""
+    commas: int
+    escapes: int
+    """Backslashes, anywhere."""
+
+
+async def decodable(body: bytes, ids: int) -> bool:
+    """Whether a body is decoded in tens of milliseconds; `ids` is how many numbers it may hold beyond the usual.
+
+    Large bodies are counted on a thread, in numpy, which lets the event loop run meanwhile.
+    """
+    if len(body) <= SMALL_BYTES:
+        return True
+    shape = await asyncio.to_thread(shape_of, body)
+    most = JsonShape(_MAX_CONTAINERS, _MAX_NAMES, _MAX_VALUES + ids, _MAX_ESCAPES)
+    return all(count <= limit for count, limit in zip(shape, most, strict=True))
+
+
+def shape_of(body: bytes) -> JsonShape:
+    """Count what stands outside strings; of what is no JSON, any counts may be returned."""
+    data = np.frombuffer(body, np.uint8)
+    containers = names = commas = escapes = 0
+    inside = False
+    backslashes = 0
+    """At the end of the slice before, next to each other."""
+    for begin in range(0, len(data), _SLICE):
+        part = data[begin : begin + _SLICE]
+        quotes, backslashes = _quotes(part, backslashes)
+        within = np.bitwise_xor.accumulate(quotes)
+        if inside:
+            within = ~within
+        inside = bool(within[-1])
+        outside = ~within
+        escapes += int(np.count_nonzero(part == _BACKSLASH))
+        containers += sum(int(np.count_nonzero((part == sign) & outside)) for sign in _OPENING)
+        names += int(np.count_nonzero((part == _COLON) & outside))
+        commas += int(np.count_nonzero((part == _COMMA) & outside))
+    return JsonShape(containers, names, commas, escapes)
+
+
+def _quotes(part: npt.NDArray[np.uint8], before: int) -> tuple[npt.NDArray[np.bool_], int]:
+    """Return where strings begin or end, and how many backslashes stand at the end of `part`.
+
+    A quote behind an odd number of backslashes belongs to its string; `before` of them stand in front of `part`.
+    """
+    quotes = part == _QUOTE
+    escapes = part == _BACKSLASH
+    if not before and not escapes.any():
+        return quotes, 0
+    places = np.arange(len(part))
+    others = np.maximum.accumulate(np.where(escapes, -1 - before, places))
+    """The last place up to here without a backslash."""
+    found = np.flatnonzero(quotes)
+    last = np.where(found > 0, others[found - 1], -1 - before)
+    quotes[found[(found - 1 - last) % 2 == 1]] = False
+    return quotes, int(places[-1] - others[-1])

@@ -20,8 +20,7 @@ from fd_core.http.spans import RequestSpan, RequestSpans, span_name
 from fd_core.server.preprocess.jobs import Job
 from fd_core.server.preprocess.sampling import choice_seed
 from fd_core.server.schemas.responses import PromptTokensDetails, Usage
-from fd_core.server.state.metrics import TokenTimes
-from fd_core.server.state.state import ServerState
+from fd_core.server.state import ServerState, TokenTimes
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, Thought

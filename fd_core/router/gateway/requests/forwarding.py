@@ -22,9 +22,7 @@ from fd_core.disagg import keys
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER, sign_ticket
 from fd_core.errors import ConfigError
 from fd_core.http.access.control import limit_headers
-from fd_core.http.access.record import RequestRecord
-from fd_core.http.access.tenants import TENANT_HEADER, Tenant, sign_tenant
-from fd_core.http.access.usage import USAGE_HEADER, UsageMeter
+from fd_core.http.access.record import TENANT_HEADER, USAGE_HEADER, RequestRecord, Tenant, UsageMeter, sign_tenant
 from fd_core.http.bodies import BodyShare
 from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import ApiError, unavailable

@@ -26,7 +26,7 @@ from fd_core.router.attempts import Unreached
 from fd_core.router.gateway.requests.relaying import TROUBLE, is_own_lack, read_up_to
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
-from fd_core.server.api.kv_events import OFFER_HEADER, PATH, WAIT_SECONDS
+from fd_core.server.api.admin import KV_EVENTS_PATH, OFFER_HEADER, WAIT_SECONDS
 from fd_core.types.kv_events import KVPage
 
 _STANDSTILL_SECONDS: Final = 1.0
@@ -316,8 +316,9 @@ class _Follower:
         """Wait for the events that follow the page `last` and return them; all blocks of the worker if it is None."""
         asked = {} if last is None else {"after": str(last.next), "instance": last.instance}
         headers = {"Authorization": f"Bearer {self._state.config.router_secret}"}
+        url = self._worker.url + KV_EVENTS_PATH
         async with self._state.session.get(
-            self._worker.url + PATH, params=asked, headers=headers, timeout=_EVENTS_TIMEOUT, allow_redirects=False
+            url, params=asked, headers=headers, timeout=_EVENTS_TIMEOUT, allow_redirects=False
         ) as answer:
             if answer.status == 403:
                 raise _Broken("it does not take the secret of --router-secret-file")

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from fd_core.kv.event_log import KVEventLog
 from fd_core.router.gateway.workers import health_checks
-from fd_core.server.api.kv_events import OFFER_HEADER, PATH
+from fd_core.server.api.admin import KV_EVENTS_PATH, OFFER_HEADER
 from fd_core.text.prompt_reader import PromptReader, find_text
 from fd_core.types.kv_events import BEGINNING, Cleared, KVEvent, KVPage, Removed, Stored
 from tests.kv.following import ids
@@ -54,7 +54,7 @@ class TellingWorker(FakeWorker):
         return super()._itself() | {OFFER_HEADER: "1"}
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path != PATH:
+        if request.path != KV_EVENTS_PATH:
             return await super()._handle(request)
         self.asked.append(request.headers.get("Authorization"))
         if self.answer is not None:
