@@ -133,10 +133,7 @@ class ClusterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", fo
 
 
 def cluster_config(table: Mapping[str, Any]) -> ClusterConfig:
-    """Return the deployment that a file describes. Raises `ConfigError` that names the field at fault.
-
-    Values of `settings` are checked by whoever knows the flags.
-    """
+    """Return the deployment of a file; `ConfigError` names the field. Values of `settings` are checked elsewhere."""
     for field in ("model", "workers"):
         if field not in table:
             hint = 'for example model = "smollm2"' if field == "model" else "for example [workers.mixed] with count = 2"

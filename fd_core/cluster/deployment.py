@@ -173,10 +173,7 @@ class RouterAdmin:
         """Workers' addresses to the instance that was registered, and when."""
 
     async def register(self, url: str, role: Role, instance: str, now: float, serves: Callable[[], bool]) -> str:
-        """Let it send requests to a worker, unless it was told that of late; return what went wrong, if anything.
-
-        `serves` is asked last: whether the worker is still to be registered.
-        """
+        """Register a worker that still `serves`, unless registered lately; return what went wrong, if anything."""
         async with self._one_at_a_time:
             told, at = self._told.get(url, ("", 0.0))
             if not serves() or (told == instance and now - at < _AGAIN_SECONDS):

@@ -120,10 +120,7 @@ def _since(before: float | None, holds: bool, now: float) -> float | None:
 
 
 def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Return the upper bound of the histogram's bucket that the quantile is in, twice the last bound beyond all.
-
-    `counts` has one more entry than `bounds`; None if all are 0.
-    """
+    """Return the upper bound of the quantile's bucket, twice the last beyond all; None if all n + 1 counts are 0."""
     left = share * sum(counts)
     if not left:
         return None

@@ -77,11 +77,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
     # The engine's thread ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End every lease, complete every operation, end the thread, close the connectors. Idempotent.
-
-        A thread whose copy or connector does not return is left behind; the one operation that it copies for is
-        completed when it returns.
-        """
+        """End leases, operations, thread and connectors; a thread in a call that does not return stays. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -62,10 +62,7 @@ class HostRules:
     """Tells requests that may be answered from those that a foreign page made a browser send."""
 
     def __init__(self, bound: str, hosts: Iterable[str], origins: Iterable[str]) -> None:
-        """`bound` is the address on which the server listens; without `hosts`, one on loopback has only its own names.
-
-        Raises `ConfigError` for a host or an origin that is none.
-        """
+        """Without `hosts`, a server `bound` to loopback has only its own. `ConfigError` for bad hosts, origins."""
         for host in hosts:
             if not _NAME.fullmatch(host):
                 hint = "give a name such as example.org or *.example.org, an address, or * for any"

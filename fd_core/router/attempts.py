@@ -133,10 +133,7 @@ class Unreached:
         self._since.pop(url, None)
 
     def missed(self, url: str, begun: float, now: float) -> bool:
-        """A check that began at `begun` reached nobody; return whether answers that have begun are given up.
-
-        Requests that wait for their first byte go elsewhere as soon as the worker counts as unhealthy.
-        """
+        """Return True if answers that began are given up after a check begun at `begun` reached nobody."""
         return now - self._since.setdefault(url, begun) >= self._patience
 
     def forget(self) -> None:

@@ -107,11 +107,7 @@ class Router:
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        """Take the result of one health check, see `Registry.health`. Counters are never touched.
-
-        A worker that says another role than it was registered with is not chosen, nor is a prefill worker without a
-        port for its KV.
-        """
+        """Take the result of a health check, see `Registry.health`; a worker unfit for its role is not chosen."""
         after = self.registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
         if worker != after:
             self._forget(worker)
@@ -285,10 +281,7 @@ class Router:
         return counts
 
     def _judge(self, selection: Selection, worker: RouterWorker, verdict: Verdict) -> tuple[bool, Member | None]:
-        """Count a verdict; return whether it counts, and the worker's entry if it does and the worker is there.
-
-        A verdict that comes twice or after the release counts as a fault and nothing else.
-        """
+        """Count a verdict; return if it counts, and the worker's entry. Repeated or late ones count as faults only."""
         if worker not in selection.workers:
             raise ValueError(f"{worker} is not a worker of this selection")
         if selection.released or worker in selection.verdicts:

@@ -182,10 +182,7 @@ class Registry:
             self._changed()
 
     def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
-        """Note the models that `worker` serves: it gets no request for a model that only other workers serve.
-
-        Prompts of `adapters`, which are some of them, are compared with prompts of the same adapter only.
-        """
+        """Note a worker's models, the only ones it gets; prompts of `adapters` match those of the same adapter."""
         member, known = self.member(worker), (frozenset(models), frozenset(adapters))
         if member is not None and (member.models, member.adapters) != known:
             member.models, member.adapters = known

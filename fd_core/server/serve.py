@@ -331,10 +331,7 @@ class Registration:
             await asyncio.sleep(_AGAIN_SECONDS if answered else _RETRY_SECONDS)
 
     async def _post(self, what: str) -> bool:
-        """Send one message to each router; return whether one took it. Says each trouble once, and when it is over.
-
-        That nobody listens at an address is no trouble while a router at another one answers.
-        """
+        """Post to each router; return True if one took it. An absent one is no failure while another answers."""
         target = URL(self._router)
         try:
             found = await ThreadedResolver().resolve(target.host or "", target.port or 0, socket.AF_UNSPEC)
@@ -390,10 +387,7 @@ class _Known(AbstractResolver):
 def registration_of(
     config: ServerConfig, url: str, instance: Callable[[], str], role: str = "mixed"
 ) -> Registration | None:
-    """Return the registration that the settings ask for, or None. Raises `ConfigError` if it cannot work.
-
-    `instance` is asked each time: it is what the server answers to health checks, and another one after a restart.
-    """
+    """Return the registration asked for, or None; `instance` is called each time. Raises `ConfigError`."""
     if config.router is None:
         return None
     if not config.router.startswith(("http://", "https://")):

@@ -154,11 +154,7 @@ class GrammarChecker:
             self._pool.warm_up(_WARM_UP_SECONDS)
 
     async def checked(self, form: FormAsked) -> FormOutcome:
-        """Return the grammar of a form, compiled once to see that it can be, and what it leaves open.
-
-        Raises `ApiError` (400) that names the place of a form that cannot be used or takes too long, and 503 where too
-        many others are before it.
-        """
+        """Return the compiled grammar of a form. Raises `ApiError`: 400 names the place at fault, 503 while busy."""
         if not self._served:
             raise unsupported(f"{form.field}: structured output is switched off here", form.field)
         try:
@@ -482,10 +478,7 @@ class ServerMetrics(Collector):
         deltas: DeltaStream,
         times: TokenTimes,
     ) -> None:
-        """Count a generation that ended with `tokens` written, under the name of its LoRA adapter if it had one.
-
-        `deltas` know when the engine was given it, and when it got a slot, if it did.
-        """
+        """Count a generation that ended; `deltas` hold when the engine got it and when it got a slot, if it did."""
         submitted, admitted = deltas.submitted, deltas.admitted
         self.outcomes[outcome] += 1
         if adapter is not None:

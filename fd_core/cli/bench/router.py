@@ -32,10 +32,7 @@ class RouterTraffic:
         self._running = [self._select(self._request()) for _ in range(in_flight)]
 
     def measure(self, requests: int) -> dict[str, Any]:
-        """Let requests come and go, one for one, and time `requests` of them. A random one leaves each time.
-
-        Return `in_flight`, `requests` and, in microseconds, the selection of one, the release of another and both.
-        """
+        """Return the microseconds to select and release `requests`; a random one leaves for each that comes."""
         self._turn(_WARM_UP)
         select, release = self._turn(requests)
         parts = {"select": select, "release": release, "both": [*map(sum, zip(select, release, strict=True))]}

@@ -47,10 +47,7 @@ class ChatHistory:
         self._turns += ({"role": "user", "content": text}, {"role": "assistant", "content": answer})
 
     def command(self, line: str) -> str | None:
-        """Do what a line beginning with `/` says, and return what to tell; None for a line that is a message.
-
-        `/quit` is not done here. Raises `ConfigError` for a file that cannot be used, and for a command that is none.
-        """
+        """Run a command but `/quit`; return its reply, None for a message. Raises `ConfigError` for bad ones."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         match name:

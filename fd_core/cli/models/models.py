@@ -161,10 +161,7 @@ def size_of(model: ListedModel) -> str:
 
 
 def choose_model(command: str) -> str:
-    """Return the model that somebody at the terminal chooses for `command`, such as `fdcore serve`.
-
-    Raises `ConfigError` with the list where nobody sits at one, or nothing is chosen.
-    """
+    """Return the model chosen at the terminal for `command`; `ConfigError` with the list without one, or a choice."""
     models = named_models()
     if not _at_a_terminal():
         raise _none_named(command, models)

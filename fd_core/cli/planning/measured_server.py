@@ -25,10 +25,7 @@ _TEXT: Final = "The quick brown fox jumps over the lazy dog, and 42 others watch
 
 
 def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: int) -> RequestTerms:
-    """Return `request` with the times of a server that `fdcore serve FLAGS` starts, on a port of its own.
-
-    They are its processor's time: its engine is another process. Raises `FdError` if it cannot be measured.
-    """
+    """Return `request` with the processor time of a server, without its engine, on its own port. Raises `FdError`."""
     if not hasattr(time, "clock_gettime"):
         raise FdError("the processor time of another process cannot be read here")
     from fd_core.http.connections.listening import bind_socket

@@ -48,10 +48,7 @@ class PlanProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, jobs: Sequence[PlanJob], done: Callable[[], None]) -> list[ReportedRun]:
-        """Return what came of each job; `done` is called after each.
-
-        Raises `OutOfTime`, and `ConfigError` or `PluginError` for a job that cannot be done.
-        """
+        """Return the result of each job, `done` called after each. Raises `OutOfTime`, `ConfigError`, `PluginError`."""
         if self._count == 1:
             return [self._here(job, done) for job in jobs]
         results: list[ReportedRun | None] = [None] * len(jobs)

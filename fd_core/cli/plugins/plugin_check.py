@@ -150,10 +150,7 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 def check_plugins(name: str | None = None) -> list[Checked]:
-    """Inspect the installed plugins; return all, or those called `name`.
-
-    Raises `PluginError` if no plugin is called so, `ConfigError` if a part of the core is.
-    """
+    """Inspect installed plugins, all or those called `name`; `PluginError` for none, `ConfigError` for the core."""
     points = sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=str)
     checked = list(_with_contested_names([_checked(point) for point in points]))
     if name is None:

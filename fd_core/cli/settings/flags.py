@@ -159,10 +159,7 @@ class Flag:
         return self.value or _METAVARS[kind]
 
     def parse(self, value: Any) -> Any:
-        """Return what `value`, text or a typed value of a settings file, means.
-
-        Raises `ValueError` with a phrase that completes "NAME: ...".
-        """
+        """Return what a text or typed `value` means. Raises `ValueError` with a phrase that completes "NAME: ..."."""
         return (self.parser or self.rule.read)(value)
 
     @property

@@ -185,10 +185,7 @@ def read_table(path: Path) -> dict[str, Any]:
 def take_settings(
     table: dict[str, Any], path: Path, flags: Iterable[Flag], spellings: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Take the keys of `flags` out of a file's table and return their values by field.
-
-    `spellings` are other names of keys. Raises `ConfigError` for a value that cannot be, or a key given twice.
-    """
+    """Take keys of `flags`, or `spellings` of them, out of a file's table; `ConfigError` for bad or repeated ones."""
     known = {flag.key: flag for flag in flags}
     raw: dict[Flag, Any] = {}
     for key in list(table):

@@ -95,11 +95,7 @@ class AccessControl:
         log.info("%s was read again: %d API keys", self._file, len(ring))
 
     def identify(self, method: str, path: str, authorization: bytes | None, api_key: bytes | None) -> ApiKey | None:
-        """Return whose request it is; None for anybody's.
-
-        Raises `ApiError` (401) unless there are no keys, the path is open, or a header carries an accepted key. For the
-        pages, browsers may give it as password.
-        """
+        """Return whose request it is, None for anybody's. Raises `ApiError` (401) where a key is required."""
         if not self.has_keys:
             return None
         found = find_route(path)

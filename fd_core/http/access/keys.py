@@ -204,10 +204,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """Whose files, batches and kept responses they are: a digest of the name, or of a key without one.
-
-        It stays the same for as long as the name does, so that a key can be replaced.
-        """
+        """Whose data it is: a digest of the name, so that the key can be replaced, or else of the key."""
         if self.name:
             return hashlib.blake2b(self.name.encode(), digest_size=16, person=b"fd_core key name").hexdigest()
         return hashlib.blake2b(self.digest, digest_size=16, person=b"fd_core owner").hexdigest()
@@ -243,10 +240,7 @@ class KeyRing:
         return self._owners.get(owner)
 
     def find(self, authorization: bytes | None, api_key: bytes | None = None, *, basic: bool = False) -> ApiKey | None:
-        """Return the key of `Authorization: Bearer KEY` or `x-api-key: KEY`; None if it is none of the keys.
-
-        With `basic`, the password of `Authorization: Basic` is a key as well, as browsers send it.
-        """
+        """Return the key of `Bearer KEY` or `x-api-key`, with `basic` of a browser's password too; None for no key."""
         scheme, _, given = (authorization or b"").partition(b" ")
         kind = scheme.lower()
         if basic and kind == b"basic":

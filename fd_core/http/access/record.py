@@ -59,10 +59,7 @@ def sign_tenant(secret: bytes, tenant: Tenant, method: str, path: str, request_i
 
 
 def read_tenant(secret: bytes | None, header: bytes, method: str, path: str, request_id: str) -> Tenant | None:
-    """Return the tenant that a header names; None unless it is signed with `secret` for this very request.
-
-    A worker without keys has no secret, None, and believes every header, as it serves everybody.
-    """
+    """Return a header's tenant, None unless signed for this request; without keys, and so a `secret`, it is trusted."""
     found = _HEADER.fullmatch(header.decode("latin-1"))
     if found is None:
         return None

@@ -223,10 +223,7 @@ class Connections:
 
 
 class WatchedProtocol(asyncio.Protocol):
-    """Base of protocols whose connections are watched; it stands before the class that reads HTTP.
-
-    That class says when a request's head is complete, when its body is, and when its answer was sent.
-    """
+    """Base of watched protocols, before the class that reads HTTP, which notes ends of heads, bodies and answers."""
 
     watch: Connections
     """To be set before the connection is made."""

@@ -165,10 +165,7 @@ class AnswerFile(AbstractContextManager["AnswerFile"]):
     """
 
     def __init__(self, path: Path, account: Callable[[int], None] = lambda _: None) -> None:
-        """`account` is called before the file grows, with the bytes; it may raise to prevent that.
-
-        Raises `ConfigError` if there is a file already, or one that is no output of a batch.
-        """
+        """`account` is told growth in bytes and may raise. Raises `ConfigError` for a file that is no output."""
         self.path = path
         self.known: dict[str, BatchAnswer] = {}
         """By id; the answers themselves are left out."""

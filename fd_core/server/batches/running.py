@@ -99,11 +99,7 @@ class Pause:
         return max(0.0, self._until - now)
 
     def retries(self, line: str, answer: AsgiAnswer, now: float) -> bool:
-        """Return True if the request of a line is to be sent again after this answer, and pause until then.
-
-        A limit of the key says how long that takes, and is waited for as often as it takes. Other refusals are
-        counted.
-        """
+        """Return True if a request is to be sent again, and pause; limits of the key are not counted as refusals."""
         if answer.status not in (429, 503) or "x-should-retry" in answer.headers:
             return False
         wait = answer.headers.get("retry-after", "")

@@ -26,10 +26,7 @@ _MOST_ERRORS: Final = 100
 
 
 class BatchService:
-    """Owner of the store and of the tasks that work on its batches, one for each key; used from one event loop.
-
-    The batches of a key run one after the other. Those of several keys share the slots and take turns.
-    """
+    """Owner of the store and of one task for each key, on one event loop: keys take turns, a key's batches queue."""
 
     def __init__(
         self,

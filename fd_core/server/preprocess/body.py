@@ -220,10 +220,7 @@ class KnownFields:
         }
 
     def unknown(self, body: bytes | msgspec.Raw, path: str = "") -> Iterator[tuple[str, msgspec.Raw]]:
-        """Yield fields that are not read, such as `messages[].x`, and their values; raises what msgspec raises.
-
-        The names begin with `path`, that of the object, or of the array whose objects `body` holds.
-        """
+        """Yield unread fields, such as `messages[].x`, below `path`, and their values. Raises as msgspec does."""
         if not path or memoryview(body)[0] == _BRACE:
             objects = [_object.decode(body)]
         else:
@@ -262,10 +259,7 @@ class JsonShape(NamedTuple):
 
 
 async def decodable(body: bytes, ids: int) -> bool:
-    """Whether a body is decoded in tens of milliseconds; `ids` is how many numbers it may hold beyond the usual.
-
-    Large bodies are counted on a thread, in numpy, which lets the event loop run meanwhile.
-    """
+    """Return True if a body decodes in tens of ms, `ids` more numbers allowed. Large ones are counted on a thread."""
     if len(body) <= SMALL_BYTES:
         return True
     shape = await asyncio.to_thread(shape_of, body)
@@ -296,10 +290,7 @@ def shape_of(body: bytes) -> JsonShape:
 
 
 def _quotes(part: npt.NDArray[np.uint8], before: int) -> tuple[npt.NDArray[np.bool_], int]:
-    """Return where strings begin or end, and how many backslashes stand at the end of `part`.
-
-    A quote behind an odd number of backslashes belongs to its string; `before` of them stand in front of `part`.
-    """
+    """Return where strings begin or end, and the backslashes that end `part`; `before` of them precede it."""
     quotes = part == _QUOTE
     escapes = part == _BACKSLASH
     if not before and not escapes.any():

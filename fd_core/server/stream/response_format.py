@@ -128,10 +128,7 @@ class AnswerFormat(abc.ABC):
 
 
 class ResponseFormat(AnswerFormat):
-    """Spells the response to one request in the shapes of completions and chats.
-
-    A stream's event is glued from bytes prepared once and the encoded text: nothing is built for each token.
-    """
+    """Spells completions and chats; events are glued from prepared bytes and the text, no objects per token."""
 
     answer: ClassVar[type[msgspec.Struct]]
     id_prefix: ClassVar[str]

@@ -35,10 +35,7 @@ _following: Final = msgspec.json.Decoder(_Following)
 async def keeper(
     state: GatewayState, request: web.BaseRequest, body: bytes, record: RequestRecord
 ) -> RouterWorker | None:
-    """Return the worker that keeps the response which a request names; None if it names none or no worker has it.
-
-    Workers are asked for the client: a worker shows a response to the key that made it.
-    """
+    """Return the worker that keeps the response a request names, asked with the client's key; None if there is none."""
     name = _named(request.path, body)
     if not name:
         return None
@@ -104,10 +101,7 @@ async def abort(
 async def change_adapters(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
-    """Load or unload an adapter on every worker; return the first refusal, or what a worker answered.
-
-    Raises `ApiError` (503) unless every worker answered: the request may be repeated.
-    """
+    """Change adapters on every worker; return the first refusal, else an answer. `ApiError` (503) if one is silent."""
     told = await _ask_all(state, path, body, headers, record, _LOAD_TIMEOUT)
     refused = [each for each in told if each.status != 200]
     return _refusal(refused) if refused or not told else told[0]

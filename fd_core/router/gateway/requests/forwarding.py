@@ -120,10 +120,7 @@ AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent"
 def to_worker(
     state: GatewayState, given: CIMultiDictProxy[str], record: RequestRecord, method: str, path: str
 ) -> CIMultiDict[str]:
-    """Return the headers of a request to a worker; the client's API key goes on unless it is the gateway's.
-
-    Of a key of the gateway's, the tenant goes on, signed for this method and this decoded path.
-    """
+    """Return headers for a worker: the client's key goes on unless it is the gateway's; then its signed tenant does."""
     headers = _without(given, _REQUEST_ONLY)
     headers["X-Request-Id"] = record.request_id
     if record.key is not None:
@@ -175,10 +172,7 @@ def ticket_key(config: GatewayConfig) -> bytes | None:
 def ticket_headers(
     state: GatewayState, selection: Selection, headers: CIMultiDict[str], request_id: str
 ) -> CIMultiDict[str]:
-    """Return the headers of a request; those to the decode worker of a pair send it to the prefill worker.
-
-    `request_id` is the one that the worker will read in them.
-    """
+    """Return the headers of a request, which carries `request_id`; a ticket names the prefill side of a pair."""
     if selection.kv_port is None or state.ticket_key is None:
         return headers
     host = URL(selection.prefill.url).raw_host or ""

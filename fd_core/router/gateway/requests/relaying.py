@@ -214,10 +214,7 @@ class UpstreamAnswer:
         return first
 
     async def rest(self, silence: SilenceTimer) -> AsyncIterator[bytes]:
-        """Yield the rest as it comes. Raises `WorkerLost` if it breaks off before it is complete.
-
-        `silence` measures the waits for pieces; its `TimeoutError` may be raised here or where the pieces go.
-        """
+        """Yield the rest; `WorkerLost` if it breaks off. `TimeoutError` of `silence` may be raised by the consumer."""
         cutter = self._cutter
         while not self._ended:
             silence.start()

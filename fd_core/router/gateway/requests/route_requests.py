@@ -141,10 +141,7 @@ class RouteRequestReader:
         return replace(read, output_tokens=asked.output_tokens)
 
     def _ids(self, asked: _Body) -> tuple[Sequence[int], int]:
-        """Return the ids of the first prompt, by which prefixes are compared, and how many tokens all prompts have.
-
-        Raises `FdError` for prompts that cannot be read, `TypeError` for texts where there is no tokenizer.
-        """
+        """Return the first prompt's ids and the tokens of all; `FdError`, or `TypeError` without tokenizer."""
         if self._prompts is None:
             given = split_prompts(asked.text)
             if isinstance(given[0], str):
