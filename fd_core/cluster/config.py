@@ -134,10 +134,10 @@ class ClusterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", fo
 
 def cluster_config(table: Mapping[str, Any]) -> ClusterConfig:
     """Return the deployment of a file; `ConfigError` names the field. Values of `settings` are checked elsewhere."""
-    for field in ("model", "workers"):
-        if field not in table:
-            hint = 'for example model = "smollm2"' if field == "model" else "for example [workers.mixed] with count = 2"
-            raise ConfigError("the file has to say this", field=field, hint=hint)
+    for key in ("model", "workers"):
+        if key not in table:
+            hint = 'for example model = "smollm2"' if key == "model" else "for example [workers.mixed] with count = 2"
+            raise ConfigError("the file has to say this", field=key, hint=hint)
     config = _made(ClusterConfig, table, "")
     router = config.router_group
     _check_group(router, "router")

@@ -15,20 +15,8 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
+from fd_core.cluster import controller
 from fd_core.cluster.config import ClusterConfig, ClusterSecrets, WorkerGroup, router_spec, worker_spec
-from fd_core.cluster.controller import (
-    ClusterAction,
-    ClusterController,
-    ClusterNote,
-    DrainProcess,
-    GroupPlan,
-    KillProcess,
-    ProcessEnd,
-    ProcessPhase,
-    ProcessSeen,
-    StartProcess,
-    Supervision,
-)
 from fd_core.cluster.scaling import GroupLoad, ScalingPolicy, quantile
 from fd_core.errors import FdError
 from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError
@@ -234,7 +222,7 @@ class HeldProcess:
     admin: RouterAdmin | None = None
     """Of a router that takes requests."""
     answer: ProcessAnswer = field(default_factory=ProcessAnswer)
-    end: ProcessEnd | None = None
+    end: controller.ProcessEnd | None = None
 
     @property
     def node(self) -> str:
@@ -242,11 +230,11 @@ class HeldProcess:
         return "" if self.process is None else self.process.node
 
 
-def plans_of(config: ClusterConfig) -> tuple[GroupPlan, ...]:
+def plans_of(config: ClusterConfig) -> tuple[controller.GroupPlan, ...]:
     """Return the groups of a deployment, routers first."""
     count = config.router_group.count
-    workers = (GroupPlan(name, *group.bounds) for name, group in config.worker_groups.items())
-    return (GroupPlan(ROUTERS, count, count, is_router=True), *workers)
+    workers = (controller.GroupPlan(name, *group.bounds) for name, group in config.worker_groups.items())
+    return (controller.GroupPlan(ROUTERS, count, count, is_router=True), *workers)
 
 
 class Deployment:
@@ -258,17 +246,17 @@ class Deployment:
         launcher: Launcher,
         policies: Mapping[str, ScalingPolicy],
         variables: Mapping[str, str],
-        on_note: Callable[[ClusterNote], None] = lambda note: None,
+        on_note: Callable[[controller.ClusterNote], None] = lambda note: None,
     ) -> None:
         """`policies` are those of the groups whose number of workers changes; secrets are among `variables`."""
         self.config = config
-        limits = Supervision(
+        limits = controller.Supervision(
             start_seconds=config.start_seconds,
             unhealthy_seconds=config.unhealthy_seconds,
             drain_seconds=config.drain_delay + config.drain_seconds + _GRACE_SECONDS,
             max_failures=config.max_failures,
         )
-        self.controller = ClusterController.of(plans_of(config), limits)
+        self.controller = controller.ClusterController.of(plans_of(config), limits)
         self.held: dict[str, HeldProcess] = {}
         self._groups: Mapping[str, WorkerGroup] = config.worker_groups
         self._launcher = launcher
@@ -350,14 +338,14 @@ class Deployment:
 
     def _is_serving(self, name: str) -> bool:
         process = self.controller.processes.get(name)
-        return process is not None and process.phase is ProcessPhase.READY and bool(self.held[name].url)
+        return process is not None and process.phase is controller.ProcessPhase.READY and bool(self.held[name].url)
 
-    async def _look(self) -> dict[str, ProcessSeen]:
+    async def _look(self) -> dict[str, controller.ProcessSeen]:
         """Return what is known of every process, and let go those that ended."""
         await asyncio.get_running_loop().run_in_executor(self._looking, self._read_ends)
         seen = {}
         for held in list(self.held.values()):
-            seen[held.name] = ProcessSeen(held.answer.ready, held.answer.healthy, held.end)
+            seen[held.name] = controller.ProcessSeen(held.answer.ready, held.answer.healthy, held.end)
             if held.end is not None:
                 del self.held[held.name]
                 self._spawn(self._forget(held))
@@ -368,21 +356,21 @@ class Deployment:
         for held in list(self.held.values()):
             process = held.process
             if process is not None and held.end is None and (code := process.exit_code()) is not None:
-                held.end = ProcessEnd(code, _in_one_line(process.reason(), said=code in range(1, NODE_LOST)))
+                held.end = controller.ProcessEnd(code, _in_one_line(process.reason(), said=code in range(1, NODE_LOST)))
 
-    def _perform(self, actions: Iterable[ClusterAction]) -> None:
+    def _perform(self, actions: Iterable[controller.ClusterAction]) -> None:
         for action in actions:
             match action:
-                case StartProcess(name, group):
+                case controller.StartProcess(name, group):
                     port = self._free_port() if group == ROUTERS else 0
                     held = HeldProcess(name, group, port, None if group == ROUTERS else FirstTokens())
                     self.held[name] = held
                     self._spawn(self._launch(held))
-                case DrainProcess(name):
+                case controller.DrainProcess(name):
                     self._spawn(self._drain(self.held[name]))
-                case KillProcess(name):
+                case controller.KillProcess(name):
                     self._spawn(self._kill(self.held[name]))
-                case ClusterNote():
+                case controller.ClusterNote():
                     (log.warning if action.bad else log.info)("%s", action.text)
                     self._on_note(action)
 
@@ -396,7 +384,7 @@ class Deployment:
             launched = await asyncio.to_thread(self._launcher.start, [spec])
         except Exception as error:  # noqa: BLE001  # whatever a launcher of a plugin raises, the process does not run
             reason = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
-            held.end = ProcessEnd(None, reason, placed=False)
+            held.end = controller.ProcessEnd(None, reason, placed=False)
             return
         finally:
             held.launched.set()

@@ -183,11 +183,10 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
             hint = "give --api-key-file, --api-key or FD_API_KEY"
             raise ConfigError("there is no key that could protect the pages", field="--protect-pages", hint=hint)
         if self.max_body_memory < self.max_body_bytes:
-            raise ConfigError(
-                f"max_body_memory is {self.max_body_memory:,} bytes, less than one body of {self.max_body_bytes:,}",
-                field="--max-body-memory",
-                hint="raise it or lower --max-body-size",
+            message = (
+                f"max_body_memory is {self.max_body_memory:,} bytes, less than one body of {self.max_body_bytes:,}"
             )
+            raise ConfigError(message, field="--max-body-memory", hint="raise it or lower --max-body-size")
 
 
 class ServerConfig(ListenConfig, frozen=True, kw_only=True):
@@ -263,12 +262,10 @@ def resolve_limits(
     if not max_drafts and config.structured_output:
         max_drafts = min(config.max_forced_tokens, budget - 1)
     if budget < 1 + max_drafts:
-        raise ConfigError(
-            f"max_num_batched_tokens is {budget}, but one decode with "
-            f"{max_drafts} drafts takes {1 + max_drafts} tokens",
-            field="--max-num-batched-tokens",
-            hint="raise it or use fewer draft tokens",
+        message = (
+            f"max_num_batched_tokens is {budget}, but one decode with {max_drafts} drafts takes {1 + max_drafts} tokens"
         )
+        raise ConfigError(message, field="--max-num-batched-tokens", hint="raise it or use fewer draft tokens")
     max_len = model_max_len if config.max_model_len is None else config.max_model_len
     if max_len > model_max_len:
         message = f"max_model_len is {max_len}, but the model was built for {model_max_len} tokens"

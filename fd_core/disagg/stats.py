@@ -52,8 +52,7 @@ class SenderStats(_SideStats, frozen=True, kw_only=True):
     ] = {}
     """By what was wrong: malformed, terms (the two workers do not fit together), busy, connector, engine."""
     ended: Annotated[
-        dict[str, int],
-        counter("kv_leases_ended", "Leases of decode workers that ended, by cause.", label="how"),
+        dict[str, int], counter("kv_leases_ended", "Leases of decode workers that ended, by cause.", label="how")
     ] = {}
     """Accepted leases by `fd_core.disagg.lease.End`."""
     pieces: int = 0

@@ -82,11 +82,10 @@ class HostRules:
             raise ApiError(400, "the header Host is given more than once", code="invalid_host")
         given = visit.hosts[0] if visit.hosts else None
         if given is not None and not self._any_host and not self._is_own(given, visit.address):
-            raise ApiError(
-                421,
-                "this server is not meant by the Host of the request; --allowed-hosts names others that it answers to",
-                code="foreign_host",
+            message = (
+                "this server is not meant by the Host of the request; --allowed-hosts names others that it answers to"
             )
+            raise ApiError(421, message, code="foreign_host")
         if visit.origin is None or (given is not None and _same(visit.origin, given)):
             return {}
         if _ANY not in self._origins and visit.origin.lower() not in self._origins:

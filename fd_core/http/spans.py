@@ -42,11 +42,8 @@ def open_spans(endpoint: str, service: str) -> RequestSpans:
     `service` is the name otherwise. Raises `ConfigError` for other addresses, and where the extra is not installed.
     """
     if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{endpoint!r} is not the address of a collector for OTLP over HTTP",
-            field=_FLAG,
-            hint="give the whole address, for example http://localhost:4318/v1/traces; gRPC is not served",
-        )
+        hint = "give the whole address, for example http://localhost:4318/v1/traces; gRPC is not served"
+        raise ConfigError(f"{endpoint!r} is not the address of a collector for OTLP over HTTP", field=_FLAG, hint=hint)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

@@ -431,8 +431,7 @@ class RouterSnapshot:
     roles: dict[Role, SelectionCounts]
     """Counts of all workers there ever were, by role."""
     modes: Annotated[
-        dict[Mode, int],
-        counter("attempts", "Attempts on a mixed worker, a pair or a decode worker.", label="mode"),
+        dict[Mode, int], counter("attempts", "Attempts on a mixed worker, a pair or a decode worker.", label="mode")
     ]
     refused: Annotated[dict[str, int], counter("refused", "Requests that got no worker, by reason.", label="reason")]
     retries: Annotated[int, counter("retries", "Attempts on another worker after one that failed.")]

@@ -67,17 +67,13 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     def plus(self, other: WorkerLoad) -> WorkerLoad:
         """Return the sum of both loads."""
         return WorkerLoad(
-            self.requests + other.requests,
-            self.waiting + other.waiting,
-            self.prefill_tokens + other.prefill_tokens,
+            self.requests + other.requests, self.waiting + other.waiting, self.prefill_tokens + other.prefill_tokens
         )
 
     def minus(self, other: WorkerLoad) -> WorkerLoad:
         """Return this load without `other`."""
         return WorkerLoad(
-            self.requests - other.requests,
-            self.waiting - other.waiting,
-            self.prefill_tokens - other.prefill_tokens,
+            self.requests - other.requests, self.waiting - other.waiting, self.prefill_tokens - other.prefill_tokens
         )
 
 

@@ -140,8 +140,7 @@ def _check_resumable(requests: list[BatchLine], answers: AnswerFile) -> None:
     ids = {request.id: request.custom_id for request in requests}
     for known in answers.known.values():
         if ids.get(known.id, "") != known.custom_id:
-            raise ConfigError(
-                f"{answers.path}.partial has the answer to {known.custom_id!r}, which the input does not have there",
-                field="--output",
-                hint="delete it, or name another file",
+            message = (
+                f"{answers.path}.partial has the answer to {known.custom_id!r}, which the input does not have there"
             )
+            raise ConfigError(message, field="--output", hint="delete it, or name another file")

@@ -295,12 +295,8 @@ class Admin:
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         self._hosts.check(visit_of(request))
         if self._ring.find(request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")) is None:
-            raise ApiError(
-                401,
-                "the router's secret is required: send the header 'Authorization: Bearer SECRET'",
-                code="invalid_secret",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "the router's secret is required: send the header 'Authorization: Bearer SECRET'"
+            raise ApiError(401, message, code="invalid_secret", headers={"WWW-Authenticate": "Bearer"})
         if request.path not in ("/register", "/deregister"):
             raise ApiError(404, "nothing is served at this path; there are /register and /deregister")
         if request.method != "POST":
@@ -311,13 +307,11 @@ class Admin:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
         if member.role != "mixed" and not self._pairs:
-            raise ApiError(
-                400,
+            message = (
                 f"this router has no secret for pairs, so it takes no {member.role} workers: "
-                "start it with --transfer-secret-file",
-                param="role",
-                code="wrong_role",
+                "start it with --transfer-secret-file"
             )
+            raise ApiError(400, message, param="role", code="wrong_role")
         known, now = self._router.workers(), time.monotonic()
         if request.path == "/register":
             worker = self._router.register(member.url, member.role, now, instance=member.instance)

@@ -98,12 +98,11 @@ async def tokenizer_info(request: Request) -> Response:
     """Tell control tokens and the chat template, as vLLM does, if the operator allows it."""
     state = state_of(request)
     if not state.config.enable_tokenizer_info_endpoint:
-        raise ApiError(
-            404,
+        message = (
             "/tokenizer_info is served only where the server was started with --enable-tokenizer-info-endpoint: "
-            "it shows the chat template",
-            code="not_enabled",
+            "it shows the chat template"
         )
+        raise ApiError(404, message, code="not_enabled")
     tokenizer = state.tokenizer
     added = tokenizer.backend.get_added_tokens_decoder()
     answer = responses.TokenizerInfoAnswer(

@@ -163,11 +163,10 @@ class BatchStore:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._load()
             except BlockingIOError:
-                raise unavailable(
-                    "another server on this machine has the folder of files and batches; give each its --batch-store",
-                    "batch_store_in_use",
-                    retry_after=60,
-                ) from None
+                message = (
+                    "another server on this machine has the folder of files and batches; give each its --batch-store"
+                )
+                raise unavailable(message, "batch_store_in_use", retry_after=60) from None
             except OSError as error:
                 raise cannot_keep(error) from error
             undo.pop_all()

@@ -15,30 +15,12 @@ from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.messages import schemas
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
+from fd_core.server.preprocess import jobs
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.jobs import (
-    MESSAGES_NAMES,
-    Job,
-    PromptState,
-    chat_prompt,
-    conversation_job,
-    named_as_sent,
-    require_effort,
-)
 from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoice, function_tool, named_choice
 from fd_core.server.schemas.responses import Usage
+from fd_core.server.stream import response_format
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
-from fd_core.server.stream.response_format import (
-    AnswerBlock,
-    AnswerFormat,
-    BlockStep,
-    BlockWriter,
-    CollectedText,
-    GenerationResponse,
-    blocks_of,
-    json_text,
-    unless_gone,
-)
 from fd_core.structured.grammar import FormAsked, SchemaForm
 from fd_core.types import FinishReason
 
@@ -62,9 +44,9 @@ _USUAL_EFFORT: Final = "high"
 async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's shape."""
     state, body, headers = await BODY.read(request)
-    asked = conversation_job(state, as_chat(state, body), request, demanded_form(body), MESSAGES_NAMES)
-    job = await unless_gone(request, asked)
-    return GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers)
+    asked = jobs.conversation_job(state, as_chat(state, body), request, demanded_form(body), jobs.MESSAGES_NAMES)
+    job = await response_format.unless_gone(request, asked)
+    return response_format.GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers)
 
 
 @router.post(
@@ -75,24 +57,24 @@ async def count_tokens(request: Request) -> Response:
     state, body, headers = await _COUNT.read(request)
     state.served(body.model)
     try:
-        ids = await unless_gone(request, chat_prompt(state, as_chat(state, body)))
+        ids = await response_format.unless_gone(request, jobs.chat_prompt(state, as_chat(state, body)))
     except (ApiError, BadRequest) as error:
-        raise named_as_sent(error, MESSAGES_NAMES) from None
+        raise jobs.named_as_sent(error, jobs.MESSAGES_NAMES) from None
     return json_response(schemas.TokenCountAnswer(len(ids)), headers)
 
 
-class _MessagesFormat(AnswerFormat):
+class _MessagesFormat(response_format.AnswerFormat):
     """Spells one answer of the Messages API."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: jobs.Job) -> None:
         self.job = job
-        self._writer = BlockWriter()
+        self._writer = response_format.BlockWriter()
         self._ended = b""
 
-    def whole(self, collected: list[CollectedText], usage: Usage) -> schemas.MessagesAnswer:
+    def whole(self, collected: list[response_format.CollectedText], usage: Usage) -> schemas.MessagesAnswer:
         [one] = collected
         stopped = _stop(one.choice, one.finish_reason, one.stop_reason)
-        content = [_shown(block, whole=True) for block in blocks_of(one.events)]
+        content = [_shown(block, whole=True) for block in response_format.blocks_of(one.events)]
         return self._answer(content, _usage(usage), *stopped)
 
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
@@ -133,14 +115,18 @@ class _MessagesFormat(AnswerFormat):
         )
 
 
-def _spelled(step: BlockStep) -> bytes:
+def _spelled(step: response_format.BlockStep) -> bytes:
     block = step.block
     if step.kind == "opened":
         return _event("content_block_start", {"index": block.index, "content_block": _shown(block, whole=False)})
     if step.kind == "added":
         kind, field = _DELTAS[block.kind]
         text = b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}'
-        return b"event: content_block_delta\ndata: " + text % (block.index, kind, field, json_text(step.text)) + b"\n\n"
+        return (
+            b"event: content_block_delta\ndata: "
+            + text % (block.index, kind, field, response_format.json_text(step.text))
+            + b"\n\n"
+        )
     stop = _event("content_block_stop", {"index": block.index})
     if block.kind == "reasoning":
         signed = {"index": block.index, "delta": {"type": "signature_delta", "signature": ""}}
@@ -148,7 +134,7 @@ def _spelled(step: BlockStep) -> bytes:
     return stop
 
 
-def _shown(block: AnswerBlock, *, whole: bool) -> dict[str, Any]:
+def _shown(block: response_format.AnswerBlock, *, whole: bool) -> dict[str, Any]:
     """Return a block as it is shown: with all that it holds, or as it begins."""
     kind = _TYPES[block.kind]
     if block.kind == "call":
@@ -190,12 +176,12 @@ def _event(kind: str, fields: dict[str, Any]) -> bytes:
     return f"event: {kind}\ndata: ".encode() + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
 
 
-def as_chat(state: PromptState, body: CountRequest) -> ChatRequest:
+def as_chat(state: jobs.PromptState, body: CountRequest) -> ChatRequest:
     """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
     effort = None if body.output_config is None else body.output_config.effort
     if effort == _USUAL_EFFORT and not state.prompt_reader.takes_effort:
         effort = None
-    require_effort(state.prompt_reader, effort, "output_config.effort")
+    jobs.require_effort(state.prompt_reader, effort, "output_config.effort")
     messages = [Message(role="system", content=_text(body.system, "system"))] if body.system else []
     for index, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{index}]")

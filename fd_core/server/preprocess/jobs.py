@@ -23,16 +23,7 @@ from fd_core.http.errors import ApiError, invalid, required, to_api_error, unsup
 from fd_core.http.spans import TRACE_HEADERS
 from fd_core.server.preprocess.sampling import asked_tokens, sampling_params, stop_strings, text_cost
 from fd_core.server.preprocess.structured_fields import check_logprobs, check_prompt_logprobs, form_asked
-from fd_core.server.schemas.requests import (
-    CHAT,
-    MAX_TOOL_NAME,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Message,
-    TokenizeRequest,
-    ToolChoice,
-)
+from fd_core.server.schemas import requests
 from fd_core.server.state import ServedName, ServerState
 from fd_core.structured.grammar import CallAsked, CallsForm, FormAsked
 from fd_core.structured.workers.messages import FormOutcome, Unenforced
@@ -72,7 +63,9 @@ class OfferedTools(NamedTuple):
     """Names of tools whose arguments keep their schema in any case."""
 
 
-def offered_tools(body: ChatRequest | TokenizeRequest, longest_name: int = MAX_TOOL_NAME) -> OfferedTools | None:
+def offered_tools(
+    body: requests.ChatRequest | requests.TokenizeRequest, longest_name: int = requests.MAX_TOOL_NAME
+) -> OfferedTools | None:
     """Return the tools that may be called, None if none; `ApiError` (400) for unusable names and choices."""
     choice, schemas = body.tool_choice, {}
     for index, tool in enumerate(body.tools or ()):
@@ -93,7 +86,7 @@ def offered_tools(body: ChatRequest | TokenizeRequest, longest_name: int = MAX_T
     return OfferedTools(shown, schemas, forced, strict)
 
 
-def answer_reading(state: ServerState, body: ChatRequest, tools: OfferedTools | None) -> AnswerReading:
+def answer_reading(state: ServerState, body: requests.ChatRequest, tools: OfferedTools | None) -> AnswerReading:
     """Return how answers are read. Raises `ApiError` (400) for tools where the server has no parser of calls."""
     parsers = state.parsers
     if tools is not None and parsers.tools is None:
@@ -108,7 +101,7 @@ def answer_reading(state: ServerState, body: ChatRequest, tools: OfferedTools | 
     return AnswerReading(parsers.reasoning, parsers.tools, tools.schemas, parallel, shows_reasoning)
 
 
-def _forced(choice: ToolChoice | None, schemas: Mapping[str, Any]) -> Sequence[str]:
+def _forced(choice: requests.ToolChoice | None, schemas: Mapping[str, Any]) -> Sequence[str]:
     if isinstance(choice, str) or choice is None:
         if choice not in (None, "none", "auto", "required"):
             raise invalid(f"tool_choice is {choice[:40]!r}; served are none, auto, required and a tool", "tool_choice")
@@ -235,7 +228,7 @@ class PromptState(Protocol):
         """Whether requests may bring a template."""
 
 
-async def completion_prompts(state: PromptState, body: CompletionRequest) -> list[PromptText]:
+async def completion_prompts(state: PromptState, body: requests.CompletionRequest) -> list[PromptText]:
     """Return prompts: texts or ids; `ApiError` (400) for too many, `BadRequest` for unreadable ones."""
     by_ids = bool(body.prompt_token_ids) or body.prompt is None  # an empty list asks for nothing
     reader, field = state.prompt_reader, "prompt_token_ids" if by_ids else "prompt"
@@ -250,7 +243,7 @@ async def completion_prompts(state: PromptState, body: CompletionRequest) -> lis
 
 async def chat_prompt(
     state: PromptState,
-    body: ChatRequest | TokenizeRequest,
+    body: requests.ChatRequest | requests.TokenizeRequest,
     tools: OfferedTools | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> tuple[int, ...]:
     """Return the ids of what a request wants answered: its conversation, its only message, or ids that it gives.
@@ -259,7 +252,7 @@ async def chat_prompt(
     templates that are not served, `BadRequest` for what cannot be read, or where the template refuses.
     """
     reader = state.prompt_reader
-    if isinstance(body, ChatRequest) and (body.prompt_token_ids or body.disable_chat_template):
+    if isinstance(body, requests.ChatRequest) and (body.prompt_token_ids or body.disable_chat_template):
         if body.prompt_token_ids:
             ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
         else:
@@ -317,7 +310,7 @@ async def chat_prompt(
         size += len(msgspec.json.encode(tools.shown))
     # On a thread in any case: a template may take long over a short text.
     ids = await (reader.thread if size <= LONG_CHARS else reader.long_thread).run(read)
-    if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is None:
+    if isinstance(body, requests.TokenizeRequest) or body.truncate_prompt_tokens is None:
         return ids
     return _shortened(state, body, PromptText(ids, None)).ids
 
@@ -336,7 +329,7 @@ def require_effort(reader: PromptReader, effort: str | None, field: str) -> None
         )
 
 
-def _shortened(state: PromptState, body: GenerationRequest, prompt: PromptText) -> PromptText:
+def _shortened(state: PromptState, body: requests.GenerationRequest, prompt: PromptText) -> PromptText:
     """Return a prompt without what `truncate_prompt_tokens` cuts off."""
     most = body.truncate_prompt_tokens
     if most is None:
@@ -352,7 +345,7 @@ def _shortened(state: PromptState, body: GenerationRequest, prompt: PromptText) 
     return PromptText(prompt.ids[:most] if body.truncation_side == "right" else prompt.ids[-most:], None)
 
 
-def _check(place: str, message: Message) -> None:
+def _check(place: str, message: requests.Message) -> None:
     require_role(message.role, f"{place}.role")
     if message.function_call:
         raise unsupported(f"{place}.function_call: use tool_calls", f"{place}.function_call")
@@ -423,7 +416,7 @@ class Job:
 
 async def conversation_job(
     state: ServerState,
-    body: ChatRequest,
+    body: requests.ChatRequest,
     request: Request,
     form: FormAsked | None = None,
     names: Mapping[str, str] | None = None,
@@ -442,7 +435,7 @@ async def conversation_job(
         outcome = _ANY_TEXT if form is None else await state.grammars.checked(form)
         tools = None
         if body.tools or body.tool_choice is not None:
-            tools = offered_tools(body, CHAT.tool_name if names is None else MAX_TOOL_NAME)
+            tools = offered_tools(body, requests.CHAT.tool_name if names is None else requests.MAX_TOOL_NAME)
         reading = AnswerReading(None, None, {}) if names is not None else None
         if tools is not None or state.parsers.reasoning is not None:
             reading = answer_reading(state, body, tools)
@@ -469,7 +462,7 @@ async def conversation_job(
 def build_job(
     state: ServerState,
     request: Request,
-    body: GenerationRequest,
+    body: requests.GenerationRequest,
     served: ServedName,
     prompts: Sequence[tuple[int, ...]],
     *,
@@ -514,8 +507,8 @@ def build_job(
         params = [msgspec.structs.replace(each, grammar=outcome.grammar) for each in params]
         sent = other_names(body) if names is None else names
         warnings = tuple(Unenforced(*as_sent(each.param, each.message, sent)) for each in outcome.warnings)
-    budget = body.reasoning_max_tokens if isinstance(body, ChatRequest) else None
-    if isinstance(body, ChatRequest) and (other := body.thinking_token_budget) is not None:
+    budget = body.reasoning_max_tokens if isinstance(body, requests.ChatRequest) else None
+    if isinstance(body, requests.ChatRequest) and (other := body.thinking_token_budget) is not None:
         if budget not in (None, other):
             raise invalid("reasoning_max_tokens and thinking_token_budget differ; give one", "thinking_token_budget")
         budget = other
@@ -563,16 +556,15 @@ def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:
         raise ApiError(400, message, code="not_a_decode_worker")
     peer = read_ticket(state.ticket_key, request.state.request_id, ticket)
     if peer is None:
-        raise ApiError(
-            403,
+        message = (
             f"{TICKET_HEADER} is not signed with this worker's secret: routers, prefill and decode workers need the "
-            "same one (--transfer-secret-file)",
-            code="bad_ticket",
+            "same one (--transfer-secret-file)"
         )
+        raise ApiError(403, message, code="bad_ticket")
     return peer
 
 
-def other_names(body: GenerationRequest) -> Mapping[str, str]:
+def other_names(body: requests.GenerationRequest) -> Mapping[str, str]:
     """Return the names that a request uses instead of the usual ones, by patterns of those."""
     return {usual: name for name, usual in _ALIASES.items() if getattr(body, name, None) is not None}
 

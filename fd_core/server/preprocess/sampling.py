@@ -97,12 +97,11 @@ def text_cost(
         if asked is None or (asked > room and request.max_tokens is None and field == "max_tokens"):
             outputs[index] = room
         elif asked > room:
-            raise invalid(
+            message = (
                 f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
-                f"{context}; at most {room} can be generated",
-                field,
-                "context_length_exceeded",
+                f"{context}; at most {room} can be generated"
             )
+            raise invalid(message, field, "context_length_exceeded")
     if asked is None and limit is not None:
         share = max(1, _min_tokens(request), (limit - sum(prompts)) // texts)
         outputs = [share if each is None else max(1, _min_tokens(request), min(each, share)) for each in outputs]

@@ -15,35 +15,17 @@ from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.preprocess.jobs import RESPONSES_NAMES, Job, conversation_job, require_effort, require_role
-from fd_core.server.responses.schemas import (
-    REFUSED,
-    DeletedResponse,
-    InputItem,
-    InputPart,
-    ResponseAnswer,
-    ResponsesRequest,
-)
+from fd_core.server.responses import schemas
 from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoice, function_tool, named_choice
 from fd_core.server.schemas.responses import Usage
 from fd_core.server.state import ResponseStore, StoredResponse, state_of
+from fd_core.server.stream import response_format
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
-from fd_core.server.stream.response_format import (
-    AnswerBlock,
-    AnswerFormat,
-    BlockStep,
-    BlockWriter,
-    CollectedText,
-    GenerationResponse,
-    blocks_of,
-    json_text,
-    new_call_id,
-    unless_gone,
-)
 from fd_core.structured.grammar import FormAsked, SchemaForm
 from fd_core.types import FinishReason
 
 router = APIRouter(route_class=DirectRoute)
-BODY: Final = BodyFormat(ResponsesRequest, REFUSED)
+BODY: Final = BodyFormat(schemas.ResponsesRequest, schemas.REFUSED)
 _PATH: Final = "/v1/responses/{response_id}"
 _PREFIX = {"content": "msg", "reasoning": "rs", "call": "fc"}
 _DELTAS = {
@@ -55,23 +37,29 @@ _HARMLESS_INCLUDES: Final = frozenset({"reasoning.encrypted_content"})
 _TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"})
 
 
-@router.post("/v1/responses", **endpoint("Answer with items", ResponsesRequest, ResponseAnswer, stream=True))
+@router.post(
+    "/v1/responses", **endpoint("Answer with items", schemas.ResponsesRequest, schemas.ResponseAnswer, stream=True)
+)
 async def create_response(request: Request) -> Response:
     """Generate an answer to a conversation, in the shape of the Responses API."""
     state, body, headers = await BODY.read(request)
     chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
-    job = await unless_gone(request, conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES))
+    job = await response_format.unless_gone(
+        request, conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES)
+    )
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
 
-    def keep(answer: ResponseAnswer) -> None:
+    def keep(answer: schemas.ResponseAnswer) -> None:
         state.responses.put(request.state.owner, StoredResponse(answer, (*asked, _said(answer))))
 
     keeps = bool(state.responses.capacity) and body.store is not False
-    return GenerationResponse(state, _ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers)
+    return response_format.GenerationResponse(
+        state, _ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers
+    )
 
 
-@router.get(_PATH, **endpoint("An answer that is kept", None, ResponseAnswer, errors=(401, 404)))
+@router.get(_PATH, **endpoint("An answer that is kept", None, schemas.ResponseAnswer, errors=(401, 404)))
 async def get_response(request: Request, response_id: str) -> Response:
     """Return an answer that was kept."""
     found = state_of(request).responses.get(request.state.owner, response_id)
@@ -80,15 +68,15 @@ async def get_response(request: Request, response_id: str) -> Response:
     return json_response(found.answer)
 
 
-@router.delete(_PATH, **endpoint("Forget an answer", None, DeletedResponse, errors=(401, 404)))
+@router.delete(_PATH, **endpoint("Forget an answer", None, schemas.DeletedResponse, errors=(401, 404)))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget an answer that was kept."""
     if not state_of(request).responses.delete(request.state.owner, response_id):
         raise _not_kept(response_id)
-    return json_response(DeletedResponse(id=response_id))
+    return json_response(schemas.DeletedResponse(id=response_id))
 
 
-def _said(answer: ResponseAnswer) -> Message:
+def _said(answer: schemas.ResponseAnswer) -> Message:
     """Return what an answer adds to its conversation: one message of the assistant."""
     said = Message(role="assistant", content="")
     for item in answer.output:
@@ -107,25 +95,27 @@ def _not_kept(response_id: str) -> ApiError:
     return ApiError(404, f"the response {response_id[:80]!r} is not kept here (any more)", code="not_found")
 
 
-class _ResponsesFormat(AnswerFormat):
+class _ResponsesFormat(response_format.AnswerFormat):
     """Spells one answer of the Responses API; `keep`, if there is one, gets the answer when it is complete."""
 
-    def __init__(self, job: Job, body: ResponsesRequest, keep: Callable[[ResponseAnswer], None] | None) -> None:
+    def __init__(
+        self, job: Job, body: schemas.ResponsesRequest, keep: Callable[[schemas.ResponseAnswer], None] | None
+    ) -> None:
         self.job = job
         self._body = body
         self._keep = keep
         self._id = f"resp_{job.record.request_id}"
         self._created = int(time.time())
-        self._writer = BlockWriter()
+        self._writer = response_format.BlockWriter()
         self._items: dict[int, tuple[str, str]] = {}
         self._number = 0
         self._reasoning_tokens = 0
         self._status = "completed"
 
-    def whole(self, collected: list[CollectedText], usage: Usage) -> ResponseAnswer:
+    def whole(self, collected: list[response_format.CollectedText], usage: Usage) -> schemas.ResponseAnswer:
         [one] = collected
         self._reasoning_tokens = one.choice.reasoning_tokens
-        self._writer.blocks = blocks_of(one.events)
+        self._writer.blocks = response_format.blocks_of(one.events)
         self._status = _status(one.finish_reason, one.stop_reason)
         return self._complete(usage)
 
@@ -153,7 +143,7 @@ class _ResponsesFormat(AnswerFormat):
         failed.error = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=failed)
 
-    def _complete(self, usage: Usage) -> ResponseAnswer:
+    def _complete(self, usage: Usage) -> schemas.ResponseAnswer:
         answer = self._answer(self._status, self._output())
         if self._status == "incomplete":
             answer.incomplete_details = {"reason": "max_output_tokens"}
@@ -176,10 +166,10 @@ class _ResponsesFormat(AnswerFormat):
             items[-1]["status"] = "incomplete"
         return items
 
-    def _answer(self, status: str, output: list[dict[str, Any]]) -> ResponseAnswer:
+    def _answer(self, status: str, output: list[dict[str, Any]]) -> schemas.ResponseAnswer:
         body = self._body
         plain = msgspec.to_builtins
-        return ResponseAnswer(
+        return schemas.ResponseAnswer(
             id=self._id,
             created_at=self._created,
             status=status,
@@ -201,11 +191,13 @@ class _ResponsesFormat(AnswerFormat):
             warnings=self.job.warned,
         )
 
-    def _item(self, block: AnswerBlock, status: str = "completed", begun: bool = False) -> dict[str, Any]:
+    def _item(
+        self, block: response_format.AnswerBlock, status: str = "completed", begun: bool = False
+    ) -> dict[str, Any]:
         """Return a block as an item: with all that it holds, or as it begins."""
         if block.index not in self._items:
             item_id = f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}"
-            self._items[block.index] = item_id, new_call_id(self.job.bare_ids)
+            self._items[block.index] = item_id, response_format.new_call_id(self.job.bare_ids)
         item_id, call_id = self._items[block.index]
         text = "" if begun else block.text
         if block.kind == "call":
@@ -217,7 +209,7 @@ class _ResponsesFormat(AnswerFormat):
         content = [] if begun else [_part(text)]
         return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": content}
 
-    def _spelled(self, step: BlockStep) -> bytes:
+    def _spelled(self, step: response_format.BlockStep) -> bytes:
         block = step.block
         if step.kind == "opened":
             item = self._item(block, "in_progress", begun=True)
@@ -239,14 +231,14 @@ class _ResponsesFormat(AnswerFormat):
         item = self._item(block, status)
         return told + self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _delta(self, block: AnswerBlock, text: str) -> bytes:
+    def _delta(self, block: response_format.AnswerBlock, text: str) -> bytes:
         kind, fields = _DELTAS[block.kind]
         number, self._number = self._number, self._number + 1
         event = b'event: %b\ndata: {"type":"%b","sequence_number":%d,"item_id":"%b","output_index":%d%b,"delta":%b}\n\n'
         item_id = self._items[block.index][0].encode()
-        return event % (kind, kind, number, item_id, block.index, fields, json_text(text))
+        return event % (kind, kind, number, item_id, block.index, fields, response_format.json_text(text))
 
-    def _in_item(self, kind: str, block: AnswerBlock, **fields: Any) -> bytes:
+    def _in_item(self, kind: str, block: response_format.AnswerBlock, **fields: Any) -> bytes:
         """Return an event about a part of an item."""
         return self._event(kind, item_id=self._items[block.index][0], output_index=block.index, **fields)
 
@@ -276,7 +268,7 @@ def _given(value: msgspec.Struct) -> dict[str, Any]:
     }
 
 
-def earlier_messages(body: ResponsesRequest, store: ResponseStore, owner: str) -> tuple[Message, ...]:
+def earlier_messages(body: schemas.ResponsesRequest, store: ResponseStore, owner: str) -> tuple[Message, ...]:
     """Return the conversation that a request goes on from. Raises `ApiError` (400, 404)."""
     if not store.capacity:
         for field, given in (("store", body.store), ("previous_response_id", body.previous_response_id)):
@@ -295,7 +287,7 @@ def earlier_messages(body: ResponsesRequest, store: ResponseStore, owner: str) -
     return found.messages
 
 
-def as_chat(body: ResponsesRequest, earlier: Sequence[Message]) -> ChatRequest:
+def as_chat(body: schemas.ResponsesRequest, earlier: Sequence[Message]) -> ChatRequest:
     """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
     _check(body)
     messages = [*earlier, *_messages(body.input)]
@@ -318,7 +310,7 @@ def as_chat(body: ResponsesRequest, earlier: Sequence[Message]) -> ChatRequest:
     )
 
 
-def demanded_form(body: ResponsesRequest) -> FormAsked | None:
+def demanded_form(body: schemas.ResponsesRequest) -> FormAsked | None:
     """Return the form that the answer has to have, None for any text."""
     form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
@@ -329,7 +321,7 @@ def demanded_form(body: ResponsesRequest) -> FormAsked | None:
     return FormAsked("text.format.schema", SchemaForm(schema=schema, is_strict=form.strict is not False))
 
 
-def _check(body: ResponsesRequest) -> None:
+def _check(body: schemas.ResponsesRequest) -> None:
     if body.truncation not in (None, "disabled"):
         raise _unsupported("truncation", "conversations are never cut; shorten the input")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
@@ -339,7 +331,7 @@ def _check(body: ResponsesRequest) -> None:
             raise _unsupported("include", f"{wanted[:80]!r} cannot be included")
 
 
-def _messages(given: str | list[InputItem]) -> list[Message]:
+def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
     """Return the chat's messages. Calls, and the reasoning before an answer, belong to one message of the assistant."""
     if isinstance(given, str):
         return [Message(role="user", content=given)]
@@ -375,7 +367,7 @@ def _messages(given: str | list[InputItem]) -> list[Message]:
     return messages
 
 
-def _text(content: str | list[InputPart] | None, place: str) -> str:
+def _text(content: str | list[schemas.InputPart] | None, place: str) -> str:
     if isinstance(content, str):
         return content
     texts = [part.refusal if part.type == "refusal" else part.text for part in content or ()]
@@ -387,7 +379,7 @@ def _text(content: str | list[InputPart] | None, place: str) -> str:
     return "\n".join(text or "" for text in texts)
 
 
-def _tools(body: ResponsesRequest) -> list[Tool] | None:
+def _tools(body: schemas.ResponsesRequest) -> list[Tool] | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type != "function":
@@ -398,7 +390,7 @@ def _tools(body: ResponsesRequest) -> list[Tool] | None:
     return tools or None
 
 
-def _choice(body: ResponsesRequest) -> ToolChoice | None:
+def _choice(body: schemas.ResponsesRequest) -> ToolChoice | None:
     choice = body.tool_choice
     if choice is None or isinstance(choice, str):
         return choice

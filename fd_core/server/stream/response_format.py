@@ -26,17 +26,7 @@ from fd_core.disagg.ticket import OUTCOME_HEADER
 from fd_core.http.access.record import USAGE_HEADER, usage_comment
 from fd_core.http.errors import ApiError, to_api_error
 from fd_core.server.preprocess.jobs import Job
-from fd_core.server.schemas.responses import (
-    ChatLogprobs,
-    ChatMessage,
-    CompletionLogprobs,
-    FunctionCall,
-    PromptLogprob,
-    TokenLogprob,
-    ToolCall,
-    TopLogprob,
-    Usage,
-)
+from fd_core.server.schemas import responses
 from fd_core.server.state import ServerState
 from fd_core.server.stream.generation import ChoiceStream, Generation, TextChunk
 from fd_core.text.detokenizer import IncrementalDetokenizer
@@ -107,19 +97,19 @@ class AnswerFormat(abc.ABC):
         """Spell what is told of a choice's tokens, in slices, before the `whole` answer."""
 
     @abc.abstractmethod
-    def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
+    def first(self, choice: ChoiceStream, usage: responses.Usage | None) -> bytes:
         """Return the events before a choice's first chunk; `usage` is the one so far, if every event tells it."""
 
     @abc.abstractmethod
-    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None) -> bytes:
         """Return the events for a chunk; `usage` as in `first`."""
 
     @abc.abstractmethod
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: responses.Usage) -> bytes:
         """Return the events that end a stream."""
 
     @abc.abstractmethod
-    def whole(self, collected: list[CollectedText], usage: Usage) -> Any:
+    def whole(self, collected: list[CollectedText], usage: responses.Usage) -> Any:
         """Return the answer to a request that did not ask for a stream, as a value that encodes to JSON."""
 
     def broken(self, error: ApiError) -> bytes:
@@ -163,13 +153,13 @@ class ResponseFormat(AnswerFormat):
     def choice(self, collected: CollectedText) -> msgspec.Struct:
         """Return one choice of the whole answer."""
 
-    def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
+    def whole(self, collected: list[CollectedText], usage: responses.Usage) -> msgspec.Struct:
         """Return the answer to a request that did not ask for a stream."""
         return self.answer(
             **self._facts, choices=[self.choice(each) for each in collected], usage=usage, warnings=self.job.warned
         )
 
-    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None) -> bytes:
         """Return the events for a chunk."""
         text = chunk.text
         head = self._heads.get(choice.index) or self.head_of(choice.index)
@@ -183,7 +173,7 @@ class ResponseFormat(AnswerFormat):
         head = self._heads[index] = self.head + b'{"index":%d' % index + self.opening
         return head
 
-    def full_event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None, begun: bytes) -> bytes:
+    def full_event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None, begun: bytes) -> bytes:
         """Return the event that ends what a chunk adds; `begun` is its JSON up to the end of the text."""
         job = self.job
         scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
@@ -195,7 +185,9 @@ class ResponseFormat(AnswerFormat):
             parts += b',"token_ids":', _encode(chunk.token_ids)
         return b"".join([*parts, b"}", self.end if usage is None else end_with(usage)])
 
-    def lead(self, choice: ChoiceStream, usage: Usage | None, content: bytes, scores: bytes = b"null") -> bytes:
+    def lead(
+        self, choice: ChoiceStream, usage: responses.Usage | None, content: bytes, scores: bytes = b"null"
+    ) -> bytes:
         """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
         job = self.job
         ids = b',"prompt_token_ids":' + _encode(job.prompts[choice.prompt_index]) if job.token_ids else b""
@@ -206,7 +198,7 @@ class ResponseFormat(AnswerFormat):
             return event + end_of_event
         return event + b'],"warnings":' + _encode(job.warnings) + end_of_event.removeprefix(b"]")
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: responses.Usage) -> bytes:
         """Return the usage, if it is asked for, and the end."""
         told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
         return told + _DONE
@@ -254,7 +246,7 @@ class ResponseFormat(AnswerFormat):
         return fields
 
 
-def end_with(usage: Usage) -> bytes:
+def end_with(usage: responses.Usage) -> bytes:
     """Return JSON behind the choices of an event that tells the usage so far."""
     return b'],"usage":' + _encode(usage) + b"}\n\n"
 
@@ -273,14 +265,14 @@ def json_text(text: str) -> bytes:
 
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int, as_ids: bool = False
-) -> ChatLogprobs:
+) -> responses.ChatLogprobs:
     """Return the chat shape for tokens with the `top` most likely of each; `as_ids` names tokens by their ids."""
     content = []
     for token_id, row in zip(ids, rows, strict=True):
         likely = [_top(tokenizer, *pair, as_ids) for pair in zip(row.top_ids[:top], row.top[:top], strict=True)]
         own = _top(tokenizer, token_id, row.logprob, as_ids)
-        content.append(TokenLogprob(own.token, own.logprob, own.bytes, likely))
-    return ChatLogprobs(content)
+        content.append(responses.TokenLogprob(own.token, own.logprob, own.bytes, likely))
+    return responses.ChatLogprobs(content)
 
 
 class EncodedLists:
@@ -314,15 +306,15 @@ class EncodedLists:
 
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int
-) -> list[dict[int, PromptLogprob]]:
+) -> list[dict[int, responses.PromptLogprob]]:
     """Return what is told of tokens of a prompt: for each of them itself and the `top` most likely there."""
-    answer: list[dict[int, PromptLogprob]] = []
+    answer: list[dict[int, responses.PromptLogprob]] = []
     for token_id, row in zip(ids, rows, strict=True):
         ranks = dict(zip(row.top_ids[:top], range(1, top + 1), strict=False)) | {token_id: row.rank}
         likely = dict(zip(row.top_ids[:top], row.top[:top], strict=True)) | {token_id: row.logprob}
         answer.append(
             {
-                each: PromptLogprob(_finite(value), ranks[each], tokenizer.token_text(each))
+                each: responses.PromptLogprob(_finite(value), ranks[each], tokenizer.token_text(each))
                 for each, value in likely.items()
             }
         )
@@ -339,9 +331,9 @@ class CompletionLogprobsBuilder:
         self._offset = offset
         self._text = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
 
-    def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
+    def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> responses.CompletionLogprobs:
         """Return the shape for the next tokens; a token without log-probabilities, as a text's first, has null."""
-        answer = CompletionLogprobs([], [], [], [])
+        answer = responses.CompletionLogprobs([], [], [], [])
         for token_id, row in zip(ids, rows, strict=True):
             name = self._name(token_id)
             answer.text_offset.append(self._offset)
@@ -359,10 +351,10 @@ class CompletionLogprobsBuilder:
         return f"token_id:{token_id}" if self._as_ids else _name(self._tokenizer, token_id)
 
 
-def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> TopLogprob:
+def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> responses.TopLogprob:
     spoken = tokenizer.token_bytes(token_id)
     name = f"token_id:{token_id}" if as_ids else spoken.decode("utf-8", "replace")
-    return TopLogprob(name, _finite(logprob), list(spoken))
+    return responses.TopLogprob(name, _finite(logprob), list(spoken))
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:
@@ -414,7 +406,7 @@ class GenerationResponse(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": not last})
 
         async def follow(choice: ChoiceStream) -> None:
-            usage: Usage | None = None
+            usage: responses.Usage | None = None
             begun = False
             while (chunk := await choice.next()) is not None:
                 if job.usage_in_events:
@@ -614,17 +606,17 @@ def deltas(events: Iterable[Event], bare_ids: bool) -> list[bytes]:
     return said
 
 
-def message_of(events: Iterable[Event], bare_ids: bool) -> ChatMessage:
+def message_of(events: Iterable[Event], bare_ids: bool) -> responses.ChatMessage:
     """Return the message that the events of an answer are."""
     blocks = blocks_of(events)
     content = "".join(block.text for block in blocks if block.kind == "content")
     thought = "".join(block.text for block in blocks if block.kind == "reasoning") or msgspec.UNSET
     calls = [
-        ToolCall(id=new_call_id(bare_ids), function=FunctionCall(block.name, block.text))
+        responses.ToolCall(id=new_call_id(bare_ids), function=responses.FunctionCall(block.name, block.text))
         for block in blocks
         if block.kind == "call"
     ]
-    return ChatMessage(
+    return responses.ChatMessage(
         content=content or (None if any(block.kind != "content" for block in blocks) else ""),
         reasoning_content=thought,
         reasoning=thought,

@@ -19,22 +19,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import fd_core
+from fd_core import plugins
 from fd_core.cli.plugins.scaffold import Framework, PluginKind
 from fd_core.errors import ConfigError
 from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP
-from fd_core.plugins import (
-    BACKEND,
-    CONNECTOR,
-    KNOWN_PLUGINS,
-    POSTPROCESS,
-    REASONING_PARSER,
-    ROUTER_POLICY,
-    SCHEDULER,
-    STORE,
-    TOOL_PARSER,
-    Kind,
-    Plugins,
-)
 
 TITLES: Final[Mapping[Framework, str]] = {
     Framework.TORCH: "torch",
@@ -60,7 +48,7 @@ _FILES: Final[Mapping[str, str]] = {
 class ScaffoldRecipe:
     """One kind of project. Texts may hold the words of templates, such as `$name`."""
 
-    kind: Kind[Any]
+    kind: plugins.Kind[Any]
     what: str
     """What people call it."""
     module: str
@@ -80,7 +68,7 @@ class ScaffoldRecipe:
 RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
     {
         PluginKind.BACKEND: ScaffoldRecipe(
-            kind=BACKEND,
+            kind=plugins.BACKEND,
             what="hardware backend",
             module="backend",
             suffix="Backend",
@@ -97,7 +85,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             guide="write-a-backend.md",
         ),
         PluginKind.SCHEDULER: ScaffoldRecipe(
-            kind=SCHEDULER,
+            kind=plugins.SCHEDULER,
             what="scheduler",
             module="scheduler",
             suffix="Scheduler",
@@ -107,7 +95,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             guide="write-a-scheduler.md",
         ),
         PluginKind.POSTPROCESS: ScaffoldRecipe(
-            kind=POSTPROCESS,
+            kind=plugins.POSTPROCESS,
             what="postprocessor",
             module="postprocess",
             suffix="Postprocess",
@@ -117,7 +105,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             guide="write-a-postprocessor.md",
         ),
         PluginKind.STORE: ScaffoldRecipe(
-            kind=STORE,
+            kind=plugins.STORE,
             what="KV store",
             module="store",
             suffix="Store",
@@ -127,7 +115,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             guide="write-a-store.md",
         ),
         PluginKind.CONNECTOR: ScaffoldRecipe(
-            kind=CONNECTOR,
+            kind=plugins.CONNECTOR,
             what="connector",
             module="connector",
             suffix="Connector",
@@ -137,7 +125,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             guide="write-a-connector.md",
         ),
         PluginKind.ROUTER_POLICY: ScaffoldRecipe(
-            kind=ROUTER_POLICY,
+            kind=plugins.ROUTER_POLICY,
             what="router policy",
             module="policy",
             suffix="Policy",
@@ -147,7 +135,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             guide="write-a-router-policy.md",
         ),
         PluginKind.TOOL_PARSER: ScaffoldRecipe(
-            kind=TOOL_PARSER,
+            kind=plugins.TOOL_PARSER,
             what="tool parser",
             module="parser",
             suffix="Tools",
@@ -157,7 +145,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             guide="write-a-parser.md",
         ),
         PluginKind.REASONING_PARSER: ScaffoldRecipe(
-            kind=REASONING_PARSER,
+            kind=plugins.REASONING_PARSER,
             what="reasoning parser",
             module="parser",
             suffix="Reasoning",
@@ -225,10 +213,10 @@ def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
         raise ConfigError(f"{name!r} cannot be the name of a {recipe.kind.word}", field="NAME", hint=hint)
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name == "auto":
         raise ConfigError(f"{name!r} is a reserved word", field="NAME", hint="take another, such as mychip")
-    if name in Plugins.discover([]).offered(recipe.kind):
+    if name in plugins.Plugins.discover([]).offered(recipe.kind):
         raise ConfigError(f"{name} is a {recipe.kind.word} of fd_core itself", field="NAME", hint="take another name")
-    if name in KNOWN_PLUGINS:
-        raise ConfigError(f"{name} is the project's own plugin {KNOWN_PLUGINS[name]}", field="NAME")
+    if name in plugins.KNOWN_PLUGINS:
+        raise ConfigError(f"{name} is the project's own plugin {plugins.KNOWN_PLUGINS[name]}", field="NAME")
     package = f"fd_{name}"
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         giver = point.dist.name if point.dist else "an installed plugin"

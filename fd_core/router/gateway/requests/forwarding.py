@@ -30,15 +30,7 @@ from fd_core.http.headers import refuse_encoding
 from fd_core.http.spans import RequestSpan, span_name
 from fd_core.router.attempts import Attempts, is_refusal
 from fd_core.router.config import GatewayConfig
-from fd_core.router.gateway.requests.relaying import (
-    TROUBLE,
-    SilenceTimer,
-    UpstreamAnswer,
-    WorkerLost,
-    is_own_lack,
-    read_up_to,
-    was_stale,
-)
+from fd_core.router.gateway.requests import relaying
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.types import PrefillOutcome
@@ -294,10 +286,10 @@ class Exchange:
                         self._took_nothing()
                         return refused
                     done = self.request.path in _ENDS_WITH_DONE
-                    answer = UpstreamAnswer(response, ends_with_done=done)
+                    answer = relaying.UpstreamAnswer(response, ends_with_done=done)
                     first = await answer.begin()
-            except (*TROUBLE, WorkerLost) as error:
-                if is_own_lack(error):
+            except (*relaying.TROUBLE, relaying.WorkerLost) as error:
+                if relaying.is_own_lack(error):
                     raise unavailable("the router has no connections left", "no_connections", retry_after=1) from error
                 severe = isinstance(error, aiohttp.ClientConnectorError)
                 self.attempts.lost(time.monotonic(), severe=severe)
@@ -333,7 +325,7 @@ class Exchange:
                     trace_request_ctx=asked,
                 )
             except aiohttp.ClientOSError as error:
-                if not was_stale(error, asked):
+                if not relaying.was_stale(error, asked):
                     raise
 
     def _to_client(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
@@ -349,7 +341,7 @@ class Exchange:
         """Return a refusal that every worker would give; `_TryElsewhere` for one that another worker may not give."""
         if not is_refusal(response.status):
             return None
-        body = await read_up_to(response.content, _ELSEWHERE_BYTES)
+        body = await relaying.read_up_to(response.content, _ELSEWHERE_BYTES)
         headers = self._to_client(response)
         refused = web.Response(body=body, status=response.status, headers=headers)
         if response.status in (429, 503):
@@ -363,7 +355,7 @@ class Exchange:
         self,
         selection: Selection,
         response: aiohttp.ClientResponse,
-        answer: UpstreamAnswer,
+        answer: relaying.UpstreamAnswer,
         first: bytes,
         headers: CIMultiDict[str],
     ) -> web.StreamResponse:
@@ -377,12 +369,12 @@ class Exchange:
         await out.prepare(request)
         meter = self.meter if answer.is_stream else None
         await out.write(first if meter is None else meter.piece(first))
-        silence: SilenceTimer | None = None
+        silence: relaying.SilenceTimer | None = None
         try:
             async with self.state.timeouts.stream(selection.decode) as silence:
                 async for piece in answer.rest(silence):
                     await out.write(piece if meter is None else meter.piece(piece))
-        except (WorkerLost, TimeoutError) as error:
+        except (relaying.WorkerLost, TimeoutError) as error:
             if isinstance(error, TimeoutError) and not (silence is not None and silence.expired):
                 raise
             self.attempts.lost(time.monotonic())
