@@ -217,7 +217,6 @@ class ClusterSecrets:
     """What the processes of one deployment know of each other and nobody else does; made anew for each."""
 
     router: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
-    """What a router asks of whoever registers workers."""
     transfer: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
     """What seals KV on its way between workers of pairs."""
     worker_key: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
@@ -290,7 +289,6 @@ def _spec(
 
 
 def _words(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield settings as a command line has them."""
     for key, value in settings.items():
         name = key.replace("_", "-")
         if isinstance(value, bool):

@@ -64,8 +64,6 @@ class _SecondsSay(msgspec.Struct):
 
 
 class _StatusPage(msgspec.Struct):
-    """What is read of a worker's /status.json."""
-
     not_ready: str | None = None
     engine: _EngineSays = msgspec.field(default_factory=_EngineSays)
     stats: _StatsSay = msgspec.field(default_factory=_StatsSay)
@@ -218,9 +216,7 @@ class HeldProcess:
     launched: asyncio.Event = field(default_factory=asyncio.Event)
     process: LaunchedProcess | None = None
     url: str = ""
-    """Where it is reached, once it takes requests."""
     admin: RouterAdmin | None = None
-    """Of a router that takes requests."""
     answer: ProcessAnswer = field(default_factory=ProcessAnswer)
     end: controller.ProcessEnd | None = None
 
@@ -341,7 +337,6 @@ class Deployment:
         return process is not None and process.phase is controller.ProcessPhase.READY and bool(self.held[name].url)
 
     async def _look(self) -> dict[str, controller.ProcessSeen]:
-        """Return what is known of every process, and let go those that ended."""
         await asyncio.get_running_loop().run_in_executor(self._looking, self._read_ends)
         seen = {}
         for held in list(self.held.values()):
@@ -375,7 +370,6 @@ class Deployment:
                     self._on_note(action)
 
     async def _launch(self, held: HeldProcess) -> None:
-        """Start a process, then ask it again and again how it is."""
         try:
             if held.group == ROUTERS:
                 spec = router_spec(held.name, self.config, held.port, self._secrets, self._variables)
@@ -397,7 +391,6 @@ class Deployment:
             await asyncio.sleep(_ASK_SECONDS)
 
     def _hear(self, held: HeldProcess, process: LaunchedProcess) -> None:
-        """Learn where a process is reached."""
         said = (process.announced() or "").split()
         if not said:
             return
@@ -408,7 +401,6 @@ class Deployment:
             held.admin = RouterAdmin(self._session, admin[0], self._secrets.router)
 
     def _free_port(self) -> int:
-        """Return the first port of the file that no router has."""
         router = self.config.router_group
         taken = {each.port for each in self.held.values()}
         ports = range(router.port, router.port + router.count) if router.port else ()
@@ -435,7 +427,6 @@ class Deployment:
         return [(each.name, each.admin) for each in self.held.values() if each.admin is not None]
 
     async def _register(self) -> None:
-        """Tell every router of every worker that serves."""
         now = time.monotonic()
         for router, admin in self._admins():
             for name, group in self._groups.items():

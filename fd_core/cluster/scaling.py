@@ -32,7 +32,6 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     """Requests that wait for a slot."""
     slots: int = 0
-    """Requests that may run at a time."""
     kv_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1."""
     ttft_seconds: float | None = None

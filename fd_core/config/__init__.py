@@ -56,7 +56,6 @@ class SpeculativeConfig(CheckedStruct, frozen=True, kw_only=True):
     cheap_tokens: Annotated[int, Range(1)] = 64
     """Drafts shrink so that a step stays below this many tokens."""
     options: dict[str, int | float | str] = msgspec.field(default_factory=dict)
-    """What the drafter itself reads."""
 
 
 class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
@@ -194,7 +193,6 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
 
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
-    """Jinja source that replaces the model's own template."""
     trust_request_chat_template: bool = False
     enable_tokenizer_info_endpoint: bool = False
     tool_call_parser: str = "auto"

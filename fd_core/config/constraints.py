@@ -96,7 +96,6 @@ class Rule:
     kind: type[Any]
     """`int`, `float`, `bool`, `str`, `tuple` for a tuple of texts, or another type, which is not looked into."""
     optional: bool
-    """Whether None is allowed."""
     constraint: Constraint | None
 
     def read(self, value: Any) -> Any:
@@ -214,7 +213,6 @@ def _rule(hint: Any) -> Rule:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return texts from a list or from comma-separated text."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, tuple | list) or not all(isinstance(part, str) and part.strip() for part in parts):
         raise ValueError("it must be one name or more, separated by commas")

@@ -40,7 +40,6 @@ class _JsonFormatter(logging.Formatter):
     """One object a line: time (UTC), level, logger, message, and what the line's `fields` hold."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; JSON escapes every control character in it."""
         moment = time.gmtime(record.created)
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", moment) + f".{int(record.msecs):03d}Z",

@@ -12,8 +12,6 @@ _DROPPED: Final = "Transfer messages dropped because they were not sealed with t
 
 
 class _SideStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What both sides count."""
-
     dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
     late_messages: int = 0
     """Messages for leases that were over or never given."""
@@ -43,9 +41,7 @@ class SenderStats(_SideStats, frozen=True, kw_only=True):
     """Counters of the prefill side since its start, and gauges of this moment."""
 
     open_leases: int = 0
-    """Gauge: leases that are not over."""
     leases: int = 0
-    """Leases that were accepted."""
     refused: Annotated[
         dict[str, int],
         counter("kv_leases_refused", "Leases of decode workers that were refused, by reason.", label="reason"),

@@ -28,8 +28,6 @@ class _Machine(Protocol):
 
 
 class _Lease(Protocol):
-    """What a side keeps of a lease that is not over."""
-
     @property
     def machine(self) -> _Machine: ...
     @property

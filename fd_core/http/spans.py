@@ -159,5 +159,4 @@ class _Guarded:
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing is held back here."""
         return bool(self._exporter.force_flush(timeout_millis))

@@ -152,10 +152,8 @@ _BUILTIN_MODULES: Final = (
     "fd_core.scheduling.builtin",
     "fd_core.runner.builtin",
     "fd_core.kv.stores.builtin",
-    "fd_core.disagg.connectors.builtin",
-    "fd_core.router.builtin",
+    "fd_core.plugins.builtin",
     "fd_core.launching.builtin",
-    "fd_core.cluster.builtin",
     "fd_core.text.parsing.builtin",
 )
 
@@ -451,7 +449,6 @@ class Plugins:
         )
 
     def _admit(self, origin: Origin, load: Callable[[], Any]) -> None:
-        """Register one plugin whole, or keep why it cannot be."""
         try:
             module = shielded(load)
             check_module(module)

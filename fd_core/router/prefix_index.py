@@ -392,7 +392,6 @@ class _Mirror:
     """The blocks that one engine of an incarnation reports to hold, named as the router names them."""
 
     def __init__(self, name: Hashable, block_size: int, capacity: int, holders: Holders) -> None:
-        """`name` is that of its place."""
         self.name = name
         self.block_size = block_size
         self._holders = holders
@@ -407,7 +406,6 @@ class _Mirror:
         return len(self._names)
 
     def clear(self) -> None:
-        """Hold nothing any longer."""
         self._holders.discard(self._bit, self._names.values())
         self._names.clear()
 

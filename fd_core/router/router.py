@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -53,7 +53,6 @@ class Router:
         """`policy_class` finds a policy by name, or raises `PluginError`. `ConfigError` for numbers out of range."""
         self.config = config
         self.registry = Registry(config)
-        """Every worker, what it says of itself, and its health."""
         self._places = Places()
         self._loads = WorkerLoads(self._on_idle, self._places)
         self._index = PrefixIndex(
@@ -64,7 +63,6 @@ class Router:
         }
         self._in_flight = PrefixesInFlight(self._places)
         self.reported_kv = ReportedKV(self.registry, config.max_index_blocks, self._places)
-        """The KV that workers report to hold."""
         self._placer = Placer(
             config,
             self._policies,
@@ -112,14 +110,6 @@ class Router:
         if worker != after:
             self._forget(worker)
         return after
-
-    def leaving(self, worker: RouterWorker) -> None:
-        """Note that `worker` says that it shuts down: it is chosen only where no other one can be, until it is gone."""
-        self.registry.leaving(worker)
-
-    def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
-        """Note the models that `worker` serves, see `Registry.serves`."""
-        self.registry.serves(worker, models, adapters)
 
     def emptied(self, worker: RouterWorker) -> None:
         """Forget the prefixes that `worker` served: its cache is empty, while its requests stay with it."""
@@ -377,7 +367,6 @@ class WorkerSnapshot:
     circuit: BreakerState
     load: WorkerLoad
     tally: SelectionCounts
-    """Counts since this incarnation came."""
     index_blocks: Annotated[int, gauge("index_blocks", "Prompt blocks that the worker is believed to hold.")]
     """Blocks of prompts that the worker served, of the router's block size."""
     held_blocks: int | None
@@ -427,9 +416,7 @@ class RouterSnapshot:
     index_blocks: int
     """Blocks that take memory in the prefix index."""
     total: WorkerLoad
-    """Load of all incarnations, departed ones included."""
     roles: dict[Role, SelectionCounts]
-    """Counts of all workers there ever were, by role."""
     modes: Annotated[
         dict[Mode, int], counter("attempts", "Attempts on a mixed worker, a pair or a decode worker.", label="mode")
     ]

@@ -149,13 +149,11 @@ class RouteRequest:
     """Prompt, int32 of shape [n], n at least 1, tokenized as the workers tokenize it; a gateway without a tokenizer
     gives numbers of its own that are equal where the text is, such as the bytes of the text."""
     session: str | None = None
-    """Name that all requests of one conversation or user carry."""
     salt: str = ""
     """Requests of different salts share no prefix."""
     prefill_tokens: int | None = None
     """Length of the prompt for the accounting, in tokens; None counts `tokens`."""
     model: str | None = None
-    """Name of the model that is asked for; None takes any model."""
     tokenized: bool = True
     """Whether `tokens` are token ids of the workers, and not numbers of the gateway's own."""
     output_tokens: int = 0
@@ -221,7 +219,6 @@ class Selection:
     kv_port: int | None = None
     """Port from which the decode worker of a pair takes the KV of the prompt; None where there is no pair."""
     attempt: int = 1
-    """Number of the attempt, from 1 on."""
     suspects: tuple[RouterWorker, ...] = ()
     """Workers that failed on the request, now or earlier: they are to blame once another one answers it well."""
     failures: int = 0

@@ -85,15 +85,12 @@ class Member:
     """When the worker came into its state, by the clock that is passed in."""
     state: WorkerState = WorkerState.UNKNOWN
     passed: int = 0
-    """Health checks passed in a row."""
     missed: int = 0
-    """Health checks failed in a row."""
     says: str | None = None
     """Role that the worker named in its last passed health check; None if it named none."""
     kv_port: int | None = None
     """Port on which a prefill worker listens for decode workers, if its last passed health check named one."""
     leaving: bool = False
-    """Whether this process said that it shuts down."""
     models: frozenset[str] | None = None
     """Names of the models that the worker serves; None if they are not known."""
     adapters: frozenset[str] = frozenset()

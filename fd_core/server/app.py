@@ -56,7 +56,7 @@ def create_app(
     if taken := [adapter.name for adapter in client.info.adapters if adapter.name in names]:
         hint = "give it another one, or the model with --served-model-name"
         raise ConfigError(f"the adapter {taken[0]!r} has the model's own name", field="--lora-modules", hint=hint)
-    access = AccessControl.of(config)
+    access = AccessControl(config)
     bodies, supervisor = BodyBudget(config.max_body_memory), Supervisor()
     metrics = ServerMetrics(
         client,

@@ -36,7 +36,7 @@ from fd_core.http.bodies import BodyBudget, BodyStats
 from fd_core.http.connections.connections import ConnectionStats
 from fd_core.http.draining import Drain
 from fd_core.http.errors import ApiError, unavailable, unsupported
-from fd_core.http.metrics import Histogram, metric_families, refusal_family
+from fd_core.http.metrics import Histogram, count_family, metric_families, refusal_family
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor, TaskStats
 from fd_core.server.batches.service import BatchService
@@ -262,7 +262,6 @@ class ServerState:
     _names: dict[str, ServedName] = field(init=False, default_factory=dict)
     """What answers under each name, the main one first."""
     _named_for: EngineInfo | None = field(init=False, default=None)
-    """The engine that `_names` was made for."""
 
     @property
     def context(self) -> int:
@@ -515,20 +514,13 @@ class ServerMetrics(Collector):
         """Yield every metric as it is at this moment."""
         yield from self._engine()
         yield from (histogram.family() for histogram in self._histograms)
-        generations = CounterMetricFamily("fdcore_generations", "Generations ended, by outcome.", labels=["outcome"])
-        for outcome, count in self.outcomes.items():
-            generations.add_metric([outcome], count)
-        yield generations
+        yield count_family("fdcore_generations", "Generations ended, by outcome.", ["outcome"], self.outcomes)
         yield self._by_adapter("generations", "Generations ended, by LoRA adapter.", self.adapter_generations)
         yield self._by_adapter(
             "generated_tokens", "Tokens generated, by LoRA adapter, counted when generations end.", self.adapter_tokens
         )
-        answers = CounterMetricFamily(
-            "fdcore_http_answers", "HTTP responses begun, by path and status.", labels=["path", "status"]
-        )
-        for (path, status), count in sorted(self.answers.items()):
-            answers.add_metric([path, str(status)], count)
-        yield answers
+        answers, text = dict(sorted(self.answers.items())), "HTTP responses begun, by path and status."
+        yield count_family("fdcore_http_answers", text, ["path", "status"], answers)
         yield refusal_family("fdcore_", self._refusals)
         for stats in self._counters:
             yield from metric_families("fdcore_", [({}, stats)])
@@ -537,10 +529,8 @@ class ServerMetrics(Collector):
 
     def _by_adapter(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
         """Return counts of the adapters that are loaded: names of others would add up for ever."""
-        family = CounterMetricFamily(f"fdcore_adapter_{name}", text, labels=["adapter"])
-        for adapter in self._client.info.adapters:
-            family.add_metric([adapter.name], counts.get(adapter.name, 0))
-        return family
+        loaded = {adapter.name: counts.get(adapter.name, 0) for adapter in self._client.info.adapters}
+        return count_family(f"fdcore_adapter_{name}", text, ["adapter"], loaded)
 
     def _as_vllm(self, model: Mapping[str, str]) -> Iterator[Metric]:
         """Yield what vLLM has a name for under that name; of several engines, what the server counts has no engine."""

@@ -30,7 +30,6 @@ class RequestTimes:
 
     sent: float
     arrivals: tuple[float, ...] = ()
-    """When each piece of the answer arrived."""
     ended: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0

@@ -38,7 +38,6 @@ class Ask:
     """One request of a benchmark."""
 
     prompt: str | list[dict[str, Any]]
-    """Text to continue, or the messages of a conversation."""
     output_tokens: int
 
     def request(self, model: str, ignore_eos: bool) -> tuple[str, dict[str, Any]]:

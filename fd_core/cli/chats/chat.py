@@ -159,7 +159,6 @@ def _local(
 
 
 def _converse(loop: LoopThread, backend: ChatBackend, conversation: ChatHistory, options: SamplingOptions) -> None:
-    """Read messages and answer them until the input ends."""
     for text in typed_messages():
         line = text.strip()
         if line in ("/quit", "/exit"):

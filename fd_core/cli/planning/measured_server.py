@@ -63,8 +63,6 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
 
 
 class _ServerUnderTest:
-    """A server, over one connection."""
-
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self._process = process
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_SECONDS)
@@ -72,7 +70,6 @@ class _ServerUnderTest:
         self._clock = ~process.pid << 3 | 2
 
     def wait(self) -> None:
-        """Wait until the server is ready."""
         deadline = time.monotonic() + _START_SECONDS
         while True:
             if self._process.poll() is not None or time.monotonic() > deadline:

@@ -29,8 +29,6 @@ class OutOfTime(Exception):
 
 
 class _Reply(msgspec.Struct):
-    """What a process answers."""
-
     run: ReportedRun | None = None
     error: str = ""
     hint: str | None = None
@@ -138,7 +136,6 @@ def _died() -> ConfigError:
 
 
 def _serve() -> None:
-    """Do the jobs of standard input until it closes."""
     replies = sys.stdout.buffer
     sys.stdout = sys.stderr  # a policy under study may print
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -41,7 +41,6 @@ _FLAGS: Final = {flag.field: flag for flag in (*_ROUTER, *_ENGINE)}
 _COUNTS: Final = ("workers", "prefill", "decode", "routers")
 """Numbers of `Setup` that may be varied."""
 _LOAD: Final = "load"
-"""Factor of the workload that may be varied."""
 
 
 _Choice = tuple[str, tuple[str, Any]]
@@ -265,7 +264,6 @@ def _run_all(
     check: bool,
     console: Console,
 ) -> list[ReportedRun]:
-    """Run every combination with every seed, under a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from fd_core.plugins import installed_plugins

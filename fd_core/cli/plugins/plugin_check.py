@@ -55,7 +55,6 @@ class _Watch:
         self._frameworks, self._threads = _FRAMEWORKS & sys.modules.keys(), set(threading.enumerate())
 
     def since(self, what: str, hint: str, about: str = "") -> Iterator[Finding]:
-        """Yield what happened since the last call."""
         imported = _FRAMEWORKS & sys.modules.keys() - self._frameworks
         started = set(threading.enumerate()) - self._threads
         self._frameworks |= imported

@@ -126,7 +126,6 @@ def read_cluster_file(file: Path) -> ClusterConfig:
 
 
 def _check_settings(config: ClusterConfig) -> None:
-    """Refuse what `fdcore serve` or `fdcore route` would refuse."""
     from fd_core.cli.settings.flags import ENGINE_FLAGS, GATEWAY_FLAGS, ROUTER_FLAGS, SERVER_FLAGS
     from fd_core.cli.settings.settings import merge, merge_route
 
@@ -162,7 +161,6 @@ def _named(field: str) -> Iterator[None]:
 
 
 async def _serve(deployment: Deployment, sock: socket.socket, console: Console) -> None:
-    """Run a deployment until it is told to stop, and say what it is once it serves."""
     import asyncio
 
     from fd_core.cli.serving.summary import show_summary

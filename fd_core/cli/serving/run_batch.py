@@ -74,7 +74,6 @@ def run_batch(
 
 
 async def _run(settings: Settings, source: Path, answers: AnswerFile, console: Console) -> BatchProgress:
-    """Load the model, send what has no answer yet, and show how far it is."""
     import asyncio
 
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn

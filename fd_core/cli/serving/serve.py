@@ -87,7 +87,6 @@ def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack
 
 
 async def _serve(settings: Settings, listener: socket.socket) -> None:
-    """Load, say what was loaded, serve until told to stop, drain."""
     import asyncio
 
     from fd_core.engine.process.engine_process import begun_process

@@ -144,7 +144,6 @@ class Flag:
     name: str = ""
     """Flag; from the field if empty."""
     short: str = ""
-    """Another name that it may be typed by."""
     repeated: bool = False
 
     @property
@@ -204,7 +203,6 @@ TRANSFER_SECRET_FILE: Final = Flag(
     "File with the secret shared by prefill workers, decode workers and their router; by default the user's own.",
     "FILE",
 )
-"""For workers of pairs and for the router that brings them together."""
 
 ENGINE_FLAGS: Final = (
     Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available."),
@@ -434,7 +432,6 @@ LISTEN_FLAGS: Final = (
     ),
     Flag("log_level", "Lowest severity of the log lines written.", "LEVEL"),
 )
-"""Settings of `ListenConfig`, which a server and a router have in common."""
 
 SERVER_FLAGS: Final = (
     *LISTEN_FLAGS,
@@ -545,7 +542,6 @@ GATEWAY_FLAGS: Final = (
 CLIENT_KEY_FILE: Final = Flag(
     "client_keys", "File whose first line is the API key to send.", "FILE", keys_in_file, name="--api-key-file"
 )
-"""For a command that is itself a client."""
 CHAT_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
     CLIENT_KEY_FILE,
@@ -622,7 +618,6 @@ _IN_PLACE: Final[Mapping[tuple[str, ...], str]] = {
     ("--uvicorn-log-level",): "--log-level is that of the whole server",
 }
 REASONS: Final = {flag: reason for flags, reason in _IN_PLACE.items() for flag in flags}
-"""What is said of each flag."""
 
 
 class ServingCommand(TyperCommand):

@@ -274,7 +274,6 @@ def _check_workers(gateway: GatewayConfig) -> None:
 
 
 def _route_file_layer(path: Path) -> tuple[dict[str, Any], RouterConfig]:
-    """Read a TOML or JSON file: keys named like the flags, and those of the router itself."""
     table = read_table(path)
     layer = take_settings(table, path, (flag for flag in _ROUTE_FLAGS.values() if flag.field not in _OF_ROUTER), _ALSO)
     try:

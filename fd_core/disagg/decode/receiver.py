@@ -43,8 +43,6 @@ _EXPECTED: Final = frozenset({"transferred", "held", "aborted"})
 
 @dataclass(slots=True, eq=False)
 class _DecodeSide:
-    """A lease that is not over."""
-
     effect: Fetch
     name: str
     opening: Open

@@ -47,8 +47,6 @@ _REMEMBERED: Final = 4096
 
 @dataclass(slots=True, eq=False)
 class _PrefillSide:
-    """A lease that is not over."""
-
     name: str
     opening: Open
     pieces: range
@@ -205,7 +203,6 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._connections.say(route, Refuse(lease, reason))
 
     def _send(self, effect: Send) -> None:
-        """Take in blocks that may be read from here on."""
         operation = effect.operation
         lease = self._leases.get(effect.lease)
         if lease is None:

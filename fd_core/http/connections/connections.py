@@ -213,7 +213,6 @@ class Connections:
             log.warning("%s%s (logged once a minute)", what, example)
 
     def _look(self) -> None:
-        """Close what has not moved for too long."""
         now = self.now()
         for connection in [*self._open]:
             reason = connection.overdue(now, self._pause)
@@ -483,7 +482,6 @@ class _Liveness:
         self._thread.start()
 
     def close(self) -> None:
-        """Serve no longer."""
         self._timer.cancel()
         self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(_PROBE_SECONDS)

@@ -243,7 +243,6 @@ PAGES: Final[Mapping[str, Callable[[GatewayState], Awaitable[web.Response]]]] = 
 
 
 def _not_ready(state: GatewayState) -> str | None:
-    """Return the reason for which requests are refused; None if they are served."""
     if state.drain.leaving:
         return "the router is shutting down"
     if state.router.ready():

@@ -67,7 +67,7 @@ async def serve_gateway(
     tls = ServingTls.of(config)
     trusted = client_context(config.worker_ca_certs, "--worker-ca-certs", config)
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
-    access = AccessControl.of(config)
+    access = AccessControl(config)
     listening.warn_if_open(config.host, keys=access.has_keys)
     connector = WorkerConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30, ssl=trusted)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds, sock_read=config.read_seconds)

@@ -55,8 +55,6 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 class _ChatFormat(ResponseFormat):
-    """Spells chat completions."""
-
     answer = responses.ChatAnswer
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"

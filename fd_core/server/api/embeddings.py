@@ -33,7 +33,6 @@ from fd_core.types import Delta, FinishReason, Pooling
 Floats = npt.NDArray[np.float32]
 
 MAX_TEXTS: Final = 2048
-"""Texts that one request may hold."""
 _MAX_PAIR_CHARS: Final = 2**24
 """A text of one side is written out with each of the other side."""
 _ASKED: Final = "Given a web search query, retrieve relevant passages that answer the query"

@@ -68,7 +68,6 @@ class BatchLine(NamedTuple):
     """One line of the input; either `error` is set, or it can be sent."""
 
     number: int
-    """Counts lines from 1."""
     custom_id: str | None
     url: str = ""
     body: bytes = b""

@@ -197,7 +197,6 @@ class _ContentResponse(Response):
         self._stored = stored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the content and close it."""
         with self._stored as stored:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             left = stored.file.bytes

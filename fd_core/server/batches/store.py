@@ -540,7 +540,6 @@ def _partial(path: Path) -> Path:
 
 
 def _removed(path: Path) -> bool:
-    """Return True if a file is gone; the disk may not let it go."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -64,8 +64,6 @@ async def count_tokens(request: Request) -> Response:
 
 
 class _MessagesFormat(response_format.AnswerFormat):
-    """Spells one answer of the Messages API."""
-
     def __init__(self, job: jobs.Job) -> None:
         self.job = job
         self._writer = response_format.BlockWriter()

@@ -252,10 +252,8 @@ class JsonShape(NamedTuple):
     containers: int
     """Objects and arrays."""
     names: int
-    """Fields of all objects."""
     commas: int
     escapes: int
-    """Backslashes, anywhere."""
 
 
 async def decodable(body: bytes, ids: int) -> bool:

@@ -54,7 +54,6 @@ class OfferedTools(NamedTuple):
     """The tools that a model may call."""
 
     shown: Sequence[Mapping[str, Any]]
-    """For the chat template."""
     schemas: Mapping[str, Mapping[str, Any]]
     """JSON schemas of the arguments, by name."""
     forced: Sequence[str]
@@ -360,7 +359,6 @@ class Job:
     """A checked request: everything that one HTTP request wants generated, and what its answer shows."""
 
     record: RequestRecord
-    """Told what was read and written."""
     owner: str
     """Whose request it is, see `ApiKey.owner`."""
     arrived: float
@@ -393,15 +391,11 @@ class Job:
     """Most likely tokens shown beside each token of the prompt; None shows none."""
     token_ids: bool
     tokens_as_ids: bool
-    """Whether log-probabilities name tokens by their ids."""
     usage_in_stream: bool
-    """Whether a last event of a stream tells the usage."""
     usage_in_events: bool
-    """Whether every event of a stream tells the usage so far."""
     prompt_only: bool
     """Whether the answer shows nothing of the text: one token is computed and dropped."""
     warnings: tuple[Unenforced, ...]
-    """Parts of schemas that the answer may not keep."""
 
     @property
     def warned(self) -> list[Unenforced] | msgspec.UnsetType:

@@ -55,7 +55,6 @@ class TextCost(NamedTuple):
     """What a request for texts reads and writes at most."""
 
     outputs: Sequence[int]
-    """Longest text of each prompt."""
     n: int
     """Texts of each prompt."""
     tokens: int

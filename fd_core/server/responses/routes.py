@@ -239,7 +239,6 @@ class _ResponsesFormat(response_format.AnswerFormat):
         return event % (kind, kind, number, item_id, block.index, fields, response_format.json_text(text))
 
     def _in_item(self, kind: str, block: response_format.AnswerBlock, **fields: Any) -> bytes:
-        """Return an event about a part of an item."""
         return self._event(kind, item_id=self._items[block.index][0], output_index=block.index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:

@@ -32,9 +32,7 @@ class ApiLimits(NamedTuple):
     """
 
     tool_name: int
-    """Characters of a tool's name."""
     messages: int
-    """Messages or items of a conversation."""
 
 
 CHAT: Final = ApiLimits(tool_name=64, messages=4096)

@@ -50,14 +50,11 @@ class ScaffoldRecipe:
 
     kind: plugins.Kind[Any]
     what: str
-    """What people call it."""
     module: str
     suffix: str
     """Behind the name, the name of its class."""
     files: Mapping[str, tuple[str, str]]
-    """Files of the package to their templates, and what each is for."""
     summary: str
-    """The line that lists show."""
     about: str = ""
     """How the README's first sentence goes on."""
     prove: str = "pytest   # does it keep its contract?"
@@ -226,7 +223,6 @@ def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
 
 
 def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
-    """Return what the templates call by name."""
     recipe = RECIPES[kind]
     camel = "".join(word.capitalize() for word in name.split("_"))
     extra = f"[{framework}]" if kind is PluginKind.BACKEND and framework is not Framework.NUMPY else ""

@@ -79,7 +79,6 @@ class _Body(msgspec.Struct):
 
     @property
     def offered(self) -> list[Any] | None:
-        """The tools as workers show them to a model."""
         if not isinstance(self.tools, list) or self.tool_choice == "none":
             return None
         return [shown_tool(tool) for tool in self.tools]

@@ -93,7 +93,6 @@ class HealthChecks:
                 task.cancel()
 
     def _begin(self, due: bool) -> None:
-        """Begin to check every worker if a round is `due`, otherwise those that were never checked."""
         for worker in [worker for worker, task in self._running.items() if task.done()]:
             del self._running[worker]
         workers = self._router.workers()
@@ -153,7 +152,7 @@ class HealthChecks:
         member = self._router.registry.member(after)
         state = _state(member)
         if ok and leaving and member is not None and not member.leaving:
-            self._router.leaving(after)
+            self._router.registry.leaving(after)
             log.info("worker %s is shutting down", after.url)
         if offers:
             self._on_offer(after)
@@ -168,7 +167,7 @@ class HealthChecks:
                 self._asked[after] = now
                 models = await served(self._state, after)
                 if models is not None:
-                    self._router.serves(after, *models)
+                    self._router.registry.serves(after, *models)
             return
         if state is WorkerState.UNHEALTHY:
             # Requests that wait for their first byte are better served elsewhere.
