@@ -40,7 +40,6 @@ _OURS: Final = {
     ),
 }
 """Settings that stand elsewhere, and why."""
-_SECRET: Final = ("api-key", "ssl-keyfile-password")
 CONTENT: Final = "FD_CONTENT_OF_"
 """Begins the name of a variable that holds what the file of a setting would hold; the rest is the setting's name."""
 _PROGRAM: Final = ("-m", "fd_core.cli.serving.sealed")
@@ -169,7 +168,7 @@ def _check_group(group: RouterGroup | WorkerGroup, where: str) -> None:
         if name in _OURS:
             raise ConfigError(f"{key!r} is not set here: {_OURS[name]}", field=f"{where}.settings")
         hint = f'write {name} = "NAME_OF_A_VARIABLE" under [{where}.secrets]'
-        if name in _SECRET:
+        if name in ("api-key", "ssl-keyfile-password"):
             raise ConfigError(f"{key!r} would stand in a command line", field=f"{where}.settings", hint=hint)
         if name == "kv-store" and "@" in str(group.settings[key]):
             raise ConfigError("a password would stand in a command line", field=f"{where}.settings", hint=hint)

@@ -23,7 +23,6 @@ from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, Lau
 from fd_core.router.workers import Role
 
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5, connect=3)
-_WINDOW_SECONDS: Final = 30.0
 _SHARE: Final = 0.9
 _AGAIN_SECONDS: Final = 10.0
 """Between registrations of one worker, which change nothing unless the router forgot it."""
@@ -86,7 +85,7 @@ class FirstTokens:
             self._read.clear()  # another process
         self.bounds = tuple(bounds)
         self._read.append((now, counts))
-        while len(self._read) > 2 and now - self._read[1][0] > _WINDOW_SECONDS:
+        while len(self._read) > 2 and now - self._read[1][0] > 30.0:
             self._read.popleft()
 
     @property
@@ -188,9 +187,7 @@ class RouterAdmin:
 log = logging.getLogger(__name__)
 
 ROUTERS: Final = "router"
-_STEP_SECONDS: Final = 0.25
 _ASK_SECONDS: Final = 0.5
-_SCALE_SECONDS: Final = 1.0
 _GRACE_SECONDS: Final = 15.0
 """Beyond the time to drain, for a process to end."""
 
@@ -268,11 +265,7 @@ class Deployment:
         self._next_scaling = 0.0
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event, on_ready: Callable[[], None]) -> None:
-        """Serve until `stop`, then drain and end every process; `hurry` shortens that.
-
-        `on_ready` is called once every group has the workers that it needs and a router sends requests to them.
-        No process is left when this returns or raises.
-        """
+        """Serve until `stop`, then drain and end every process; `on_ready` is called once the groups are ready."""
         told, hurried = False, False
         try:
             async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
@@ -293,7 +286,7 @@ class Deployment:
                     if not told and self.controller.complete and await self._serves():
                         told = True
                         on_ready()
-                    await asyncio.sleep(_STEP_SECONDS)
+                    await asyncio.sleep(0.25)
                 if self._tasks:  # what was begun ends
                     await asyncio.wait(self._tasks, timeout=1)
         finally:
@@ -445,7 +438,7 @@ class Deployment:
     def _scale(self, now: float) -> None:
         if now < self._next_scaling or not self.controller.complete:
             return
-        self._next_scaling = now + _SCALE_SECONDS
+        self._next_scaling = now + 1.0
         for name, policy in self._policies.items():
             self._perform(self.controller.scale(name, policy.propose(self.load_of(name), now)))
 

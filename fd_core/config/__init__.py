@@ -251,10 +251,7 @@ def resolve_limits(
     default_pipeline_depth: int = 1,
     default_batched_tokens: int = 2048,
 ) -> Limits:
-    """Fix every limit for a loaded model, or say which setting contradicts which.
-
-    `free_bytes` is device memory left once the weights are loaded. Raises `ConfigError` naming field and numbers.
-    """
+    """Fix every limit for a loaded model with `free_bytes` left; `ConfigError` says which setting contradicts which."""
     budget = step_budget(config, default_batched_tokens)
     max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     if not max_drafts and config.structured_output:

@@ -99,10 +99,7 @@ class Rule:
     constraint: Constraint | None
 
     def read(self, value: Any) -> Any:
-        """Return what `value` means, which may be text from a command line, an environment or a file.
-
-        Raises `ValueError` with a phrase that completes "NAME: ...".
-        """
+        """Return what `value`, maybe text, means. Raises `ValueError` with a phrase that completes "NAME: ..."."""
         text = value.strip() if isinstance(value, str) else None
         if isinstance(self.constraint, ByteSize) and text is not None:
             value = 0 if text == "0" else parse_size(text)

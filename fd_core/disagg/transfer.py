@@ -40,10 +40,7 @@ _Kept = TypeVar("_Kept", bound=_Lease)
 
 
 class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
-    """A port whose thread owns connections, the connector's ends and the copies.
-
-    The thread copies some pieces of a lease, then some of the next lease, so that none waits for a whole other one.
-    """
+    """A port whose thread owns connections, the connector's ends and the copies; leases take turns."""
 
     def __init__(
         self,
@@ -53,10 +50,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         stuck_seconds: float,
         make_loop: Callable[..., ThreadLoop],
     ) -> None:
-        """`thread` is the name of the thread, which the side starts once it is complete.
-
-        While an operation is pending, a thread that has not turned for `stuck_seconds` is stuck in a call.
-        """
+        """Name the thread, which the side starts; after `stuck_seconds` without a turn it is stuck in a call."""
         super().__init__(queue)
         self._stuck_seconds = stuck_seconds
         self._turned_at = clock()

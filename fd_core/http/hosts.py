@@ -22,7 +22,6 @@ _ANY: Final = "*"
 _HOST: Final = re.compile(r"(?:\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[^:\[\]/@]+))(?::[0-9]*)?", re.IGNORECASE)
 _NAME: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|[0-9a-f:.]+|\*", re.IGNORECASE)
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+|null|\*", re.IGNORECASE)
-_METHODS: Final = "GET, HEAD, POST, DELETE, OPTIONS"
 _EXPOSED: Final = ", ".join(
     (
         *("X-Request-Id", "X-Ignored-Fields", "Retry-After"),
@@ -98,7 +97,7 @@ class HostRules:
         }
         if visit.preflight:
             headers |= {
-                "Access-Control-Allow-Methods": _METHODS,
+                "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE, OPTIONS",
                 "Access-Control-Allow-Headers": visit.wants_headers or "Authorization, Content-Type",
                 "Access-Control-Allow-Private-Network": "true",
                 "Access-Control-Max-Age": "600",

@@ -71,11 +71,7 @@ def metric_families(
     parts: Iterable[tuple[Mapping[str, str], object]],
     names: Callable[[MetricSpec], Iterable[str]] = lambda spec: (spec.name,),
 ) -> Iterable[Metric]:
-    """Return every metric that statistics declare, as Prometheus wants it.
-
-    `parts` are labels that tell their samples apart, all of the same names, and statistics. `names` says under which
-    names a metric appears.
-    """
+    """Return every metric that statistics declare, as Prometheus wants it, under `names`; labels tell `parts` apart."""
     families: dict[str, Metric] = {}
     for common, stats in parts:
         for spec, samples in read_metrics(stats):

@@ -84,11 +84,7 @@ class Attempts(Generic[_Answer]):
             self._router.failed(selection, selection.prefill, now)
 
     def refused(self, status: int, answer: _Answer, now: float, *, no_model: bool = False) -> bool:
-        """It refused before its first byte; return whether another worker is to be asked.
-
-        `answer` is kept for the case that no other worker answers. `no_model`: it said that it lacks the model. What
-        every worker would refuse goes to the client as it is.
-        """
+        """It refused before its first byte, for lack of the model if `no_model`; return whether to ask another."""
         if status in _BROKEN:
             self._router.failed(self.selection, self.selection.decode, now)
         elif status in _BUSY or (status == _NOT_FOUND and no_model):

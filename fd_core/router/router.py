@@ -43,11 +43,7 @@ _FAILURES: Final = 2
 
 
 class Router:
-    """Chooses workers and accounts for what they were given.
-
-    `now` is everywhere the reading of one monotonic clock in seconds, `rng` one uniform number in [0, 1). Not for
-    several threads at a time.
-    """
+    """Chooses workers and accounts for what they were given. `now` is one monotonic clock, `rng` uniform in [0, 1)."""
 
     def __init__(self, config: RouterConfig, policy_class: Callable[[str], type[RouterPolicy]]) -> None:
         """`policy_class` finds a policy by name, or raises `PluginError`. `ConfigError` for numbers out of range."""

@@ -145,11 +145,7 @@ class Registry:
         return None if member is None else member.worker
 
     def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> RouterWorker:
-        """Add a worker, or one that came back, and return it.
-
-        `instance` names the worker's process. A worker that registers again with the same process is the same
-        incarnation; any other is a new one. Raises `BadRequest` for an address or a role that cannot be used.
-        """
+        """Add a worker and return it; the same process is the same incarnation. Raises `BadRequest`."""
         url = checked_url(url)
         if role not in ROLES:
             raise BadRequest(f"there is no role {role!r}", field="role", hint=f"use one of {', '.join(ROLES)}")

@@ -295,11 +295,7 @@ class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
 
 
 class Registration:
-    """Keeps one server registered with its routers; what a router does not answer never disturbs the server.
-
-    A name that has several addresses, such as that of a headless service, stands for one router at each of them. It is
-    looked up each time, since routers come and go.
-    """
+    """Keeps one server registered at each address of its routers' names; routers cannot disturb the server."""
 
     def __init__(self, config: ServerConfig, url: str, instance: Callable[[], str], role: str) -> None:
         """See `registration_of`. Raises `ConfigError` for certificates that cannot be read."""

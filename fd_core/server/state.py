@@ -85,11 +85,7 @@ class _OwnerAnswers:
 
 
 class ResponseStore:
-    """At most `capacity` answers and `max_bytes` of them, each seen by its owner only.
-
-    Without room, the oldest answer of the owner who keeps most is forgotten, so that no key displaces those of others
-    beyond an equal share.
-    """
+    """At most `capacity` answers and `max_bytes`, each seen by its owner; whoever keeps most loses the oldest."""
 
     def __init__(self, capacity: int, max_bytes: int = MAX_BYTES) -> None:
         self.capacity = capacity
@@ -174,11 +170,7 @@ class GrammarChecker:
 
 
 class ActiveRequests:
-    """Which engine requests belong to which HTTP request.
-
-    A client may use one request id for several requests at the same time (a trace id), and so may clients with other
-    keys; engine ids are unique.
-    """
+    """Which engine requests belong to which HTTP request; several at a time may have the same request id."""
 
     def __init__(self) -> None:
         self._engine_ids: dict[str, dict[str, str]] = {}

@@ -15,8 +15,6 @@ from fd_core.types import IntArray
 IN_FLIGHT: Final = (100, 1_000, 10_000)
 OWN_TOKENS: Final = 256
 """Prompt tokens that follow the system prompt, different for each request."""
-_WARM_UP: Final = 50
-_VOCAB_SIZE: Final = 32_000
 
 
 class RouterTraffic:
@@ -33,7 +31,7 @@ class RouterTraffic:
 
     def measure(self, requests: int) -> dict[str, Any]:
         """Return the microseconds to select and release `requests`; a random one leaves for each that comes."""
-        self._turn(_WARM_UP)
+        self._turn(50)
         select, release = self._turn(requests)
         parts = {"select": select, "release": release, "both": [*map(sum, zip(select, release, strict=True))]}
         times = {name: microseconds(seconds) for name, seconds in parts.items()}
@@ -65,4 +63,4 @@ class RouterTraffic:
         return RouteRequest(np.concatenate((self._system, self._tokens(OWN_TOKENS))))
 
     def _tokens(self, count: int) -> IntArray:
-        return self._draw.integers(_VOCAB_SIZE, size=count, dtype=np.int32)
+        return self._draw.integers(32_000, size=count, dtype=np.int32)

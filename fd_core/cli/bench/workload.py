@@ -30,7 +30,6 @@ _WORDS: Final = (
     *("issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line"),
 )
 """Common nouns: with a blank before them, one token each in most vocabularies."""
-_MAX_LINE_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def from_file(path: Path, count: int | None, output_tokens: int) -> list[Ask]:
     asks: list[Ask] = []
     try:
         with path.open("rb") as file:
-            while (count is None or len(asks) < count) and (line := file.readline(_MAX_LINE_BYTES)):
+            while (count is None or len(asks) < count) and (line := file.readline(1 << 24)):
                 if line.strip():
                     asks.append(_ask(line, output_tokens, f"{path}, line {len(asks) + 1}"))
     except OSError as error:

@@ -117,11 +117,7 @@ _GOES_ON: Final = ". "
 
 
 def typed_messages() -> Iterator[str]:
-    """Yield messages until the input ends or Ctrl-C is pressed where one is awaited.
-
-    A line is a message. One that ends in a backslash goes on in the next line; one that begins with three quotes ends
-    where three quotes end a line. Ctrl-C within a message of several lines forgets it.
-    """
+    """Yield messages, of one line or of several, until the input ends or Ctrl-C is pressed where one is awaited."""
     while True:
         try:
             first = _line(_PROMPT)
@@ -163,11 +159,7 @@ def _line(prompt: str) -> str:
 
 @contextlib.contextmanager
 def kept_history(path: Path | None) -> Iterator[None]:
-    """Let arrow keys edit lines and bring back earlier ones, on a terminal.
-
-    With a path, what is typed within the block is added to that file, which only its owner may read, and what was
-    typed in earlier sessions is there. A file that cannot be used is done without.
-    """
+    """Let arrow keys edit lines and bring back earlier ones; those typed are added to `path`, if it can be used."""
     try:
         import readline
     except ImportError:  # not everywhere part of Python

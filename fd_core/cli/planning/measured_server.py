@@ -18,8 +18,6 @@ from fd_core.simulation.costs.calibrating import usual
 from fd_core.simulation.costs.profile import RequestTerms
 
 _START_SECONDS: Final = 600.0
-_ANSWER_SECONDS: Final = 120.0
-_REPEATS: Final = 5
 _TOKENS: Final = 48
 _TEXT: Final = "The quick brown fox jumps over the lazy dog, and 42 others watch it. " * 60
 
@@ -44,7 +42,7 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
         server.take(long_text, tokens)  # not timed: what is imported and compiled at the first request
         # In turns, so that what else the server does meanwhile weighs on all three alike.
         kinds = (("A fox.", 1), (long_text, 1), ("A fox.", tokens))
-        taken = [[server.take(f"{number} {text}", count) for text, count in kinds] for number in range(_REPEATS)]
+        taken = [[server.take(f"{number} {text}", count) for text, count in kinds] for number in range(5)]
         short, long, talking = zip(*taken, strict=True)
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
         raise FdError(f"a server that was started for it did not answer: {error}") from error
@@ -65,7 +63,7 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
 class _ServerUnderTest:
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self._process = process
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_SECONDS)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120.0)
         # The clock of another process's processor time has this number on Linux.
         self._clock = ~process.pid << 3 | 2
 

@@ -55,11 +55,7 @@ class _DecodeSide:
 
 
 class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
-    """Opens leases at prefill workers and copies what they send into the blocks of each fetch.
-
-    Every `Fetch` gets one `Fetched`, within `longest` seconds and a moment, and none of its blocks is written
-    afterwards.
-    """
+    """Opens leases at prefill workers and copies what they send; every `Fetch` gets one `Fetched` within `longest`."""
 
     performs = (Fetch,)
 

@@ -121,11 +121,7 @@ class AccessControl:
         return template
 
     def salt(self, owner: str, given: str | None) -> str:
-        """Return the salt of an owner's prompts in the prefix cache; `given` is that of the request.
-
-        Where there are keys, each has a salt of its own: `cached_tokens` and the time to the first token would show
-        one client what another has sent.
-        """
+        """Return the salt of an owner's prompts in the prefix cache, so that times show no client what others sent."""
         return given or "" if self._share_prefixes or not owner else scoped(owner, given)
 
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:

@@ -22,8 +22,6 @@ TENANT_HEADER: Final = "X-FD-Tenant"
 _HEADER: Final = re.compile(r"([0-9a-f]{32}) (admin|user) (\d{0,13}) ([0-9a-f]{64})")
 CLIENT_LEFT: Final = 499
 """Status of a request whose client left before the answer ended."""
-_LONGEST_PATH: Final = 256
-_LONGEST_METHOD: Final = 16
 log = logging.getLogger(ACCESS_LOGGER)
 USAGE_HEADER: Final = "X-FD-Usage"
 """Header with which a router asks a worker for the comment."""
@@ -81,8 +79,8 @@ def log_access(client: str, method: str, path: str, status: int, seconds: float,
     key = record.key.name or "unnamed" if record.key is not None else "-"
     fields = {
         "client": client,
-        "method": one_word(method, _LONGEST_METHOD),
-        "path": one_word(path, _LONGEST_PATH),
+        "method": one_word(method, 16),
+        "path": one_word(path, 256),
         "status": status,
         "seconds": round(seconds, 6),
         "tokens_in": record.tokens_in,

@@ -50,8 +50,6 @@ _RESERVED_DESCRIPTORS: Final = 256
 _MOST_CONNECTIONS: Final = 10_000
 _CROWD_SECONDS: Final = 1.0
 """A connection that waits for longer than this makes room for a new one where there is no other."""
-_LOG_SECONDS: Final = 60.0
-_BACKLOG: Final = 1024
 _AT_ONCE: Final = 64
 """Connections accepted before others have their turn on the event loop."""
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -60,7 +58,6 @@ _PAUSE_SECONDS: Final = 0.5
 """Pause after a failure to accept: whatever is missing does not come back at once."""
 _REFRESH_SECONDS: Final = 5.0
 """Pause between two looks at the files of the certificate."""
-_REFUSAL_SECONDS: Final = 2.0
 _MOST_REFUSALS: Final = 16
 """Refusals on their way, which take descriptors of the reserve; further connections are closed without a word."""
 _BEAT_SECONDS: Final = 0.25
@@ -68,7 +65,6 @@ _STUCK_SECONDS: Final = 10.0
 """An event loop that has not beaten for so long is taken for stuck; no request may hold it for a tenth of a second."""
 _PROBE_SECONDS: Final = 2.0
 _MOST_PROBES: Final = 64
-_MOST_PROBE_BYTES: Final = 4096
 
 
 class ConnectionStats(msgspec.Struct):
@@ -209,7 +205,7 @@ class Connections:
     def complain(self, what: str, example: str = "") -> None:
         """Log a warning, the same one at most once a minute, whatever the `example` is."""
         if (now := self.now()) >= self._next_line.get(what, 0.0):
-            self._next_line[what] = now + _LOG_SECONDS
+            self._next_line[what] = now + 60.0
             log.warning("%s%s (logged once a minute)", what, example)
 
     def _look(self) -> None:
@@ -341,7 +337,7 @@ class Listener:
         self._again: asyncio.TimerHandle | None = None
         self._closed = False
         sock.setblocking(False)
-        sock.listen(_BACKLOG)
+        sock.listen(1024)
         self._listen()
         self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)
 
@@ -424,7 +420,7 @@ class _Refusal(asyncio.Protocol):
         if transport.can_write_eof():
             transport.write_eof()
         # Closed at once, unread bytes of the request would make the kernel throw the answer away.
-        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(2.0, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -449,11 +445,7 @@ def attended(
 
 @contextlib.contextmanager
 def liveness(config: ListenConfig, dead: Callable[[], str]) -> Iterator[None]:
-    """Serve /health on `config.health_port` for the block, if it is given; call this on the event loop that serves.
-
-    `dead` returns why the server is dead, or nothing; it is called on another thread. Raises `ConfigError` if the port
-    is taken.
-    """
+    """Serve /health on `config.health_port`, if given; `dead` says why the server is. Raises `ConfigError`."""
     if config.health_port is None:
         yield
         return
@@ -495,7 +487,7 @@ class _Liveness:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        async with await asyncio.start_server(self._answer, sock=self._sock, limit=_MOST_PROBE_BYTES):
+        async with await asyncio.start_server(self._answer, sock=self._sock, limit=4096):
             await self._ended.wait()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -84,11 +84,7 @@ _asked: Final = msgspec.json.Decoder(_Asked)
 
 
 def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) -> Iterator[BatchLine]:
-    """Yield the requests of a file; lines that are blank count, but are no requests.
-
-    A line beyond `longest` bytes is not kept in memory. With `endpoint`, all requests have to go there. A line that
-    cannot be sent is yielded with its error.
-    """
+    """Yield the requests of a file, which have to go to `endpoint`; a line that cannot be sent comes with its error."""
     number, seen = 0, dict[str, int]()
     while line := file.readline(longest + 1):
         number += 1
@@ -157,11 +153,7 @@ _decoder: Final = msgspec.json.Decoder(BatchAnswer)
 
 
 class AnswerFile(AbstractContextManager["AnswerFile"]):
-    """Answers are appended to `PATH.partial`, which becomes `PATH` when the run is over.
-
-    A run that is begun again finds the answers of the one before in `known`; a line that was being written when that
-    one ended is cut off.
-    """
+    """Answers go to `PATH.partial`, which becomes `PATH` at the end; a later run finds those before it in `known`."""
 
     def __init__(self, path: Path, account: Callable[[int], None] = lambda _: None) -> None:
         """`account` is told growth in bytes and may raise. Raises `ConfigError` for a file that is no output."""

@@ -122,12 +122,7 @@ async def run_requests(
     slots: asyncio.Semaphore,
     known: Collection[str] = frozenset(),
 ) -> None:
-    """Send requests, each in one of `slots`, and give each answer to `take` as it comes.
-
-    `ask` is called with path, body and request id. Runs that share `slots` take turns, request by request; one that a
-    limit holds back holds no slot. Lines whose ids are `known` are skipped. `requests` are read in another thread. A
-    cancelled run gets no answer of the requests in flight.
-    """
+    """Send `requests` but the `known`, each in one of `slots`, which runs share, and give answers to `take`."""
     loop, pause, tries = asyncio.get_running_loop(), Pause(), Counter[str]()
     lines: deque[BatchLine] = deque()
     running, over, ended = 0, False, asyncio.Event()

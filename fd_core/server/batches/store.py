@@ -274,10 +274,7 @@ class BatchStore:
         return self.folder / f"{batch.id}_{kind}.jsonl"
 
     def conclude(self, batch_id: str, errors: BatchErrors | None = None) -> StoredBatch:
-        """Make the answers of a batch files, and end it. Raises `OSError`; the call may then be repeated.
-
-        A server that dies meanwhile leaves the batch finalizing, and the next one calls this again.
-        """
+        """Make the answers of a batch files, and end it. Raises `OSError`; the call may then be repeated."""
         batch, now, owner = self.batches[batch_id], int(time.time()), self.batches.owner(batch_id)
         if batch.ended:
             return batch

@@ -68,12 +68,7 @@ class BodyFormat(Generic[T]):
         self._known = KnownFields(schema)
 
     async def read(self, request: Request) -> tuple[ServerState, T, dict[str, str]]:
-        """Return the server's state, the decoded body, and headers that the answer should carry.
-
-        Raises `ApiError`: 415 for another content type, 413 for more bytes than the server takes, 503 where other
-        bodies hold all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for
-        more values than are decoded at once.
-        """
+        """Return the server's state, the decoded body, and headers of the answer; `ApiError` says what is wrong."""
         state: ServerState = request.app.state.fd
         headers = request.headers
         kind = headers.get("content-type", "")

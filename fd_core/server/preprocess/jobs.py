@@ -116,11 +116,7 @@ def _forced(choice: requests.ToolChoice | None, schemas: Mapping[str, Any]) -> S
 def demanded_form(
     state: ServerState, tools: OfferedTools | None, reading: AnswerReading | None, form: FormAsked | None
 ) -> FormAsked | None:
-    """Return the form of calls that have to be made, or whose arguments have to keep a schema; None if there are none.
-
-    An answer that may be calls is those, or what has the `form` that the request asks for. Raises `ApiError` (400),
-    naming the field, where the model's format cannot be held by a grammar, or calls leave no place for the form.
-    """
+    """Return the form of calls that have to be made, and of what else the answer may be; None if there is none."""
     if tools is None or reading is None or reading.tools is None or not (tools.forced or tools.strict or form):
         return None
     parser, field = reading.tools, "tool_choice" if tools.forced else "tools[].function.strict"
@@ -156,11 +152,7 @@ def constrained(
     budget: int | None,
     called: bool,
 ) -> list[SamplingParams]:
-    """Return parameters with reasoning before any grammar and within `budget` tokens.
-
-    `called` says that the grammar is one of calls. Raises `ApiError` (400), naming the field, for a budget of a model
-    whose reasoning has no known end, or is a part of that grammar.
-    """
+    """Return parameters with reasoning before any grammar and within `budget`. Raises `ApiError` (400)."""
     parser = None if reading is None else reading.reasoning
     if called and reading is not None and reading.tools is not None and reading.tools.reads_reasoning:
         if budget is not None:
@@ -245,11 +237,7 @@ async def chat_prompt(
     body: requests.ChatRequest | requests.TokenizeRequest,
     tools: OfferedTools | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> tuple[int, ...]:
-    """Return the ids of what a request wants answered: its conversation, its only message, or ids that it gives.
-
-    `tools` are those of the request, where they have been read. Raises `ApiError` (400) for roles, contents and
-    templates that are not served, `BadRequest` for what cannot be read, or where the template refuses.
-    """
+    """Return the ids of what a request wants answered. Raises `ApiError` (400), and `BadRequest` of the template."""
     reader = state.prompt_reader
     if isinstance(body, requests.ChatRequest) and (body.prompt_token_ids or body.disable_chat_template):
         if body.prompt_token_ids:
@@ -415,11 +403,7 @@ async def conversation_job(
     form: FormAsked | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return what a conversation wants generated, with all checks; `form` is what its answer has to match.
-
-    The other families say what they want as such a request, with the `names` of their fields, and get their answers as
-    events in any case. Raises `ApiError`, whose field has the name that the client gave it.
-    """
+    """Return what a conversation wants generated, with all checks; errors have the client's field in `names`."""
     try:
         form = form or form_asked(body)
         served = state.served(body.model)
@@ -466,10 +450,7 @@ def build_job(
     called: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker.
-
-    `outcome` is the grammar that texts have to match, of calls if it is `called`. `names` are as in `conversation_job`.
-    """
+    """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker."""
     options, info = body.stream_options, state.client.info
     if options is not None and not body.stream:
         raise invalid("stream_options is given, but stream is not true", "stream_options")
@@ -540,11 +521,7 @@ def build_job(
 
 
 def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:
-    """Return `host:port` of the prefill worker that computes the prompt.
-
-    A router names it to a decode worker, in a signed header. Raises `ApiError` for a ticket that was not signed with
-    this worker's secret, or that this worker has no use for.
-    """
+    """Return `host:port` of the prefill worker in the signed header. Raises `ApiError` if it is of no use here."""
     if state.client.info.role != "decode" or state.ticket_key is None:
         message = f"{TICKET_HEADER} names a prefill worker, but this worker was not started with --role decode"
         raise ApiError(400, message, code="not_a_decode_worker")

@@ -64,11 +64,7 @@ class TextCost(NamedTuple):
 def text_cost(
     request: GenerationRequest, prompts: Sequence[int], *, most_texts: int, context: int | None, limit: int | None
 ) -> TextCost:
-    """Return the cost of a request with prompts of these lengths, the same at a server and at a router.
-
-    `limit` is that of the key's tokens a minute: texts whose length is left open are not longer. `context` None is for
-    a router that does not know it. Raises `ApiError` (400) for what does not fit the context, and for too many texts.
-    """
+    """Return the cost of texts at most as long as `limit`, at servers and routers. Raises `ApiError` (400)."""
     n = request.n or 1
     if isinstance(request, CompletionRequest) and request.best_of is not None and request.best_of != n:
         raise unsupported(f"best_of is {request.best_of} and n is {n}; only equal values are supported", "best_of")
@@ -128,11 +124,7 @@ def sampling_params(
     logprobs: int | None,
     tokenizer: Tokenizer | None = None,
 ) -> list[SamplingParams]:
-    """Return what each prompt is sampled with; the seed is that of its first choice.
-
-    `outputs` are the longest texts of the prompts, see `text_cost`. The `tokenizer` spells banned words, and tokens in
-    errors. Raises `ApiError` (400) where a value does not fit the model's context or vocabulary.
-    """
+    """Return what each prompt's first choice is sampled with. Raises `ApiError` (400) for what does not fit."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     if tokenizer is not None and (request.bad_words or request.bad_words_token_ids):
         bad_words = _bad_word_ids(request, info, tokenizer)

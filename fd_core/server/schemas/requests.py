@@ -26,10 +26,7 @@ _MAX_TEMPLATE_CHARS: Final = 65_536
 
 
 class ApiLimits(NamedTuple):
-    """What requests of one API may hold, each with its reference; `docs/serve/apis.md` has the same table.
-
-    Where a reference states none, or vLLM is more lenient, so is this server.
-    """
+    """What requests of one API may hold, each with its reference; `docs/serve/apis.md` has the same table."""
 
     tool_name: int
     messages: int

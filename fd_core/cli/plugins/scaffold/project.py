@@ -167,12 +167,7 @@ class NewProject:
 def write_project(
     name: str, kind: PluginKind, framework: Framework | None = None, folder: Path | None = None
 ) -> NewProject:
-    """Write a project for the plugin `name`, by default into a new folder of that name in the working folder.
-
-    `framework` is for backends, numpy by default. A folder that is named may be there already, but none of the
-    project's files. Raises `ConfigError` if the name cannot be used, something is there already, or it cannot be
-    written.
-    """
+    """Write a project for the plugin `name`, by default into a new folder of that name. Raises `ConfigError`."""
     recipe = RECIPES[kind]
     if framework is not None and kind is not PluginKind.BACKEND:
         raise ConfigError(f"a {recipe.kind.word} begins with no framework", field="--framework", hint="leave it out")

@@ -80,11 +80,7 @@ _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 async def abort(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
-    """Return the ids that the workers aborted, and the ids that no worker which answered has.
-
-    Workers know from the headers whose requests these may be. A refusal, such as of a key or of a body that is wrong,
-    is passed on if no worker answered otherwise. Raises `ApiError` (503) if no worker can be asked.
-    """
+    """Return the ids that the workers aborted and those that none has; a refusal if none answered otherwise."""
     told = await _ask_all(state, path, body, headers, record, _TIMEOUT)
     answers = []
     for each in told:

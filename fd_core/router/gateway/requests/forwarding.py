@@ -146,11 +146,7 @@ _OUTCOMES: Final = frozenset(get_args(PrefillOutcome))
 
 
 def ticket_key(config: GatewayConfig) -> bytes | None:
-    """Return the key of tickets, or None if this gateway can have no pairs.
-
-    Raises `ConfigError` if the secret cannot be read. The user's own is not insisted on where pairs could only come by
-    registration; None then.
-    """
+    """Return the key of tickets, None without pairs. Raises `ConfigError` if a secret that is needed cannot be read."""
     if not (config.prefill or config.transfer_secret_file or config.router_secret):
         return None
     try:
