@@ -66,8 +66,6 @@ class Wire:
         self.max_request_frame = max(_ROOM_FOR_TOKENS, TOKEN_BYTES * min(max_tokens, 2**28)) + _OVERHEAD
         """Bytes that the prefill side takes in one frame."""
 
-    # Messages ---------------------------------------------------------------------------------------------
-
     def seal_from_decode(self, message: FromDecode) -> bytes:
         """Return the frame of a message of the decode side; that of an `Open` is within the limits, see `check`."""
         if isinstance(message, AbortLease):
@@ -105,8 +103,6 @@ class Wire:
             return decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
             raise Unfit("it is no message within the limits") from error
-
-    # Pieces -----------------------------------------------------------------------------------------------
 
     def seal_piece(self, lease: str, index: int, array: npt.NDArray[Any]) -> tuple[bytes, Sequence[Bytes]]:
         """Return digest and parts of the piece that holds a block's array, which is not copied."""

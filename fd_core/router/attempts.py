@@ -69,8 +69,6 @@ class Attempts(Generic[_Answer]):
             raise RuntimeError("the last attempt has not failed")
         return self._none
 
-    # What the worker that was asked does ---------------------------------------------------------------------------
-
     def prefilled(self, outcome: str | None, now: float) -> None:
         """A pair said, before its answer, what became of its prefill; a `PrefillOutcome`, or anything else."""
         selection = self.selection

@@ -194,12 +194,7 @@ class NoWorker:
 
 @dataclass(slots=True, eq=False)
 class Selection:
-    """The guard of one attempt: what is counted for it on its workers; made by `Router.select` and `Router.retry`.
-
-    The stream of the answer calls `first_token` when its first byte comes and `release` in its own `finally`, or uses
-    the selection as a context manager. Verdicts (`Router.served`, `prefilled`, `failed`, `declined`) come before
-    `release`.
-    """
+    """The guard of one attempt, made by `Router.select` and `retry`: what its workers are given, until `release`."""
 
     request: RouteRequest
     workers: tuple[RouterWorker, ...]

@@ -201,12 +201,7 @@ class Registry:
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        """Take the result of one health check of `worker`; return the incarnation that has the address from here on.
-
-        `instance` names the process that answered, `role` and `kv_port` are what it said of itself; None where it said
-        nothing. A check of an incarnation that was replaced changes nothing. A process that is known to be another one,
-        or a worker that was unhealthy and is not known to be the same process, is a new incarnation.
-        """
+        """Take the result of a health check; return the incarnation at the address, a new one for a new process."""
         member = self.member(worker)
         if member is None or member.state is WorkerState.DRAINING:
             return worker

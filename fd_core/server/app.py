@@ -44,13 +44,7 @@ def create_app(
     spans: RequestSpans | None = None,
     connections: ConnectionStats | None = None,
 ) -> FastAPI:
-    """Return the ASGI application over one engine; its shared state is `app.state.fd`, a `ServerState`.
-
-    `ticket_key` is for decode workers, see `fd_core.disagg.ticket`. `parsers` read tool calls and reasoning; without
-    them answers are plain text. `spans` make the spans of requests. `connections` are those of the listening socket.
-
-    The interactive pages of FastAPI are left out: they load scripts from elsewhere.
-    """
+    """Return the ASGI application over one engine; its shared state is `app.state.fd`, a `ServerState`."""
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = config.served_model_names or (client.info.model,)
     if taken := [adapter.name for adapter in client.info.adapters if adapter.name in names]:

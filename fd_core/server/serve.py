@@ -54,7 +54,6 @@ _EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No 
 """Warnings of the library that any client can cause, as often as it likes."""
 _AGAIN_SECONDS: Final = 10.0
 """Seconds between registrations; a repeated one changes nothing, but tells a restarted router of this server."""
-_RETRY_SECONDS: Final = 1.0
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=3)
 _SILENT: Final = "it does not answer"
 _ABSENT: Final = frozenset({_SILENT, aiohttp.ClientConnectorError.__name__})
@@ -74,17 +73,11 @@ async def serve_http(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or `stop`; then drain and return. The client stays open: whoever opened it closes it.
+    """Serve until SIGINT, SIGTERM or `stop`; then drain and return. The client and `spans` stay open.
 
     Drain: /ready says at once that the server leaves, after `config.drain_delay` new requests are refused with 503,
     running ones go on for `config.drain_seconds`, the rest is aborted and its clients get what there is. A second
-    signal aborts at once. `sock` comes from
-    `bind_socket`; without it the socket is bound here. `on_ready` is called with the URL once requests are taken.
-    With `config.router` the server registers itself there once it is ready, and deregisters before it refuses.
-    `ticket_key` is for decode workers and `parsers` read answers, see `create_app`; `spans` make spans of requests, and
-    are closed by whoever opened them.
-    Raises `ConfigError` if the port is in use, the certificate cannot be used, or a registration that cannot work is
-    asked for.
+    signal aborts at once. Raises `ConfigError` for port, certificate or a registration that cannot work.
     """
     tls = ServingTls.of(config)
     sock = sock or listening.bind_socket(config.host, config.port)
@@ -324,7 +317,7 @@ class Registration:
     async def _stay(self) -> None:
         while True:
             answered = await self._post("register")
-            await asyncio.sleep(_AGAIN_SECONDS if answered else _RETRY_SECONDS)
+            await asyncio.sleep(_AGAIN_SECONDS if answered else 1.0)
 
     async def _post(self, what: str) -> bool:
         """Post to each router; return True if one took it. An absent one is no failure while another answers."""

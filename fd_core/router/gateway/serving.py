@@ -55,14 +55,10 @@ async def serve_gateway(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or `stop`; then drain and return.
+    """Serve until SIGINT, SIGTERM or `stop`; then drain. Raises `ConfigError` for a port or certificate.
 
     `text` is how the workers read text; if it is None and `learns`, a worker is asked which model it serves, and that
-    model is looked for on this machine. `ticket_key`, see `answers.ticket_key`, is needed for pairs. `spans` make spans
-    of requests, and are closed by whoever opened them. Workers register on `admin_sock` if it is given.
-    Drain: /ready says at once that the router leaves, after `config.drain_delay` new requests get 503, running ones go
-    on for `config.drain_seconds`; a second signal does not wait.
-    Raises `ConfigError` if a port is taken, or a certificate cannot be used.
+    model is looked for on this machine. `ticket_key` is needed for pairs. `spans` are closed by whoever opened them.
     """
     tls = ServingTls.of(config)
     trusted = client_context(config.worker_ca_certs, "--worker-ca-certs", config)

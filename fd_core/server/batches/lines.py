@@ -20,7 +20,6 @@ from fd_core.errors import ConfigError
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """Where the requests of a batch may go; a server that does not serve one of them answers 404 for the line."""
 _LONGEST_ID: Final = 512
-_BLOCK_BYTES: Final = 1 << 16
 
 
 class LineError(msgspec.Struct):
@@ -218,7 +217,7 @@ def cut_torn_line(file: IO[bytes]) -> int:
     end = file.seek(0, os.SEEK_END)
     begin = end
     while begin:
-        before, begin = begin, max(0, begin - _BLOCK_BYTES)
+        before, begin = begin, max(0, begin - (1 << 16))
         file.seek(begin)
         if (found := file.read(before - begin).rfind(b"\n")) >= 0:
             begin += found + 1

@@ -31,14 +31,10 @@ from fd_core.server.state import state_of
 router = APIRouter(route_class=DirectRoute)
 
 _METADATA_BYTES: Final = 16 * 1024
-_WINDOW_SECONDS: Final = 24 * 3600
-_DEFAULT_PAGE: Final = 100
 _FILES_PER_PAGE: Final = 1000
 _BATCHES_PER_PAGE: Final = 100
 """A page may be smaller than its `limit`: encoding it must not hold up the streams of others."""
 _PART_BYTES: Final = 1 << 18
-_MOST_FIELDS: Final = 32
-_LONGEST_HEAD: Final = 8192
 _BOUNDARY: Final = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 """Of a form; RFC 2046, section 5.1.1."""
 _SLICE: Final = 1 << 20
@@ -156,7 +152,7 @@ async def create_batch(request: Request) -> Response:
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,
         created_at=now,
-        expires_at=now + _WINDOW_SECONDS,
+        expires_at=now + 24 * 3600,
         metadata=body.metadata,
     )
     try:
@@ -238,7 +234,7 @@ def _read_form(path: Path, boundary: bytes, size: int) -> tuple[int, int, str]:
 
 def _limit(limit: str | None, most: int) -> int:
     """Return how many objects a page has: the `limit` of the query, and `most` at most. Raises `ApiError` (400)."""
-    asked = _DEFAULT_PAGE if limit is None else length_of(limit) or 0
+    asked = 100 if limit is None else length_of(limit) or 0
     if not 1 <= asked <= 10_000:
         raise invalid(f"limit is {str(limit)[:20]!r}; give 1 to 10000", "limit", "invalid_value")
     return min(asked, most)
@@ -280,8 +276,8 @@ def read_form(body: bytes | mmap.mmap, boundary: bytes) -> dict[str, FormField]:
         at += len(line)
         if body[at : at + 2] == b"--":
             return fields
-        head_end = body.find(b"\r\n\r\n", at, at + _LONGEST_HEAD)
-        if body[at : at + 2] != b"\r\n" or head_end < 0 or len(fields) == _MOST_FIELDS:
+        head_end = body.find(b"\r\n\r\n", at, at + 8192)
+        if body[at : at + 2] != b"\r\n" or head_end < 0 or len(fields) == 32:
             break
         end = _find(body, b"\r\n" + line, head_end)
         if end < 0:

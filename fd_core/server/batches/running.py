@@ -16,11 +16,8 @@ from fd_core.server.batches.lines import BatchAnswer, BatchLine, LineError, answ
 
 T = TypeVar("T")
 
-_ATTEMPTS: Final = 20
 _PAUSE_SECONDS: Final = 5.0
 """Longest wait before a request is sent again that found no room or no engine."""
-_LONGEST_PAUSE_SECONDS: Final = 300.0
-_READ_LINES: Final = 64
 _READ_BYTES: Final = 1 << 20
 """What is read of the file at once, at most, but for one line."""
 OWNER: Final = "fd_core.owner"
@@ -104,10 +101,10 @@ class Pause:
             return False
         wait = answer.headers.get("retry-after", "")
         if answer.status == 429 and wait.isdecimal():
-            seconds = min(int(wait[:9]), _LONGEST_PAUSE_SECONDS)
+            seconds = min(int(wait[:9]), 300.0)
         else:
             self._refusals[line] += 1
-            if self._refusals[line] == _ATTEMPTS:
+            if self._refusals[line] == 20:
                 return False
             seconds = min(_PAUSE_SECONDS, 0.05 * 2 ** self._refusals[line])
         self._until = max(self._until, now + seconds)
@@ -193,6 +190,6 @@ def _read(requests: Iterator[BatchLine], known: Collection[str]) -> list[BatchLi
         if request.id not in known:
             found.append(request)
             size += len(request.body)
-            if len(found) == _READ_LINES or size >= _READ_BYTES:
+            if len(found) == 64 or size >= _READ_BYTES:
                 break
     return found

@@ -22,7 +22,6 @@ from fd_core.server.batches.store import ANSWERS, BatchCounts, BatchError, Batch
 log = logging.getLogger(__name__)
 
 MOST_REQUESTS: Final = 50_000
-_MOST_ERRORS: Final = 100
 
 
 class BatchService:
@@ -187,7 +186,7 @@ def _validate(source: Path, longest: int, endpoint: str, stop: threading.Event) 
             total += 1
             if request.error is not None:
                 errors.append(BatchError(request.error.code, request.error.message, request.number))
-            if len(errors) == _MOST_ERRORS or stop.is_set():
+            if len(errors) == 100 or stop.is_set():
                 break
             if total > MOST_REQUESTS:
                 return [BatchError("too_many_requests", f"a batch may have {MOST_REQUESTS:,} requests")], total

@@ -129,12 +129,7 @@ class BatchStore:
     def __init__(
         self, folder: Path, limit: int, key_limit: int | None = None, keys: Callable[[], int] = lambda: 0
     ) -> None:
-        """Take the folder and read it, which takes its time.
-
-        `limit` bounds the bytes of all files and descriptions, `key_limit` those of each key; by default keys have
-        shares, see `Account`. `keys` returns the number of keys.
-        Raises `ApiError` (503) if another server has the folder, or if it cannot be read or written.
-        """
+        """Take the folder and read it, which takes its time. Raises `ApiError` (503) if another server has it."""
         self.folder = folder
         more = "delete some, or start the server with a larger --batch-store-limit or --batch-store-key-limit"
         self.bytes = Account("bytes", limit, keys, more, key_limit)
@@ -175,8 +170,6 @@ class BatchStore:
         """Let another server have the folder."""
         self._lock.close()
 
-    # Files ------------------------------------------------------------------------------------------------
-
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Return the description of an owner's file; `ApiError` (404) if there is no such file."""
         return _known(self.files, file_id, owner, "file")
@@ -210,8 +203,6 @@ class BatchStore:
         else:
             self.bytes.add(owner, -file.bytes)
         self._remove_description(file_id, owner)
-
-    # Batches ----------------------------------------------------------------------------------------------
 
     def batch(self, batch_id: str, owner: str) -> StoredBatch:
         """Return an owner's batch; `ApiError` (404) if there is none of that id."""
@@ -291,8 +282,6 @@ class BatchStore:
             end = "completed" if whole else "expired"
         files = {"output_file_id": kept["output"], "error_file_id": kept["errors"]}
         return self.save(batch_id, status=end, **files, **{f"{end}_at": now})
-
-    # Inside -----------------------------------------------------------------------------------------------
 
     def _adopt(self, batch: StoredBatch, kind: Answers, owner: str) -> str | None:
         """Make answers of a batch a file, unless that has been done; return its id, None if there are none."""

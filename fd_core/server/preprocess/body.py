@@ -33,11 +33,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>.*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
-_MAX_NAMED = 16
 _MAX_UNKNOWN = 1000
 _IDS_PER_TOKEN = 4
 """Numbers that a body may hold for each token of the context."""
-_MAX_TOLD: Final = 1000
 _PAUSE_SECONDS: Final = 10.0
 """Between two lines: clients make up as many names as they like."""
 
@@ -142,7 +140,7 @@ class BodyFormat(Generic[T]):
                 raise invalid(
                     f"the body has more than {_MAX_UNKNOWN:,} fields that are not known", None, "invalid_body"
                 )
-        return [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:_MAX_NAMED]
+        return [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:16]
 
 
 def _with_integers(value: Any) -> Any:
@@ -196,7 +194,7 @@ class UnknownFieldLog:
     def tell(self, names: Iterable[str], now: float) -> None:
         """Log the names that have not been logged; `now` is a monotonic time in seconds."""
         new = [name for name in names if name not in self._told]
-        if not new or len(self._told) >= _MAX_TOLD or now < self._quiet_until:
+        if not new or len(self._told) >= 1000 or now < self._quiet_until:
             return
         self._quiet_until = now + _PAUSE_SECONDS
         self._told.update(new)

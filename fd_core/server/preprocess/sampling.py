@@ -24,7 +24,6 @@ from fd_core.types.checks import check_ids, check_tokens
 _MASK: Final = 2**64 - 1
 _GREEDY_BELOW: Final = 1e-5
 """Smaller temperatures would overflow float32 where logits are divided; they are taken as 0."""
-_COMPLETION_DEFAULT: Final = 16
 _MAX_BAD_CHARS: Final = 8192
 """Of all banned words together: they are made tokens while others wait."""
 _READ: Final = frozenset(
@@ -38,11 +37,7 @@ _COPIED: Final = tuple(name for name in SamplingParams.__struct_fields__ if name
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of choice `index` of a prompt: the seed itself for the first choice.
-
-    Later ones get SplitMix64's output for that counter (Steele, Lea and Flood, 2014), so choices differ and each can
-    be had again. The index counts choices of one prompt, so a prompt's texts do not depend on the prompts beside it.
-    """
+    """Return the 64-bit seed of choice `index` of a prompt: its own for the first, then outputs of SplitMix64."""
     if index == 0:
         return seed & _MASK
     mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK
@@ -191,7 +186,7 @@ def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
     if newer is not None:
         return newer, "max_completion_tokens"
     if older is None and not isinstance(request, ChatRequest):
-        older = _COMPLETION_DEFAULT
+        older = 16
     # A prompt alone still takes the place of one token, which is computed and not shown.
     return older if older is None else max(older, 1), "max_tokens"
 

@@ -22,7 +22,6 @@ MAX_LISTED: Final = 1024
 _MAX_IDS: Final = 256
 _MAX_WORD: Final = 64
 _MAX_ALLOWED: Final = 2**20
-_MAX_TEMPLATE_CHARS: Final = 65_536
 
 
 class ApiLimits(NamedTuple):
@@ -221,7 +220,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 Messages = Annotated[list[Message], Meta(max_length=CHAT.messages)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=_MAX_IDS)]
-ChatTemplateSource = Annotated[str, Meta(max_length=_MAX_TEMPLATE_CHARS)]
+ChatTemplateSource = Annotated[str, Meta(max_length=65_536)]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):

@@ -42,7 +42,6 @@ _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 """Legal inside JSON, but some clients split the lines of a stream at them."""
 _FLOOR: Final = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
-_LARGE_BYTES: Final = 1 << 20
 _STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -52,23 +51,21 @@ _USAGE_HEADER: Final = USAGE_HEADER.lower().encode()
 _LONG_BYTES: Final = 8192
 """What a shorter body asks for is read before anybody could leave."""
 BlockKind = Literal["reasoning", "content", "call"]
-_ALPHABET: Final = string.ascii_letters + string.digits
-_BARE: Final = 9
 
 
+@dataclass(slots=True)
 class CollectedText:
     """All chunks of one choice."""
 
-    def __init__(self, choice: ChoiceStream) -> None:
-        self.choice = choice
-        self.texts: list[str] = []
-        self.events: list[Event] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.scores: msgspec.Raw | None = None
-        """The log-probabilities as the API shapes them; None where none are shown."""
-        self.finish_reason = ""
-        self.stop_reason: str | int | None = None
+    choice: ChoiceStream
+    texts: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: msgspec.Raw | None = None
+    """The log-probabilities as the API shapes them; None where none are shown."""
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
 
     def add(self, chunk: TextChunk) -> None:
         """Take the next chunk."""
@@ -278,6 +275,8 @@ def chat_logprobs(
 class EncodedLists:
     """An object of lists as JSON, made of parts with the same fields, so that none of them is large."""
 
+    __slots__ = ("_others", "_pieces")
+
     def __init__(self, begun: EncodedLists | None = None) -> None:
         """Begin with the lists of another."""
         self._pieces: dict[str, list[bytes]] = {}
@@ -323,6 +322,8 @@ def prompt_logprobs(
 
 class CompletionLogprobsBuilder:
     """Makes the completions shape for one choice, chunk by chunk; it knows where in the text each token begins."""
+
+    __slots__ = ("_as_ids", "_offset", "_text", "_tokenizer", "_top")
 
     def __init__(self, tokenizer: Tokenizer, top: int, offset: int, skip_special: bool, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -456,7 +457,7 @@ class GenerationResponse(Response):
             await self._format.prepare(each.choice)
             await self._format.score(each)
         body = msgspec.json.encode(self._format.whole(collected, generation.used))
-        if len(body) > _LARGE_BYTES:
+        if len(body) > 1 << 20:
             await asyncio.sleep(0)  # sending copies it once more
         prefill = collected[0].choice.prefill
         headers = self._extra if prefill is None else {**self._extra, OUTCOME_HEADER: prefill}
@@ -537,12 +538,12 @@ class BlockStep(NamedTuple):
     text: str = ""
 
 
+@dataclass(slots=True)
 class BlockWriter:
     """Turns events into steps."""
 
-    def __init__(self) -> None:
-        self.blocks: list[AnswerBlock] = []
-        self._open: AnswerBlock | None = None
+    blocks: list[AnswerBlock] = field(default_factory=list)
+    _open: AnswerBlock | None = None
 
     def write(self, events: Iterable[Event]) -> Iterator[BlockStep]:
         """Yield what the next events do."""
@@ -584,7 +585,7 @@ def blocks_of(events: Iterable[Event]) -> list[AnswerBlock]:
 def new_call_id(bare: bool) -> str:
     """Return an id for a call; a bare one has nine letters and digits, which some templates demand."""
     if bare:
-        return "".join(secrets.choice(_ALPHABET) for _ in range(_BARE))
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"
 
 

@@ -72,8 +72,6 @@ async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: 
 
 
 ABORT_PATH: Final = "/v1/abort_requests"
-_MAX_BYTES: Final = 4 << 20
-_LOAD_TIMEOUT: Final = aiohttp.ClientTimeout(total=300)
 _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 
 
@@ -98,7 +96,7 @@ async def change_adapters(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
     """Change adapters on every worker; return the first refusal, else an answer. `ApiError` (503) if one is silent."""
-    told = await _ask_all(state, path, body, headers, record, _LOAD_TIMEOUT)
+    told = await _ask_all(state, path, body, headers, record, aiohttp.ClientTimeout(total=300))
     refused = [each for each in told if each.status != 200]
     return _refusal(refused) if refused or not told else told[0]
 
@@ -118,7 +116,7 @@ async def _ask_all(
             async with state.session.post(
                 worker.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
-                data = await read_up_to(answer.content, _MAX_BYTES)
+                data = await read_up_to(answer.content, 4 << 20)
                 kept: CIMultiDict[str] = to_client(answer.headers, {"X-Request-Id": record.request_id})
                 return web.Response(body=data, status=answer.status, headers=kept)
         except TROUBLE:

@@ -101,7 +101,6 @@ _HELD_BYTES: Final = 1 << 20
 _DONE: Final = b"[DONE]"
 _MAX_HELD_BYTES: Final = 1 << 20
 """Larger events are passed on in pieces."""
-_LAST_BYTES: Final = 4096
 
 
 def is_own_lack(error: BaseException) -> bool:
@@ -163,7 +162,7 @@ class EventCutter:
             self._size = 0
         self._edge = b""
         if chunk:
-            self._last = chunk[-_LAST_BYTES:]
+            self._last = chunk[-4096:]
         return chunk
 
 

@@ -197,10 +197,6 @@ def _port(said: str) -> int | None:
     return int(said) if said.isascii() and said.isdecimal() and len(said) <= 5 and 0 < int(said) < 65536 else None
 
 
-_MAX_LIST_BYTES: Final = 1 << 20
-_LIST_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
-
-
 class _ModelList(msgspec.Struct):
     data: list[dict[str, Any]]
 
@@ -209,11 +205,7 @@ _models: Final = msgspec.json.Decoder(_ModelList)
 
 
 async def union(state: GatewayState, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return each model once, in the order of the workers. Raises `ApiError` if no worker can be asked.
-
-    Every healthy worker is asked on every call: names change rarely, but clients ask for them rarely too. `headers` are
-    those of the client, as they go to workers; a worker's refusal of a key is passed on.
-    """
+    """Return each model once, as every healthy worker says now. Raises `ApiError` if none can be asked, or refused."""
     workers = [w.worker for w in state.router.snapshot().workers if w.state is WorkerState.HEALTHY]
     if not workers:
         raise unavailable("no worker is healthy", "none_healthy", retry_after=1)
@@ -252,12 +244,12 @@ async def served(state: GatewayState, worker: RouterWorker) -> tuple[frozenset[s
 async def _of(state: GatewayState, worker: RouterWorker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
     try:
         async with state.session.get(
-            f"{worker.url}/v1/models", headers=headers, timeout=_LIST_TIMEOUT, allow_redirects=False
+            f"{worker.url}/v1/models", headers=headers, timeout=aiohttp.ClientTimeout(total=5), allow_redirects=False
         ) as answer:
             if answer.status in (401, 403):
                 return ApiError(answer.status, "the workers take another API key", code="invalid_api_key")
             if answer.status == 200:
-                return _models.decode(await read_up_to(answer.content, _MAX_LIST_BYTES)).data
+                return _models.decode(await read_up_to(answer.content, 1 << 20)).data
     except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
         pass
     return unavailable("no worker names the models that it serves", "none_healthy", retry_after=1)
