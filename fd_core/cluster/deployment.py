@@ -443,7 +443,6 @@ class Deployment:
             self._perform(self.controller.scale(name, policy.propose(self.load_of(name), now)))
 
     async def _serves(self) -> bool:
-        """Return whether every router sends requests to workers."""
         for held in self.held.values():
             if held.group != ROUTERS:
                 continue

@@ -118,6 +118,5 @@ class Wire:
 
 
 def _shortened(message: _Told) -> _Told:
-    """Return a message with as much of its reason as may be told."""
     too_long = len(message.reason) > MAX_TEXT
     return msgspec.structs.replace(message, reason=message.reason[:MAX_TEXT]) if too_long else message

@@ -88,7 +88,6 @@ class Holders:
         return self._by_place([*found, (count, here)] if count else [])
 
     def _by_place(self, found: Iterable[tuple[int, int]]) -> Numbers:
-        """Return the count of each place from counts and the places that have them."""
         places = len(self._places)
         counts = np.zeros(places, np.int64)
         for count, here in found:

@@ -258,7 +258,6 @@ class Router:
         return answer
 
     def _did_well(self, selection: Selection, worker: RouterWorker, now: float) -> bool:
-        """Return whether the verdict counts."""
         counts, member = self._judge(selection, worker, "served")
         if member is not None:
             member.circuit.success()

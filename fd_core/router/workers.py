@@ -219,7 +219,6 @@ class Registry:
         return member.worker
 
     def _passed(self, member: Member, now: float, instance: str | None) -> Member:
-        """Take a check that passed; return the entry that has the address from here on."""
         worker = member.worker
         if instance is not None and member.instance not in (None, instance):
             member = self._enter(worker.url, worker.role, now, instance)

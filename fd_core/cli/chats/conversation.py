@@ -133,7 +133,6 @@ def typed_messages() -> Iterator[str]:
 
 
 def _whole(line: str) -> str:
-    """Return the message that begins with a line; the end of the input ends it."""
     lines = [line]
     with contextlib.suppress(EOFError):
         if line.startswith(_QUOTES):

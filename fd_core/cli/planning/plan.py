@@ -212,7 +212,6 @@ class _Searching:
     runs: dict[PlanTrial, ReportedRun] = field(default_factory=dict)
 
     def go(self, jobs: int, console: Any) -> str:
-        """Search; return why it is not finished, nothing if it is."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         from fd_core.cli.planning.plan_processes import OutOfTime, PlanProcesses

@@ -313,7 +313,6 @@ def _run_all(
 
 
 def _label(chosen: Mapping[str, tuple[str, Any]]) -> str:
-    """Name what is compared: settings whose values are words."""
     words = [f"{name}={Path(word).name}" for name, (word, value) in chosen.items() if not _is_number(value)]
     return ", ".join(words) or "as asked"
 
@@ -323,7 +322,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _values(chosen: Mapping[str, tuple[str, Any]], workload: Workload) -> dict[str, float | str]:
-    """Return where on the axes of numbers a run lies."""
     found: dict[str, float | str] = {}
     for name, (_, value) in chosen.items():
         if name == _LOAD and workload.settings.rate:

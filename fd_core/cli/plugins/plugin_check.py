@@ -163,7 +163,6 @@ def _checked(point: EntryPoint) -> Checked:
 
 
 def _inspect_apart(distribution: str, entry_point: str) -> Inspection:
-    """Inspect a plugin in a process of its own, with this one's import path."""
     command = [sys.executable, "-P", "-m", "fd_core.cli.plugins.plugin_check", distribution, entry_point]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     hint = "its own code does this while it is imported or asked: install another version of it or ask its maker"
@@ -223,7 +222,6 @@ def _without_entry_point(name: str, checked: Sequence[Checked]) -> Checked:
 
 
 def _same(name: str, other: str) -> bool:
-    """Whether two names of distributions are the same to installers."""
     return re.sub(r"[-_.]+", "-", name).lower() == re.sub(r"[-_.]+", "-", other).lower()
 
 

@@ -139,7 +139,6 @@ def _check_settings(config: ClusterConfig) -> None:
 
 
 def _given(group: RouterGroup | WorkerGroup, where: str, flags: Sequence[Flag]) -> dict[str, Any]:
-    """Return the settings of a group by field, as a command line would give them."""
     from fd_core.cli.settings.settings import hint_for_key
 
     known = {flag.key: flag for flag in flags}
@@ -153,7 +152,6 @@ def _given(group: RouterGroup | WorkerGroup, where: str, flags: Sequence[Flag]) 
 
 @contextlib.contextmanager
 def _named(field: str) -> Iterator[None]:
-    """Name the table of the file in errors of settings."""
     try:
         yield
     except ConfigError as error:

@@ -100,7 +100,6 @@ def route(given: Given) -> None:
 
 
 def _text(name: str | None, console: Console) -> ModelText | None:
-    """Return tokenizer and chat template of the model that --tokenizer names, fetched if need be."""
     if name is None:
         return None
     from fd_core.cli.serving.startup import startup_bars

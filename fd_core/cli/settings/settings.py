@@ -242,7 +242,6 @@ def merge_route(given: Given, environment: Mapping[str, str]) -> RouteSettings:
 
 
 def _check_workers(gateway: GatewayConfig) -> None:
-    """Raise `ConfigError` if a worker has two roles, or if no request could be served."""
     roles: dict[str, Role] = {}
     for role, urls in gateway.by_role.items():
         for url in {url.strip().rstrip("/") for url in urls}:

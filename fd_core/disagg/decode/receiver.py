@@ -273,7 +273,6 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         self._act(lease, lease.machine.copied(piece.index, piece.digest, now))
 
     def _import(self, lease: _DecodeSide, piece: KVPiece, value: Bytes) -> str | None:
-        """Check a value and copy it to its block; say what went wrong."""
         effect = lease.effect
         try:
             digest, array = self._wire.open_piece(lease.name, piece.index, value)

@@ -285,7 +285,6 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._act(lease, lease.machine.tick(now, working=now - self._asked_at < lease.opening.silence))
 
     def _copy(self, lease: _PrefillSide) -> None:
-        """Copy blocks of one operation at once, and send them."""
         operation, _ = lease.sources[lease.to_copy[0]]
         taken: list[tuple[int, IntArray]] = []
         while lease.to_copy and len(taken) < _AT_ONCE and lease.sources[lease.to_copy[0]][0] == operation:

@@ -279,7 +279,6 @@ class WatchedProtocol(asyncio.Protocol):
             self._wait()
 
     def _wait(self) -> None:
-        """Wait for the next request: none is received or answered any more."""
         self._waits_for, self._since = "keep_alive", self.watch.now()
         self.watch.waiting[self] = self._since
 
@@ -491,7 +490,6 @@ class _Liveness:
             await self._ended.wait()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request, whatever its headers are, and close."""
         self._open += 1
         try:
             if self._open <= _MOST_PROBES:

@@ -148,7 +148,6 @@ class _CompletionFormat(ResponseFormat):
         return self.lead(choice, usage, b',"text":' + msgspec.json.encode(self._echo(choice)), scores)
 
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> responses.CompletionLogprobs:
-        """Return log-probabilities; offsets go on from the chunk before."""
         builder = self._builders.get(choice.index)
         if builder is None:
             builder = self._builders[choice.index] = self._builder(len(self._echo(choice)))

@@ -241,7 +241,6 @@ def _limit(limit: str | None, most: int) -> int:
 
 
 def _page(found: tuple[list[Any], bool] | None, after: str | None) -> dict[str, Any]:
-    """Return the fields of a list; `ApiError` (400) if there is no object `after`."""
     if found is None:
         raise invalid(f"after is {(after or '')[:64]!r}, which does not exist", "after", "invalid_value")
     data, more = found
@@ -299,7 +298,6 @@ def _find(body: bytes | mmap.mmap, wanted: bytes, begin: int) -> int:
 
 
 def _names(head: bytes) -> tuple[str | None, str | None]:
-    """Return the names of a field and of its file, None for each that is not given."""
     for line in head.decode("utf-8", "replace").split("\r\n"):
         title, _, value = line.partition(":")
         if title.strip().lower() == "content-disposition":

@@ -184,7 +184,6 @@ async def in_thread(work: Callable[[], T], stop: threading.Event | None = None) 
 
 
 def _read(requests: Iterator[BatchLine], known: Collection[str]) -> list[BatchLine]:
-    """Return the next requests that are not known; none at the end of the file."""
     found, size = list[BatchLine](), 0
     for request in requests:
         if request.id not in known:

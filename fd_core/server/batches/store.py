@@ -498,7 +498,6 @@ def cannot_keep(error: OSError) -> ApiError:
 
 
 def _described(paths: Iterable[Path], kind: type[D], pattern: re.Pattern[str]) -> list[tuple[D, str]]:
-    """Return files or batches and their owners as they are described on disk, oldest first."""
     found = []
     for path in paths:
         if path.suffix == ".json" and pattern.fullmatch(path.stem):

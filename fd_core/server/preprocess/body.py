@@ -233,7 +233,6 @@ class KnownFields:
 
 
 def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
-    """Return the struct that a field holds: by itself, as an option, or in a list."""
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return hint
     return next((found for each in get_args(hint) if (found := _struct_in(each)) is not None), None)

@@ -317,7 +317,6 @@ def require_effort(reader: PromptReader, effort: str | None, field: str) -> None
 
 
 def _shortened(state: PromptState, body: requests.GenerationRequest, prompt: PromptText) -> PromptText:
-    """Return a prompt without what `truncate_prompt_tokens` cuts off."""
     most = body.truncate_prompt_tokens
     if most is None:
         return prompt

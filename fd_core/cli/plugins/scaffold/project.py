@@ -199,7 +199,6 @@ def write_project(
 
 
 def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
-    """Raise `ConfigError` for a name that cannot be a plugin, a package and a distribution, or that is taken."""
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         hint = f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip"
         raise ConfigError(f"{name!r} cannot be the name of a {recipe.kind.word}", field="NAME", hint=hint)

@@ -247,7 +247,6 @@ class Exchange:
             self.meter.whole(b"")
 
     async def _attempt(self, selection: Selection) -> web.StreamResponse:
-        """Return the answer of one worker, asked under a span of its own where spans are made."""
         if self.span is None:
             return await self._ask(selection, self.headers)
         name, attributes = span_name(self.request.path, self.asked.model)
@@ -264,7 +263,6 @@ class Exchange:
                     span.end(error=_ENDS[verdict])
 
     async def _ask(self, selection: Selection, headers: CIMultiDict[str]) -> web.StreamResponse:
-        """Return the answer of one worker; `_TryElsewhere` if there is none."""
         worker = selection.decode
         response: aiohttp.ClientResponse | None = None
         try:

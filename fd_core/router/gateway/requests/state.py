@@ -92,7 +92,6 @@ class GatewayMetrics:
         yield from self._others(snapshot)
 
     def _others(self, snapshot: RouterSnapshot) -> Iterator[Metric]:
-        """Yield what does not grow with the workers."""
         yield from metric_families("fdcore_router_", [({}, snapshot)])
         for stats in (self.counts, *self._stats):
             yield from metric_families("fdcore_router_", [({}, stats)])

@@ -112,7 +112,6 @@ class HealthChecks:
                 )
 
     async def _check_or_fail(self, worker: RouterWorker) -> None:
-        """Check a worker; a check that fails for a reason of its own counts against the worker all the same."""
         try:
             await self._check(worker)
         except Exception:
@@ -346,7 +345,6 @@ class KVFollowers:
         task.add_done_callback(lambda _: self._following.discard(worker))
 
     def _log_trouble(self, worker: RouterWorker, trouble: str) -> None:
-        """Log each trouble once when it begins, and once when it is over (an empty `trouble`)."""
         if trouble == self._logged.get(worker.url, ""):
             return
         if trouble:
