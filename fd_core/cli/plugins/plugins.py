@@ -93,8 +93,8 @@ def new(
     """
     from fd_core.cli.plugins.scaffold.project import write_project
 
-    project = write_project(name, kind, framework, into)
-    print(f"wrote {project.folder}; next:", *project.next, sep="\n  ")
+    written, commands = write_project(name, kind, framework, into)
+    print(f"wrote {written}; next:", *commands, sep="\n  ")
 
 
 @reports_errors

@@ -155,19 +155,10 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NewProject:
-    """A project that was written."""
-
-    folder: Path
-    next: tuple[str, ...]
-    """The commands that lead on, for a shell in the working folder."""
-
-
 def write_project(
     name: str, kind: PluginKind, framework: Framework | None = None, folder: Path | None = None
-) -> NewProject:
-    """Write a project for the plugin `name`, by default into a new folder of that name. Raises `ConfigError`."""
+) -> tuple[Path, tuple[str, ...]]:
+    """Write a plugin's project, by default to a folder of that `name`; return the folder and the commands to go on."""
     recipe = RECIPES[kind]
     if framework is not None and kind is not PluginKind.BACKEND:
         raise ConfigError(f"a {recipe.kind.word} begins with no framework", field="--framework", hint="leave it out")
@@ -195,7 +186,7 @@ def write_project(
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}", field="--into") from error
     commands = (f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", f"fdcore plugins check {name}")
-    return NewProject(folder, (*commands, words["prove"].partition(" #")[0].rstrip()))
+    return folder, (*commands, words["prove"].partition(" #")[0].rstrip())
 
 
 def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
