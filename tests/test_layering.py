@@ -24,12 +24,12 @@ ALLOWED: dict[str, set[str]] = {
     | {"runner", "scheduling", "text"},
     "effects": BASE | {"ops"},
     "kv": BASE | {"effects", "hookspecs", "ops"},  # the tiers copy from and to `ops.contract.KVCache`
-    "disagg": BASE | {"effects", "hookspecs", "kv", "ops"},
+    "disagg": BASE | {"effects", "kv", "ops"},
     "scheduling": BASE | {"effects", "kv", "hookspecs", "signals"},
-    "router": BASE | {"hookspecs", "kv"},
+    "router": BASE | {"kv"},
     "router/gateway": BASE | {"disagg", "http", "router", "server", "text"},
     "launching": BASE | {"hookspecs"},
-    "cluster": BASE | {"cluster/scaling", "hookspecs", "http", "launching", "router", "router/gateway"},
+    "cluster": BASE | {"cluster/scaling", "http", "launching", "router", "router/gateway"},
     "cluster/scaling": BASE | {"router"},  # what a scaling policy is; the hooks ask for one
     "ops": BASE,
     "models": BASE | {"ops"},

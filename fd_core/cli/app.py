@@ -32,7 +32,6 @@ _COMMANDS: Final[Mapping[str, str]] = {
     "conformance": "plugins.conformance:conformance",
     "install": "plugins.plugins:install",
 }
-"""Where each is, in the order of the help."""
 
 
 def assemble(only: str | None = None) -> typer.Typer:

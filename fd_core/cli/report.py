@@ -49,10 +49,7 @@ def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def interrupts_end_it() -> Iterator[None]:
-    """Let Ctrl-C end the process at once while the block imports modules or assembles commands.
-
-    Nothing is held by then, and an exception in the middle of a module would be wrapped or shown as a traceback.
-    """
+    """Let Ctrl-C end the process at once, as nothing is held while the block imports modules or assembles commands."""
 
     def end(*_: object) -> None:
         os.write(2, b"\nfdcore: interrupted\n")

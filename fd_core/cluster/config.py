@@ -1,18 +1,22 @@
-"""The file of a deployment, read and checked.
+"""The file of a deployment, read and checked, and the command lines and secrets of its processes.
 
 Every error names the field as it stands in the file, such as `workers.decode.count`.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from fd_core.config.constraints import CheckedStruct, Range, make_settings
 from fd_core.errors import ConfigError
+from fd_core.launching.contract import NODE_ADDRESS, ProcessSpec
 from fd_core.router.workers import ROLES, Role
 
 _S = TypeVar("_S", bound=CheckedStruct)
@@ -36,7 +40,9 @@ _OURS: Final = {
     ),
 }
 """Settings that stand elsewhere, and why."""
-_SECRET: Final = ("api-key", "ssl-keyfile-password")
+CONTENT: Final = "FD_CONTENT_OF_"
+"""Begins the name of a variable that holds what the file of a setting would hold; the rest is the setting's name."""
+_PROGRAM: Final = ("-m", "fd_core.cli.serving.sealed")
 
 
 class _Group(CheckedStruct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
@@ -126,14 +132,11 @@ class ClusterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", fo
 
 
 def cluster_config(table: Mapping[str, Any]) -> ClusterConfig:
-    """Return the deployment that a file describes. Raises `ConfigError` that names the field at fault.
-
-    Values of `settings` are checked by whoever knows the flags.
-    """
-    for field in ("model", "workers"):
-        if field not in table:
-            hint = 'for example model = "smollm2"' if field == "model" else "for example [workers.mixed] with count = 2"
-            raise ConfigError("the file has to say this", field=field, hint=hint)
+    """Return the deployment of a file; `ConfigError` names the field. Values of `settings` are checked elsewhere."""
+    for key in ("model", "workers"):
+        if key not in table:
+            hint = 'for example model = "smollm2"' if key == "model" else "for example [workers.mixed] with count = 2"
+            raise ConfigError("the file has to say this", field=key, hint=hint)
     config = _made(ClusterConfig, table, "")
     router = config.router_group
     _check_group(router, "router")
@@ -165,7 +168,7 @@ def _check_group(group: RouterGroup | WorkerGroup, where: str) -> None:
         if name in _OURS:
             raise ConfigError(f"{key!r} is not set here: {_OURS[name]}", field=f"{where}.settings")
         hint = f'write {name} = "NAME_OF_A_VARIABLE" under [{where}.secrets]'
-        if name in _SECRET:
+        if name in ("api-key", "ssl-keyfile-password"):
             raise ConfigError(f"{key!r} would stand in a command line", field=f"{where}.settings", hint=hint)
         if name == "kv-store" and "@" in str(group.settings[key]):
             raise ConfigError("a password would stand in a command line", field=f"{where}.settings", hint=hint)
@@ -206,3 +209,90 @@ def _made(kind: type[_S], table: Any, where: str) -> _S:
         field = f"{where}.{error.field}" if where and error.field else error.field or where
         message = error.message.removeprefix(f"{error.field}: ")
         raise ConfigError(message, field=field, hint=error.hint) from None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSecrets:
+    """What the processes of one deployment know of each other and nobody else does; made anew for each."""
+
+    router: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
+    transfer: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
+    """What seals KV on its way between workers of pairs."""
+    worker_key: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
+    """What workers ask of whoever sends requests, so that only routers do."""
+
+
+def router_spec(
+    name: str, config: ClusterConfig, port: int, own: ClusterSecrets, variables: Mapping[str, str]
+) -> ProcessSpec:
+    """Return the process of a router that listens on `port`. Raises `ConfigError` for a secret that is not there."""
+    group = config.router_group
+    arguments = (
+        *("route", "--host", group.host or NODE_ADDRESS, "--port", str(port)),
+        *("--admin-host", NODE_ADDRESS, "--admin-port", "0"),
+        *("--drain-delay", str(config.drain_delay), "--drain-seconds", str(config.drain_seconds)),
+    )
+    shared = {
+        f"{CONTENT}ROUTER_SECRET_FILE": own.router,
+        f"{CONTENT}WORKER_KEY_FILE": own.worker_key,
+        f"{CONTENT}TRANSFER_SECRET_FILE": own.transfer,
+    }
+    return _spec(name, group, arguments, shared, "router", variables)
+
+
+def worker_spec(
+    name: str, config: ClusterConfig, group_name: str, own: ClusterSecrets, variables: Mapping[str, str]
+) -> ProcessSpec:
+    """Return the process of a worker. Raises `ConfigError` for a secret that is not there."""
+    group = config.worker_groups[group_name]
+    settings = {key.replace("_", "-"): value for key, value in group.settings.items()}
+    # Workers may tell routers which prefixes they hold, as those do that register themselves.
+    tells_of_kv = settings.get("enable-prefix-caching", True) and settings.get("data-parallel-size", 1) == 1
+    arguments = (
+        *("serve", config.model, "--host", NODE_ADDRESS, "--port", "0", "--role", group.role),
+        *("--drain-seconds", str(config.drain_seconds)),
+        *(() if "batch-api" in group.settings else ("--no-batch-api",)),
+        *(("--transfer-host", NODE_ADDRESS) if group.role == "prefill" else ()),
+        *(("--kv-events",) if tells_of_kv else ()),
+    )
+    shared = {
+        f"{CONTENT}ROUTER_SECRET_FILE": own.router,
+        f"{CONTENT}TRANSFER_SECRET_FILE": own.transfer,
+        "FD_API_KEY": own.worker_key,
+    }
+    return _spec(name, group, arguments, shared, f"workers.{group_name}", variables)
+
+
+def _spec(
+    name: str,
+    group: RouterGroup | WorkerGroup,
+    arguments: tuple[str, ...],
+    shared: Mapping[str, str],
+    where: str,
+    variables: Mapping[str, str],
+) -> ProcessSpec:
+    given = {}
+    for setting, variable in group.secrets.items():
+        if not variables.get(variable):
+            raise ConfigError(f"the variable {variable} is not set", field=f"{where}.secrets.{setting}")
+        called = setting.replace("-", "_").upper()
+        given[(CONTENT if called.endswith("_FILE") else "FD_") + called] = variables[variable]
+    return ProcessSpec(
+        name,
+        (*_PROGRAM, *arguments, *_words(group.settings)),
+        environment=dict(group.environment),
+        secrets={**shared, **given},
+        cores=group.cores,
+        devices=group.devices if isinstance(group, WorkerGroup) else 0,
+    )
+
+
+def _words(settings: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in settings.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        elif isinstance(value, list):
+            yield from (f"--{name}={each}" for each in value)
+        else:
+            yield f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"

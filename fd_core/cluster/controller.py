@@ -123,7 +123,6 @@ class ManagedProcess:
     name: str
     group: str
     since: float
-    """When it came into its phase."""
     phase: ProcessPhase = ProcessPhase.STARTING
     ready: bool = False
     """Whether it is ready at this moment; one that was may start its engine again."""
@@ -144,14 +143,12 @@ class ManagedGroup:
     target: int
     failures: int = 0
     failed_at: float = 0.0
-    """When the last of its processes died."""
     not_before: float = 0.0
     no_room: bool = False
     """Whether the last process that was to start found none."""
     served: bool = False
     """Whether one of its processes was ever ready."""
     given_up: str = ""
-    """Why no process starts any more; empty while some do."""
     starts: int = 0
     deaths: int = 0
 
@@ -168,7 +165,6 @@ class ClusterController:
     stopping: bool = False
     exit_code: int = 0
     failure: str = ""
-    """Why the deployment ends by itself; empty if it does not."""
     _hurried: bool = False
     _stepped: float | None = None
 
@@ -251,7 +247,6 @@ class ClusterController:
             yield ClusterNote(f"{process.name} is ready")
 
     def _judge(self, process: ManagedProcess, now: float) -> Iterator[ClusterAction]:
-        """Look at what has lasted too long."""
         limits, passed = self.supervision, now - process.since
         if process.phase is ProcessPhase.STARTING and passed > limits.start_seconds:
             end = ProcessEnd(None, f"was not ready within {limits.start_seconds:g} s")

@@ -15,28 +15,14 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
-from fd_core.cluster.commands import ClusterSecrets, router_spec, worker_spec
-from fd_core.cluster.config import ClusterConfig, WorkerGroup
-from fd_core.cluster.controller import (
-    ClusterAction,
-    ClusterController,
-    ClusterNote,
-    DrainProcess,
-    GroupPlan,
-    KillProcess,
-    ProcessEnd,
-    ProcessPhase,
-    ProcessSeen,
-    StartProcess,
-    Supervision,
-)
+from fd_core.cluster import controller
+from fd_core.cluster.config import ClusterConfig, ClusterSecrets, WorkerGroup, router_spec, worker_spec
 from fd_core.cluster.scaling import GroupLoad, ScalingPolicy, quantile
 from fd_core.errors import FdError
 from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError
 from fd_core.router.workers import Role
 
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5, connect=3)
-_WINDOW_SECONDS: Final = 30.0
 _SHARE: Final = 0.9
 _AGAIN_SECONDS: Final = 10.0
 """Between registrations of one worker, which change nothing unless the router forgot it."""
@@ -77,8 +63,6 @@ class _SecondsSay(msgspec.Struct):
 
 
 class _StatusPage(msgspec.Struct):
-    """What is read of a worker's /status.json."""
-
     not_ready: str | None = None
     engine: _EngineSays = msgspec.field(default_factory=_EngineSays)
     stats: _StatsSay = msgspec.field(default_factory=_StatsSay)
@@ -101,7 +85,7 @@ class FirstTokens:
             self._read.clear()  # another process
         self.bounds = tuple(bounds)
         self._read.append((now, counts))
-        while len(self._read) > 2 and now - self._read[1][0] > _WINDOW_SECONDS:
+        while len(self._read) > 2 and now - self._read[1][0] > 30.0:
             self._read.popleft()
 
     @property
@@ -174,10 +158,7 @@ class RouterAdmin:
         """Workers' addresses to the instance that was registered, and when."""
 
     async def register(self, url: str, role: Role, instance: str, now: float, serves: Callable[[], bool]) -> str:
-        """Let it send requests to a worker, unless it was told that of late; return what went wrong, if anything.
-
-        `serves` is asked last: whether the worker is still to be registered.
-        """
+        """Register a worker that still `serves`, unless registered lately; return what went wrong, if anything."""
         async with self._one_at_a_time:
             told, at = self._told.get(url, ("", 0.0))
             if not serves() or (told == instance and now - at < _AGAIN_SECONDS):
@@ -206,9 +187,7 @@ class RouterAdmin:
 log = logging.getLogger(__name__)
 
 ROUTERS: Final = "router"
-_STEP_SECONDS: Final = 0.25
 _ASK_SECONDS: Final = 0.5
-_SCALE_SECONDS: Final = 1.0
 _GRACE_SECONDS: Final = 15.0
 """Beyond the time to drain, for a process to end."""
 
@@ -234,11 +213,9 @@ class HeldProcess:
     launched: asyncio.Event = field(default_factory=asyncio.Event)
     process: LaunchedProcess | None = None
     url: str = ""
-    """Where it is reached, once it takes requests."""
     admin: RouterAdmin | None = None
-    """Of a router that takes requests."""
     answer: ProcessAnswer = field(default_factory=ProcessAnswer)
-    end: ProcessEnd | None = None
+    end: controller.ProcessEnd | None = None
 
     @property
     def node(self) -> str:
@@ -246,11 +223,11 @@ class HeldProcess:
         return "" if self.process is None else self.process.node
 
 
-def plans_of(config: ClusterConfig) -> tuple[GroupPlan, ...]:
+def plans_of(config: ClusterConfig) -> tuple[controller.GroupPlan, ...]:
     """Return the groups of a deployment, routers first."""
     count = config.router_group.count
-    workers = (GroupPlan(name, *group.bounds) for name, group in config.worker_groups.items())
-    return (GroupPlan(ROUTERS, count, count, is_router=True), *workers)
+    workers = (controller.GroupPlan(name, *group.bounds) for name, group in config.worker_groups.items())
+    return (controller.GroupPlan(ROUTERS, count, count, is_router=True), *workers)
 
 
 class Deployment:
@@ -262,17 +239,17 @@ class Deployment:
         launcher: Launcher,
         policies: Mapping[str, ScalingPolicy],
         variables: Mapping[str, str],
-        on_note: Callable[[ClusterNote], None] = lambda note: None,
+        on_note: Callable[[controller.ClusterNote], None] = lambda note: None,
     ) -> None:
         """`policies` are those of the groups whose number of workers changes; secrets are among `variables`."""
         self.config = config
-        limits = Supervision(
+        limits = controller.Supervision(
             start_seconds=config.start_seconds,
             unhealthy_seconds=config.unhealthy_seconds,
             drain_seconds=config.drain_delay + config.drain_seconds + _GRACE_SECONDS,
             max_failures=config.max_failures,
         )
-        self.controller = ClusterController.of(plans_of(config), limits)
+        self.controller = controller.ClusterController.of(plans_of(config), limits)
         self.held: dict[str, HeldProcess] = {}
         self._groups: Mapping[str, WorkerGroup] = config.worker_groups
         self._launcher = launcher
@@ -288,11 +265,7 @@ class Deployment:
         self._next_scaling = 0.0
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event, on_ready: Callable[[], None]) -> None:
-        """Serve until `stop`, then drain and end every process; `hurry` shortens that.
-
-        `on_ready` is called once every group has the workers that it needs and a router sends requests to them.
-        No process is left when this returns or raises.
-        """
+        """Serve until `stop`, then drain and end every process; `on_ready` is called once the groups are ready."""
         told, hurried = False, False
         try:
             async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
@@ -313,7 +286,7 @@ class Deployment:
                     if not told and self.controller.complete and await self._serves():
                         told = True
                         on_ready()
-                    await asyncio.sleep(_STEP_SECONDS)
+                    await asyncio.sleep(0.25)
                 if self._tasks:  # what was begun ends
                     await asyncio.wait(self._tasks, timeout=1)
         finally:
@@ -354,14 +327,13 @@ class Deployment:
 
     def _is_serving(self, name: str) -> bool:
         process = self.controller.processes.get(name)
-        return process is not None and process.phase is ProcessPhase.READY and bool(self.held[name].url)
+        return process is not None and process.phase is controller.ProcessPhase.READY and bool(self.held[name].url)
 
-    async def _look(self) -> dict[str, ProcessSeen]:
-        """Return what is known of every process, and let go those that ended."""
+    async def _look(self) -> dict[str, controller.ProcessSeen]:
         await asyncio.get_running_loop().run_in_executor(self._looking, self._read_ends)
         seen = {}
         for held in list(self.held.values()):
-            seen[held.name] = ProcessSeen(held.answer.ready, held.answer.healthy, held.end)
+            seen[held.name] = controller.ProcessSeen(held.answer.ready, held.answer.healthy, held.end)
             if held.end is not None:
                 del self.held[held.name]
                 self._spawn(self._forget(held))
@@ -372,26 +344,25 @@ class Deployment:
         for held in list(self.held.values()):
             process = held.process
             if process is not None and held.end is None and (code := process.exit_code()) is not None:
-                held.end = ProcessEnd(code, _in_one_line(process.reason(), said=code in range(1, NODE_LOST)))
+                held.end = controller.ProcessEnd(code, _in_one_line(process.reason(), said=code in range(1, NODE_LOST)))
 
-    def _perform(self, actions: Iterable[ClusterAction]) -> None:
+    def _perform(self, actions: Iterable[controller.ClusterAction]) -> None:
         for action in actions:
             match action:
-                case StartProcess(name, group):
+                case controller.StartProcess(name, group):
                     port = self._free_port() if group == ROUTERS else 0
                     held = HeldProcess(name, group, port, None if group == ROUTERS else FirstTokens())
                     self.held[name] = held
                     self._spawn(self._launch(held))
-                case DrainProcess(name):
+                case controller.DrainProcess(name):
                     self._spawn(self._drain(self.held[name]))
-                case KillProcess(name):
+                case controller.KillProcess(name):
                     self._spawn(self._kill(self.held[name]))
-                case ClusterNote():
+                case controller.ClusterNote():
                     (log.warning if action.bad else log.info)("%s", action.text)
                     self._on_note(action)
 
     async def _launch(self, held: HeldProcess) -> None:
-        """Start a process, then ask it again and again how it is."""
         try:
             if held.group == ROUTERS:
                 spec = router_spec(held.name, self.config, held.port, self._secrets, self._variables)
@@ -400,7 +371,7 @@ class Deployment:
             launched = await asyncio.to_thread(self._launcher.start, [spec])
         except Exception as error:  # noqa: BLE001  # whatever a launcher of a plugin raises, the process does not run
             reason = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
-            held.end = ProcessEnd(None, reason, placed=False)
+            held.end = controller.ProcessEnd(None, reason, placed=False)
             return
         finally:
             held.launched.set()
@@ -413,7 +384,6 @@ class Deployment:
             await asyncio.sleep(_ASK_SECONDS)
 
     def _hear(self, held: HeldProcess, process: LaunchedProcess) -> None:
-        """Learn where a process is reached."""
         said = (process.announced() or "").split()
         if not said:
             return
@@ -424,7 +394,6 @@ class Deployment:
             held.admin = RouterAdmin(self._session, admin[0], self._secrets.router)
 
     def _free_port(self) -> int:
-        """Return the first port of the file that no router has."""
         router = self.config.router_group
         taken = {each.port for each in self.held.values()}
         ports = range(router.port, router.port + router.count) if router.port else ()
@@ -451,7 +420,6 @@ class Deployment:
         return [(each.name, each.admin) for each in self.held.values() if each.admin is not None]
 
     async def _register(self) -> None:
-        """Tell every router of every worker that serves."""
         now = time.monotonic()
         for router, admin in self._admins():
             for name, group in self._groups.items():
@@ -470,12 +438,11 @@ class Deployment:
     def _scale(self, now: float) -> None:
         if now < self._next_scaling or not self.controller.complete:
             return
-        self._next_scaling = now + _SCALE_SECONDS
+        self._next_scaling = now + 1.0
         for name, policy in self._policies.items():
             self._perform(self.controller.scale(name, policy.propose(self.load_of(name), now)))
 
     async def _serves(self) -> bool:
-        """Return whether every router sends requests to workers."""
         for held in self.held.values():
             if held.group != ROUTERS:
                 continue

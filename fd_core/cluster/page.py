@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 import fd_core
 from fd_core.cluster.controller import ProcessPhase
@@ -19,8 +16,8 @@ from fd_core.config import ListenConfig
 from fd_core.http.connections.connections import Connections
 from fd_core.http.errors import ApiError, HealthAnswer
 from fd_core.http.hosts import HostRules
-from fd_core.http.metrics import metric_families
-from fd_core.router.gateway.requests.answers import error_response, json_response
+from fd_core.http.metrics import Collected, metric_families
+from fd_core.router.gateway.requests.forwarding import error_response, json_response
 from fd_core.router.gateway.workers.watched import GatewayHttp, visit_of
 from fd_core.types.metrics import counter, gauge
 
@@ -59,7 +56,6 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     deaths: Annotated[int, counter("deaths", "Processes that ended though nobody told them to.")]
     given_up: Annotated[int, gauge("given_up", "1 if no process starts any more, 0 otherwise.")]
     reason: str
-    """Why the group is given up; empty if it is not."""
     processes: tuple[ProcessStatus, ...]
 
 
@@ -123,21 +119,10 @@ class DeploymentPage:
         if path == "/status.json":
             return json_response(status)
         if path == "/metrics":
-            body = generate_latest(_StatusMetrics(status.groups, self._process))
+            parts = [({"group": name, "role": group.role}, group) for name, group in status.groups.items()]
+            body = generate_latest(Collected(metric_families("fdcore_cluster_", parts), self._process.collect()))
             return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
         raise ApiError(404, "nothing is served at this path; there are /health, /ready, /metrics and /status.json")
-
-
-class _StatusMetrics(Collector):
-    def __init__(self, groups: Mapping[str, GroupStatus], process: ProcessCollector) -> None:
-        self._groups = groups
-        self._process = process
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
-        parts = [({"group": name, "role": group.role}, group) for name, group in self._groups.items()]
-        yield from metric_families("fdcore_cluster_", parts)
-        yield from self._process.collect()
 
 
 def _not_ready(deployment: Deployment) -> str | None:

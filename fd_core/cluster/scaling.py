@@ -32,7 +32,6 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     """Requests that wait for a slot."""
     slots: int = 0
-    """Requests that may run at a time."""
     kv_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1."""
     ttft_seconds: float | None = None
@@ -120,10 +119,7 @@ def _since(before: float | None, holds: bool, now: float) -> float | None:
 
 
 def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Return the upper bound of the histogram's bucket that the quantile is in, twice the last bound beyond all.
-
-    `counts` has one more entry than `bounds`; None if all are 0.
-    """
+    """Return the upper bound of the quantile's bucket, twice the last beyond all; None if all n + 1 counts are 0."""
     left = share * sum(counts)
     if not left:
         return None

@@ -56,7 +56,6 @@ class SpeculativeConfig(CheckedStruct, frozen=True, kw_only=True):
     cheap_tokens: Annotated[int, Range(1)] = 64
     """Drafts shrink so that a step stays below this many tokens."""
     options: dict[str, int | float | str] = msgspec.field(default_factory=dict)
-    """What the drafter itself reads."""
 
 
 class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
@@ -183,11 +182,10 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
             hint = "give --api-key-file, --api-key or FD_API_KEY"
             raise ConfigError("there is no key that could protect the pages", field="--protect-pages", hint=hint)
         if self.max_body_memory < self.max_body_bytes:
-            raise ConfigError(
-                f"max_body_memory is {self.max_body_memory:,} bytes, less than one body of {self.max_body_bytes:,}",
-                field="--max-body-memory",
-                hint="raise it or lower --max-body-size",
+            message = (
+                f"max_body_memory is {self.max_body_memory:,} bytes, less than one body of {self.max_body_bytes:,}"
             )
+            raise ConfigError(message, field="--max-body-memory", hint="raise it or lower --max-body-size")
 
 
 class ServerConfig(ListenConfig, frozen=True, kw_only=True):
@@ -195,7 +193,6 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
 
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
-    """Jinja source that replaces the model's own template."""
     trust_request_chat_template: bool = False
     enable_tokenizer_info_endpoint: bool = False
     tool_call_parser: str = "auto"
@@ -254,21 +251,16 @@ def resolve_limits(
     default_pipeline_depth: int = 1,
     default_batched_tokens: int = 2048,
 ) -> Limits:
-    """Fix every limit for a loaded model, or say which setting contradicts which.
-
-    `free_bytes` is device memory left once the weights are loaded. Raises `ConfigError` naming field and numbers.
-    """
+    """Fix every limit for a loaded model with `free_bytes` left; `ConfigError` says which setting contradicts which."""
     budget = step_budget(config, default_batched_tokens)
     max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     if not max_drafts and config.structured_output:
         max_drafts = min(config.max_forced_tokens, budget - 1)
     if budget < 1 + max_drafts:
-        raise ConfigError(
-            f"max_num_batched_tokens is {budget}, but one decode with "
-            f"{max_drafts} drafts takes {1 + max_drafts} tokens",
-            field="--max-num-batched-tokens",
-            hint="raise it or use fewer draft tokens",
+        message = (
+            f"max_num_batched_tokens is {budget}, but one decode with {max_drafts} drafts takes {1 + max_drafts} tokens"
         )
+        raise ConfigError(message, field="--max-num-batched-tokens", hint="raise it or use fewer draft tokens")
     max_len = model_max_len if config.max_model_len is None else config.max_model_len
     if max_len > model_max_len:
         message = f"max_model_len is {max_len}, but the model was built for {model_max_len} tokens"

@@ -96,14 +96,10 @@ class Rule:
     kind: type[Any]
     """`int`, `float`, `bool`, `str`, `tuple` for a tuple of texts, or another type, which is not looked into."""
     optional: bool
-    """Whether None is allowed."""
     constraint: Constraint | None
 
     def read(self, value: Any) -> Any:
-        """Return what `value` means, which may be text from a command line, an environment or a file.
-
-        Raises `ValueError` with a phrase that completes "NAME: ...".
-        """
+        """Return what `value`, maybe text, means. Raises `ValueError` with a phrase that completes "NAME: ..."."""
         text = value.strip() if isinstance(value, str) else None
         if isinstance(self.constraint, ByteSize) and text is not None:
             value = 0 if text == "0" else parse_size(text)
@@ -214,7 +210,6 @@ def _rule(hint: Any) -> Rule:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return texts from a list or from comma-separated text."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, tuple | list) or not all(isinstance(part, str) and part.strip() for part in parts):
         raise ValueError("it must be one name or more, separated by commas")

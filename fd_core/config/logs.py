@@ -12,11 +12,7 @@ _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def configure_logs(level: str, form: str, *, text: str = _TEXT, access: bool = False) -> None:
-    """Write every log line of this process to stderr: those of `level` and above, as `text` or as `json`.
-
-    `text` is the format of text lines, as `logging` takes it. With `access` the access log is written
-    whatever the level, otherwise it never is.
-    """
+    """Write log lines of this process to stderr, as `text` or as `json`; with `access` the access log too."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if form == "json" else logging.Formatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler])
@@ -40,7 +36,6 @@ class _JsonFormatter(logging.Formatter):
     """One object a line: time (UTC), level, logger, message, and what the line's `fields` hold."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; JSON escapes every control character in it."""
         moment = time.gmtime(record.created)
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", moment) + f".{int(record.msecs):03d}Z",

@@ -9,10 +9,7 @@ from fd_core.errors import ConfigError
 
 
 def find_cache_dir(chosen: Path | None = None) -> Path:
-    """Return the cache folder: the one chosen, else $FD_CACHE, $XDG_CACHE_HOME/fd_core or ~/.cache/fd_core.
-
-    Raises `ConfigError` if it is in a home folder that is not known, as under a user id without a name.
-    """
+    """Return the folder chosen, $FD_CACHE, $XDG_CACHE_HOME/fd_core or ~/.cache/fd_core; `ConfigError` if no home."""
     if os.environ.get("FD_CACHE") or chosen is not None:
         return user_path(chosen or os.environ["FD_CACHE"], "FD_CACHE")
     if os.environ.get("XDG_CACHE_HOME"):

@@ -11,10 +11,7 @@ _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?", re.IGNORECAS
 
 
 def parse_size(text: str) -> int:
-    """Return bytes: a number, with K, M, G, T for powers of 1000 or Ki, Mi, Gi, Ti for powers of 1024.
-
-    Raises `ValueError` with a phrase that completes "NAME: ...".
-    """
+    """Return bytes: a number with K, M, G, T (powers of 1000) or Ki, Mi, Gi, Ti (of 1024). Raises `ValueError`."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 256M, 1.5G or 512Mi")

@@ -27,12 +27,10 @@ End = Literal["confirmed", "refused", "aborted", "gave_up", "failed", "expired"]
 LEASE_NAME: Final = re.compile("[0-9a-f]{32}")
 TOKEN_BYTES: Final = 4
 MAX_WINDOW: Final = 256
-_MAX_CONNECTOR_NAME: Final = 64
 _MIN_SILENCE: Final = 0.05
 _MAX_SILENCE: Final = 3600.0
 _WORDS_IN_SILENCE: Final = 4
 """How often a side speaks before the other would take it for dead."""
-_DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ Action = Say | TakePiece | SendPiece | DecodeEnd | PrefillEnd
 
 def commit_digest(digests: Mapping[int, bytes]) -> bytes:
     """Return what a `Commit` says of pieces: BLAKE2b-16 over index and digest of each, in the order of the index."""
-    total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    total = hashlib.blake2b(digest_size=16)
     for index in sorted(digests):
         total.update(index.to_bytes(4, "little") + digests[index])
     return total.digest()
@@ -111,7 +109,7 @@ def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
         return f"the window has to be 1 to {MAX_WINDOW} pieces"
     if not _MIN_SILENCE <= opening.silence <= _MAX_SILENCE:
         return f"the silence has to be {_MIN_SILENCE:g} to {_MAX_SILENCE:g} seconds"
-    if not 1 <= len(opening.connector) <= _MAX_CONNECTOR_NAME or len(opening.address) > MAX_ADDRESS_BYTES:
+    if not 1 <= len(opening.connector) <= 64 or len(opening.address) > MAX_ADDRESS_BYTES:
         return "the connector's name or address is too long"
     texts = (job.cache_salt, job.tenant, job.traceparent, opening.request_id, compatibility.model, compatibility.dtype)
     if max(map(len, texts)) > MAX_TEXT:

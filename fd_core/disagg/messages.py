@@ -83,7 +83,6 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
 
     lease: _LeaseName
     tokens: Annotated[int, msgspec.Meta(gt=0, le=MAX_NUMBER)]
-    """Leading tokens whose KV the pieces hold: all that were wanted."""
     digest: _Digest
     """Digest over the digests of all pieces in the order of their index."""
     cached: _Number = 0

@@ -43,17 +43,14 @@ class SenderStats(SideStats, kw_only=True):
     """Counters of the prefill side since its start, and gauges of this moment."""
 
     open_leases: int = 0
-    """Gauge: leases that are not over."""
     leases: int = 0
-    """Leases that were accepted."""
     refused: Annotated[
         dict[str, int],
         counter("kv_leases_refused", "Leases of decode workers that were refused, by reason.", label="reason"),
     ] = {}
     """By what was wrong: malformed, terms (the two workers do not fit together), busy, connector, engine."""
     ended: Annotated[
-        dict[str, int],
-        counter("kv_leases_ended", "Leases of decode workers that ended, by cause.", label="how"),
+        dict[str, int], counter("kv_leases_ended", "Leases of decode workers that ended, by cause.", label="how")
     ] = {}
     """Accepted leases by `fd_core.disagg.lease.End`."""
     pieces: int = 0

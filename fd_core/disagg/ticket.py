@@ -21,8 +21,6 @@ ROLE_HEADER: Final = "X-FD-Role"
 """Header of any worker's answer to a health check: mixed, prefill or decode."""
 
 _PEER: Final = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,64}\]):[0-9]{1,5}")
-_MAX_LENGTH: Final = 512
-_MAX_PORT: Final = 65535
 
 
 def sign_ticket(key: bytes, request_id: str, peer: str) -> str:
@@ -33,10 +31,10 @@ def sign_ticket(key: bytes, request_id: str, peer: str) -> str:
 def read_ticket(key: bytes, request_id: str, ticket: str) -> str | None:
     """Return the peer of a ticket, None unless it was signed with `key` for this request and can be an address."""
     peer, separator, mac = ticket.partition(";")
-    if len(ticket) > _MAX_LENGTH or not separator or not _PEER.fullmatch(peer):
+    if len(ticket) > 512 or not separator or not _PEER.fullmatch(peer):
         return None
     genuine = hmac.compare_digest(mac.encode("utf-8", "replace"), _mac(key, request_id, peer).encode())
-    return peer if genuine and 1 <= int(peer.rpartition(":")[2]) <= _MAX_PORT else None
+    return peer if genuine and 1 <= int(peer.rpartition(":")[2]) <= 65535 else None
 
 
 def _mac(key: bytes, request_id: str, peer: str) -> str:

@@ -30,8 +30,6 @@ class _Machine(Protocol):
 
 
 class _Lease(Protocol):
-    """What a side keeps of a lease that is not over."""
-
     @property
     def machine(self) -> _Machine: ...
     @property
@@ -44,10 +42,7 @@ _Kept = TypeVar("_Kept", bound=_Lease)
 
 
 class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
-    """A port whose thread owns connections, the connector's ends and the copies.
-
-    The thread copies some pieces of a lease, then some of the next lease, so that none waits for a whole other one.
-    """
+    """A port whose thread owns connections, the connector's ends and the copies; leases take turns."""
 
     def __init__(
         self,
@@ -58,10 +53,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
         stuck_seconds: float,
         make_loop: Callable[..., ThreadLoop],
     ) -> None:
-        """`thread` is the name of the thread, which the side starts once it is complete.
-
-        While an operation is pending, a thread that has not turned for `stuck_seconds` is stuck in a call.
-        """
+        """Name the thread, which the side starts; after `stuck_seconds` without a turn it is stuck in a call."""
         super().__init__(queue)
         self._stuck_seconds = stuck_seconds
         self._turned_at = clock()
@@ -81,11 +73,7 @@ class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
     # The engine's thread ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End every lease, complete every operation, end the thread, close the connectors. Idempotent.
-
-        A thread whose copy or connector does not return is left behind; the one operation that it copies for is
-        completed when it returns.
-        """
+        """End leases, operations, thread and connectors; a thread in a call that does not return stays. Idempotent."""
         if self._closed:
             return
         self._closed = True

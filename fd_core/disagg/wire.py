@@ -66,8 +66,6 @@ class Wire:
         self.max_request_frame = max(_ROOM_FOR_TOKENS, TOKEN_BYTES * min(max_tokens, 2**28)) + _OVERHEAD
         """Bytes that the prefill side takes in one frame."""
 
-    # Messages ---------------------------------------------------------------------------------------------
-
     def seal_from_decode(self, message: FromDecode) -> bytes:
         """Return the frame of a message of the decode side; that of an `Open` is within the limits, see `check`."""
         if isinstance(message, AbortLease):
@@ -106,8 +104,6 @@ class Wire:
         except (msgspec.DecodeError, RecursionError) as error:
             raise Unfit("it is no message within the limits") from error
 
-    # Pieces -----------------------------------------------------------------------------------------------
-
     def seal_piece(self, lease: str, index: int, array: npt.NDArray[Any]) -> tuple[bytes, Sequence[Bytes]]:
         """Return digest and parts of the piece that holds a block's array, which is not copied."""
         header, payload = self._envelope.seal(bytes.fromhex(lease) + index.to_bytes(4, "little"), array.data.cast("B"))
@@ -122,6 +118,5 @@ class Wire:
 
 
 def _shortened(message: _Told) -> _Told:
-    """Return a message with as much of its reason as may be told."""
     too_long = len(message.reason) > MAX_TEXT
     return msgspec.structs.replace(message, reason=message.reason[:MAX_TEXT]) if too_long else message

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 DRAINING_HEADER: Final = "X-Draining"
 """On answers of a server that leaves: a router sends it no further requests, and does not count that against it."""
-_LOOK_SECONDS: Final = 0.05
 
 
 class Drain:
@@ -44,7 +43,7 @@ class Drain:
         log.info("shutting down: %d requests may go on for %g s", self.running, seconds)
         ends = time.monotonic() + seconds
         while (self.running or also()) and not hurry.is_set() and (left := ends - time.monotonic()) > 0:
-            await _passed(min(_LOOK_SECONDS, left), hurry)
+            await _passed(min(0.05, left), hurry)
 
 
 async def _passed(seconds: float, hurry: asyncio.Event) -> None:

@@ -15,7 +15,6 @@ from fd_core.errors import BadRequest, EngineDead, FdError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_SHOWN_OF_A_PATH: Final = 128
 MESSAGES_PATH: Final = "/v1/messages"
 """Below it, errors have Anthropic's shape."""
 _MESSAGES_KINDS: Final = {
@@ -121,7 +120,7 @@ def unavailable(message: str, code: str, retry_after: int) -> ApiError:
 
 def no_such_path(path: str) -> ApiError:
     """Return the 404 for a path at which nothing is served, with the mistake that is often made in it."""
-    message = f"nothing is served at {path[:_SHOWN_OF_A_PATH]!r}"
+    message = f"nothing is served at {path[:128]!r}"
     if "//" in path:
         message += "; a part of the path is empty: leave out the slash at the end of the client's base URL"
     elif path.startswith("/v1/v1/"):
@@ -134,10 +133,7 @@ def no_such_path(path: str) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Translate any exception. What nobody expected is logged and answered with a 500 that says nothing about it.
-
-    The log holds the places of the traceback and the type, not the text of the exception: it may quote a prompt.
-    """
+    """Translate any exception; of an unexpected one only place and type are logged: its text may quote a prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadRequest):

@@ -22,7 +22,6 @@ _ANY: Final = "*"
 _HOST: Final = re.compile(r"(?:\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[^:\[\]/@]+))(?::[0-9]*)?", re.IGNORECASE)
 _NAME: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|[0-9a-f:.]+|\*", re.IGNORECASE)
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+|null|\*", re.IGNORECASE)
-_METHODS: Final = "GET, HEAD, POST, DELETE, OPTIONS"
 _EXPOSED: Final = ", ".join(
     (
         *("X-Request-Id", "X-Ignored-Fields", "Retry-After"),
@@ -62,10 +61,7 @@ class HostRules:
     """Tells requests that may be answered from those that a foreign page made a browser send."""
 
     def __init__(self, bound: str, hosts: Iterable[str], origins: Iterable[str]) -> None:
-        """`bound` is the address on which the server listens; without `hosts`, one on loopback has only its own names.
-
-        Raises `ConfigError` for a host or an origin that is none.
-        """
+        """Without `hosts`, a server `bound` to loopback has only its own. `ConfigError` for bad hosts, origins."""
         for host in hosts:
             if not _NAME.fullmatch(host):
                 hint = "give a name such as example.org or *.example.org, an address, or * for any"
@@ -85,11 +81,10 @@ class HostRules:
             raise ApiError(400, "the header Host is given more than once", code="invalid_host")
         given = visit.hosts[0] if visit.hosts else None
         if given is not None and not self._any_host and not self._is_own(given, visit.address):
-            raise ApiError(
-                421,
-                "this server is not meant by the Host of the request; --allowed-hosts names others that it answers to",
-                code="foreign_host",
+            message = (
+                "this server is not meant by the Host of the request; --allowed-hosts names others that it answers to"
             )
+            raise ApiError(421, message, code="foreign_host")
         if visit.origin is None or (given is not None and _same(visit.origin, given)):
             return {}
         if _ANY not in self._origins and visit.origin.lower() not in self._origins:
@@ -102,7 +97,7 @@ class HostRules:
         }
         if visit.preflight:
             headers |= {
-                "Access-Control-Allow-Methods": _METHODS,
+                "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE, OPTIONS",
                 "Access-Control-Allow-Headers": visit.wants_headers or "Authorization, Content-Type",
                 "Access-Control-Allow-Private-Network": "true",
                 "Access-Control-Max-Age": "600",

@@ -6,12 +6,14 @@ Everything here runs on the event loop's thread, so nothing is locked.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from types import MappingProxyType
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from fd_core.types.metrics import MetricSpec, read_metrics
 
@@ -45,16 +47,31 @@ class Histogram:
         return family
 
 
+class Collected(Collector):
+    """Metrics that were collected before, for `generate_latest`."""
+
+    def __init__(self, *parts: Iterable[Metric]) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        return chain(*self._parts)
+
+
+def count_family(name: str, text: str, labels: Sequence[str], counts: Mapping[Any, int]) -> Metric:
+    """Return a counter whose samples are `counts`, by one label's value or by a tuple of them."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in counts.items():
+        family.add_metric([*map(str, values)] if isinstance(values, tuple) else [values], count)
+    return family
+
+
 def metric_families(
     prefix: str,
     parts: Iterable[tuple[Mapping[str, str], object]],
     names: Callable[[MetricSpec], Iterable[str]] = lambda spec: (spec.name,),
 ) -> Iterable[Metric]:
-    """Return every metric that statistics declare, as Prometheus wants it.
-
-    `parts` are labels that tell their samples apart, all of the same names, and statistics. `names` says under which
-    names a metric appears.
-    """
+    """Return every metric that statistics declare, as Prometheus wants it, under `names`; labels tell `parts` apart."""
     families: dict[str, Metric] = {}
     for common, stats in parts:
         for spec, samples in read_metrics(stats):
@@ -69,9 +86,5 @@ def metric_families(
 
 def refusal_family(prefix: str, refusals: Mapping[tuple[str, str], int]) -> Metric:
     """Return the requests that limits of API keys held back."""
-    family = CounterMetricFamily(
-        f"{prefix}key_refusals", "Requests refused by a limit of their API key, by its name.", labels=["key", "limit"]
-    )
-    for (name, limited), count in refusals.items():
-        family.add_metric([name, limited], count)
-    return family
+    text = "Requests refused by a limit of their API key, by its name."
+    return count_family(f"{prefix}key_refusals", text, ["key", "limit"], refusals)

@@ -36,17 +36,10 @@ def span_name(path: str, model: str | None) -> tuple[str, dict[str, str]]:
 
 
 def open_spans(endpoint: str, service: str) -> RequestSpans:
-    """Return what sends spans to a collector: `endpoint` is the whole address, such as `http://host:4318/v1/traces`.
-
-    Sampling, headers and the service's name may be set by OpenTelemetry's own environment variables (`OTEL_*`);
-    `service` is the name otherwise. Raises `ConfigError` for other addresses, and where the extra is not installed.
-    """
+    """Return what sends spans to `endpoint`, as `OTEL_*` variables set it. Raises `ConfigError` if it cannot."""
     if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{endpoint!r} is not the address of a collector for OTLP over HTTP",
-            field=_FLAG,
-            hint="give the whole address, for example http://localhost:4318/v1/traces; gRPC is not served",
-        )
+        hint = "give the whole address, for example http://localhost:4318/v1/traces; gRPC is not served"
+        raise ConfigError(f"{endpoint!r} is not the address of a collector for OTLP over HTTP", field=_FLAG, hint=hint)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -162,5 +155,4 @@ class _Guarded:
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing is held back here."""
         return bool(self._exporter.force_flush(timeout_millis))

@@ -46,12 +46,7 @@ class Supervisor:
     def start(
         self, name: str, work: Callable[[], Awaitable[object]], *, part: str = "", repeat: bool = True
     ) -> asyncio.Task[None]:
-        """Run `work` until it returns or the task is cancelled.
-
-        After a failure it is called again, after a pause that grows; with `repeat` false it is not, and the failure
-        stays visible until the next task of this name succeeds. `part` tells tasks of one name apart. An ended task
-        never holds an exception.
-        """
+        """Run `work`, after a failure again if `repeat`, each time later; `part` tells tasks of one name apart."""
         self.stats.failures.setdefault(name, 0)
         task = asyncio.create_task(self._supervise(name, work, part, repeat), name=f"fdcore-{name}")
         self._tasks.add(task)

@@ -152,10 +152,8 @@ _BUILTIN_MODULES: Final = (
     "fd_core.scheduling.builtin",
     "fd_core.runner.builtin",
     "fd_core.kv.stores.builtin",
-    "fd_core.disagg.connectors.builtin",
-    "fd_core.router.builtin",
+    "fd_core.plugins.builtin",
     "fd_core.launching.builtin",
-    "fd_core.cluster.builtin",
     "fd_core.text.parsing.builtin",
 )
 
@@ -170,69 +168,65 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A kind of thing that plugins offer: its hook, the class its targets must derive from, and its flag."""
+    """A kind of thing that plugins offer."""
 
     word: str
-    hook: str
-    base: str
+    plural: str
+    """As the hook `fd_register_...` ends."""
+    contract: str
+    """Module below `fd_core` and class that its targets must derive from."""
     flag: str
     files: bool = False
     """Whether a class in a file, `FILE.py:Class`, may stand in place of a name: where nobody but the user names one."""
 
+    @property
+    def hook(self) -> str:
+        """Name of the hook by which plugins offer it."""
+        return f"fd_register_{self.plural}"
 
-BACKEND: Final[Kind[Backend]] = Kind(
-    "backend", "fd_register_backends", "fd_core.backends.contract:Backend", "--backend"
-)
+    @property
+    def base(self) -> str:
+        """The class that its targets must derive from, as `package.module:Class`."""
+        return f"fd_core.{self.contract}"
+
+
+BACKEND: Final[Kind[Backend]] = Kind("backend", "backends", "backends.contract:Backend", "--backend")
 SCHEDULER: Final[Kind[Scheduler]] = Kind(
-    "scheduler", "fd_register_schedulers", "fd_core.scheduling.contract:Scheduler", "--scheduler", files=True
+    "scheduler", "schedulers", "scheduling.contract:Scheduler", "--scheduler", files=True
 )
 SCHEDULING_POLICY: Final[Kind[SchedulingPolicy]] = Kind(
     "scheduling policy",
-    "fd_register_scheduling_policies",
-    "fd_core.scheduling.policies:SchedulingPolicy",
+    "scheduling_policies",
+    "scheduling.policies:SchedulingPolicy",
     "--scheduling-policy",
     files=True,
 )
-DRAFTER: Final[Kind[Drafter]] = Kind(
-    "drafter", "fd_register_drafters", "fd_core.runner.drafting:Drafter", "--speculative-config"
-)
+DRAFTER: Final[Kind[Drafter]] = Kind("drafter", "drafters", "runner.drafting:Drafter", "--speculative-config")
 POSTPROCESS: Final[Kind[Postprocess]] = Kind(
-    "postprocessor",
-    "fd_register_postprocessors",
-    "fd_core.runner.postprocess.contract:Postprocess",
-    "--postprocess",
+    "postprocessor", "postprocessors", "runner.postprocess.contract:Postprocess", "--postprocess"
 )
-OBSERVER: Final[Kind[Observer]] = Kind(
-    "observer", "fd_register_observers", "fd_core.runner.observing:Observer", "--observer"
-)
+OBSERVER: Final[Kind[Observer]] = Kind("observer", "observers", "runner.observing:Observer", "--observer")
 VICTIMS: Final[Kind[VictimPolicy]] = Kind(
-    "victim policy",
-    "fd_register_victim_policies",
-    "fd_core.scheduling.victims:VictimPolicy",
-    "--victim-policy",
-    files=True,
+    "victim policy", "victim_policies", "scheduling.victims:VictimPolicy", "--victim-policy", files=True
 )
-STORE: Final[Kind[KVStore]] = Kind("KV store", "fd_register_stores", "fd_core.kv.stores.contract:KVStore", "--kv-store")
+STORE: Final[Kind[KVStore]] = Kind("KV store", "stores", "kv.stores.contract:KVStore", "--kv-store")
 CONNECTOR: Final[Kind[Connector]] = Kind(
-    "connector", "fd_register_connectors", "fd_core.disagg.connectors.contract:Connector", "--kv-connector"
+    "connector", "connectors", "disagg.connectors.contract:Connector", "--kv-connector"
 )
 ROUTER_POLICY: Final[Kind[RouterPolicy]] = Kind(
-    "router policy", "fd_register_router_policies", "fd_core.router.policies:RouterPolicy", "--policy", files=True
+    "router policy", "router_policies", "router.policies:RouterPolicy", "--policy", files=True
 )
 LAUNCHER: Final[Kind[Launcher]] = Kind(
-    "launcher", "fd_register_launchers", "fd_core.launching.contract:Launcher", "--distributed-executor-backend"
+    "launcher", "launchers", "launching.contract:Launcher", "--distributed-executor-backend"
 )
 SCALING_POLICY: Final[Kind[ScalingPolicy]] = Kind(
-    "scaling policy", "fd_register_scaling_policies", "fd_core.cluster.scaling:ScalingPolicy", "policy", files=True
+    "scaling policy", "scaling_policies", "cluster.scaling:ScalingPolicy", "policy", files=True
 )
 TOOL_PARSER: Final[Kind[ToolParser]] = Kind(
-    "tool parser", "fd_register_tool_parsers", "fd_core.text.parsing.contract:ToolParser", "--tool-call-parser"
+    "tool parser", "tool_parsers", "text.parsing.contract:ToolParser", "--tool-call-parser"
 )
 REASONING_PARSER: Final[Kind[ReasoningParser]] = Kind(
-    "reasoning parser",
-    "fd_register_reasoning_parsers",
-    "fd_core.text.parsing.contract:ReasoningParser",
-    "--reasoning-parser",
+    "reasoning parser", "reasoning_parsers", "text.parsing.contract:ReasoningParser", "--reasoning-parser"
 )
 KINDS: Final[tuple[Kind[Any], ...]] = (
     BACKEND,
@@ -398,10 +392,7 @@ class Plugins:
         return backend if backend in self.offered(POSTPROCESS) else framework
 
     def find(self, kind: Kind[Any], name: str) -> PluginOffer:
-        """Return what is called `name`, not imported. Raises `PluginError` with what there is, or with the cause.
-
-        A name such as `study/mine.py:Shortest` is a class in a file of Python.
-        """
+        """Return what is called `name`, a file's class as `FILE.py:Class`, not imported. Raises `PluginError`."""
         if kind.files and _FILE_TARGET.search(name):
             return PluginOffer(kind, Entry(name, name, "from a file"), Origin(_IN_FILE, name, name))
         usable = self.offered(kind)
@@ -422,10 +413,7 @@ class Plugins:
         return self.find(kind, name).load()
 
     def choose_backend(self, name: str = "auto") -> ChosenBackend:
-        """Return the backend called `name`, or for `auto` the available one of the highest rank, none that is emulated.
-
-        Raises `PluginError` if the named one is missing or cannot run here, or if none can.
-        """
+        """Return the backend `name`; for `auto` the best available, none emulated. Raises `PluginError`."""
         if name == "auto":
             return self._best_backend()
         offer = self.find(BACKEND, name)
@@ -461,7 +449,6 @@ class Plugins:
         )
 
     def _admit(self, origin: Origin, load: Callable[[], Any]) -> None:
-        """Register one plugin whole, or keep why it cannot be."""
         try:
             module = shielded(load)
             check_module(module)

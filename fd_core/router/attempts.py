@@ -69,8 +69,6 @@ class Attempts(Generic[_Answer]):
             raise RuntimeError("the last attempt has not failed")
         return self._none
 
-    # What the worker that was asked does ---------------------------------------------------------------------------
-
     def prefilled(self, outcome: str | None, now: float) -> None:
         """A pair said, before its answer, what became of its prefill; a `PrefillOutcome`, or anything else."""
         selection = self.selection
@@ -84,11 +82,7 @@ class Attempts(Generic[_Answer]):
             self._router.failed(selection, selection.prefill, now)
 
     def refused(self, status: int, answer: _Answer, now: float, *, no_model: bool = False) -> bool:
-        """It refused before its first byte; return whether another worker is to be asked.
-
-        `answer` is kept for the case that no other worker answers. `no_model`: it said that it lacks the model. What
-        every worker would refuse goes to the client as it is.
-        """
+        """It refused before its first byte, for lack of the model if `no_model`; return whether to ask another."""
         if status in _BROKEN:
             self._router.failed(self.selection, self.selection.decode, now)
         elif status in _BUSY or (status == _NOT_FOUND and no_model):
@@ -133,10 +127,7 @@ class Unreached:
         self._since.pop(url, None)
 
     def missed(self, url: str, begun: float, now: float) -> bool:
-        """A check that began at `begun` reached nobody; return whether answers that have begun are given up.
-
-        Requests that wait for their first byte go elsewhere as soon as the worker counts as unhealthy.
-        """
+        """Return True if answers that began are given up after a check begun at `begun` reached nobody."""
         return now - self._since.setdefault(url, begun) >= self._patience
 
     def forget(self) -> None:

@@ -107,10 +107,7 @@ def router_config(settings: Mapping[str, Any]) -> RouterConfig:
 
 
 class GatewayConfig(ListenConfig, frozen=True, kw_only=True):
-    """Settings of `fdcore route` beside those of the router itself.
-
-    API keys of clients are not passed on. Without any, keys that clients send go on to the workers.
-    """
+    """Settings of `fdcore route` beside the router's own. Without API keys, those of clients go on to the workers."""
 
     workers: tuple[str, ...] = ()
     """Addresses of mixed workers."""

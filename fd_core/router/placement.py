@@ -213,11 +213,7 @@ class Placer:
             raise PluginError(f"{what}, which is not one of the candidates") from None
 
     def _held(self, request: RouteRequest, keys: tuple[bytes, ...], now: float) -> Numbers:
-        """Return how many leading blocks each worker holds, by place.
-
-        A worker holds the blocks that it reports; if it does not report, those that it served. Reports can be compared
-        only with token ids of the workers, and do not cover prompts with a salt or an adapter.
-        """
+        """Return how many leading blocks each worker holds by its reports, or served if it reports none."""
         if not request.tokenized or request.salt or self._adapter(request) or not len(self.reported_kv):
             return self.index.match(keys, now)
         told, silent = self.reported_kv.leading_tokens(HashedPrompt(request.tokens, self.hasher, keys))
@@ -231,11 +227,7 @@ class Placer:
 
 
 def _serving(model: str, pools: Mapping[Role, list[Member]]) -> dict[Role, list[Member]]:
-    """Return the workers without those of other models, if a worker is known to serve `model`.
-
-    If none is, nobody is left out, and a worker refuses the name. Prefill workers may have the model under another
-    name: they are left out only where another prefill worker names it.
-    """
+    """Return the workers without those of other models, if one is known to serve `model`, which others refuse."""
 
     def named(role: Role) -> bool:
         return any(one.models is not None and model in one.models for one in pools[role])

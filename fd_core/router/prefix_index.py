@@ -57,10 +57,7 @@ class Holders:
                 of[key] = holders ^ bit
 
     def leading(self, keys: Sequence[bytes]) -> Numbers:
-        """Return how many leading blocks each worker holds, by place, given that none holds one without those before.
-
-        Looks at the logarithm of the blocks for each place where workers part.
-        """
+        """Return leading blocks by place, given none is held without those before; logarithmic in the blocks."""
         found: list[tuple[int, int]] = []
         first = self._of.get(keys[0], 0) if keys else 0
         open_ = [(1, len(keys), first)] if first else []
@@ -78,10 +75,7 @@ class Holders:
         return self._by_place(found)
 
     def unbroken(self, keys: Iterable[bytes]) -> Numbers:
-        """Return the same where workers may hold blocks without those before them; looks at one block after the other.
-
-        Takes no more of `keys` than one behind the last that somebody holds.
-        """
+        """Return the same, block by block, where blocks may be held without those before; reads one key ahead."""
         here, found, count = -1, [], 0
         for key in keys if self._of else ():
             on = here & self._of.get(key, 0)
@@ -94,7 +88,6 @@ class Holders:
         return self._by_place([*found, (count, here)] if count else [])
 
     def _by_place(self, found: Iterable[tuple[int, int]]) -> Numbers:
-        """Return the count of each place from counts and the places that have them."""
         places = len(self._places)
         counts = np.zeros(places, np.int64)
         for count, here in found:
@@ -316,10 +309,7 @@ class ReportedKV:
         return len(self._mirrors)
 
     def begin(self, worker: RouterWorker, block_size: int, instance: str, engines: int = 1) -> bool:
-        """The process `instance` begins to report for `worker`; return whether it is that worker's process.
-
-        Raises `ValueError` for a block size or a number of engines that cannot be.
-        """
+        """Begin the reports of `instance`; return True if it is the worker's process. `ValueError` for bad numbers."""
         if not 1 <= block_size <= MAX_BLOCK_SIZE:
             raise ValueError(f"it has blocks of {block_size} tokens")
         if not 1 <= engines <= MAX_ENGINES:
@@ -401,7 +391,6 @@ class _Mirror:
     """The blocks that one engine of an incarnation reports to hold, named as the router names them."""
 
     def __init__(self, name: Hashable, block_size: int, capacity: int, holders: Holders) -> None:
-        """`name` is that of its place."""
         self.name = name
         self.block_size = block_size
         self._holders = holders
@@ -416,7 +405,6 @@ class _Mirror:
         return len(self._names)
 
     def clear(self) -> None:
-        """Hold nothing any longer."""
         self._holders.discard(self._bit, self._names.values())
         self._names.clear()
 

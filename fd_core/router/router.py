@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -43,17 +43,12 @@ _FAILURES: Final = 2
 
 
 class Router:
-    """Chooses workers and accounts for what they were given.
-
-    `now` is everywhere the reading of one monotonic clock in seconds, `rng` one uniform number in [0, 1). Not for
-    several threads at a time.
-    """
+    """Chooses workers and accounts for what they were given. `now` is one monotonic clock, `rng` uniform in [0, 1)."""
 
     def __init__(self, config: RouterConfig, policy_class: Callable[[str], type[RouterPolicy]]) -> None:
         """`policy_class` finds a policy by name, or raises `PluginError`. `ConfigError` for numbers out of range."""
         self.config = config
         self.registry = Registry(config)
-        """Every worker, what it says of itself, and its health."""
         self._places = Places()
         self._loads = WorkerLoads(self._on_idle, self._places)
         self._index = PrefixIndex(
@@ -64,7 +59,6 @@ class Router:
         }
         self._in_flight = PrefixesInFlight(self._places)
         self.reported_kv = ReportedKV(self.registry, config.max_index_blocks, self._places)
-        """The KV that workers report to hold."""
         self._placer = Placer(
             config,
             self._policies,
@@ -107,23 +101,11 @@ class Router:
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        """Take the result of one health check, see `Registry.health`. Counters are never touched.
-
-        A worker that says another role than it was registered with is not chosen, nor is a prefill worker without a
-        port for its KV.
-        """
+        """Take the result of a health check, see `Registry.health`; a worker unfit for its role is not chosen."""
         after = self.registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
         if worker != after:
             self._forget(worker)
         return after
-
-    def leaving(self, worker: RouterWorker) -> None:
-        """Note that `worker` says that it shuts down: it is chosen only where no other one can be, until it is gone."""
-        self.registry.leaving(worker)
-
-    def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
-        """Note the models that `worker` serves, see `Registry.serves`."""
-        self.registry.serves(worker, models, adapters)
 
     def emptied(self, worker: RouterWorker) -> None:
         """Forget the prefixes that `worker` served: its cache is empty, while its requests stay with it."""
@@ -276,7 +258,6 @@ class Router:
         return answer
 
     def _did_well(self, selection: Selection, worker: RouterWorker, now: float) -> bool:
-        """Return whether the verdict counts."""
         counts, member = self._judge(selection, worker, "served")
         if member is not None:
             member.circuit.success()
@@ -285,10 +266,7 @@ class Router:
         return counts
 
     def _judge(self, selection: Selection, worker: RouterWorker, verdict: Verdict) -> tuple[bool, Member | None]:
-        """Count a verdict; return whether it counts, and the worker's entry if it does and the worker is there.
-
-        A verdict that comes twice or after the release counts as a fault and nothing else.
-        """
+        """Count a verdict; return if it counts, and the worker's entry. Repeated or late ones count as faults only."""
         if worker not in selection.workers:
             raise ValueError(f"{worker} is not a worker of this selection")
         if selection.released or worker in selection.verdicts:
@@ -384,7 +362,6 @@ class WorkerSnapshot:
     circuit: BreakerState
     load: WorkerLoad
     tally: SelectionCounts
-    """Counts since this incarnation came."""
     index_blocks: Annotated[int, gauge("index_blocks", "Prompt blocks that the worker is believed to hold.")]
     """Blocks of prompts that the worker served, of the router's block size."""
     held_blocks: int | None
@@ -434,12 +411,9 @@ class RouterSnapshot:
     index_blocks: int
     """Blocks that take memory in the prefix index."""
     total: WorkerLoad
-    """Load of all incarnations, departed ones included."""
     roles: dict[Role, SelectionCounts]
-    """Counts of all workers there ever were, by role."""
     modes: Annotated[
-        dict[Mode, int],
-        counter("attempts", "Attempts on a mixed worker, a pair or a decode worker.", label="mode"),
+        dict[Mode, int], counter("attempts", "Attempts on a mixed worker, a pair or a decode worker.", label="mode")
     ]
     refused: Annotated[dict[str, int], counter("refused", "Requests that got no worker, by reason.", label="reason")]
     retries: Annotated[int, counter("retries", "Attempts on another worker after one that failed.")]

@@ -67,17 +67,13 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     def plus(self, other: WorkerLoad) -> WorkerLoad:
         """Return the sum of both loads."""
         return WorkerLoad(
-            self.requests + other.requests,
-            self.waiting + other.waiting,
-            self.prefill_tokens + other.prefill_tokens,
+            self.requests + other.requests, self.waiting + other.waiting, self.prefill_tokens + other.prefill_tokens
         )
 
     def minus(self, other: WorkerLoad) -> WorkerLoad:
         """Return this load without `other`."""
         return WorkerLoad(
-            self.requests - other.requests,
-            self.waiting - other.waiting,
-            self.prefill_tokens - other.prefill_tokens,
+            self.requests - other.requests, self.waiting - other.waiting, self.prefill_tokens - other.prefill_tokens
         )
 
 
@@ -153,13 +149,11 @@ class RouteRequest:
     """Prompt, int32 of shape [n], n at least 1, tokenized as the workers tokenize it; a gateway without a tokenizer
     gives numbers of its own that are equal where the text is, such as the bytes of the text."""
     session: str | None = None
-    """Name that all requests of one conversation or user carry."""
     salt: str = ""
     """Requests of different salts share no prefix."""
     prefill_tokens: int | None = None
     """Length of the prompt for the accounting, in tokens; None counts `tokens`."""
     model: str | None = None
-    """Name of the model that is asked for; None takes any model."""
     tokenized: bool = True
     """Whether `tokens` are token ids of the workers, and not numbers of the gateway's own."""
     output_tokens: int = 0
@@ -200,12 +194,7 @@ class NoWorker:
 
 @dataclass(slots=True, eq=False)
 class Selection:
-    """The guard of one attempt: what is counted for it on its workers; made by `Router.select` and `Router.retry`.
-
-    The stream of the answer calls `first_token` when its first byte comes and `release` in its own `finally`, or uses
-    the selection as a context manager. Verdicts (`Router.served`, `prefilled`, `failed`, `declined`) come before
-    `release`.
-    """
+    """The guard of one attempt, made by `Router.select` and `retry`: what its workers are given, until `release`."""
 
     request: RouteRequest
     workers: tuple[RouterWorker, ...]
@@ -225,7 +214,6 @@ class Selection:
     kv_port: int | None = None
     """Port from which the decode worker of a pair takes the KV of the prompt; None where there is no pair."""
     attempt: int = 1
-    """Number of the attempt, from 1 on."""
     suspects: tuple[RouterWorker, ...] = ()
     """Workers that failed on the request, now or earlier: they are to blame once another one answers it well."""
     failures: int = 0

@@ -85,15 +85,12 @@ class Member:
     """When the worker came into its state, by the clock that is passed in."""
     state: WorkerState = WorkerState.UNKNOWN
     passed: int = 0
-    """Health checks passed in a row."""
     missed: int = 0
-    """Health checks failed in a row."""
     says: str | None = None
     """Role that the worker named in its last passed health check; None if it named none."""
     kv_port: int | None = None
     """Port on which a prefill worker listens for decode workers, if its last passed health check named one."""
     leaving: bool = False
-    """Whether this process said that it shuts down."""
     models: frozenset[str] | None = None
     """Names of the models that the worker serves; None if they are not known."""
     adapters: frozenset[str] = frozenset()
@@ -148,11 +145,7 @@ class Registry:
         return None if member is None else member.worker
 
     def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> RouterWorker:
-        """Add a worker, or one that came back, and return it.
-
-        `instance` names the worker's process. A worker that registers again with the same process is the same
-        incarnation; any other is a new one. Raises `BadRequest` for an address or a role that cannot be used.
-        """
+        """Add a worker and return it; the same process is the same incarnation. Raises `BadRequest`."""
         url = checked_url(url)
         if role not in ROLES:
             raise BadRequest(f"there is no role {role!r}", field="role", hint=f"use one of {', '.join(ROLES)}")
@@ -182,10 +175,7 @@ class Registry:
             self._changed()
 
     def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
-        """Note the models that `worker` serves: it gets no request for a model that only other workers serve.
-
-        Prompts of `adapters`, which are some of them, are compared with prompts of the same adapter only.
-        """
+        """Note a worker's models, the only ones it gets; prompts of `adapters` match those of the same adapter."""
         member, known = self.member(worker), (frozenset(models), frozenset(adapters))
         if member is not None and (member.models, member.adapters) != known:
             member.models, member.adapters = known
@@ -211,12 +201,7 @@ class Registry:
         role: str | None = None,
         kv_port: int | None = None,
     ) -> RouterWorker:
-        """Take the result of one health check of `worker`; return the incarnation that has the address from here on.
-
-        `instance` names the process that answered, `role` and `kv_port` are what it said of itself; None where it said
-        nothing. A check of an incarnation that was replaced changes nothing. A process that is known to be another one,
-        or a worker that was unhealthy and is not known to be the same process, is a new incarnation.
-        """
+        """Take the result of a health check; return the incarnation at the address, a new one for a new process."""
         member = self.member(worker)
         if member is None or member.state is WorkerState.DRAINING:
             return worker
@@ -234,7 +219,6 @@ class Registry:
         return member.worker
 
     def _passed(self, member: Member, now: float, instance: str | None) -> Member:
-        """Take a check that passed; return the entry that has the address from here on."""
         worker = member.worker
         if instance is not None and member.instance not in (None, instance):
             member = self._enter(worker.url, worker.role, now, instance)

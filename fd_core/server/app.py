@@ -20,15 +20,14 @@ from fd_core.http.errors import ApiError
 from fd_core.http.hosts import HostRules
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
-from fd_core.server.api import admin, chat, completions, embeddings, kv_events, models, openapi
+from fd_core.server.api import admin, completions, embeddings, models, openapi
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore
 from fd_core.server.gate import Gate, handle_error
 from fd_core.server.messages import routes as messages
 from fd_core.server.responses import routes as responses
-from fd_core.server.state.metrics import ServerMetrics
-from fd_core.server.state.state import GrammarChecker, ResponseStore, ServerState
+from fd_core.server.state import GrammarChecker, ResponseStore, ServerMetrics, ServerState
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
@@ -45,19 +44,13 @@ def create_app(
     spans: RequestSpans | None = None,
     connections: ConnectionStats | None = None,
 ) -> FastAPI:
-    """Return the ASGI application over one engine; its shared state is `app.state.fd`, a `ServerState`.
-
-    `ticket_key` is for decode workers, see `fd_core.disagg.ticket`. `parsers` read tool calls and reasoning; without
-    them answers are plain text. `spans` make the spans of requests. `connections` are those of the listening socket.
-
-    The interactive pages of FastAPI are left out: they load scripts from elsewhere.
-    """
+    """Return the ASGI application over one engine; its shared state is `app.state.fd`, a `ServerState`."""
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = config.served_model_names or (client.info.model,)
     if taken := [adapter.name for adapter in client.info.adapters if adapter.name in names]:
         hint = "give it another one, or the model with --served-model-name"
         raise ConfigError(f"the adapter {taken[0]!r} has the model's own name", field="--lora-modules", hint=hint)
-    access = AccessControl.of(config)
+    access = AccessControl(config)
     bodies, supervisor = BodyBudget(config.max_body_memory), Supervisor()
     metrics = ServerMetrics(
         client,
@@ -99,11 +92,9 @@ def create_app(
         spans=spans,
     )
     app.state.fd = state
-    generating = (chat, messages, responses, completions, embeddings)
-    for family in (*generating, models, admin, kv_events):
-        app.router.routes += family.router.routes  # as they are: an included router looks more up for each request
-    if config.batch_api:
-        app.router.routes += routes.router.routes
+    families = [messages, responses, completions, embeddings, models, admin, *([routes] if config.batch_api else [])]
+    for router in (completions.chat_router, *(family.router for family in families)):
+        app.router.routes += router.routes  # as they are: an included router looks more up for each request
     for kind in (ApiError, FdError, HTTPException):
         app.add_exception_handler(kind, handle_error)
     hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)

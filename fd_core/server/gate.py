@@ -12,17 +12,15 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fd_core.http.access.access_log import CLIENT_LEFT, log_access
 from fd_core.http.access.control import allow_header, limit_headers
-from fd_core.http.access.record import RequestRecord
-from fd_core.http.access.tenants import TENANT_HEADER, Tenant, read_tenant
+from fd_core.http.access.record import CLIENT_LEFT, TENANT_HEADER, RequestRecord, Tenant, log_access, read_tenant
 from fd_core.http.connections.connections import source_of
 from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import ApiError, no_such_path, to_api_error, unavailable
 from fd_core.http.headers import request_id_of
 from fd_core.http.hosts import HostRules, Visit
-from fd_core.server.batches.asgi import OWNER
-from fd_core.server.state.state import ServerState
+from fd_core.server.batches.running import OWNER
+from fd_core.server.state import ServerState
 from fd_core.text.fair_thread import CLIENT
 
 _ALWAYS: Final = frozenset({"/v1/abort_requests", "/ping"})

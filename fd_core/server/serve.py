@@ -1,4 +1,4 @@
-"""Socket, signals and drain: runs the application on uvicorn, over HTTP/1.1 with a limit on the head of a request."""
+"""Socket, signals, drain and registration: runs the application on uvicorn, over HTTP/1.1 with a limit on heads."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
+import aiohttp
 import httptools
 import uvicorn
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from yarl import URL
 
 from fd_core.config import ServerConfig
 from fd_core.engine.clients.client import EngineClient
-from fd_core.errors import EngineDead
+from fd_core.errors import ConfigError, EngineDead
 from fd_core.http.connections import listening
 from fd_core.http.connections.connections import (
     MAX_HEAD_BYTES,
     Connections,
     Listener,
     WatchedProtocol,
+    attended,
     connection_limit,
 )
-from fd_core.http.connections.liveness import attended
-from fd_core.http.connections.tls import ServingTls
+from fd_core.http.connections.tls import ServingTls, client_context
 from fd_core.http.spans import RequestSpans
+from fd_core.http.supervision import Supervisor, cancelled
 from fd_core.server.app import create_app
-from fd_core.server.state.registration import Registration, registration_of
-from fd_core.server.state.state import ServerState
+from fd_core.server.state import ServerState
 from fd_core.server.stream.generation import prefill_span
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
@@ -48,6 +52,12 @@ _SLICE: Final = 4096
 """Bytes that are parsed at a time while a head is not complete."""
 _EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
 """Warnings of the library that any client can cause, as often as it likes."""
+_AGAIN_SECONDS: Final = 10.0
+"""Seconds between registrations; a repeated one changes nothing, but tells a restarted router of this server."""
+_TIMEOUT: Final = aiohttp.ClientTimeout(total=3)
+_SILENT: Final = "it does not answer"
+_ABSENT: Final = frozenset({_SILENT, aiohttp.ClientConnectorError.__name__})
+"""Troubles that an address has at which there is no router."""
 
 
 async def serve_http(
@@ -63,17 +73,11 @@ async def serve_http(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or `stop`; then drain and return. The client stays open: whoever opened it closes it.
+    """Serve until SIGINT, SIGTERM or `stop`; then drain and return. The client and `spans` stay open.
 
     Drain: /ready says at once that the server leaves, after `config.drain_delay` new requests are refused with 503,
     running ones go on for `config.drain_seconds`, the rest is aborted and its clients get what there is. A second
-    signal aborts at once. `sock` comes from
-    `bind_socket`; without it the socket is bound here. `on_ready` is called with the URL once requests are taken.
-    With `config.router` the server registers itself there once it is ready, and deregisters before it refuses.
-    `ticket_key` is for decode workers and `parsers` read answers, see `create_app`; `spans` make spans of requests, and
-    are closed by whoever opened them.
-    Raises `ConfigError` if the port is in use, the certificate cannot be used, or a registration that cannot work is
-    asked for.
+    signal aborts at once. Raises `ConfigError` for port, certificate or a registration that cannot work.
     """
     tls = ServingTls.of(config)
     sock = sock or listening.bind_socket(config.host, config.port)
@@ -281,3 +285,108 @@ class _BoundedHttp(WatchedProtocol, HttpToolsProtocol):
             host = b"[%b]" % host if b":" in host else host
             self.headers[:] = [(name, value) for name, value in self.headers if name != b"host"]
             self.headers.append((b"host", host))
+
+
+class Registration:
+    """Keeps one server registered at each address of its routers' names; routers cannot disturb the server."""
+
+    def __init__(self, config: ServerConfig, url: str, instance: Callable[[], str], role: str) -> None:
+        """See `registration_of`. Raises `ConfigError` for certificates that cannot be read."""
+        self._trusted = client_context(config.router_ca_certs, "--router-ca-certs", config)
+        self._router = (config.router or "").rstrip("/")
+        self._secret = config.router_secret
+        self._url = config.advertise_url or url
+        self._role = role
+        self._instance = instance
+        self._task: asyncio.Task[None] | None = None
+        self._said: dict[str, str] = {}
+        """The troubles that were logged and are not over, by place."""
+
+    def start(self, supervisor: Supervisor | None = None) -> None:
+        """Begin; returns at once."""
+        self._task = (supervisor or Supervisor()).start("registration", self._stay)
+
+    async def leave(self) -> None:
+        """Ask for no more requests; call it before they are refused. Safe to call without a start, or twice."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        await cancelled(task)
+        await self._post("deregister")
+
+    async def _stay(self) -> None:
+        while True:
+            answered = await self._post("register")
+            await asyncio.sleep(_AGAIN_SECONDS if answered else 1.0)
+
+    async def _post(self, what: str) -> bool:
+        """Post to each router; return True if one took it. An absent one is no failure while another answers."""
+        target = URL(self._router)
+        try:
+            found = await ThreadedResolver().resolve(target.host or "", target.port or 0, socket.AF_UNSPEC)
+        except (OSError, ValueError) as error:
+            troubles = {self._router: type(error).__name__}
+        else:
+            told = await asyncio.gather(*(self._tell(what, each) for each in found))
+            troubles = {
+                self._router if each["host"] == target.host else f"{self._router} ({each['host']})": trouble
+                for each, trouble in zip(found, told, strict=True)
+                if trouble not in _ABSENT or "" not in told
+            }
+        said, self._said = self._said, {place: trouble for place, trouble in troubles.items() if trouble}
+        for place, trouble in troubles.items():
+            if trouble and trouble != said.get(place):
+                log.warning("the router at %s did not %s this server: %s", place, what, trouble)
+            elif not trouble and place in said:
+                log.info("the router at %s answers again", place)
+        return "" in troubles.values()
+
+    async def _tell(self, what: str, place: ResolveResult) -> str:
+        """Send one message to the router at one address; return why it was not taken, empty if it was."""
+        body = {"url": self._url, "role": self._role, "instance": self._instance()}
+        connector = aiohttp.TCPConnector(resolver=_Known(place), ssl=self._trusted)
+        headers = {"Authorization": f"Bearer {self._secret}"}
+        try:
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT, headers=headers) as session,
+                session.post(f"{self._router}/{what}", json=body, allow_redirects=False) as answer,
+            ):
+                return "" if answer.status == 200 else f"it answered {answer.status}"
+        except TimeoutError:
+            return _SILENT
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return type(error).__name__
+
+
+class _Known(AbstractResolver):
+    """Knows one address for every name, so that the name in the request and in its certificate stays the same."""
+
+    def __init__(self, place: ResolveResult) -> None:
+        self._place = place
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        return [self._place]
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def registration_of(
+    config: ServerConfig, url: str, instance: Callable[[], str], role: str = "mixed"
+) -> Registration | None:
+    """Return the registration asked for, or None; `instance` is called each time. Raises `ConfigError`."""
+    if config.router is None:
+        return None
+    if not config.router.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{config.router!r} is not an address", field="--router", hint="give http://HOST:PORT of its admin port"
+        )
+    if not config.router_secret:
+        message = "a router registers only servers that know its secret"
+        raise ConfigError(message, field="--router-secret-file", hint="give the file that the router was started with")
+    if config.advertise_url is None and config.host in listening.ANY_ADDRESS:
+        message = "the server listens on every address, so the router needs the one at which it reaches the server"
+        raise ConfigError(message, field="--advertise-url", hint="for example http://10.0.0.5:8000")
+    return Registration(config, url, instance, role)

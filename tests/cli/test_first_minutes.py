@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
-from fd_core.cli.models import model_choice
-from fd_core.cli.models.model_choice import choose_model
+from fd_core.cli.models import models as commands
+from fd_core.cli.models.models import choose_model
 from fd_core.errors import ConfigError, PluginError
 from fd_core.models.catalog import ListedModel
 from fd_core.plugins import Plugins
@@ -91,7 +91,7 @@ def test_serve_without_a_model_tells_programs_what_there_is(tmp_path: Path) -> N
 def test_people_at_a_terminal_are_asked(
     two_models: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, chosen: str
 ) -> None:
-    monkeypatch.setattr(model_choice, "_at_a_terminal", lambda: True)
+    monkeypatch.setattr(commands, "_at_a_terminal", lambda: True)
     master, slave = pty.openpty()
     os.write(master, typed.encode())
     with os.fdopen(slave) as terminal:
@@ -102,7 +102,7 @@ def test_people_at_a_terminal_are_asked(
 
 
 def test_leaving_the_question_is_an_error_with_the_list(two_models: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_choice, "_at_a_terminal", lambda: True)
+    monkeypatch.setattr(commands, "_at_a_terminal", lambda: True)
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         with pytest.raises(ConfigError, match=r"org/large \(3,000 MB, here\); smollm2 \(98 MB, fetched"):

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.cli.plugins.scaffold import Framework, PluginKind
-from fd_core.cli.plugins.scaffold.project import write_project
-from fd_core.cli.plugins.scaffold.recipes import RECIPES
+from fd_core.cli.plugins.scaffold.project import RECIPES, write_project
 from fd_core.errors import ConfigError
 from tests.plugin_sites import installed
 
@@ -51,7 +50,7 @@ def projects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("projects")
     written = {}
     for kind, framework in PROJECTS:
-        project = write_project(name_of(kind, framework), kind, framework, folder / name_of(kind, framework)).folder
+        project = write_project(name_of(kind, framework), kind, framework, folder / name_of(kind, framework))[0]
         installed(project)
         written[kind, framework] = project
     return written
@@ -121,7 +120,7 @@ def test_operations_and_fusions_conform(projects, framework):
 
 @pytest.mark.parametrize("framework, setting", [(Framework.TORCH, "DEVICE"), (Framework.ONNX, "PROVIDER")])
 def test_a_device_that_nothing_looks_for_is_not_available(tmp_path, framework, setting):
-    project = write_project("mychip", PluginKind.BACKEND, framework, tmp_path).folder
+    project = write_project("mychip", PluginKind.BACKEND, framework, tmp_path)[0]
     installed(project)
     file = project / "fd_mychip" / "backend.py"
     file.write_text(re.sub(f'^{setting} = ".*"', f'{setting} = "npu"', file.read_text(), flags=re.MULTILINE))

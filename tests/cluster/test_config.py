@@ -15,8 +15,15 @@ from typer.testing import CliRunner
 from fd_core.cli.app import app
 from fd_core.cli.serving.cluster import read_cluster_file
 from fd_core.cluster import config as module
-from fd_core.cluster.commands import ClusterSecrets, router_spec, worker_spec
-from fd_core.cluster.config import ClusterConfig, RouterGroup, WorkerGroup, cluster_config
+from fd_core.cluster.config import (
+    ClusterConfig,
+    ClusterSecrets,
+    RouterGroup,
+    WorkerGroup,
+    cluster_config,
+    router_spec,
+    worker_spec,
+)
 from fd_core.cluster.deployment import plans_of
 from fd_core.cluster.scaling import LoadPolicyOptions
 from fd_core.errors import ConfigError

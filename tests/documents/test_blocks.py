@@ -14,7 +14,7 @@ import yaml
 
 from fd_core.cli.serving.cluster import read_cluster_file
 from fd_core.cluster.deployment import plans_of
-from fd_core.http.access.key_file import read_key_file
+from fd_core.http.access.keys import read_key_file
 from fd_core.simulation.workloads.workload import read_workload
 from tests.documents.blocks import DOCUMENTS, REASONS, ROOT, Block, blocks_of
 from tests.documents.reader import commands

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from fd_core.config import ListenConfig
 from fd_core.errors import ConfigError
 from fd_core.http.access.control import AccessControl
-from fd_core.http.access.key_file import read_key_file
+from fd_core.http.access.keys import read_key_file
 from fd_core.http.errors import ApiError
 from tests.hostile.limits import at_length
 from tests.server.fakes import LiveServer, live
@@ -34,7 +35,10 @@ def many_keys(folder: Path, count: int) -> str:
 
 @pytest.mark.timing
 def test_ten_thousand_keys_cost_a_request_no_more_than_one(tmp_path: Path) -> None:
-    few, many = AccessControl(("key-0",)), AccessControl(file=many_keys(tmp_path, 10_000))
+    few, many = (
+        AccessControl(ListenConfig(api_keys=("key-0",))),
+        AccessControl(ListenConfig(api_key_file=many_keys(tmp_path, 10_000))),
+    )
 
     def seconds(access: AccessControl, key: bytes) -> float:
         began = time.perf_counter()
@@ -50,7 +54,7 @@ def test_ten_thousand_keys_cost_a_request_no_more_than_one(tmp_path: Path) -> No
 
 @pytest.mark.timing
 def test_reading_ten_thousand_keys_again_stops_no_stream(tmp_path: Path) -> None:
-    access = AccessControl(file=many_keys(tmp_path, 10_000))
+    access = AccessControl(ListenConfig(api_key_file=many_keys(tmp_path, 10_000)))
 
     async def longest_pause() -> float:
         reading = asyncio.create_task(access.reload())
@@ -135,7 +139,7 @@ UNUSUAL = [
 
 @pytest.mark.parametrize("sent", UNUSUAL)
 def test_unusual_keys_are_no_keys_and_nothing_breaks(sent: str) -> None:
-    access = AccessControl(("k",))
+    access = AccessControl(ListenConfig(api_keys=("k",)))
     raw = sent.encode("utf-8", "surrogatepass")
     for headers in ((b"Bearer " + raw, None), (None, raw), (raw, raw), (b"Basic " + raw, None)):
         for path in ("/v1/completions", "/metrics"):

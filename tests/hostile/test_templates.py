@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from fd_core.errors import BadRequest, FdError, ModelError
-from fd_core.server.preprocess.prompts import chat_prompt
+from fd_core.server.preprocess.jobs import chat_prompt
 from fd_core.server.schemas.requests import ChatRequest
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.prompt_reader import PromptReader

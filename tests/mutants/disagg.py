@@ -98,7 +98,11 @@ MUTANTS = (
         ),
     ),
     mutant("the-decode-side-aborts-silently", _ABORT, (DECODE, _TOLD, "return [*self._end(")),
-    mutant("the-prefill-side-aborts-silently", _ABORT, (PREFILL, _TOLD, "return [*self._end(")),
+    mutant(
+        "the-prefill-side-aborts-silently",
+        _ABORT,
+        (PREFILL, _TOLD.replace("Abort", "messages.Abort"), "return [*self._end("),
+    ),
     mutant(
         "the-prefill-side-ignores-an-abort",
         _ABORT,

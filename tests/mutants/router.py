@@ -66,7 +66,7 @@ MUTANTS = (
     mutant(
         "a-client-writes-tickets",
         "6: a prefill worker is named by a router that knows the secret, never by a client",
-        ("router/gateway/requests/answers.py", "_HOP_BY_HOP | _ROUTERS_OWN | {", "_HOP_BY_HOP | {"),
+        ("router/gateway/requests/forwarding.py", "_HOP_BY_HOP | _ROUTERS_OWN | {", "_HOP_BY_HOP | {"),
     ),
     mutant(
         "a-prefill-that-was-not-done-is-recorded",

@@ -13,7 +13,7 @@ import pytest
 
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
-from fd_core.http.connections import liveness
+from fd_core.http.connections import connections
 from tests.hostile.doors import KINDS, Door, Hostile, door, until
 from tests.server.fakes import live
 from tests.server.processes import free_port
@@ -50,7 +50,7 @@ def test_health_is_answered_while_the_event_loop_is_busy(kind: str) -> None:
 @both
 @pytest.mark.timing
 def test_an_event_loop_that_is_stuck_shows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_STUCK_SECONDS", 0.6)
+    monkeypatch.setattr(connections, "_STUCK_SECONDS", 0.6)
     port = free_port()
     with door(kind, health_port=port) as opened:
         hold(opened, 3.0)
@@ -69,7 +69,7 @@ def test_a_dead_engine_shows() -> None:
 
 @pytest.mark.timing
 def test_other_requests_and_silent_connections_do_not_hold_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_CONNECTION_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "_PROBE_SECONDS", 0.5)
     port = free_port()
     with live(health_port=port), ExitStack() as stack:
         assert ask(port, "GET /ping?x=1")[0] == 200
@@ -79,7 +79,7 @@ def test_other_requests_and_silent_connections_do_not_hold_it_up(monkeypatch: py
         assert ask(port)[0] == 200
         for rest in ("x" * 10_000, "GET /health HTTP/1.1\r\n"):
             stack.enter_context(Hostile(port)).send(rest).closed_within(5)
-        for _ in range(liveness._MOST_CONNECTIONS):
+        for _ in range(connections._MOST_PROBES):
             stack.enter_context(Hostile(port))
         until(lambda: _answers(lambda: ask(port)), 10)
 
@@ -93,7 +93,7 @@ def _answers(asked: Callable[[], tuple[int, bytes]]) -> bool:
 
 def test_a_port_that_is_taken_is_named() -> None:
     async def serve(port: int) -> None:
-        with liveness.liveness(ServerConfig(health_port=port), lambda: ""):
+        with connections.liveness(ServerConfig(health_port=port), lambda: ""):
             pass
 
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match="cannot listen") as caught:

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from fd_core.server.state.state import ServerState
+from fd_core.server.state import ServerState
 from tests.server.fakes import LiveServer, live, samples
 from tests.server.stream.test_disconnect import eventually
 from tests.server.test_abort import waiting

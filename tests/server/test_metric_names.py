@@ -17,7 +17,7 @@ from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.operations.kv_offloading import Pace
 from fd_core.scheduling.operations.kv_transferring import TransferCounters
 from fd_core.scheduling.phases import PhaseCounters
-from fd_core.server.state.metrics import ServerMetrics
+from fd_core.server.state import ServerMetrics
 from fd_core.structured.compiler import CompilerStats
 from fd_core.types import AdapterInfo
 from fd_core.types.metrics import declared_metrics

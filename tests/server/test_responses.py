@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from fd_core.server.responses.schemas import ResponseAnswer
-from fd_core.server.state.state import ResponseStore, StoredResponse
+from fd_core.server.state import ResponseStore, StoredResponse
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.parsing.formats.json_calls import HermesTools
 from fd_core.text.parsing.thinking import QwenReasoning

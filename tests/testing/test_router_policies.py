@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 
 from fd_core.errors import PluginError
 from fd_core.plugins import ROUTER_POLICY, Plugins
-from fd_core.router.builtin import fd_register_router_policies
+from fd_core.plugins.builtin import fd_register_router_policies
 from fd_core.router.policies import Candidate, RequestNum, RouterPolicy
 from fd_core.router.workers import RouterWorker
 from fd_core.testing.router_policies import RouterPolicySuite

@@ -30,7 +30,6 @@ class RequestTimes:
 
     sent: float
     arrivals: tuple[float, ...] = ()
-    """When each piece of the answer arrived."""
     ended: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -198,11 +197,7 @@ def show_times(
     times: str = "us",
     last: tuple[str, Callable[[Mapping[str, Any], str], str]] | None = None,
 ) -> None:
-    """Print a row of median, p99 and mean, in microseconds, for each part of each of `cases`.
-
-    `heads` are the fields that tell cases apart, `times` is the field that holds the parts, and `last` the name of one
-    more column with what it shows for a case and a part.
-    """
+    """Print median, p99 and mean, in microseconds, of each part of each of `cases`, which `heads` tell apart."""
     table = Table(title=title, title_justify="left")
     for name in (*heads, "", "median", "p99", "mean", *([last[0]] if last else [])):
         table.add_column(name.replace("_", " "), justify="right" if name else "left")

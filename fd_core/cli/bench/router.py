@@ -15,8 +15,6 @@ from fd_core.types import IntArray
 IN_FLIGHT: Final = (100, 1_000, 10_000)
 OWN_TOKENS: Final = 256
 """Prompt tokens that follow the system prompt, different for each request."""
-_WARM_UP: Final = 50
-_VOCAB_SIZE: Final = 32_000
 
 
 class RouterTraffic:
@@ -32,11 +30,8 @@ class RouterTraffic:
         self._running = [self._select(self._request()) for _ in range(in_flight)]
 
     def measure(self, requests: int) -> dict[str, Any]:
-        """Let requests come and go, one for one, and time `requests` of them. A random one leaves each time.
-
-        Return `in_flight`, `requests` and, in microseconds, the selection of one, the release of another and both.
-        """
-        self._turn(_WARM_UP)
+        """Return the microseconds to select and release `requests`; a random one leaves for each that comes."""
+        self._turn(50)
         select, release = self._turn(requests)
         parts = {"select": select, "release": release, "both": [*map(sum, zip(select, release, strict=True))]}
         times = {name: microseconds(seconds) for name, seconds in parts.items()}
@@ -68,4 +63,4 @@ class RouterTraffic:
         return RouteRequest(np.concatenate((self._system, self._tokens(OWN_TOKENS))))
 
     def _tokens(self, count: int) -> IntArray:
-        return self._draw.integers(_VOCAB_SIZE, size=count, dtype=np.int32)
+        return self._draw.integers(32_000, size=count, dtype=np.int32)

@@ -65,10 +65,7 @@ def prompts(count: int, block_size: int, seed: int) -> list[list[int]]:
 def steady_decode(
     asked: Sequence[Sequence[int]], steps: int, drafts: int, block_size: int, seed: int, waiting_tokens: int = 0
 ) -> SteadyDecode:
-    """Return requests in steady decode, warmed up and good for `steps` more steps.
-
-    Raises `ConfigError` if prompts of `waiting_tokens` would fit beside them.
-    """
+    """Return requests in steady decode, warmed up, for `steps` more steps; `ConfigError` if a waiting prompt fits."""
     try:
         workload = SteadyDecode(
             asked,

@@ -30,7 +30,6 @@ _WORDS: Final = (
     *("issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line"),
 )
 """Common nouns: with a blank before them, one token each in most vocabularies."""
-_MAX_LINE_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,6 @@ class Ask:
     """One request of a benchmark."""
 
     prompt: str | list[dict[str, Any]]
-    """Text to continue, or the messages of a conversation."""
     output_tokens: int
 
     def request(self, model: str, ignore_eos: bool) -> tuple[str, dict[str, Any]]:
@@ -59,24 +57,18 @@ def synthetic(count: int, input_tokens: int, output_tokens: int, seed: int) -> l
 
 
 def synthetic_ids(count: int, input_tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Return prompts of exactly `input_tokens` token ids, drawn from the upper half of the vocabulary.
-
-    Special tokens usually have the lowest or the very highest ids; both are left out.
-    """
+    """Return prompts of `input_tokens` ids from the upper half of the vocabulary, without special tokens at its top."""
     draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it guards nothing
     low, high = vocab_size // 2, max(vocab_size * 9 // 10, vocab_size // 2 + 1)
     return [[draw.randrange(low, high) for _ in range(input_tokens)] for _ in range(count)]
 
 
 def from_file(path: Path, count: int | None, output_tokens: int) -> list[Ask]:
-    """Read one request from each line: `prompt` or `messages`, and if given `max_tokens`.
-
-    Raises `ConfigError` naming the line.
-    """
+    """Read one request a line: `prompt` or `messages`, perhaps `max_tokens`. Raises `ConfigError` naming the line."""
     asks: list[Ask] = []
     try:
         with path.open("rb") as file:
-            while (count is None or len(asks) < count) and (line := file.readline(_MAX_LINE_BYTES)):
+            while (count is None or len(asks) < count) and (line := file.readline(1 << 24)):
                 if line.strip():
                     asks.append(_ask(line, output_tokens, f"{path}, line {len(asks) + 1}"))
     except OSError as error:
@@ -148,10 +140,7 @@ async def measure(
     ignore_eos: bool,
     ended: Callable[[], None],
 ) -> tuple[list[RequestTimes], float]:
-    """Send every request at its time and return their times and the seconds of the whole run.
-
-    At most `concurrency` requests are open at once; `ended` is called as each ends.
-    """
+    """Send each request at its time, `concurrency` at once; return times and seconds. `ended` is called at each end."""
     gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
     begin = time.perf_counter()
 

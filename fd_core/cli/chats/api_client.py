@@ -138,7 +138,6 @@ def _refused(status: int, body: bytes, url: str) -> ServerAnswer:
 
 
 def _refusal(status: int | None, body: bytes) -> str:
-    """Return what the server said was wrong, from OpenAI's error shape if it has it."""
     try:
         message = str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, TypeError, LookupError):

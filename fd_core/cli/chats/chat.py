@@ -112,10 +112,7 @@ def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: in
 def _chat_backend(
     model: str | None, url: str | None, given: Given, *, chats: bool = False
 ) -> Iterator[tuple[LoopThread, ChatBackend, str]]:
-    """Yield the chat backend, with the event loop that it lives on and its name for people.
-
-    Raises `ModelError` for a model that is to chat and cannot, before its weights are loaded.
-    """
+    """Yield loop, chat backend and its name; `ModelError` before loading for a model that `chats` and cannot."""
     from fd_core.cli.chats.loop_thread import LoopThread
 
     with LoopThread() as loop, contextlib.ExitStack() as stack:
@@ -162,7 +159,6 @@ def _local(
 
 
 def _converse(loop: LoopThread, backend: ChatBackend, conversation: ChatHistory, options: SamplingOptions) -> None:
-    """Read messages and answer them until the input ends."""
     for text in typed_messages():
         line = text.strip()
         if line in ("/quit", "/exit"):

@@ -80,10 +80,8 @@ class EngineChatBackend:
         if not prompt:
             raise BadRequest("the prompt is empty")
         if room < 1:
-            raise BadRequest(
-                f"the text has {len(prompt):,} tokens and the model holds {info.max_model_len:,} with its answer",
-                hint="shorten it, or /reset the chat",
-            )
+            message = f"the text has {len(prompt):,} tokens and the model holds {info.max_model_len:,} with its answer"
+            raise BadRequest(message, hint="shorten it, or /reset the chat")
         params, ends = options.params(room), info.eos_token_ids
         spec = RequestSpec(request_id=secrets.token_hex(8), prompt=tuple(prompt), params=params, eos_token_ids=ends)
         text = IncrementalDetokenizer(self.tokenizer)

@@ -47,10 +47,7 @@ class ChatHistory:
         self._turns += ({"role": "user", "content": text}, {"role": "assistant", "content": answer})
 
     def command(self, line: str) -> str | None:
-        """Do what a line beginning with `/` says, and return what to tell; None for a line that is a message.
-
-        `/quit` is not done here. Raises `ConfigError` for a file that cannot be used, and for a command that is none.
-        """
+        """Run a command but `/quit`; return its reply, None for a message. Raises `ConfigError` for bad ones."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         match name:
@@ -120,11 +117,7 @@ _GOES_ON: Final = ". "
 
 
 def typed_messages() -> Iterator[str]:
-    """Yield messages until the input ends or Ctrl-C is pressed where one is awaited.
-
-    A line is a message. One that ends in a backslash goes on in the next line; one that begins with three quotes ends
-    where three quotes end a line. Ctrl-C within a message of several lines forgets it.
-    """
+    """Yield messages, of one line or of several, until the input ends or Ctrl-C is pressed where one is awaited."""
     while True:
         try:
             first = _line(_PROMPT)
@@ -140,7 +133,6 @@ def typed_messages() -> Iterator[str]:
 
 
 def _whole(line: str) -> str:
-    """Return the message that begins with a line; the end of the input ends it."""
     lines = [line]
     with contextlib.suppress(EOFError):
         if line.startswith(_QUOTES):
@@ -166,11 +158,7 @@ def _line(prompt: str) -> str:
 
 @contextlib.contextmanager
 def kept_history(path: Path | None) -> Iterator[None]:
-    """Let arrow keys edit lines and bring back earlier ones, on a terminal.
-
-    With a path, what is typed within the block is added to that file, which only its owner may read, and what was
-    typed in earlier sessions is there. A file that cannot be used is done without.
-    """
+    """Let arrow keys edit lines and bring back earlier ones; those typed are added to `path`, if it can be used."""
     try:
         import readline
     except ImportError:  # not everywhere part of Python

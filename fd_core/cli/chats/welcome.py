@@ -25,7 +25,7 @@ def show_welcome() -> None:
 
 
 def _lines() -> Iterator[str]:
-    from fd_core.cli.models.model_choice import named_models, size_of
+    from fd_core.cli.models.models import named_models, size_of
 
     models = named_models()
     yield f"fdcore {fd_core.__version__} serves language models. What to type next:"

@@ -18,17 +18,12 @@ from fd_core.simulation.costs.calibrating import usual
 from fd_core.simulation.costs.profile import RequestTerms
 
 _START_SECONDS: Final = 600.0
-_ANSWER_SECONDS: Final = 120.0
-_REPEATS: Final = 5
 _TOKENS: Final = 48
 _TEXT: Final = "The quick brown fox jumps over the lazy dog, and 42 others watch it. " * 60
 
 
 def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: int) -> RequestTerms:
-    """Return `request` with the times of a server that `fdcore serve FLAGS` starts, on a port of its own.
-
-    They are its processor's time: its engine is another process. Raises `FdError` if it cannot be measured.
-    """
+    """Return `request` with the processor time of a server, without its engine, on its own port. Raises `FdError`."""
     if not hasattr(time, "clock_gettime"):
         raise FdError("the processor time of another process cannot be read here")
     from fd_core.http.connections.listening import bind_socket
@@ -47,7 +42,7 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
         server.take(long_text, tokens)  # not timed: what is imported and compiled at the first request
         # In turns, so that what else the server does meanwhile weighs on all three alike.
         kinds = (("A fox.", 1), (long_text, 1), ("A fox.", tokens))
-        taken = [[server.take(f"{number} {text}", count) for text, count in kinds] for number in range(_REPEATS)]
+        taken = [[server.take(f"{number} {text}", count) for text, count in kinds] for number in range(5)]
         short, long, talking = zip(*taken, strict=True)
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
         raise FdError(f"a server that was started for it did not answer: {error}") from error
@@ -66,16 +61,13 @@ def serving_times(flags: Sequence[str], request: RequestTerms, max_model_len: in
 
 
 class _ServerUnderTest:
-    """A server, over one connection."""
-
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self._process = process
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_SECONDS)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120.0)
         # The clock of another process's processor time has this number on Linux.
         self._clock = ~process.pid << 3 | 2
 
     def wait(self) -> None:
-        """Wait until the server is ready."""
         deadline = time.monotonic() + _START_SECONDS
         while True:
             if self._process.poll() is not None or time.monotonic() > deadline:

@@ -94,8 +94,7 @@ def plan(
         float, typer.Option(metavar="SECONDS", min=1, max=1e6, help="Time that the search may take.")
     ] = 900.0,
     jobs: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, max=1024, help="Processes. [default: one for each processor core]"),
+        int | None, typer.Option(metavar="N", min=1, max=1024, help="Processes. [default: one for each processor core]")
     ] = None,
     first: Annotated[
         int,
@@ -213,7 +212,6 @@ class _Searching:
     runs: dict[PlanTrial, ReportedRun] = field(default_factory=dict)
 
     def go(self, jobs: int, console: Any) -> str:
-        """Search; return why it is not finished, nothing if it is."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         from fd_core.cli.planning.plan_processes import OutOfTime, PlanProcesses
@@ -417,9 +415,8 @@ def _sized(
         kept.append(shape)
     if not kept:
         needed = min(fewest_devices, default=0)
-        raise ConfigError(
-            f"{max_devices} devices hold {slo} with none of {kinds} kinds of deployment: "
-            + (f"{needed} are needed at the very least" if needed else "each is too slow even for a request alone"),
-            field="--max-devices" if needed else "--slo",
+        message = f"{max_devices} devices hold {slo} with none of {kinds} kinds of deployment: " + (
+            f"{needed} are needed at the very least" if needed else "each is too slow even for a request alone"
         )
+        raise ConfigError(message, field="--max-devices" if needed else "--slo")
     return sizes, kept

@@ -29,8 +29,6 @@ class OutOfTime(Exception):
 
 
 class _Reply(msgspec.Struct):
-    """What a process answers."""
-
     run: ReportedRun | None = None
     error: str = ""
     hint: str | None = None
@@ -48,10 +46,7 @@ class PlanProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, jobs: Sequence[PlanJob], done: Callable[[], None]) -> list[ReportedRun]:
-        """Return what came of each job; `done` is called after each.
-
-        Raises `OutOfTime`, and `ConfigError` or `PluginError` for a job that cannot be done.
-        """
+        """Return the result of each job, `done` called after each. Raises `OutOfTime`, `ConfigError`, `PluginError`."""
         if self._count == 1:
             return [self._here(job, done) for job in jobs]
         results: list[ReportedRun | None] = [None] * len(jobs)
@@ -141,7 +136,6 @@ def _died() -> ConfigError:
 
 
 def _serve() -> None:
-    """Do the jobs of standard input until it closes."""
     replies = sys.stdout.buffer
     sys.stdout = sys.stderr  # a policy under study may print
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -41,7 +41,6 @@ _FLAGS: Final = {flag.field: flag for flag in (*_ROUTER, *_ENGINE)}
 _COUNTS: Final = ("workers", "prefill", "decode", "routers")
 """Numbers of `Setup` that may be varied."""
 _LOAD: Final = "load"
-"""Factor of the workload that may be varied."""
 
 
 _Choice = tuple[str, tuple[str, Any]]
@@ -265,7 +264,6 @@ def _run_all(
     check: bool,
     console: Console,
 ) -> list[ReportedRun]:
-    """Run every combination with every seed, under a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from fd_core.plugins import installed_plugins
@@ -315,7 +313,6 @@ def _run_all(
 
 
 def _label(chosen: Mapping[str, tuple[str, Any]]) -> str:
-    """Name what is compared: settings whose values are words."""
     words = [f"{name}={Path(word).name}" for name, (word, value) in chosen.items() if not _is_number(value)]
     return ", ".join(words) or "as asked"
 
@@ -325,7 +322,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _values(chosen: Mapping[str, tuple[str, Any]], workload: Workload) -> dict[str, float | str]:
-    """Return where on the axes of numbers a run lies."""
     found: dict[str, float | str] = {}
     for name, (_, value) in chosen.items():
         if name == _LOAD and workload.settings.rate:

@@ -55,7 +55,6 @@ class _Watch:
         self._frameworks, self._threads = _FRAMEWORKS & sys.modules.keys(), set(threading.enumerate())
 
     def since(self, what: str, hint: str, about: str = "") -> Iterator[Finding]:
-        """Yield what happened since the last call."""
         imported = _FRAMEWORKS & sys.modules.keys() - self._frameworks
         started = set(threading.enumerate()) - self._threads
         self._frameworks |= imported
@@ -150,10 +149,7 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 def check_plugins(name: str | None = None) -> list[Checked]:
-    """Inspect the installed plugins; return all, or those called `name`.
-
-    Raises `PluginError` if no plugin is called so, `ConfigError` if a part of the core is.
-    """
+    """Inspect installed plugins, all or those called `name`; `PluginError` for none, `ConfigError` for the core."""
     points = sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=str)
     checked = list(_with_contested_names([_checked(point) for point in points]))
     if name is None:
@@ -167,7 +163,6 @@ def _checked(point: EntryPoint) -> Checked:
 
 
 def _inspect_apart(distribution: str, entry_point: str) -> Inspection:
-    """Inspect a plugin in a process of its own, with this one's import path."""
     command = [sys.executable, "-P", "-m", "fd_core.cli.plugins.plugin_check", distribution, entry_point]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     hint = "its own code does this while it is imported or asked: install another version of it or ask its maker"
@@ -227,7 +222,6 @@ def _without_entry_point(name: str, checked: Sequence[Checked]) -> Checked:
 
 
 def _same(name: str, other: str) -> bool:
-    """Whether two names of distributions are the same to installers."""
     return re.sub(r"[-_.]+", "-", name).lower() == re.sub(r"[-_.]+", "-", other).lower()
 
 

@@ -93,8 +93,8 @@ def new(
     """
     from fd_core.cli.plugins.scaffold.project import write_project
 
-    project = write_project(name, kind, framework, into)
-    print(f"wrote {project.folder}; next:", *project.next, sep="\n  ")
+    written, commands = write_project(name, kind, framework, into)
+    print(f"wrote {written}; next:", *commands, sep="\n  ")
 
 
 @reports_errors
@@ -126,10 +126,7 @@ def install(
 
 
 def _requirement(name: str) -> str:
-    """Return what to ask pip for: a plugin of this checkout, or a distribution. Raises `ConfigError`.
-
-    Nothing that pip could take for an option, an address or a path elsewhere gets through.
-    """
+    """Return what pip installs: a plugin of this checkout or a distribution; `ConfigError` for options and paths."""
     from fd_core.plugins import KNOWN_PLUGINS
 
     if name in KNOWN_PLUGINS:

@@ -54,7 +54,7 @@ def serve(
         from rich.console import Console
 
         from fd_core.cli.serving.serve import loop_factory
-        from fd_core.cluster.commands import ClusterSecrets, router_spec, worker_spec
+        from fd_core.cluster.config import ClusterSecrets, router_spec, worker_spec
         from fd_core.cluster.deployment import ClusterFailed, Deployment
         from fd_core.config.logs import configure_logs
         from fd_core.http.connections.listening import bind_socket
@@ -126,7 +126,6 @@ def read_cluster_file(file: Path) -> ClusterConfig:
 
 
 def _check_settings(config: ClusterConfig) -> None:
-    """Refuse what `fdcore serve` or `fdcore route` would refuse."""
     from fd_core.cli.settings.flags import ENGINE_FLAGS, GATEWAY_FLAGS, ROUTER_FLAGS, SERVER_FLAGS
     from fd_core.cli.settings.settings import merge, merge_route
 
@@ -140,7 +139,6 @@ def _check_settings(config: ClusterConfig) -> None:
 
 
 def _given(group: RouterGroup | WorkerGroup, where: str, flags: Sequence[Flag]) -> dict[str, Any]:
-    """Return the settings of a group by field, as a command line would give them."""
     from fd_core.cli.settings.settings import hint_for_key
 
     known = {flag.key: flag for flag in flags}
@@ -154,7 +152,6 @@ def _given(group: RouterGroup | WorkerGroup, where: str, flags: Sequence[Flag]) 
 
 @contextlib.contextmanager
 def _named(field: str) -> Iterator[None]:
-    """Name the table of the file in errors of settings."""
     try:
         yield
     except ConfigError as error:
@@ -162,7 +159,6 @@ def _named(field: str) -> Iterator[None]:
 
 
 async def _serve(deployment: Deployment, sock: socket.socket, console: Console) -> None:
-    """Run a deployment until it is told to stop, and say what it is once it serves."""
     import asyncio
 
     from fd_core.cli.serving.summary import show_summary

@@ -49,7 +49,7 @@ def route(given: Given) -> None:
         from fd_core.http.connections.listening import bind_socket, raise_descriptor_limit, settle, url_of
         from fd_core.launching.announcing import announce
         from fd_core.plugins import ROUTER_POLICY, installed_plugins
-        from fd_core.router.gateway.requests.answers import ticket_key
+        from fd_core.router.gateway.requests.forwarding import ticket_key
         from fd_core.router.gateway.serving import serve_gateway
         from fd_core.router.router import Router
 
@@ -100,7 +100,6 @@ def route(given: Given) -> None:
 
 
 def _text(name: str | None, console: Console) -> ModelText | None:
-    """Return tokenizer and chat template of the model that --tokenizer names, fetched if need be."""
     if name is None:
         return None
     from fd_core.cli.serving.startup import startup_bars

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fd_core.cli.settings.settings import Settings
-    from fd_core.server.batches.lines import BatchLine
-    from fd_core.server.batches.output import AnswerFile
+    from fd_core.server.batches.lines import AnswerFile, BatchLine
     from fd_core.server.batches.running import BatchProgress
 
 
@@ -64,7 +63,7 @@ def run_batch(
         from rich.console import Console
 
         from fd_core.cli.serving.serve import loop_factory
-        from fd_core.server.batches.output import AnswerFile
+        from fd_core.server.batches.lines import AnswerFile
 
     console = Console(stderr=True)
     with AnswerFile(target) as answers, asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -75,7 +74,6 @@ def run_batch(
 
 
 async def _run(settings: Settings, source: Path, answers: AnswerFile, console: Console) -> BatchProgress:
-    """Load the model, send what has no answer yet, and show how far it is."""
     import asyncio
 
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -83,9 +81,8 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
 
     from fd_core.cli.serving.startup import choose_parsers, find_model, running_engine, startup_bars
     from fd_core.server.app import create_app
-    from fd_core.server.batches.asgi import AsgiAnswer, ask
     from fd_core.server.batches.lines import BatchAnswer, BatchLine, read_requests
-    from fd_core.server.batches.running import BatchProgress, run_requests
+    from fd_core.server.batches.running import AsgiAnswer, BatchProgress, ask, run_requests
 
     server, longest = settings.server, settings.server.max_body_bytes
     try:
@@ -142,8 +139,7 @@ def _check_resumable(requests: list[BatchLine], answers: AnswerFile) -> None:
     ids = {request.id: request.custom_id for request in requests}
     for known in answers.known.values():
         if ids.get(known.id, "") != known.custom_id:
-            raise ConfigError(
-                f"{answers.path}.partial has the answer to {known.custom_id!r}, which the input does not have there",
-                field="--output",
-                hint="delete it, or name another file",
+            message = (
+                f"{answers.path}.partial has the answer to {known.custom_id!r}, which the input does not have there"
             )
+            raise ConfigError(message, field="--output", hint="delete it, or name another file")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from fd_core.cluster.commands import CONTENT
+from fd_core.cluster.config import CONTENT
 
 
 def unseal() -> None:

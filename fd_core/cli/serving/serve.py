@@ -44,7 +44,7 @@ def serve(
     Every setting may also come from an environment variable (FD_MAX_NUM_SEQS for --max-num-seqs) or from the TOML
     file of --config; flags win over the environment, the environment over the file.
     """
-    from fd_core.cli.models.model_choice import choose_model
+    from fd_core.cli.models.models import choose_model
     from fd_core.cli.settings.settings import merge
 
     settings = merge(model, given, os.environ, ask_model=lambda: choose_model("fdcore serve"))
@@ -87,7 +87,6 @@ def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack
 
 
 async def _serve(settings: Settings, listener: socket.socket) -> None:
-    """Load, say what was loaded, serve until told to stop, drain."""
     import asyncio
 
     from fd_core.engine.process.engine_process import begun_process

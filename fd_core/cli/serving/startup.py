@@ -46,10 +46,7 @@ class LocalModel:
 
 
 class StartupBars(ProgressSink):
-    """Draws a bar for each thing that takes a while: a download, the weights, the warm-up.
-
-    Called, it is the `StartProgress` of engines.
-    """
+    """Progress bars of downloads, weights and warm-up; called, it is the `StartProgress` of engines."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
@@ -113,10 +110,7 @@ class ChosenParsers:
 
 
 def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, architecture: str) -> ChosenParsers:
-    """Return the parsers of those names; `auto` takes what fits the chat template, `none` takes none.
-
-    Raises `PluginError` for a name that nobody offers.
-    """
+    """Return the parsers of those names; `auto` takes what fits the template. `PluginError` for unknown names."""
     from fd_core.plugins import REASONING_PARSER, TOOL_PARSER, installed_plugins
 
     fits = parsers_for(None, knows_tools=False)
@@ -136,10 +130,7 @@ def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, ar
 
 
 def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBars) -> LocalModel:
-    """Fetch the model if need be, read its tokenizer and check its chat template.
-
-    Raises `ConfigError`, `ModelError` or `PluginError`.
-    """
+    """Fetch the model if need be, read tokenizer and template. Raises `ConfigError`, `ModelError` or `PluginError`."""
     found = find_assets(config, bars)
     template = ChatTemplate.of(found.tokenizer, chat_template)
     return LocalModel(msgspec.structs.replace(found.config, model=found.name), found.path, found.tokenizer, template)

@@ -20,10 +20,7 @@ _LOUD: Final = "WARNING: "
 def summary(
     info: EngineInfo, server: ServerConfig, url: str, *, tools: str = "none", reasoning: str = "none"
 ) -> list[tuple[str, str]]:
-    """Return what an engine runs and within which limits, as labels and values.
-
-    `tools` and `reasoning` name the parsers of answers.
-    """
+    """Return what an engine runs and within which limits; `tools` and `reasoning` name the parsers of answers."""
     tokens = info.num_kv_blocks * info.block_size
     blocks = f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens hold {tokens:,} tokens"
     names = ", ".join(server.served_model_names or (info.model,))

@@ -57,7 +57,7 @@ def keys_in_file(path: Any) -> tuple[str, ...]:
 
 def key_file(path: Any) -> str:
     """Return the path of a file of API keys; what is wrong with it is said before anything is loaded."""
-    from fd_core.http.access.key_file import read_key_file
+    from fd_core.http.access.keys import read_key_file
 
     try:
         read_key_file(Path(text(path)))
@@ -144,7 +144,6 @@ class Flag:
     name: str = ""
     """Flag; from the field if empty."""
     short: str = ""
-    """Another name that it may be typed by."""
     repeated: bool = False
 
     @property
@@ -159,10 +158,7 @@ class Flag:
         return self.value or _METAVARS[kind]
 
     def parse(self, value: Any) -> Any:
-        """Return what `value`, text or a typed value of a settings file, means.
-
-        Raises `ValueError` with a phrase that completes "NAME: ...".
-        """
+        """Return what a text or typed `value` means. Raises `ValueError` with a phrase that completes "NAME: ..."."""
         return (self.parser or self.rule.read)(value)
 
     @property
@@ -207,7 +203,6 @@ TRANSFER_SECRET_FILE: Final = Flag(
     "File with the secret shared by prefill workers, decode workers and their router; by default the user's own.",
     "FILE",
 )
-"""For workers of pairs and for the router that brings them together."""
 
 ENGINE_FLAGS: Final = (
     Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available."),
@@ -437,7 +432,6 @@ LISTEN_FLAGS: Final = (
     ),
     Flag("log_level", "Lowest severity of the log lines written.", "LEVEL"),
 )
-"""Settings of `ListenConfig`, which a server and a router have in common."""
 
 SERVER_FLAGS: Final = (
     *LISTEN_FLAGS,
@@ -548,7 +542,6 @@ GATEWAY_FLAGS: Final = (
 CLIENT_KEY_FILE: Final = Flag(
     "client_keys", "File whose first line is the API key to send.", "FILE", keys_in_file, name="--api-key-file"
 )
-"""For a command that is itself a client."""
 CHAT_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
     CLIENT_KEY_FILE,
@@ -625,7 +618,6 @@ _IN_PLACE: Final[Mapping[tuple[str, ...], str]] = {
     ("--uvicorn-log-level",): "--log-level is that of the whole server",
 }
 REASONS: Final = {flag: reason for flags, reason in _IN_PLACE.items() for flag in flags}
-"""What is said of each flag."""
 
 
 class ServingCommand(TyperCommand):

@@ -68,11 +68,7 @@ def merge(
     default_model: str | None = None,
     ask_model: Callable[[], str] | None = None,
 ) -> Settings:
-    """Merge every source into frozen settings.
-
-    `given` maps fields to what was typed; `config` in it names the file. `default_model` is used if none is named,
-    or else `ask_model` is called. Raises `ConfigError` naming the flag, variable or key at fault.
-    """
+    """Merge every source into frozen settings; `given` is what was typed. Raises `ConfigError` naming the fault."""
     path = _settings_path(given, environment)
     merged = _merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
     model = model or environment.get("FD_MODEL") or merged.get("model") or default_model
@@ -107,11 +103,7 @@ def _merge_layers(
     environment: Mapping[str, str],
     older: Mapping[Flag, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Let the environment and then the command line win over what a file says; return values by field.
-
-    `flags` are those of the command by field; `older` are values of variables that are not named like a flag. Where
-    settings exclude each other, a layer that chooses one drops what lower layers chose instead.
-    """
+    """Let environment and command line win over a file; what a layer chooses drops what excludes it in lower ones."""
     variables = {flag: environment[flag.variable] for flag in flags.values() if environment.get(flag.variable)}
     typed = {flag: given[name] for name, flag in flags.items() if name in given}
     merged = dict(file)
@@ -185,10 +177,7 @@ def read_table(path: Path) -> dict[str, Any]:
 def take_settings(
     table: dict[str, Any], path: Path, flags: Iterable[Flag], spellings: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Take the keys of `flags` out of a file's table and return their values by field.
-
-    `spellings` are other names of keys. Raises `ConfigError` for a value that cannot be, or a key given twice.
-    """
+    """Take keys of `flags`, or `spellings` of them, out of a file's table; `ConfigError` for bad or repeated ones."""
     known = {flag.key: flag for flag in flags}
     raw: dict[Flag, Any] = {}
     for key in list(table):
@@ -253,7 +242,6 @@ def merge_route(given: Given, environment: Mapping[str, str]) -> RouteSettings:
 
 
 def _check_workers(gateway: GatewayConfig) -> None:
-    """Raise `ConfigError` if a worker has two roles, or if no request could be served."""
     roles: dict[str, Role] = {}
     for role, urls in gateway.by_role.items():
         for url in {url.strip().rstrip("/") for url in urls}:
@@ -277,7 +265,6 @@ def _check_workers(gateway: GatewayConfig) -> None:
 
 
 def _route_file_layer(path: Path) -> tuple[dict[str, Any], RouterConfig]:
-    """Read a TOML or JSON file: keys named like the flags, and those of the router itself."""
     table = read_table(path)
     layer = take_settings(table, path, (flag for flag in _ROUTE_FLAGS.values() if flag.field not in _OF_ROUTER), _ALSO)
     try:

@@ -158,7 +158,6 @@ def _decisions(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt
 
 
 def _named(prefix: str, names: Sequence[str], rows: npt.ArrayLike, dtype: npt.DTypeLike) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of `rows`, one array each."""
     table = np.array(rows, dtype).reshape(-1, len(names))
     return {f"{prefix}{name}": np.ascontiguousarray(table[:, index]) for index, name in enumerate(names)}
 

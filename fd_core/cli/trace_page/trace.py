@@ -59,7 +59,6 @@ def trace(
 
 
 def _phases_summary(read: TraceContents) -> str:
-    """Return a line about what requests did and waited for; empty if no request ended or the trace does not say it."""
     from fd_core.types import PHASE_NAMES
 
     entries = [entry.phases or () for position in read.positions for entry in position.line.finished]
@@ -73,7 +72,6 @@ def _phases_summary(read: TraceContents) -> str:
 
 
 def _kv_summary(read: TraceContents) -> str:
-    """Return a line about KV outside the device; empty if the trace has no loads, saves and decisions."""
     lines = [position.line for position in read.positions]
     loads = [load for line in lines for load in line.loads]
     saves = [save for line in lines for save in line.saves]

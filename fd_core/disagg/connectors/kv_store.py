@@ -15,16 +15,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Final
 
-from fd_core.disagg.connectors.contract import (
-    Bytes,
-    Connector,
-    ConnectorError,
-    ConnectorSettings,
-    KVInbox,
-    KVOutbox,
-    PutResult,
-    flat_parts,
-)
+from fd_core.disagg.connectors import contract
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, StoreError
 
@@ -33,19 +24,16 @@ _GREETING: Final = -1
 _GREETING_BYTES: Final = 16
 
 
-class KVStoreConnector(Connector):
+class KVStoreConnector(contract.Connector):
     """For workers that reach one store, wherever they run. Both need the same `--kv-store`."""
 
     name = "kv_store"
 
-    def __init__(self, settings: ConnectorSettings) -> None:
+    def __init__(self, settings: contract.ConnectorSettings) -> None:
         super().__init__(settings)
         if settings.make_store is None:
-            raise ConfigError(
-                "the connector kv_store needs a KV store",
-                field="--kv-connector",
-                hint="give --kv-store to both workers, such as redis://HOST:PORT/DB or disk:FOLDER",
-            )
+            hint = "give --kv-store to both workers, such as redis://HOST:PORT/DB or disk:FOLDER"
+            raise ConfigError("the connector kv_store needs a KV store", field="--kv-connector", hint=hint)
         store = settings.make_store()
         if not store.shared:
             store.close()
@@ -58,11 +46,11 @@ class KVStoreConnector(Connector):
         # A store takes one reader and one writer at a time.
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
-    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> contract.KVInbox:
         """Put a greeting into the store and return an inbox that takes values from it."""
         return _KVStoreInbox(self, lease, pieces, window, value_bytes)
 
-    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> contract.KVOutbox:
         """Look for the inbox's greeting and return an outbox that puts values there."""
         return _KVStoreOutbox(self, lease, address, value_bytes)
 
@@ -70,13 +58,13 @@ class KVStoreConnector(Connector):
         """Close the store."""
         self._store.close()
 
-    def put(self, key: bytes, parts: Sequence[Bytes]) -> None:
+    def put(self, key: bytes, parts: Sequence[contract.Bytes]) -> None:
         """Store a value. Raises `ConnectorError`, as `get` and `delete` do, for what the store cannot do in time."""
         with self._turn(self._writing) as seconds:
             if self._store.put([(key, parts)], seconds) != 1:
-                raise ConnectorError("the KV store has no room for a piece")
+                raise contract.ConnectorError("the KV store has no room for a piece")
 
-    def get(self, key: bytes, limit: int) -> Bytes | None:
+    def get(self, key: bytes, limit: int) -> contract.Bytes | None:
         """Return a value of at most `limit` bytes, None if there is none."""
         with self._turn(self._reading) as seconds:
             [value] = self._store.get([key], limit, seconds)
@@ -92,16 +80,16 @@ class KVStoreConnector(Connector):
         """Wait for the lock and yield the seconds that are left of the call."""
         deadline = Deadline(self.settings.timeout)
         if not lock.acquire(timeout=self.settings.timeout):
-            raise ConnectorError("the KV store did not answer in time")
+            raise contract.ConnectorError("the KV store did not answer in time")
         try:
             yield deadline.left
         except StoreError as error:
-            raise ConnectorError(f"a piece could not go through the KV store: {error}") from error
+            raise contract.ConnectorError(f"a piece could not go through the KV store: {error}") from error
         finally:
             lock.release()
 
 
-class _KVStoreInbox(KVInbox):
+class _KVStoreInbox(contract.KVInbox):
     def __init__(self, store: KVStoreConnector, lease: str, pieces: range, window: int, value_bytes: int) -> None:
         self._store, self._lease, self._pieces, self._window = store, lease, pieces, window
         self._value_bytes = value_bytes
@@ -114,21 +102,21 @@ class _KVStoreInbox(KVInbox):
         self.address = os.urandom(_GREETING_BYTES)
         store.put(_key(lease, _GREETING), [self.address])
 
-    def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
+    def take(self, index: int, reference: bytes, frames: Sequence[contract.Bytes]) -> contract.Bytes:
         if self._closed:
-            raise ConnectorError("the lease is over")
+            raise contract.ConnectorError("the lease is over")
         if reference or frames or index not in self._pieces:
-            raise ConnectorError("a piece is said to be where the connector kv_store puts none")
+            raise contract.ConnectorError("a piece is said to be where the connector kv_store puts none")
         self._known = max(self._known, self._pieces.index(index) + 1)
         value = self._store.get(_key(self._lease, index), self._value_bytes)
         if value is None:
-            raise ConnectorError("a piece is not in the KV store, or too long")
+            raise contract.ConnectorError("a piece is not in the KV store, or too long")
         return value
 
     def done(self, index: int, reference: bytes) -> None:
         self._done.append(index)
         if len(self._done) >= self._window:
-            with contextlib.suppress(ConnectorError):  # once more when it closes
+            with contextlib.suppress(contract.ConnectorError):  # once more when it closes
                 self._store.delete(_key(self._lease, one) for one in self._done)
                 self._deleted.update(self._done)
             self._done.clear()
@@ -139,36 +127,34 @@ class _KVStoreInbox(KVInbox):
         self._closed = True
         # Pieces are put in order, so behind the last known there are fewer than `window` others.
         possible = set(self._pieces[: self._known + self._window]) - self._deleted
-        with contextlib.suppress(ConnectorError):
+        with contextlib.suppress(contract.ConnectorError):
             self._store.delete(_key(self._lease, index) for index in (_GREETING, *sorted(possible)))
 
 
-class _KVStoreOutbox(KVOutbox):
+class _KVStoreOutbox(contract.KVOutbox):
     def __init__(self, store: KVStoreConnector, lease: str, address: bytes, value_bytes: int) -> None:
         self._store, self._lease, self._value_bytes = store, lease, value_bytes
         self._left = [_key(lease, _GREETING)]
         self._closed = False
         found = store.get(_key(lease, _GREETING), _GREETING_BYTES) if len(address) == _GREETING_BYTES else None
         if found is None or bytes(found) != address:
-            raise ConnectorError(
-                "this worker's KV store does not hold what the decode worker put into its own",
-                hint="give both workers the same --kv-store",
-            )
+            message = "this worker's KV store does not hold what the decode worker put into its own"
+            raise contract.ConnectorError(message, hint="give both workers the same --kv-store")
 
-    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
+    def put(self, index: int, parts: Sequence[contract.Bytes]) -> contract.PutResult:
         if self._closed:
-            raise ConnectorError("the lease is over")
-        flat, _ = flat_parts(parts, self._value_bytes)
+            raise contract.ConnectorError("the lease is over")
+        flat, _ = contract.flat_parts(parts, self._value_bytes)
         key = _key(self._lease, index)
         self._left.append(key)  # even a call that fails may have stored it
         self._store.put(key, flat)
-        return PutResult(b"")
+        return contract.PutResult(b"")
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(ConnectorError):
+        with contextlib.suppress(contract.ConnectorError):
             self._store.delete(self._left)
 
 

@@ -23,17 +23,7 @@ from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
-from fd_core.disagg.connectors.contract import (
-    MAX_ADDRESS_BYTES,
-    Bytes,
-    Connector,
-    ConnectorError,
-    ConnectorSettings,
-    KVInbox,
-    KVOutbox,
-    PutResult,
-    flat_parts,
-)
+from fd_core.disagg.connectors import contract
 from fd_core.errors import ConfigError
 
 _ALIGNMENT: Final = 64
@@ -59,41 +49,41 @@ def _aligned(length: int) -> int:
     return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
-class SharedMemoryConnector(Connector):
+class SharedMemoryConnector(contract.Connector):
     """For workers on one host that see each other's processes and run as one user."""
 
     name = "shared_memory"
 
-    def __init__(self, settings: ConnectorSettings) -> None:
+    def __init__(self, settings: contract.ConnectorSettings) -> None:
         super().__init__(settings)
         if not hasattr(os, "memfd_create"):
             raise ConfigError(
                 "the connector shared_memory needs Linux", field="--kv-connector", hint="use --kv-connector tcp"
             )
 
-    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> contract.KVInbox:
         """Return an inbox with a segment of `window` places."""
         return _SharedMemoryInbox(lease, _SegmentLayout(window, value_bytes))
 
-    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> contract.KVOutbox:
         """Map the inbox's segment."""
         return _SharedMemoryOutbox(lease, address, _SegmentLayout(window, value_bytes))
 
 
-class _SharedMemoryInbox(KVInbox):
+class _SharedMemoryInbox(contract.KVInbox):
     def __init__(self, lease: str, layout: _SegmentLayout) -> None:
         self._layout = layout
         self._segment: Segment | None = create(lease, layout.size)
         self.address = self._segment.address
 
-    def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
+    def take(self, index: int, reference: bytes, frames: Sequence[contract.Bytes]) -> contract.Bytes:
         if self._segment is None:
-            raise ConnectorError("the lease is over")
+            raise contract.ConnectorError("the lease is over")
         if frames:
-            raise ConnectorError("a piece that lies in shared memory came behind its message as well")
+            raise contract.ConnectorError("a piece that lies in shared memory came behind its message as well")
         place, length = self._read(reference)
         if self._segment.bytes[place] != _FULL:
-            raise ConnectorError("a reference leads to a place in shared memory that nothing was put in")
+            raise contract.ConnectorError("a reference leads to a place in shared memory that nothing was put in")
         start = self._layout.start(place)
         return self._segment.bytes[start : start + length].toreadonly()
 
@@ -109,32 +99,32 @@ class _SharedMemoryInbox(KVInbox):
 
     def _read(self, reference: bytes) -> tuple[int, int]:
         if len(reference) != _REFERENCE.size:
-            raise ConnectorError("a reference to shared memory cannot be read")
+            raise contract.ConnectorError("a reference to shared memory cannot be read")
         place, length = _REFERENCE.unpack(reference)
         if place >= self._layout.window or length > self._layout.value_bytes:
-            raise ConnectorError("a reference to shared memory leads out of it")
+            raise contract.ConnectorError("a reference to shared memory leads out of it")
         return place, length
 
 
-class _SharedMemoryOutbox(KVOutbox):
+class _SharedMemoryOutbox(contract.KVOutbox):
     def __init__(self, lease: str, address: bytes, layout: _SegmentLayout) -> None:
         self._layout = layout
         self._segment: Segment | None = attach(lease, address, layout.size)
 
-    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
+    def put(self, index: int, parts: Sequence[contract.Bytes]) -> contract.PutResult:
         if self._segment is None:
-            raise ConnectorError("the lease is over")
-        flat, length = flat_parts(parts, self._layout.value_bytes)
+            raise contract.ConnectorError("the lease is over")
+        flat, length = contract.flat_parts(parts, self._layout.value_bytes)
         memory = self._segment.bytes
         place = bytes(memory[: self._layout.window]).find(_FREE)
         if place < 0:
-            raise ConnectorError("no place in shared memory is free")
+            raise contract.ConnectorError("no place in shared memory is free")
         start = self._layout.start(place)
         for part in flat:
             memory[start : start + len(part)] = part
             start += len(part)
         memory[place] = _FULL
-        return PutResult(_REFERENCE.pack(place, length))
+        return contract.PutResult(_REFERENCE.pack(place, length))
 
     def close(self) -> None:
         if self._segment is not None:
@@ -180,7 +170,7 @@ class Segment:
             self._mapped = mmap.mmap(descriptor, size)
         except (OSError, ValueError) as error:
             os.close(descriptor)
-            raise ConnectorError(f"shared memory of {size:,} bytes cannot be mapped: {error}") from error
+            raise contract.ConnectorError(f"shared memory of {size:,} bytes cannot be mapped: {error}") from error
         self.bytes = memoryview(self._mapped)
         """uint8[size]"""
         self._closed = False
@@ -199,10 +189,8 @@ class Segment:
 def create(lease: str, size: int) -> Segment:
     """Make a segment of `size` zero bytes for a lease. Raises `ConnectorError` if there is not enough memory."""
     if size > _MAX_BYTES:
-        raise ConnectorError(
-            f"a lease would take {size:,} bytes of shared memory, which is over the limit of {_MAX_BYTES:,}",
-            hint="use --kv-connector tcp",
-        )
+        message = f"a lease would take {size:,} bytes of shared memory, which is over the limit of {_MAX_BYTES:,}"
+        raise contract.ConnectorError(message, hint="use --kv-connector tcp")
     token = secrets.token_bytes(_TOKEN_BYTES)
     try:
         host, processes = _here()
@@ -216,28 +204,28 @@ def create(lease: str, size: int) -> Segment:
             os.close(descriptor)
             raise
     except OSError as error:
-        raise ConnectorError(f"no shared memory of {size:,} bytes: {error.strerror or error}") from error
+        raise contract.ConnectorError(f"no shared memory of {size:,} bytes: {error.strerror or error}") from error
     address = _SegmentAddress(host, processes, os.getpid(), descriptor, token)
     return Segment(descriptor, size, msgspec.msgpack.encode(address))
 
 
 def attach(lease: str, address: bytes, size: int) -> Segment:
     """Find the segment of a lease that another process made. Raises `ConnectorError` for whatever else is there."""
-    if len(address) > MAX_ADDRESS_BYTES:
-        raise ConnectorError("the address of shared memory is too long")
+    if len(address) > contract.MAX_ADDRESS_BYTES:
+        raise contract.ConnectorError("the address of shared memory is too long")
     try:
         found = msgspec.msgpack.decode(address, type=_SegmentAddress)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConnectorError("the address of shared memory cannot be read") from error
+        raise contract.ConnectorError("the address of shared memory cannot be read") from error
     try:
         if (found.host, found.processes) != _here():
-            raise ConnectorError(
-                "the decode worker runs on another host, or in a container whose processes this one does not see",
-                hint="use --kv-connector tcp, or let both see the same processes",
-            )
+            message = "the decode worker runs on another host, or in a container whose processes this one does not see"
+            raise contract.ConnectorError(message, hint="use --kv-connector tcp, or let both see the same processes")
         descriptor = _open(f"/proc/{found.process}/fd/{found.descriptor}", _name(lease, found.token), size)
     except OSError as error:
-        raise ConnectorError(f"the decode worker's shared memory cannot be opened: {error.strerror}") from error
+        raise contract.ConnectorError(
+            f"the decode worker's shared memory cannot be opened: {error.strerror}"
+        ) from error
     return Segment(descriptor, size)
 
 
@@ -251,7 +239,7 @@ def _open(path: str, name: str, size: int) -> int:
             or (status.st_uid, status.st_nlink, status.st_size) != (os.geteuid(), 0, size)
             or str(Path(through).readlink()) != f"/memfd:{name} (deleted)"
         ):
-            raise ConnectorError("what lies at the address is not the shared memory of this lease")
+            raise contract.ConnectorError("what lies at the address is not the shared memory of this lease")
         descriptor = os.open(through, os.O_RDWR | os.O_CLOEXEC)
     finally:
         os.close(seen)
@@ -261,7 +249,7 @@ def _open(path: str, name: str, size: int) -> int:
         sealed = 0
     if sealed & _seals() != _seals():
         os.close(descriptor)
-        raise ConnectorError("the decode worker's shared memory is not sealed")
+        raise contract.ConnectorError("the decode worker's shared memory is not sealed")
     return descriptor
 
 
@@ -271,7 +259,7 @@ def _seals() -> int:
 
 def _name(lease: str, token: bytes) -> str:
     if not _LEASE.fullmatch(lease):
-        raise ConnectorError("the name of the lease cannot be part of a file's name")
+        raise contract.ConnectorError("the name of the lease cannot be part of a file's name")
     return f"fd_core-{lease}-{token.hex()}"
 
 

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fd_core.disagg.connectors.contract import (
-    Bytes,
-    Connector,
-    ConnectorError,
-    KVInbox,
-    KVOutbox,
-    PutResult,
-    flat_parts,
-)
+from fd_core.disagg.connectors import contract
 
 
-class TCPConnector(Connector):
+class TCPConnector(contract.Connector):
     """For workers that reach each other in any way: one copy, where the decode side joins the frames of a value."""
 
     name = "tcp"
 
-    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> contract.KVInbox:
         """Return an inbox without memory of its own: values lie in the frames of messages."""
         return _TCPEnd(value_bytes)
 
-    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> contract.KVOutbox:
         """Return an outbox that returns the parts of values as frames."""
         if address:
-            raise ConnectorError("the connector tcp has no addresses of its own, but the decode worker sent one")
+            raise contract.ConnectorError(
+                "the connector tcp has no addresses of its own, but the decode worker sent one"
+            )
         return _TCPEnd(value_bytes)
 
 
-class _TCPEnd(KVInbox, KVOutbox):
+class _TCPEnd(contract.KVInbox, contract.KVOutbox):
     """Either end of a lease: neither holds anything."""
 
     address = b""
@@ -40,19 +34,19 @@ class _TCPEnd(KVInbox, KVOutbox):
         self._value_bytes = value_bytes
         self._closed = False
 
-    def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
+    def take(self, index: int, reference: bytes, frames: Sequence[contract.Bytes]) -> contract.Bytes:
         if self._closed:
-            raise ConnectorError("the lease is over")
+            raise contract.ConnectorError("the lease is over")
         if reference or not frames:
-            raise ConnectorError("the value of a piece is not behind its message")
-        flat, _ = flat_parts(frames, self._value_bytes)
+            raise contract.ConnectorError("the value of a piece is not behind its message")
+        flat, _ = contract.flat_parts(frames, self._value_bytes)
         return flat[0] if len(flat) == 1 else b"".join(flat)
 
-    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
+    def put(self, index: int, parts: Sequence[contract.Bytes]) -> contract.PutResult:
         if self._closed:
-            raise ConnectorError("the lease is over")
-        flat, _ = flat_parts(parts, self._value_bytes)
-        return PutResult(b"", tuple(flat) or (b"",))
+            raise contract.ConnectorError("the lease is over")
+        flat, _ = contract.flat_parts(parts, self._value_bytes)
+        return contract.PutResult(b"", tuple(flat) or (b"",))
 
     def close(self) -> None:
         self._closed = True

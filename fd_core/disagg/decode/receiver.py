@@ -45,8 +45,6 @@ _EXPECTED: Final = frozenset({"transferred", "held", "aborted"})
 
 @dataclass(slots=True, eq=False)
 class _DecodeSide:
-    """A lease that is not over."""
-
     effect: Fetch
     name: str
     opening: Open
@@ -59,11 +57,7 @@ class _DecodeSide:
 
 
 class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
-    """Opens leases at prefill workers and copies what they send into the blocks of each fetch.
-
-    Every `Fetch` gets one `Fetched`, within `longest` seconds and a moment, and none of its blocks is written
-    afterwards.
-    """
+    """Opens leases at prefill workers and copies what they send; every `Fetch` gets one `Fetched` within `longest`."""
 
     performs = (Fetch,)
 
@@ -282,7 +276,6 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         self._act(lease, lease.machine.copied(piece.index, piece.digest, now))
 
     def _import(self, lease: _DecodeSide, piece: KVPiece, value: Bytes) -> str | None:
-        """Check a value and copy it to its block; say what went wrong."""
         effect = lease.effect
         try:
             digest, array = self._wire.open_piece(lease.name, piece.index, value)

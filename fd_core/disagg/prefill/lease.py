@@ -5,26 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from fd_core.disagg import messages
 from fd_core.disagg.lease import Action, Clock, End, PrefillEnd, Say, SendPiece, commit_digest, wanted
-from fd_core.disagg.messages import (
-    AbortLease,
-    Accept,
-    Alive,
-    Commit,
-    Confirm,
-    Credit,
-    FromDecode,
-    FromPrefill,
-    KVPiece,
-    Open,
-    Refuse,
-)
 
 
 class PrefillLease:
     """One lease as the prefill worker sees it."""
 
-    def __init__(self, opening: Open, *, longest: float, now: float) -> None:
+    def __init__(self, opening: messages.Open, *, longest: float, now: float) -> None:
         """Owe the pieces of an `opening` without a `flaw`; the lease is over after `longest` seconds."""
         self.ended: End | None = None
         self._opening = opening
@@ -50,27 +38,27 @@ class PrefillLease:
         if self.ended is not None:
             return []
         self._accepted = True
-        return self._say(Accept(self._name), now)
+        return self._say(messages.Accept(self._name), now)
 
     def refuse(self, reason: str) -> list[Action]:
         """Say that the job will not be computed."""
         if self.ended is not None:
             return []
-        return [Say(Refuse(self._name, reason)), *self._end("refused", reason, abort=False)]
+        return [Say(messages.Refuse(self._name, reason)), *self._end("refused", reason, abort=False)]
 
-    def heard(self, message: FromDecode, now: float) -> list[Action]:
+    def heard(self, message: messages.FromDecode, now: float) -> list[Action]:
         """Take in what the decode side says, in whatever order it arrives."""
         if self.ended is not None:
             return []
         self._clock.heard(now)
         match message:
-            case Open():
-                return self._say(Accept(self._name), now) if self._accepted else []
-            case Credit(taken=taken):
+            case messages.Open():
+                return self._say(messages.Accept(self._name), now) if self._accepted else []
+            case messages.Credit(taken=taken):
                 return self._heard_credit(taken, now)
-            case Confirm():
+            case messages.Confirm():
                 return self._end("confirmed", "")
-            case AbortLease(reason=reason):
+            case messages.AbortLease(reason=reason):
                 return self._end("aborted", reason or "the decode worker broke off")
             case _:
                 return []
@@ -92,7 +80,7 @@ class PrefillLease:
         self._putting.remove(index)
         self._sent[index] = digest
         self._progress = now
-        said = self._say(KVPiece(self._name, index, digest, reference), now)
+        said = self._say(messages.KVPiece(self._name, index, digest, reference), now)
         return [*said, *self._commit(now)]
 
     def finished(self, tokens: int, cached: int, now: float) -> list[Action]:
@@ -125,7 +113,7 @@ class PrefillLease:
         if commit := self._commit(now):
             return commit
         if working or self._final is not None:
-            return self._say(Alive(self._name), now)
+            return self._say(messages.Alive(self._name), now)
         self._clock.postpone(now)
         return []
 
@@ -154,14 +142,14 @@ class PrefillLease:
         if self._final is None or len(self._sent) < len(self._pieces):
             return []
         tokens, cached = self._final
-        return self._say(Commit(self._name, tokens, commit_digest(self._sent), cached), now)
+        return self._say(messages.Commit(self._name, tokens, commit_digest(self._sent), cached), now)
 
-    def _say(self, message: FromPrefill, now: float) -> list[Action]:
+    def _say(self, message: messages.FromPrefill, now: float) -> list[Action]:
         self._clock.said(now)
         return [Say(message)]
 
     def _break(self, end: End, reason: str, *, abort: bool = True) -> list[Action]:
-        return [Say(AbortLease(self._name, reason)), *self._end(end, reason, abort=abort)]
+        return [Say(messages.AbortLease(self._name, reason)), *self._end(end, reason, abort=abort)]
 
     def _end(self, end: End, reason: str, *, abort: bool = True) -> list[Action]:
         self.ended = end

@@ -48,8 +48,6 @@ _REMEMBERED: Final = 4096
 
 @dataclass(slots=True, eq=False)
 class _PrefillSide:
-    """A lease that is not over."""
-
     name: str
     opening: Open
     pieces: range
@@ -205,7 +203,6 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._connections.say(route, Refuse(lease, reason))
 
     def _send(self, effect: Send) -> None:
-        """Take in blocks that may be read from here on."""
         operation = effect.operation
         lease = self._leases.get(effect.lease)
         if lease is None:
@@ -288,7 +285,6 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._act(lease, lease.machine.tick(now, working=now - self._asked_at < lease.opening.silence))
 
     def _copy(self, lease: _PrefillSide) -> None:
-        """Copy blocks of one operation at once, and send them."""
         operation, _ = lease.sources[lease.to_copy[0]]
         taken: list[tuple[int, IntArray]] = []
         while lease.to_copy and len(taken) < _AT_ONCE and lease.sources[lease.to_copy[0]][0] == operation:

@@ -7,15 +7,23 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 from fd_core.config import ListenConfig
 from fd_core.errors import ConfigError
-from fd_core.http.access.key_file import FLAG, read_key_file, warn_if_others_read
-from fd_core.http.access.keys import ApiKey, KeyAccount, KeyLimits, KeyRing, LimitReached, scoped
+from fd_core.http.access.keys import (
+    FLAG,
+    ApiKey,
+    KeyAccount,
+    KeyLimits,
+    KeyRing,
+    LimitReached,
+    read_key_file,
+    scoped,
+    warn_if_others_read,
+)
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import ApiError, no_such_path
 
@@ -25,30 +33,20 @@ _MOST_NAMES: Final = 256
 """Names of keys in the metrics; the refusals of all further keys are one sample."""
 _WORDS: Final = {"requests": "requests a minute", "tokens": "tokens a minute", "parallel": "requests at the same time"}
 _NO_LIMITS: Final = KeyLimits()
+_OPEN_TO_ALL: Final = ListenConfig()
 _FIELDS: Final = {"requests": "requests_per_minute", "tokens": "tokens_per_minute", "parallel": "parallel_requests"}
 
 
 class AccessControl:
     """The keys in force, and what each has taken; used from one event loop."""
 
-    def __init__(
-        self,
-        keys: Iterable[str] = (),
-        file: str | None = None,
-        *,
-        protect_pages: bool = False,
-        share_prefixes: bool = False,
-    ) -> None:
-        """`keys` have neither names nor limits. Raises `ConfigError` for a file that is wrong.
-
-        `protect_pages` asks for a key at pages as well, none of which shows a prompt, a text or a key.
-        `share_prefixes` lets keys share what the cache keeps of their prompts.
-        """
-        self._plain = tuple(keys)
-        self._file = None if file is None else Path(file)
-        self.reloadable = file is not None
-        self._open: tuple[Right, ...] = ("probe", "secret") if protect_pages else ("probe", "secret", "page")
-        self._share_prefixes = share_prefixes
+    def __init__(self, config: ListenConfig = _OPEN_TO_ALL) -> None:
+        """Take the keys of a server's or a router's settings. Raises `ConfigError` for a file that is wrong."""
+        self._plain = config.api_keys
+        self._file = None if config.api_key_file is None else Path(config.api_key_file)
+        self.reloadable = self._file is not None
+        self._open: tuple[Right, ...] = ("probe", "secret") if config.protect_pages else ("probe", "secret", "page")
+        self._share_prefixes = config.share_prefix_cache
         self.ring = KeyRing(self._read())
         self.has_keys = len(self.ring) > 0
         self._accounts: dict[str, KeyAccount] = {}
@@ -56,12 +54,6 @@ class AccessControl:
         """Requests refused, by name of the key and limit."""
         if self._file is not None:
             warn_if_others_read(self._file)
-
-    @classmethod
-    def of(cls, config: ListenConfig) -> AccessControl:
-        """Return the keys that the settings of a server or a router name. Raises `ConfigError`."""
-        protects, shares = config.protect_pages, config.share_prefix_cache
-        return cls(config.api_keys, config.api_key_file, protect_pages=protects, share_prefixes=shares)
 
     def _read(self) -> tuple[ApiKey, ...]:
         named = () if self._file is None else read_key_file(self._file)
@@ -86,11 +78,7 @@ class AccessControl:
         log.info("%s was read again: %d API keys", self._file, len(ring))
 
     def identify(self, method: str, path: str, authorization: bytes | None, api_key: bytes | None) -> ApiKey | None:
-        """Return whose request it is; None for anybody's.
-
-        Raises `ApiError` (401) unless there are no keys, the path is open, or a header carries an accepted key. For the
-        pages, browsers may give it as password.
-        """
+        """Return whose request it is, None for anybody's. Raises `ApiError` (401) where a key is required."""
         if not self.has_keys:
             return None
         found = find_route(path)
@@ -133,11 +121,7 @@ class AccessControl:
         return template
 
     def salt(self, owner: str, given: str | None) -> str:
-        """Return the salt of an owner's prompts in the prefix cache; `given` is that of the request.
-
-        Where there are keys, each has a salt of its own: `cached_tokens` and the time to the first token would show
-        one client what another has sent.
-        """
+        """Return the salt of an owner's prompts in the prefix cache, so that times show no client what others sent."""
         return given or "" if self._share_prefixes or not owner else scoped(owner, given)
 
     def enter(self, record: RequestRecord, method: str, path: str, now: float) -> None:
@@ -247,43 +231,22 @@ _WORK: Final = Route("key", forwarded=True)
 _BOTH: Final = ("GET", "POST")
 
 ROUTES: Final[dict[str, Route]] = {
-    "/": _PAGE,
-    "/status": _PAGE,
-    "/status.json": _PAGE,
-    "/openapi.json": _PAGE,
-    "/load": _PAGE,
-    "/version": _PAGE,
-    "/metrics": _PAGE,
-    "/health": _PROBE,
-    "/ready": _PROBE,
+    **dict.fromkeys(("/", "/status", "/status.json", "/openapi.json", "/load", "/version", "/metrics"), _PAGE),
+    **dict.fromkeys(("/health", "/ready"), _PROBE),
     "/ping": Route("probe", _BOTH),
     "/kv_events": Route("secret", _GET),
-    "/v1/chat/completions": _WORK,
-    "/v1/completions": _WORK,
-    "/v1/messages": _WORK,
-    "/v1/messages/count_tokens": _WORK,
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"), _WORK),
     "/v1/responses": _WORK,
     "/v1/responses/{response_id}": Route("key", ("DELETE", "GET"), forwarded=True),
-    "/v1/embeddings": _WORK,
-    "/v1/score": _WORK,
-    "/score": _WORK,
-    "/v1/rerank": _WORK,
-    "/rerank": _WORK,
-    "/v2/rerank": _WORK,
-    "/tokenize": _WORK,
-    "/detokenize": _WORK,
-    "/tokenizer_info": Route("key", _GET, forwarded=True),
-    "/get_model_info": Route("key", _GET, forwarded=True),
-    "/v1/models": Route("key", _GET),
-    "/v1/models/{model:path}": Route("key", _GET),
+    **dict.fromkeys(("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"), _WORK),
+    **dict.fromkeys(("/tokenize", "/detokenize"), _WORK),
+    **dict.fromkeys(("/tokenizer_info", "/get_model_info"), Route("key", _GET, forwarded=True)),
+    **dict.fromkeys(("/v1/models", "/v1/models/{model:path}"), Route("key", _GET)),
     "/v1/abort_requests": Route("key"),
-    "/v1/load_lora_adapter": Route("admin"),
-    "/v1/unload_lora_adapter": Route("admin"),
-    "/v1/files": Route("key", _BOTH),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), Route("admin")),
+    **dict.fromkeys(("/v1/files", "/v1/batches"), Route("key", _BOTH)),
     "/v1/files/{file_id}": Route("key", ("DELETE", "GET")),
-    "/v1/files/{file_id}/content": Route("key", _GET),
-    "/v1/batches": Route("key", _BOTH),
-    "/v1/batches/{batch_id}": Route("key", _GET),
+    **dict.fromkeys(("/v1/files/{file_id}/content", "/v1/batches/{batch_id}"), Route("key", _GET)),
     "/v1/batches/{batch_id}/cancel": Route("key"),
 }
 """Routes by their templates, which are written as FastAPI writes them."""

@@ -1,12 +1,156 @@
-"""What is known about one request while it is answered, and what it took."""
+"""What is known about one request while it is answered, what it took, and its line in the access log.
+
+A router learns what an answer took from its `usage`, or from a comment that workers put into a stream.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import logging
+import re
 import time
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
+import msgspec
+
+from fd_core.config.logs import ACCESS_LOGGER, one_word
 from fd_core.http.access.keys import ApiKey, KeyAccount, Reservation
-from fd_core.http.access.tenants import Tenant
+
+TENANT_HEADER: Final = "X-FD-Tenant"
+_HEADER: Final = re.compile(r"([0-9a-f]{32}) (admin|user) (\d{0,13}) ([0-9a-f]{64})")
+CLIENT_LEFT: Final = 499
+"""Status of a request whose client left before the answer ended."""
+log = logging.getLogger(ACCESS_LOGGER)
+USAGE_HEADER: Final = "X-FD-Usage"
+"""Header with which a router asks a worker for the comment."""
+_COMMENT: Final = re.compile(rb"^: usage (\d{1,12}) (\d{1,12})\n\n", re.MULTILINE)
+_MARK: Final = b": usage "
+_EVENT: Final = b"\ndata: "
+
+
+class Tenant(NamedTuple):
+    """A key of a router's, as a worker sees it: whose work a request that the router passes on is.
+
+    A worker sees one key, the router's. The header, signed with that key, names the client's key behind it for one
+    request only: method, path and request id are signed as well. A tenant owns a part of what the carrying key owns and
+    nothing else, so whoever forges a header with a key of their own gains nothing by it.
+    """
+
+    owner: str
+    """See `ApiKey.owner`."""
+    admin: bool = False
+    tokens_per_minute: int | None = None
+
+    @staticmethod
+    def of(key: ApiKey) -> Tenant:
+        """Return the tenant that a key of the router's stands for."""
+        return Tenant(key.owner, key.admin, key.limits.tokens_per_minute)
+
+
+def sign_tenant(secret: bytes, tenant: Tenant, method: str, path: str, request_id: str) -> str:
+    """Return the header of one request; `secret` is the SHA-256 of the worker's key, `path` the decoded path."""
+    limit = tenant.tokens_per_minute
+    said = f"{tenant.owner} {'admin' if tenant.admin else 'user'} {'' if limit is None else limit}"
+    return f"{said} {_mac(secret, said, method, path, request_id)}"
+
+
+def read_tenant(secret: bytes | None, header: bytes, method: str, path: str, request_id: str) -> Tenant | None:
+    """Return a header's tenant, None unless signed for this request; without keys, and so a `secret`, it is trusted."""
+    found = _HEADER.fullmatch(header.decode("latin-1"))
+    if found is None:
+        return None
+    owner, right, limit, mac = found.groups()
+    if secret is not None:
+        good = _mac(secret, f"{owner} {right} {limit}", method, path, request_id)
+        if not hmac.compare_digest(mac, good):
+            return None
+    return Tenant(owner, right == "admin", int(limit) if limit else None)
+
+
+def _mac(secret: bytes, *said: str) -> str:
+    text = b"".join(len(raw).to_bytes(4, "little") + raw for raw in (each.encode("utf-8", "replace") for each in said))
+    return hmac.new(secret, b"fd_core tenant" + text, hashlib.sha256).hexdigest()
+
+
+def log_access(client: str, method: str, path: str, status: int, seconds: float, record: RequestRecord) -> None:
+    """Write the line of an answer that is over; `path` is without its query, which may hold secrets."""
+    key = record.key.name or "unnamed" if record.key is not None else "-"
+    fields = {
+        "client": client,
+        "method": one_word(method, 16),
+        "path": one_word(path, 256),
+        "status": status,
+        "seconds": round(seconds, 6),
+        "tokens_in": record.tokens_in,
+        "tokens_out": record.tokens_out,
+        "request_id": record.request_id,
+        "key": key,
+    }
+    log.info(
+        "%s %s %s %d %.3f s in=%d out=%d id=%s key=%s",
+        *(fields["client"], fields["method"], fields["path"], status, seconds),
+        *(record.tokens_in, record.tokens_out, record.request_id, key),
+        extra={"fields": fields},
+    )
+
+
+class _Usage(msgspec.Struct):
+    """What OpenAI's and Anthropic's answers say."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Metered(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_decoder: Final = msgspec.json.Decoder(_Metered)
+
+
+def usage_comment(tokens_in: int, tokens_out: int) -> bytes:
+    """Return the comment that tells what a stream took; clients of server-sent events pass over it."""
+    return b"%b%d %d\n\n" % (_MARK, tokens_in, tokens_out)
+
+
+class UsageMeter:
+    """Reads what one answer took while it passes."""
+
+    __slots__ = ("_events", "_told")
+
+    def __init__(self) -> None:
+        self._told: tuple[int, int] | None = None
+        self._events = 0
+
+    def whole(self, body: bytes) -> None:
+        """Read the usage of a whole answer; one that tells none, such as an error, took nothing."""
+        self._told = 0, 0
+        try:
+            usage = _decoder.decode(body).usage
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return
+        if usage is not None:
+            read = usage.prompt_tokens or usage.input_tokens + usage.cache_read_input_tokens
+            self._told = read, usage.completion_tokens or usage.output_tokens
+
+    def piece(self, events: bytes) -> bytes:
+        """Take whole events of a stream; return them without the comment, which is not meant for clients."""
+        self._events += events.count(_EVENT) + events.startswith(_EVENT[1:])
+        if _MARK in events and (found := _COMMENT.search(events)) is not None:
+            self._told = int(found[1]), int(found[2])
+            return events[: found.start()] + events[found.end() :]
+        return events
+
+    def tokens(self, prompt: int) -> tuple[int, int] | None:
+        """Return the tokens read and written, None if not told; of a stream that does not tell, events count."""
+        if self._told is None and self._events:
+            return prompt, self._events
+        return self._told
 
 
 @dataclass(slots=True)

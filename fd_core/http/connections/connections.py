@@ -1,5 +1,7 @@
 """The connections of one listening socket: a bound on their number, and an end for those that do not move.
 
+GET /health has a port and a thread of its own as well: a busy event loop does not delay it, and a stuck one shows.
+
 A connection waits for a request, receives a body, or is answered; only the answering of a request has no deadline.
 
     WAITING --head is complete--> BODY --body is complete--> ANSWERING --answer is sent--> WAITING
@@ -8,14 +10,17 @@ A connection waits for a request, receives a body, or is answered; only the answ
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import itertools
 import logging
 import resource
 import socket
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from http import HTTPStatus
 from types import MappingProxyType
@@ -24,9 +29,12 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from fd_core.config import ListenConfig
+from fd_core.http.access.control import AccessControl
+from fd_core.http.connections.listening import bind_socket, hangup_reloads, signals_stop
 from fd_core.http.connections.tls import ServingTls
-from fd_core.http.errors import ApiError, unavailable
+from fd_core.http.errors import ApiError, HealthAnswer, unavailable
 from fd_core.http.hosts import is_loopback
+from fd_core.http.supervision import Supervisor
 from fd_core.types.metrics import counter, gauge
 
 log = logging.getLogger(__name__)
@@ -42,8 +50,6 @@ _RESERVED_DESCRIPTORS: Final = 256
 _MOST_CONNECTIONS: Final = 10_000
 _CROWD_SECONDS: Final = 1.0
 """A connection that waits for longer than this makes room for a new one where there is no other."""
-_LOG_SECONDS: Final = 60.0
-_BACKLOG: Final = 1024
 _AT_ONCE: Final = 64
 """Connections accepted before others have their turn on the event loop."""
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -52,9 +58,13 @@ _PAUSE_SECONDS: Final = 0.5
 """Pause after a failure to accept: whatever is missing does not come back at once."""
 _REFRESH_SECONDS: Final = 5.0
 """Pause between two looks at the files of the certificate."""
-_REFUSAL_SECONDS: Final = 2.0
 _MOST_REFUSALS: Final = 16
 """Refusals on their way, which take descriptors of the reserve; further connections are closed without a word."""
+_BEAT_SECONDS: Final = 0.25
+_STUCK_SECONDS: Final = 10.0
+"""An event loop that has not beaten for so long is taken for stuck; no request may hold it for a tenth of a second."""
+_PROBE_SECONDS: Final = 2.0
+_MOST_PROBES: Final = 64
 
 
 class ConnectionStats(msgspec.Struct):
@@ -195,11 +205,10 @@ class Connections:
     def complain(self, what: str, example: str = "") -> None:
         """Log a warning, the same one at most once a minute, whatever the `example` is."""
         if (now := self.now()) >= self._next_line.get(what, 0.0):
-            self._next_line[what] = now + _LOG_SECONDS
+            self._next_line[what] = now + 60.0
             log.warning("%s%s (logged once a minute)", what, example)
 
     def _look(self) -> None:
-        """Close what has not moved for too long."""
         now = self.now()
         for connection in [*self._open]:
             reason = connection.overdue(now, self._pause)
@@ -209,10 +218,7 @@ class Connections:
 
 
 class WatchedProtocol(asyncio.Protocol):
-    """Base of protocols whose connections are watched; it stands before the class that reads HTTP.
-
-    That class says when a request's head is complete, when its body is, and when its answer was sent.
-    """
+    """Base of watched protocols, before the class that reads HTTP, which notes ends of heads, bodies and answers."""
 
     watch: Connections
     """To be set before the connection is made."""
@@ -273,7 +279,6 @@ class WatchedProtocol(asyncio.Protocol):
             self._wait()
 
     def _wait(self) -> None:
-        """Wait for the next request: none is received or answered any more."""
         self._waits_for, self._since = "keep_alive", self.watch.now()
         self.watch.waiting[self] = self._since
 
@@ -331,7 +336,7 @@ class Listener:
         self._again: asyncio.TimerHandle | None = None
         self._closed = False
         sock.setblocking(False)
-        sock.listen(_BACKLOG)
+        sock.listen(1024)
         self._listen()
         self._refreshing = self._loop.call_later(_REFRESH_SECONDS, self._refresh)
 
@@ -414,8 +419,98 @@ class _Refusal(asyncio.Protocol):
         if transport.can_write_eof():
             transport.write_eof()
         # Closed at once, unread bytes of the request would make the kernel throw the answer away.
-        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(2.0, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         self._refusals.discard(self)
+
+
+@contextlib.contextmanager
+def attended(
+    config: ListenConfig,
+    access: AccessControl,
+    supervisor: Supervisor,
+    *,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    dead: Callable[[], str],
+) -> Iterator[None]:
+    """Take signals for the block, read the keys again on SIGHUP, and serve the health port, see `liveness`."""
+    reload = access.reload if access.reloadable else None
+    with signals_stop(stop, hurry), hangup_reloads(reload, supervisor), liveness(config, dead):
+        yield
+
+
+@contextlib.contextmanager
+def liveness(config: ListenConfig, dead: Callable[[], str]) -> Iterator[None]:
+    """Serve /health on `config.health_port`, if given; `dead` says why the server is. Raises `ConfigError`."""
+    if config.health_port is None:
+        yield
+        return
+    with bind_socket(config.host, config.health_port, flag="--health-port") as sock:
+        server = _Liveness(sock, dead)
+        log.info("/health is served at port %d as well", sock.getsockname()[1])
+        try:
+            yield
+        finally:
+            server.close()
+
+
+class _Liveness:
+    """A thread with an event loop of its own, and a beat on the loop of the server."""
+
+    def __init__(self, sock: socket.socket, dead: Callable[[], str]) -> None:
+        sock.listen()  # at once, so that nobody is refused until the thread runs
+        self._sock = sock
+        self._dead = dead
+        self._open = 0
+        self._server_loop = asyncio.get_running_loop()
+        self._beat()
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="fdcore-health", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(_PROBE_SECONDS)
+
+    def _beat(self) -> None:
+        self._last = time.monotonic()
+        self._timer = self._server_loop.call_later(_BEAT_SECONDS, self._beat)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        async with await asyncio.start_server(self._answer, sock=self._sock, limit=4096):
+            await self._ended.wait()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            if self._open <= _MOST_PROBES:
+                async with asyncio.timeout(_PROBE_SECONDS):
+                    line = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")[0]
+                    writer.write(self._response(line))
+                    await writer.drain()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+            pass  # whoever asks so gets no answer
+        finally:
+            self._open -= 1
+            writer.close()
+
+    def _response(self, line: bytes) -> bytes:
+        method, _, path = line.partition(b" ")
+        if path.partition(b" ")[0].partition(b"?")[0] not in (b"/health", b"/ping") or method not in (b"GET", b"HEAD"):
+            status, answer = 404, HealthAnswer("not found", "this port serves GET /health only")
+        else:
+            silent = time.monotonic() - self._last
+            reason = self._dead() if silent < _STUCK_SECONDS else f"the event loop has been stuck for {silent:.0f} s"
+            status, answer = 503 if reason else 200, HealthAnswer("dead" if reason else "ok", reason or None)
+        body = msgspec.json.encode(answer)
+        whole = last_answer(status, body)
+        return whole.removesuffix(body) if method == b"HEAD" else whole

@@ -30,10 +30,7 @@ _LISTENS: Final = "0A"
 
 
 def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = "--host") -> socket.socket:
-    """Bind the listening socket; port 0 takes a free one. Call it before loading a model.
-
-    Raises `ConfigError`, naming the flag, if the port is in use, not allowed or out of range, or the host unknown.
-    """
+    """Bind the listening socket, 0 for any port, before loading a model. `ConfigError` names the flag at fault."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"port {port} does not exist; ports go from 0 to 65535", field=flag)
     try:

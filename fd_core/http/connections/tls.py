@@ -6,7 +6,7 @@ import datetime
 import logging
 import ssl
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from cryptography import x509
 
@@ -14,8 +14,6 @@ from fd_core.config import ListenConfig
 from fd_core.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-_SOON: Final = datetime.timedelta(days=7)
 
 
 class ServingTls:
@@ -61,11 +59,7 @@ class ServingTls:
 
 
 def client_context(ca_certs: str | None, field: str, own: ListenConfig) -> ssl.SSLContext | Literal[True]:
-    """Return how servers are trusted: by the authorities in a file, or by those of the system.
-
-    Who asks for a certificate is shown the one in `own`. True stands for the habit of the HTTP library, which is the
-    system's authorities and no certificate. Raises `ConfigError` that names `field`.
-    """
+    """Return how servers are trusted: by a file's authorities or the system's. `ConfigError` names `field`."""
     if ca_certs is None and own.ssl_certfile is None:
         return True
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -112,7 +106,7 @@ def _load_certificate(context: ssl.SSLContext, config: ListenConfig) -> None:
     left = until - datetime.datetime.now(datetime.UTC)
     if left < datetime.timedelta():
         log.warning("the TLS certificate in %s expired on %s: clients will refuse it", certificate, until.date())
-    elif left < _SOON:
+    elif left < datetime.timedelta(days=7):
         log.warning("the TLS certificate in %s expires on %s", certificate, until.date())
 
 

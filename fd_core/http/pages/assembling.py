@@ -20,12 +20,7 @@ def assemble(
     own: Sequence[str] = ("page.css",),
     values: Mapping[str, str] | None = None,
 ) -> str:
-    """Return `page.html` of a package with styles and scripts in it.
-
-    `shared` names files of this folder, `own` files of the package; both are put in their order where the template says
-    `/* style */` or `/* script */`, by their suffix. `values` are put where the template says `{name}`, and the policy
-    of the page where it first says `{policy}`.
-    """
+    """Return `page.html` of a package with styles, scripts and `{name}` in their places, and a policy that fits."""
     parts: dict[str, list[str]] = {"style": [], "script": []}
     for folder, names in ((__package__, shared), (package, own)):
         for name in names:

@@ -2,8 +2,8 @@
 
 A request passes, in this order: `gate` (id, key), `route_requests` (prompt, tokens), `forwarding` (one attempt after
 the other, each under a `Selection`) and `relaying` (a worker's answer to the client, as it comes).
-`health_checks` finds out which workers are healthy, `timeouts` ends the waits for those that are not, `kv_events`
-follows what workers hold, `admin` lets them register, `serving` owns sockets and drain.
+`health_checks` finds out which workers are healthy and what they hold, `gate` lets them register, `serving` owns
+sockets and drain.
 
 All choosing and all accounting of load is the router's.
 """

@@ -1,4 +1,7 @@
-"""The gate that every request passes: request id, API key, path, and an answer to errors that nobody expected."""
+"""The gate that every request passes: request id, API key, path, and an answer to errors that nobody expected.
+
+On the admin port, workers that know the router's secret POST /register and /deregister.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -15,11 +18,11 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
-from fd_core.http.access.access_log import CLIENT_LEFT, log_access
+from fd_core.errors import FdError
 from fd_core.http.access.control import ROUTES, allow_header, find_route, limit_headers
-from fd_core.http.access.record import RequestRecord
-from fd_core.http.access.usage import USAGE_HEADER, UsageMeter
-from fd_core.http.bodies import BodyShare
+from fd_core.http.access.keys import KeyRing
+from fd_core.http.access.record import CLIENT_LEFT, USAGE_HEADER, RequestRecord, UsageMeter, log_access
+from fd_core.http.bodies import BodyBudget, BodyShare
 from fd_core.http.connections.connections import source_of
 from fd_core.http.draining import DRAINING_HEADER
 from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, no_such_path, to_api_error, unavailable
@@ -27,8 +30,7 @@ from fd_core.http.headers import request_id_of
 from fd_core.http.hosts import HostRules
 from fd_core.http.pages.assembling import assemble, page_headers
 from fd_core.router.gateway.requests.all_workers import ABORT_PATH, abort, change_adapters, keeper
-from fd_core.router.gateway.requests.answers import error_response, json_response, read_body, to_worker
-from fd_core.router.gateway.requests.forwarding import Exchange
+from fd_core.router.gateway.requests.forwarding import Exchange, error_response, json_response, read_body, to_worker
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.gateway.workers.health_checks import union
 from fd_core.router.gateway.workers.watched import visit_of
@@ -40,6 +42,7 @@ _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
 _ADAPTERS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
 """Paths whose text leaves nothing in a worker's cache, and so is no prompt to the router."""
+_MAX_BODY_BYTES: Final = 16 * 1024
 
 
 class RouterGate:
@@ -240,7 +243,6 @@ PAGES: Final[Mapping[str, Callable[[GatewayState], Awaitable[web.Response]]]] = 
 
 
 def _not_ready(state: GatewayState) -> str | None:
-    """Return the reason for which requests are refused; None if they are served."""
     if state.drain.leaving:
         return "the router is shutting down"
     if state.router.ready():
@@ -252,3 +254,70 @@ def _not_ready(state: GatewayState) -> str | None:
 @cache
 def _page() -> str:
     return assemble("fd_core.router.gateway.live_page", shared=("theme.css", "curves.js"), own=("page.css", "live.js"))
+
+
+class _RegisterRequest(msgspec.Struct):
+    url: str
+    role: Literal["mixed", "prefill", "decode"] = "mixed"
+    instance: str | None = None
+
+
+class RegisteredWorker(msgspec.Struct):
+    """The answer to a worker that was registered or deregistered."""
+
+    worker: str
+    incarnation: int
+
+
+_decoder: Final = msgspec.json.Decoder(_RegisterRequest)
+
+
+class Admin:
+    """Handler of the admin port."""
+
+    def __init__(self, state: GatewayState, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when a worker came or went."""
+        self._router = state.router
+        self._ring = KeyRing([state.config.router_secret])
+        self._on_change = on_change
+        self._hosts = HostRules(state.config.admin_host, state.config.allowed_hosts, ())
+        self._bodies = BodyBudget(_MAX_BODY_BYTES)
+        self._pairs = state.ticket_key is not None
+
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        try:
+            return await self._answer(request)
+        except (ApiError, FdError) as error:
+            return error_response(to_api_error(error), request.path)
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        self._hosts.check(visit_of(request))
+        if self._ring.find(request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")) is None:
+            message = "the router's secret is required: send the header 'Authorization: Bearer SECRET'"
+            raise ApiError(401, message, code="invalid_secret", headers={"WWW-Authenticate": "Bearer"})
+        if request.path not in ("/register", "/deregister"):
+            raise ApiError(404, "nothing is served at this path; there are /register and /deregister")
+        if request.method != "POST":
+            raise ApiError(405, "this path takes POST", headers={"Allow": "POST"})
+        try:
+            with self._bodies.share(request.headers.get("Content-Length"), _MAX_BODY_BYTES) as share:
+                member = _decoder.decode(await read_body(request, share))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
+        if member.role != "mixed" and not self._pairs:
+            message = (
+                f"this router has no secret for pairs, so it takes no {member.role} workers: "
+                "start it with --transfer-secret-file"
+            )
+            raise ApiError(400, message, param="role", code="wrong_role")
+        known, now = self._router.workers(), time.monotonic()
+        if request.path == "/register":
+            worker = self._router.register(member.url, member.role, now, instance=member.instance)
+        elif (left := self._router.deregister(member.url, now)) is not None:
+            worker = left
+        else:
+            raise ApiError(404, "no worker has this address", param="url", code="unknown_worker")
+        if request.path == "/deregister" or worker not in known:
+            self._on_change()
+        return json_response(RegisteredWorker(worker.url, worker.incarnation))

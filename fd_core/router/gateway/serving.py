@@ -16,19 +16,16 @@ from fd_core.errors import FdError
 from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget
 from fd_core.http.connections import listening
-from fd_core.http.connections.connections import Connections, connection_limit
-from fd_core.http.connections.liveness import attended
+from fd_core.http.connections.connections import Connections, attended, connection_limit
 from fd_core.http.connections.tls import ServingTls, client_context
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor
 from fd_core.router.config import GatewayConfig
-from fd_core.router.gateway.admin import Admin
-from fd_core.router.gateway.gate import RouterGate
+from fd_core.router.gateway.gate import Admin, RouterGate
 from fd_core.router.gateway.requests.relaying import WorkerConnector, reuse_tracing
 from fd_core.router.gateway.requests.route_requests import CostReader, RouteRequestReader
 from fd_core.router.gateway.requests.state import GatewayMetrics, GatewayState
-from fd_core.router.gateway.workers.health_checks import HealthChecks, first_root
-from fd_core.router.gateway.workers.kv_events import KVFollowers
+from fd_core.router.gateway.workers.health_checks import HealthChecks, KVFollowers, first_root
 from fd_core.router.gateway.workers.watched import GatewayHttp
 from fd_core.router.router import Router
 from fd_core.text.prompt_reader import ModelText, find_text
@@ -58,19 +55,15 @@ async def serve_gateway(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or `stop`; then drain and return.
+    """Serve until SIGINT, SIGTERM or `stop`; then drain. Raises `ConfigError` for a port or certificate.
 
     `text` is how the workers read text; if it is None and `learns`, a worker is asked which model it serves, and that
-    model is looked for on this machine. `ticket_key`, see `answers.ticket_key`, is needed for pairs. `spans` make spans
-    of requests, and are closed by whoever opened them. Workers register on `admin_sock` if it is given.
-    Drain: /ready says at once that the router leaves, after `config.drain_delay` new requests get 503, running ones go
-    on for `config.drain_seconds`; a second signal does not wait.
-    Raises `ConfigError` if a port is taken, or a certificate cannot be used.
+    model is looked for on this machine. `ticket_key` is needed for pairs. `spans` are closed by whoever opened them.
     """
     tls = ServingTls.of(config)
     trusted = client_context(config.worker_ca_certs, "--worker-ca-certs", config)
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
-    access = AccessControl.of(config)
+    access = AccessControl(config)
     listening.warn_if_open(config.host, keys=access.has_keys)
     connector = WorkerConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30, ssl=trusted)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds, sock_read=config.read_seconds)

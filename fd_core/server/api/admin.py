@@ -7,26 +7,33 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
+from fd_core.http.access.keys import KeyRing
 from fd_core.http.access.record import RequestRecord
-from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, invalid
+from fd_core.http.errors import ApiError, HealthAnswer, VersionAnswer, invalid, unavailable
 from fd_core.http.pages.assembling import assemble, page_headers
-from fd_core.server.api import kv_events
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
 from fd_core.server.schemas.requests import AbortRequest, LoadAdapterRequest, UnloadAdapterRequest
 from fd_core.server.schemas.responses import AbortAnswer, AdapterAnswer, LoadAnswer, ModelInfoAnswer
-from fd_core.server.state.state import state_of
+from fd_core.server.state import ServerState, state_of
+from fd_core.types.kv_events import KVPage
 
 router = APIRouter(route_class=DirectRoute)
 _ABORT: Final = BodyFormat(AbortRequest)
 _LOAD: Final = BodyFormat(LoadAdapterRequest)
 _UNLOAD: Final = BodyFormat(UnloadAdapterRequest)
+KV_EVENTS_PATH: Final = "/kv_events"
+OFFER_HEADER: Final = "X-KV-Events"
+"""In the answer of /health: this server tells what it holds."""
+WAIT_SECONDS: Final = 10.0
+"""An answer without news is given after so long."""
 
 
 @router.post("/v1/abort_requests", **endpoint("Abort requests", AbortRequest, AbortAnswer))
@@ -106,8 +113,8 @@ async def health(request: Request) -> Response:
     state = state_of(request)
     answer = _health(state.degraded, "ok" if state.client.healthy else "dead")
     answer.headers["X-Instance"] = state.incarnation
-    if kv_events.offers(state):
-        answer.headers[kv_events.OFFER_HEADER] = "1"
+    if _offers(state):
+        answer.headers[OFFER_HEADER] = "1"
     answer.headers[ROLE_HEADER] = state.client.info.role
     if state.client.info.kv_port is not None:
         answer.headers[KV_PORT_HEADER] = str(state.client.info.kv_port)
@@ -186,3 +193,42 @@ def _health(reason: str, status: str) -> Response:
 def _page() -> str:
     shared = ("theme.css", "curves.js")
     return assemble("fd_core.server.live_page", shared=shared, own=("page.css", "live.js", "playground.js"))
+
+
+def _offers(state: ServerState) -> bool:
+    return state.client.kv_log is not None and bool(state.config.router_secret)
+
+
+@router.get(KV_EVENTS_PATH, include_in_schema=False)
+async def kv_events(request: Request) -> Response:
+    """Answer with the events from number `after` on, once there are some; without it with all that is held.
+
+    They hold token ids, and so prompts: the answer is only for the secret that router and workers share.
+    """
+    state = state_of(request)
+    told = state.client.kv_log
+    if told is None or not _offers(state):
+        raise ApiError(
+            404, "this server reports no cached prefixes; --kv-events and --router-secret-file turn the reports on"
+        )
+    if KeyRing([state.config.router_secret]).find(request.headers.get("authorization", "").encode()) is None:
+        message = "the router's secret is required: send the header 'Authorization: Bearer SECRET'"
+        raise ApiError(403, message, code="invalid_secret")
+    given = request.query_params.get("after")
+    if given is not None and not (given.isascii() and given.isdecimal() and len(given) <= 18):
+        raise invalid("after is not the number of an event", "after")
+    # The number may be another process's.
+    after = int(given) if given is not None and request.query_params.get("instance") == state.incarnation else None
+    await told.wait(after, WAIT_SECONDS)
+    if told.closed:
+        raise unavailable("the server is shutting down", "draining", retry_after=5)
+    number, events = told.read(after)
+    page = KVPage(
+        instance=state.incarnation,
+        reading=state.prompt_reader.fingerprint,
+        block_size=told.block_size,
+        next=number,
+        events=events,
+        engines=told.engines,
+    )
+    return Response(msgspec.msgpack.encode(page), media_type="application/msgpack")

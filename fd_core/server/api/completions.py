@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""POST /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -12,57 +12,125 @@ from fastapi.responses import Response
 from fd_core.errors import BadRequest
 from fd_core.http.errors import ApiError
 from fd_core.server.api.openapi import DirectRoute, endpoint
+from fd_core.server.preprocess import jobs
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.jobs import Job, build_job, named_as_sent, other_names
-from fd_core.server.preprocess.prompts import completion_prompts
 from fd_core.server.preprocess.structured_fields import form_asked
-from fd_core.server.schemas.requests import CompletionRequest
-from fd_core.server.schemas.responses import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
-from fd_core.server.schemas.unsupported import COMPLETIONS
+from fd_core.server.schemas import responses
+from fd_core.server.schemas.requests import ChatRequest, CompletionRequest
+from fd_core.server.schemas.unsupported import CHAT, COMPLETIONS
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
 from fd_core.server.stream.response_format import (
     CollectedText,
     CompletionLogprobsBuilder,
     EncodedLists,
+    GenerationResponse,
     ResponseFormat,
+    chat_logprobs,
+    deltas,
+    end_with,
+    json_text,
+    message_of,
     slices,
+    unless_gone,
 )
-from fd_core.server.stream.streaming import GenerationResponse, unless_gone
 from fd_core.structured.workers.messages import FormOutcome
+from fd_core.text.parsing.events import Content
 from fd_core.text.prompt_reader import PromptText
 from fd_core.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=DirectRoute)
-BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
+chat_router = APIRouter(route_class=DirectRoute)
+CHAT_BODY: Final = BodyFormat(ChatRequest, CHAT)
+COMPLETION_BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
 
 
-@router.post("/v1/completions", **endpoint("Continue texts", CompletionRequest, CompletionAnswer, stream=True))
+@chat_router.post(
+    "/v1/chat/completions", **endpoint("Answer a conversation", ChatRequest, responses.ChatAnswer, stream=True)
+)
+async def create_chat_completion(request: Request) -> Response:
+    """Generate the assistant's next message."""
+    state, body, headers = await CHAT_BODY.read(request)
+    job = await unless_gone(request, jobs.conversation_job(state, body, request))
+    return GenerationResponse(state, _ChatFormat(job, state.tokenizer), bool(body.stream), headers)
+
+
+class _ChatFormat(ResponseFormat):
+    answer = responses.ChatAnswer
+    id_prefix = "chatcmpl-"
+    chunk_object = "chat.completion.chunk"
+    opening = b',"delta":{"content":'
+    closing = b"}"
+
+    def first(self, choice: ChoiceStream, usage: responses.Usage | None) -> bytes:
+        return self.lead(choice, usage, b',"delta":{"role":"assistant","content":""}')
+
+    def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> responses.ChatLogprobs:
+        job = self.job
+        return chat_logprobs(self.tokenizer, chunk.token_ids, chunk.logprobs, job.logprobs or 0, job.tokens_as_ids)
+
+    def whole(self, collected: list[CollectedText], usage: responses.Usage) -> msgspec.Struct:
+        answer = super().whole(collected, usage)
+        return msgspec.structs.replace(answer, prompt_logprobs=self.prompt_scores.get(0, msgspec.UNSET))
+
+    def choice(self, collected: CollectedText) -> responses.ChatChoice:
+        ending = self.ending(collected)
+        if self.job.reading is None:
+            return responses.ChatChoice(message=responses.ChatMessage(content=collected.text), **ending)
+        ending["finish_reason"] = _reason(collected.finish_reason, collected.choice)
+        return responses.ChatChoice(message=message_of(collected.events, self.job.bare_ids), **ending)
+
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None) -> bytes:
+        """Return the events for a chunk; of an answer that is read, one for each thing that was found in it."""
+        if choice.answer is None:
+            return super().event(choice, chunk, usage)
+        if len(chunk.events) == 1 and chunk.finish_reason is None and not self.scored and usage is None:
+            [event] = chunk.events
+            if isinstance(event, Content):
+                return b"%b%b%b" % (self.head_of(choice.index), json_text(event.text), self.plain)
+        begun = self.head + b'{"index":%d,"delta":' % choice.index
+        said = deltas(chunk.events, self.job.bare_ids)
+        last = said.pop() if said and chunk.finish_reason is None else b"{}"
+        end = self.end if usage is None else end_with(usage)
+        events = [b'%b%b,"logprobs":null,"finish_reason":null}%b' % (begun, each, end) for each in said]
+        if chunk.finish_reason is not None:
+            chunk = chunk._replace(finish_reason=_reason(chunk.finish_reason, choice))
+        return b"".join([*events, self.full_event(choice, chunk, usage, begun + last)])
+
+
+def _reason(reason: str, choice: ChoiceStream) -> str:
+    """Return why an answer ended; one with calls ended for them unless it was cut off."""
+    return "tool_calls" if reason == "stop" and choice.called else reason
+
+
+@router.post(
+    "/v1/completions", **endpoint("Continue texts", CompletionRequest, responses.CompletionAnswer, stream=True)
+)
 async def create_completion(request: Request) -> Response:
     """Generate texts that continue one or several prompts."""
-    state, body, headers = await BODY.read(request)
+    state, body, headers = await COMPLETION_BODY.read(request)
     served = state.served(body.model)
     state.admit(1)
     try:
         form = form_asked(body)
         outcome = FormOutcome() if form is None else await unless_gone(request, state.grammars.checked(form))
-        prompts = await unless_gone(request, completion_prompts(state, body))
+        prompts = await unless_gone(request, jobs.completion_prompts(state, body))
         ids = [each.ids for each in prompts]
-        job = build_job(state, request, body, served, ids, logprobs=body.logprobs, outcome=outcome)
+        job = jobs.build_job(state, request, body, served, ids, logprobs=body.logprobs, outcome=outcome)
     except (ApiError, BadRequest) as error:
-        raise named_as_sent(error, other_names(body)) from None
+        raise jobs.named_as_sent(error, jobs.other_names(body)) from None
     return GenerationResponse(state, _CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)
 
 
 class _CompletionFormat(ResponseFormat):
     """Spells text completions; with `echo` the prompts' texts go first."""
 
-    answer = CompletionAnswer
+    answer = responses.CompletionAnswer
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
     opening = b',"text":'
     closing = b""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, body: CompletionRequest, prompts: list[PromptText]) -> None:
+    def __init__(self, job: jobs.Job, tokenizer: Tokenizer, body: CompletionRequest, prompts: list[PromptText]) -> None:
         super().__init__(job, tokenizer)
         self._echoes: list[str] | None = None
         if body.echo:
@@ -72,24 +140,23 @@ class _CompletionFormat(ResponseFormat):
         self._builders: dict[int, CompletionLogprobsBuilder] = {}
         self._echoed: dict[int, EncodedLists] = {}
 
-    def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
+    def first(self, choice: ChoiceStream, usage: responses.Usage | None) -> bytes:
         if self._echoes is None and not self.job.token_ids:
             return b""
         echoed = self._echoed.get(choice.prompt_index)
         scores = b"null" if echoed is None else bytes(echoed.encoded())
         return self.lead(choice, usage, b',"text":' + msgspec.json.encode(self._echo(choice)), scores)
 
-    def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> CompletionLogprobs:
-        """Return log-probabilities; offsets go on from the chunk before."""
+    def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> responses.CompletionLogprobs:
         builder = self._builders.get(choice.index)
         if builder is None:
             builder = self._builders[choice.index] = self._builder(len(self._echo(choice)))
         return builder.build(chunk.token_ids, chunk.logprobs)
 
-    def choice(self, collected: CollectedText) -> CompletionChoice:
+    def choice(self, collected: CollectedText) -> responses.CompletionChoice:
         choice, ending = collected.choice, self.ending(collected)
         scores = self.prompt_scores.get(choice.prompt_index, msgspec.UNSET)
-        return CompletionChoice(text=self._echo(choice) + collected.text, prompt_logprobs=scores, **ending)
+        return responses.CompletionChoice(text=self._echo(choice) + collected.text, prompt_logprobs=scores, **ending)
 
     async def prepare(self, choice: ChoiceStream) -> None:
         await super().prepare(choice)

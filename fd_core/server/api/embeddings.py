@@ -1,29 +1,218 @@
-"""POST /v1/embeddings, /v1/score and /v1/rerank."""
+"""POST /v1/embeddings, /v1/score and /v1/rerank: one engine request for each text."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import time
-from typing import Any, Final
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Final, cast
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
+from fd_core.http.access.keys import scoped
+from fd_core.http.errors import ApiError, invalid, unavailable
+from fd_core.http.spans import span_name
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
-from fd_core.server.api.pooled import PooledTexts, pairs_of, read_texts
 from fd_core.server.preprocess.body import BodyFormat
+from fd_core.server.preprocess.jobs import PromptState
 from fd_core.server.schemas import pooling
+from fd_core.server.schemas.pooling import PooledRequest, PooledUsage, RerankRequest, ScoreRequest
 from fd_core.server.schemas.unsupported import POOLED
-from fd_core.server.stream.streaming import unless_gone
+from fd_core.server.state import ServerState
+from fd_core.server.stream.response_format import UntilDisconnect, unless_gone
+from fd_core.text.prompt_reader import PromptText
+from fd_core.types import Delta, FinishReason, Pooling
 
+Floats = npt.NDArray[np.float32]
+
+MAX_TEXTS: Final = 2048
+_MAX_PAIR_CHARS: Final = 2**24
+"""A text of one side is written out with each of the other side."""
+_ASKED: Final = "Given a web search query, retrieve relevant passages that answer the query"
+_BEFORE: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_BEHIND: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""What Qwen3-Reranker was trained on, before and behind a pair."""
 router = APIRouter(route_class=DirectRoute)
 EMBEDDINGS: Final = BodyFormat(pooling.EmbeddingRequest, POOLED)
 SCORE: Final = BodyFormat(pooling.ScoreRequest, POOLED)
 RERANK: Final = BodyFormat(pooling.RerankRequest, POOLED)
 _AT_ONCE: Final = 16
 """Vectors that are encoded while everybody else waits."""
+
+
+async def read_texts(state: PromptState, given: Any, field: str, add_special: bool = True) -> list[PromptText]:
+    """Return texts, or lists of ids, as prompts; `ApiError` (400) for too many, `BadRequest` for unreadable ones."""
+    texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
+    if len(texts) > MAX_TEXTS:
+        raise invalid(f"{field} holds {len(texts)} texts; one request may hold {MAX_TEXTS}", field)
+    reader = state.prompt_reader
+    size = sum(len(each) for each in texts if isinstance(each, str))
+    return await reader.run(size, lambda: reader.completion(given, add_special, field))
+
+
+def pairs_of(body: ScoreRequest | RerankRequest) -> tuple[list[tuple[str, str]], str]:
+    """Return each text with its partner, the only one or that of its place, and the field of the second side."""
+    if isinstance(body, RerankRequest):
+        return [(body.query, each if isinstance(each, str) else each.text) for each in body.documents], "documents"
+    sides: list[list[str]] = []
+    names: list[str] = []
+    for name, other in (("text_1", "queries"), ("text_2", "documents")):
+        first, second = getattr(body, name), getattr(body, other)
+        given = second if first is None else first
+        if given is None or (first is not None and second is not None):
+            raise invalid(f"give either {name} or {other}", name)
+        sides.append([given] if isinstance(given, str) else given)
+        names.append(other if first is None else name)
+        if not 1 <= len(sides[-1]) <= MAX_TEXTS:
+            raise invalid(f"{names[-1]} holds {len(sides[-1])} texts; allowed are 1 to {MAX_TEXTS}", names[-1])
+    ones, others = sides
+    if len(ones) == 1:
+        ones = ones * len(others)
+    if len(ones) != len(others):
+        message = f"{names[0]} holds {len(ones)} texts and {names[1]} {len(others)}; give one for all, or one for each"
+        raise invalid(message, names[1])
+    return list(zip(ones, others, strict=True)), names[1]
+
+
+def distinct(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Return each text of pairs once: a model that compares vectors reads it once."""
+    return [*dict.fromkeys(text for pair in pairs for text in pair)]
+
+
+class PooledTexts:
+    """What one HTTP request wants of its texts; nothing of it runs once its methods have returned."""
+
+    def __init__(self, state: ServerState, request: Request, body: PooledRequest) -> None:
+        """Raises `ApiError`: 404 for a model that is not served, 503 without room for a text."""
+        self._state = state
+        self._request = request
+        self._body = body
+        self._served = state.served(body.model)
+        self.model = self._served.name
+        self.usage = PooledUsage(0, 0)
+        state.admit(1)
+
+    async def vectors(self, prompts: Sequence[PromptText], field: str, dimensions: int | None = None) -> list[Floats]:
+        """Return a vector of each prompt, as the model's settings and the request want it."""
+        info = self._state.client.info
+        check_dimensions(dimensions, info.state_size)
+        pooled = await self._pool([each.ids for each in prompts], Pooling(info.vectors.pooling), field)
+        return [vector_of(each, info.vectors, dimensions) for each in pooled]
+
+    async def scores(self, pairs: Sequence[tuple[str, str]], field: str, instruction: str | None) -> list[float]:
+        """Return how well pairs fit: the probability of a judge's yes, else the cosine of two vectors."""
+        judge = self._state.client.info.vectors.judge
+        if judge is not None:
+            return await self._judged(pairs, judge, field, instruction or _ASKED)
+        if instruction is not None:
+            raise invalid("instruction is for models that judge pairs; this one compares vectors", "instruction")
+        order = {text: index for index, text in enumerate(distinct(pairs))}
+        prompts = await unless_gone(self._request, read_texts(self._state, [*order], field))
+        vectors = await self.vectors(prompts, field)
+        unit = [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors]
+        return [float(unit[order[one]] @ unit[order[other]]) for one, other in pairs]
+
+    async def _judged(
+        self, pairs: Sequence[tuple[str, str]], judge: tuple[str, str], field: str, instruction: str
+    ) -> list[float]:
+        ids: list[int] = []
+        for token in judge:
+            found: int | None = self._state.tokenizer.backend.token_to_id(token)
+            if found is None or found >= self._state.client.info.vocab_size:
+                raise ApiError(500, f"the model's tokenizer has no token {token!r}", kind="server_error")
+            ids.append(found)
+        size = sum(len(query) + len(document) + len(instruction) for query, document in pairs)
+        if size > _MAX_PAIR_CHARS:
+            raise invalid(
+                f"{field}: the pairs, each written out, have {size:,} characters; one request may have "
+                f"{_MAX_PAIR_CHARS:,}",
+                field,
+            )
+        texts = [
+            f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}{_BEHIND}"
+            for query, document in pairs
+        ]
+        prompts = await unless_gone(self._request, read_texts(self._state, texts, field, add_special=False))
+        pooled = await self._pool([each.ids for each in prompts], Pooling("tokens", tuple(ids)), field)
+        answers = [np.frombuffer(each, "<f4").astype(np.float64) for each in pooled]
+        return [float(1.0 / (1.0 + np.exp(no - yes))) for no, yes in answers]
+
+    async def _pool(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, field: str) -> list[bytes]:
+        spans = self._state.spans
+        if spans is None:
+            return await self._pooled(prompts, pooling, field)
+        name, attributes = span_name("/v1/embeddings", self.model)
+        used = {"gen_ai.usage.input_tokens": sum(map(len, prompts))}
+        with spans.begin(name, "server", self._request.headers, attributes | used):
+            return await self._pooled(prompts, pooling, field)
+
+    async def _pooled(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, field: str) -> list[bytes]:
+        """Run the requests, at most as many at a time as there are slots; all end with this call."""
+        state = self._state
+        longest, most = max(map(len, prompts), default=0), state.client.info.max_model_len - 1
+        if longest > most:
+            message = f"{field}: a text has {longest} tokens, but at most {most} can be read; shorten it"
+            raise invalid(message, field, "context_length_exceeded")
+        tokens = sum(map(len, prompts))
+        self.usage = PooledUsage(tokens, tokens)
+        at_once = min(len(prompts), state.client.info.max_num_seqs)
+        state.admit(at_once)
+        name = self._request.state.request_id
+        record = self._request.state.record
+        state.access.reserve(record, tokens)
+        record.count(tokens, 0)
+        ids = state.active.enter(name, len(prompts), self._request.state.owner)
+        turn = asyncio.Semaphore(at_once)
+        found: list[bytes] = [b""] * len(prompts)
+
+        async def one(index: int) -> None:
+            async with turn:
+                found[index] = await self._vector(ids[index], prompts[index], pooling)
+
+        try:
+            async with UntilDisconnect(self._request.receive) as client:
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for index in range(len(prompts)):
+                            group.create_task(one(index))
+                except ExceptionGroup as errors:
+                    raise errors.exceptions[0] from None
+        finally:
+            state.active.leave(name, ids)
+        if client.gone:
+            raise ApiError(499, "the client went away", code="client_gone")
+        return found
+
+    async def _vector(self, engine_id: str, prompt: tuple[int, ...], pooling: Pooling) -> bytes:
+        body = self._body
+        spec = pooling_request(
+            engine_id,
+            prompt,
+            pooling,
+            priority=body.priority or 0,
+            tenant=scoped(self._request.state.owner, body.user),
+            salt=self._state.access.salt(self._request.state.owner, body.cache_salt),
+            adapter=self._served.adapter,
+        )
+        vector: bytes | None = None
+        async with aclosing(cast(AsyncGenerator[Delta, None], self._state.client.submit(spec))) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise ApiError(500, f"a text could not be read: {delta.error}", kind="server_error")
+                vector = delta.pooled if delta.pooled is not None else vector
+        if vector is None:
+            raise unavailable("the request was aborted", "aborted", retry_after=1)
+        return vector
 
 
 @router.post("/v1/embeddings", **endpoint("Make vectors of texts", pooling.EmbeddingRequest, pooling.EmbeddingAnswer))

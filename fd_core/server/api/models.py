@@ -14,11 +14,11 @@ from fastapi.responses import Response
 from fd_core.http.errors import ApiError, invalid
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.prompts import chat_prompt
+from fd_core.server.preprocess.jobs import chat_prompt
 from fd_core.server.schemas import responses
 from fd_core.server.schemas.requests import DetokenizeRequest, TokenizeRequest
-from fd_core.server.state.state import ServedName, ServerState, state_of
-from fd_core.server.stream.streaming import unless_gone
+from fd_core.server.state import ServedName, ServerState, state_of
+from fd_core.server.stream.response_format import unless_gone
 from fd_core.types.checks import check_ids
 
 router = APIRouter(route_class=DirectRoute)
@@ -98,12 +98,11 @@ async def tokenizer_info(request: Request) -> Response:
     """Tell control tokens and the chat template, as vLLM does, if the operator allows it."""
     state = state_of(request)
     if not state.config.enable_tokenizer_info_endpoint:
-        raise ApiError(
-            404,
+        message = (
             "/tokenizer_info is served only where the server was started with --enable-tokenizer-info-endpoint: "
-            "it shows the chat template",
-            code="not_enabled",
+            "it shows the chat template"
         )
+        raise ApiError(404, message, code="not_enabled")
     tokenizer = state.tokenizer
     added = tokenizer.backend.get_added_tokens_decoder()
     answer = responses.TokenizerInfoAnswer(

@@ -68,11 +68,7 @@ def endpoint(
     errors: tuple[int, ...] | None = None,
     unhealthy: bool = False,
 ) -> dict[str, Any]:
-    """Return what a route's decorator needs to describe an endpoint.
-
-    With `body`, all errors that reading a body may have are listed; `errors` lists those of an endpoint without.
-    `unhealthy` says that a 503 carries the same answer as a 200.
-    """
+    """Return what a route's decorator needs to describe an endpoint, with the errors of reading a `body`."""
     listed = errors if errors is not None else tuple(_ERRORS) if body is not None else (401,)
     limited = {429} if 401 in listed else set()
     listed = tuple(sorted({*listed, *limited, 403, 421}))

@@ -1,11 +1,21 @@
-"""The lines of batch files in OpenAI's format: one request a line, one answer a line. No I/O but reading lines."""
+"""The lines of batch files in OpenAI's format, one request and one answer a line, and the file of a run's answers.
+
+A run may be interrupted: the file of answers holds whole lines only, and is complete or not there at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 import msgspec
+
+from fd_core.errors import ConfigError
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """Where the requests of a batch may go; a server that does not serve one of them answers 404 for the line."""
@@ -57,7 +67,6 @@ class BatchLine(NamedTuple):
     """One line of the input; either `error` is set, or it can be sent."""
 
     number: int
-    """Counts lines from 1."""
     custom_id: str | None
     url: str = ""
     body: bytes = b""
@@ -74,11 +83,7 @@ _asked: Final = msgspec.json.Decoder(_Asked)
 
 
 def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) -> Iterator[BatchLine]:
-    """Yield the requests of a file; lines that are blank count, but are no requests.
-
-    A line beyond `longest` bytes is not kept in memory. With `endpoint`, all requests have to go there. A line that
-    cannot be sent is yielded with its error.
-    """
+    """Yield the requests of a file, which have to go to `endpoint`; a line that cannot be sent comes with its error."""
     number, seen = 0, dict[str, int]()
     while line := file.readline(longest + 1):
         number += 1
@@ -141,3 +146,82 @@ def _read(number: int, line: bytes, endpoint: str | None) -> BatchLine:
 
 def _wrong(number: int, custom_id: str | None, code: str, message: str) -> BatchLine:
     return BatchLine(number, custom_id, error=LineError(code, f"line {number}: {message}"))
+
+
+_decoder: Final = msgspec.json.Decoder(BatchAnswer)
+
+
+class AnswerFile(AbstractContextManager["AnswerFile"]):
+    """Answers go to `PATH.partial`, which becomes `PATH` at the end; a later run finds those before it in `known`."""
+
+    def __init__(self, path: Path, account: Callable[[int], None] = lambda _: None) -> None:
+        """`account` is told growth in bytes and may raise. Raises `ConfigError` for a file that is no output."""
+        self.path = path
+        self.known: dict[str, BatchAnswer] = {}
+        """By id; the answers themselves are left out."""
+        self._account = account
+        self._partial = path.with_name(f"{path.name}.partial")
+        if path.exists():
+            raise ConfigError(f"{path} exists already", field="--output", hint="name another file, or delete it")
+        try:
+            self._file = self._partial.open("a+b", buffering=0)
+            self._file.seek(0)
+            end = 0
+            for line in self._file:
+                if not line.endswith(b"\n"):
+                    break
+                found = _decoder.decode(line)
+                if found.response is not None:
+                    found.response.body = msgspec.Raw(b"null")
+                self.known[found.id] = found
+                end += len(line)
+            self._file.truncate(end)
+            self.size = end
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._partial}: {error.strerror}", field="--output") from error
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{self._partial} is not the output of an interrupted run", field="--output", hint="delete it"
+            ) from error
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, answer: BatchAnswer) -> None:
+        """Append an answer. Raises `OSError` if it could not be written whole, and leaves nothing of it."""
+        line = as_line(answer)
+        self._account(len(line))
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):  # else the line is cut off when the file is opened again, or complete
+                self._file.truncate(self.size)
+                self._account(-len(line))
+            raise
+        self.size += len(line)
+
+    def sync(self) -> None:
+        """Have the disk write what is there."""
+        os.fsync(self._file.fileno())
+
+    def finish(self) -> None:
+        """Make the file complete: it appears under its own name."""
+        self.sync()
+        self._file.close()
+        self._partial.replace(self.path)
+
+
+def cut_torn_line(file: IO[bytes]) -> int:
+    """Cut off what follows the last whole line, which a process that died or a disk that failed may leave."""
+    end = file.seek(0, os.SEEK_END)
+    begin = end
+    while begin:
+        before, begin = begin, max(0, begin - (1 << 16))
+        file.seek(begin)
+        if (found := file.read(before - begin).rfind(b"\n")) >= 0:
+            begin += found + 1
+            break
+    if begin < end:
+        file.truncate(begin)
+    return begin

@@ -26,19 +26,15 @@ from fd_core.server.batches.running import in_thread
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredContent, StoredFile, cannot_keep
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.state.state import state_of
+from fd_core.server.state import state_of
 
 router = APIRouter(route_class=DirectRoute)
 
 _METADATA_BYTES: Final = 16 * 1024
-_WINDOW_SECONDS: Final = 24 * 3600
-_DEFAULT_PAGE: Final = 100
 _FILES_PER_PAGE: Final = 1000
 _BATCHES_PER_PAGE: Final = 100
 """A page may be smaller than its `limit`: encoding it must not hold up the streams of others."""
 _PART_BYTES: Final = 1 << 18
-_MOST_FIELDS: Final = 32
-_LONGEST_HEAD: Final = 8192
 _BOUNDARY: Final = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 """Of a form; RFC 2046, section 5.1.1."""
 _SLICE: Final = 1 << 20
@@ -156,7 +152,7 @@ async def create_batch(request: Request) -> Response:
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,
         created_at=now,
-        expires_at=now + _WINDOW_SECONDS,
+        expires_at=now + 24 * 3600,
         metadata=body.metadata,
     )
     try:
@@ -197,7 +193,6 @@ class _ContentResponse(Response):
         self._stored = stored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the content and close it."""
         with self._stored as stored:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             left = stored.file.bytes
@@ -239,14 +234,13 @@ def _read_form(path: Path, boundary: bytes, size: int) -> tuple[int, int, str]:
 
 def _limit(limit: str | None, most: int) -> int:
     """Return how many objects a page has: the `limit` of the query, and `most` at most. Raises `ApiError` (400)."""
-    asked = _DEFAULT_PAGE if limit is None else length_of(limit) or 0
+    asked = 100 if limit is None else length_of(limit) or 0
     if not 1 <= asked <= 10_000:
         raise invalid(f"limit is {str(limit)[:20]!r}; give 1 to 10000", "limit", "invalid_value")
     return min(asked, most)
 
 
 def _page(found: tuple[list[Any], bool] | None, after: str | None) -> dict[str, Any]:
-    """Return the fields of a list; `ApiError` (400) if there is no object `after`."""
     if found is None:
         raise invalid(f"after is {(after or '')[:64]!r}, which does not exist", "after", "invalid_value")
     data, more = found
@@ -281,8 +275,8 @@ def read_form(body: bytes | mmap.mmap, boundary: bytes) -> dict[str, FormField]:
         at += len(line)
         if body[at : at + 2] == b"--":
             return fields
-        head_end = body.find(b"\r\n\r\n", at, at + _LONGEST_HEAD)
-        if body[at : at + 2] != b"\r\n" or head_end < 0 or len(fields) == _MOST_FIELDS:
+        head_end = body.find(b"\r\n\r\n", at, at + 8192)
+        if body[at : at + 2] != b"\r\n" or head_end < 0 or len(fields) == 32:
             break
         end = _find(body, b"\r\n" + line, head_end)
         if end < 0:
@@ -304,7 +298,6 @@ def _find(body: bytes | mmap.mmap, wanted: bytes, begin: int) -> int:
 
 
 def _names(head: bytes) -> tuple[str | None, str | None]:
-    """Return the names of a field and of its file, None for each that is not given."""
     for line in head.decode("utf-8", "replace").split("\r\n"):
         title, _, value = line.partition(":")
         if title.strip().lower() == "content-disposition":

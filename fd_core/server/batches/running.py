@@ -1,4 +1,4 @@
-"""Sends the requests of a file, several at a time, and hands on each answer as a whole line."""
+"""Sends the requests of a file to the application, as a client would, several at a time and without a socket."""
 
 from __future__ import annotations
 
@@ -7,24 +7,68 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
+from starlette.types import ASGIApp, Message, Scope
 
-from fd_core.server.batches.asgi import AsgiAnswer
 from fd_core.server.batches.lines import BatchAnswer, BatchLine, LineError, answered, failed
 
 T = TypeVar("T")
 
-Ask = Callable[[str, bytes, str], Awaitable[AsgiAnswer]]
-"""Called with path, body and request id."""
-_ATTEMPTS: Final = 20
 _PAUSE_SECONDS: Final = 5.0
 """Longest wait before a request is sent again that found no room or no engine."""
-_LONGEST_PAUSE_SECONDS: Final = 300.0
-_READ_LINES: Final = 64
 _READ_BYTES: Final = 1 << 20
 """What is read of the file at once, at most, but for one line."""
+OWNER: Final = "fd_core.owner"
+"""Key of a scope whose request the server makes itself, for the owner it names; no client can set one."""
+
+
+class AsgiAnswer(NamedTuple):
+    """A whole answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def ask(app: ASGIApp, path: str, body: bytes, request_id: str, owner: str) -> AsgiAnswer:
+    """Return the answer to a POST with a JSON body, which counts as sent by `owner`."""
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
+        "client": None,
+        "server": None,
+        OWNER: owner,
+    }
+    parts: list[bytes] = []
+    started: Message = {}
+    sent = False
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:
+            await asyncio.Event().wait()  # who asks here stays until the answer is there
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            started.update(message)
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in started["headers"]}
+    return AsgiAnswer(started["status"], headers, b"".join(parts))
 
 
 class BatchProgress(msgspec.Struct):
@@ -52,19 +96,15 @@ class Pause:
         return max(0.0, self._until - now)
 
     def retries(self, line: str, answer: AsgiAnswer, now: float) -> bool:
-        """Return True if the request of a line is to be sent again after this answer, and pause until then.
-
-        A limit of the key says how long that takes, and is waited for as often as it takes. Other refusals are
-        counted.
-        """
+        """Return True if a request is to be sent again, and pause; limits of the key are not counted as refusals."""
         if answer.status not in (429, 503) or "x-should-retry" in answer.headers:
             return False
         wait = answer.headers.get("retry-after", "")
         if answer.status == 429 and wait.isdecimal():
-            seconds = min(int(wait[:9]), _LONGEST_PAUSE_SECONDS)
+            seconds = min(int(wait[:9]), 300.0)
         else:
             self._refusals[line] += 1
-            if self._refusals[line] == _ATTEMPTS:
+            if self._refusals[line] == 20:
                 return False
             seconds = min(_PAUSE_SECONDS, 0.05 * 2 ** self._refusals[line])
         self._until = max(self._until, now + seconds)
@@ -73,18 +113,13 @@ class Pause:
 
 async def run_requests(
     requests: Iterator[BatchLine],
-    ask: Ask,
+    ask: Callable[[str, bytes, str], Awaitable[AsgiAnswer]],
     take: Callable[[BatchAnswer], None],
     *,
     slots: asyncio.Semaphore,
     known: Collection[str] = frozenset(),
 ) -> None:
-    """Send requests, each in one of `slots`, and give each answer to `take` as it comes.
-
-    Runs that share `slots` take turns, request by request. A run that a limit holds back holds no slot. Lines whose ids
-    are `known` are passed over. `requests` are read in another thread. Whoever cancels this gets no answer of the
-    requests that were on their way.
-    """
+    """Send `requests` but the `known`, each in one of `slots`, which runs share, and give answers to `take`."""
     loop, pause, tries = asyncio.get_running_loop(), Pause(), Counter[str]()
     lines: deque[BatchLine] = deque()
     running, over, ended = 0, False, asyncio.Event()
@@ -149,12 +184,11 @@ async def in_thread(work: Callable[[], T], stop: threading.Event | None = None) 
 
 
 def _read(requests: Iterator[BatchLine], known: Collection[str]) -> list[BatchLine]:
-    """Return the next requests that are not known; none at the end of the file."""
     found, size = list[BatchLine](), 0
     for request in requests:
         if request.id not in known:
             found.append(request)
             size += len(request.body)
-            if len(found) == _READ_LINES or size >= _READ_BYTES:
+            if len(found) == 64 or size >= _READ_BYTES:
                 break
     return found

@@ -15,23 +15,17 @@ from starlette.types import ASGIApp
 
 from fd_core.http.errors import ApiError
 from fd_core.http.supervision import Supervisor, cancelled, failure_reason
-from fd_core.server.batches.asgi import AsgiAnswer, ask
-from fd_core.server.batches.lines import BatchAnswer, read_requests
-from fd_core.server.batches.output import AnswerFile
-from fd_core.server.batches.running import in_thread, run_requests
+from fd_core.server.batches.lines import AnswerFile, BatchAnswer, read_requests
+from fd_core.server.batches.running import AsgiAnswer, ask, in_thread, run_requests
 from fd_core.server.batches.store import ANSWERS, BatchCounts, BatchError, BatchErrors, BatchStore, StoredBatch
 
 log = logging.getLogger(__name__)
 
 MOST_REQUESTS: Final = 50_000
-_MOST_ERRORS: Final = 100
 
 
 class BatchService:
-    """Owner of the store and of the tasks that work on its batches, one for each key; used from one event loop.
-
-    The batches of a key run one after the other. Those of several keys share the slots and take turns.
-    """
+    """Owner of the store and of one task for each key, on one event loop: keys take turns, a key's batches queue."""
 
     def __init__(
         self,
@@ -192,7 +186,7 @@ def _validate(source: Path, longest: int, endpoint: str, stop: threading.Event) 
             total += 1
             if request.error is not None:
                 errors.append(BatchError(request.error.code, request.error.message, request.number))
-            if len(errors) == _MOST_ERRORS or stop.is_set():
+            if len(errors) == 100 or stop.is_set():
                 break
             if total > MOST_REQUESTS:
                 return [BatchError("too_many_requests", f"a batch may have {MOST_REQUESTS:,} requests")], total

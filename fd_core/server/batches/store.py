@@ -28,7 +28,7 @@ import msgspec
 
 from fd_core.http.errors import ApiError, invalid, unavailable
 from fd_core.server.batches.accounts import Account, OwnedIndex
-from fd_core.server.batches.output import cut_torn_line
+from fd_core.server.batches.lines import cut_torn_line
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +129,7 @@ class BatchStore:
     def __init__(
         self, folder: Path, limit: int, key_limit: int | None = None, keys: Callable[[], int] = lambda: 0
     ) -> None:
-        """Take the folder and read it, which takes its time.
-
-        `limit` bounds the bytes of all files and descriptions, `key_limit` those of each key; by default keys have
-        shares, see `Account`. `keys` returns the number of keys.
-        Raises `ApiError` (503) if another server has the folder, or if it cannot be read or written.
-        """
+        """Take the folder and read it, which takes its time. Raises `ApiError` (503) if another server has it."""
         self.folder = folder
         more = "delete some, or start the server with a larger --batch-store-limit or --batch-store-key-limit"
         self.bytes = Account("bytes", limit, keys, more, key_limit)
@@ -163,11 +158,10 @@ class BatchStore:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._load()
             except BlockingIOError:
-                raise unavailable(
-                    "another server on this machine has the folder of files and batches; give each its --batch-store",
-                    "batch_store_in_use",
-                    retry_after=60,
-                ) from None
+                message = (
+                    "another server on this machine has the folder of files and batches; give each its --batch-store"
+                )
+                raise unavailable(message, "batch_store_in_use", retry_after=60) from None
             except OSError as error:
                 raise cannot_keep(error) from error
             undo.pop_all()
@@ -175,8 +169,6 @@ class BatchStore:
     def close(self) -> None:
         """Let another server have the folder."""
         self._lock.close()
-
-    # Files ------------------------------------------------------------------------------------------------
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Return the description of an owner's file; `ApiError` (404) if there is no such file."""
@@ -211,8 +203,6 @@ class BatchStore:
         else:
             self.bytes.add(owner, -file.bytes)
         self._remove_description(file_id, owner)
-
-    # Batches ----------------------------------------------------------------------------------------------
 
     def batch(self, batch_id: str, owner: str) -> StoredBatch:
         """Return an owner's batch; `ApiError` (404) if there is none of that id."""
@@ -275,10 +265,7 @@ class BatchStore:
         return self.folder / f"{batch.id}_{kind}.jsonl"
 
     def conclude(self, batch_id: str, errors: BatchErrors | None = None) -> StoredBatch:
-        """Make the answers of a batch files, and end it. Raises `OSError`; the call may then be repeated.
-
-        A server that dies meanwhile leaves the batch finalizing, and the next one calls this again.
-        """
+        """Make the answers of a batch files, and end it. Raises `OSError`; the call may then be repeated."""
         batch, now, owner = self.batches[batch_id], int(time.time()), self.batches.owner(batch_id)
         if batch.ended:
             return batch
@@ -295,8 +282,6 @@ class BatchStore:
             end = "completed" if whole else "expired"
         files = {"output_file_id": kept["output"], "error_file_id": kept["errors"]}
         return self.save(batch_id, status=end, **files, **{f"{end}_at": now})
-
-    # Inside -----------------------------------------------------------------------------------------------
 
     def _adopt(self, batch: StoredBatch, kind: Answers, owner: str) -> str | None:
         """Make answers of a batch a file, unless that has been done; return its id, None if there are none."""
@@ -513,7 +498,6 @@ def cannot_keep(error: OSError) -> ApiError:
 
 
 def _described(paths: Iterable[Path], kind: type[D], pattern: re.Pattern[str]) -> list[tuple[D, str]]:
-    """Return files or batches and their owners as they are described on disk, oldest first."""
     found = []
     for path in paths:
         if path.suffix == ".json" and pattern.fullmatch(path.stem):
@@ -541,7 +525,6 @@ def _partial(path: Path) -> Path:
 
 
 def _removed(path: Path) -> bool:
-    """Return True if a file is gone; the disk may not let it go."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

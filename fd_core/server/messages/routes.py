@@ -1,7 +1,8 @@
-"""POST /v1/messages and /v1/messages/count_tokens, and answers as a message of Anthropic's, whole or as events."""
+"""POST /v1/messages and /v1/messages/count_tokens: requests become chats, answers Anthropic's messages or events."""
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Any, Final
 
@@ -10,18 +11,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.errors import BadRequest
-from fd_core.http.errors import ApiError
+from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.messages import schemas
-from fd_core.server.messages.asking import as_chat, demanded_form
+from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
+from fd_core.server.preprocess import jobs
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.jobs import MESSAGES_NAMES, Job, conversation_job, named_as_sent
-from fd_core.server.preprocess.prompts import chat_prompt
+from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoice, function_tool, named_choice
 from fd_core.server.schemas.responses import Usage
-from fd_core.server.stream.blocks import AnswerBlock, BlockStep, BlockWriter, blocks_of
+from fd_core.server.stream import response_format
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
-from fd_core.server.stream.response_format import AnswerFormat, CollectedText, json_text
-from fd_core.server.stream.streaming import GenerationResponse, unless_gone
+from fd_core.structured.grammar import FormAsked, SchemaForm
 from fd_core.types import FinishReason
 
 router = APIRouter(route_class=DirectRoute)
@@ -33,6 +33,9 @@ _DELTAS: Final = {
     "reasoning": (b"thinking_delta", b"thinking"),
     "call": (b"input_json_delta", b"partial_json"),
 }
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_USUAL_EFFORT: Final = "high"
+"""What requests that name no effort ask for."""
 
 
 @router.post(
@@ -41,9 +44,9 @@ _DELTAS: Final = {
 async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's shape."""
     state, body, headers = await BODY.read(request)
-    asked = conversation_job(state, as_chat(state, body), request, demanded_form(body), MESSAGES_NAMES)
-    job = await unless_gone(request, asked)
-    return GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers)
+    asked = jobs.conversation_job(state, as_chat(state, body), request, demanded_form(body), jobs.MESSAGES_NAMES)
+    job = await response_format.unless_gone(request, asked)
+    return response_format.GenerationResponse(state, _MessagesFormat(job), bool(body.stream), headers)
 
 
 @router.post(
@@ -54,24 +57,22 @@ async def count_tokens(request: Request) -> Response:
     state, body, headers = await _COUNT.read(request)
     state.served(body.model)
     try:
-        ids = await unless_gone(request, chat_prompt(state, as_chat(state, body)))
+        ids = await response_format.unless_gone(request, jobs.chat_prompt(state, as_chat(state, body)))
     except (ApiError, BadRequest) as error:
-        raise named_as_sent(error, MESSAGES_NAMES) from None
+        raise jobs.named_as_sent(error, jobs.MESSAGES_NAMES) from None
     return json_response(schemas.TokenCountAnswer(len(ids)), headers)
 
 
-class _MessagesFormat(AnswerFormat):
-    """Spells one answer of the Messages API."""
-
-    def __init__(self, job: Job) -> None:
+class _MessagesFormat(response_format.AnswerFormat):
+    def __init__(self, job: jobs.Job) -> None:
         self.job = job
-        self._writer = BlockWriter()
+        self._writer = response_format.BlockWriter()
         self._ended = b""
 
-    def whole(self, collected: list[CollectedText], usage: Usage) -> schemas.MessagesAnswer:
+    def whole(self, collected: list[response_format.CollectedText], usage: Usage) -> schemas.MessagesAnswer:
         [one] = collected
         stopped = _stop(one.choice, one.finish_reason, one.stop_reason)
-        content = [_shown(block, whole=True) for block in blocks_of(one.events)]
+        content = [_shown(block, whole=True) for block in response_format.blocks_of(one.events)]
         return self._answer(content, _usage(usage), *stopped)
 
     def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
@@ -112,14 +113,18 @@ class _MessagesFormat(AnswerFormat):
         )
 
 
-def _spelled(step: BlockStep) -> bytes:
+def _spelled(step: response_format.BlockStep) -> bytes:
     block = step.block
     if step.kind == "opened":
         return _event("content_block_start", {"index": block.index, "content_block": _shown(block, whole=False)})
     if step.kind == "added":
         kind, field = _DELTAS[block.kind]
         text = b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}'
-        return b"event: content_block_delta\ndata: " + text % (block.index, kind, field, json_text(step.text)) + b"\n\n"
+        return (
+            b"event: content_block_delta\ndata: "
+            + text % (block.index, kind, field, response_format.json_text(step.text))
+            + b"\n\n"
+        )
     stop = _event("content_block_stop", {"index": block.index})
     if block.kind == "reasoning":
         signed = {"index": block.index, "delta": {"type": "signature_delta", "signature": ""}}
@@ -127,7 +132,7 @@ def _spelled(step: BlockStep) -> bytes:
     return stop
 
 
-def _shown(block: AnswerBlock, *, whole: bool) -> dict[str, Any]:
+def _shown(block: response_format.AnswerBlock, *, whole: bool) -> dict[str, Any]:
     """Return a block as it is shown: with all that it holds, or as it begins."""
     kind = _TYPES[block.kind]
     if block.kind == "call":
@@ -167,3 +172,112 @@ def _usage(usage: Usage) -> schemas.MessagesUsage:
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:
     return f"event: {kind}\ndata: ".encode() + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
+
+
+def as_chat(state: jobs.PromptState, body: CountRequest) -> ChatRequest:
+    """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
+    effort = None if body.output_config is None else body.output_config.effort
+    if effort == _USUAL_EFFORT and not state.prompt_reader.takes_effort:
+        effort = None
+    jobs.require_effort(state.prompt_reader, effort, "output_config.effort")
+    messages = [Message(role="system", content=_text(body.system, "system"))] if body.system else []
+    for index, turn in enumerate(body.messages):
+        messages += _messages(turn, f"messages[{index}]")
+    goes_on = messages[-1].role == "assistant"
+    chat = ChatRequest(
+        model=body.model,
+        messages=messages,
+        continue_final_message=goes_on,
+        tools=_tools(body),
+        tool_choice=_choice(body),
+        parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    chat.reasoning_effort = effort
+    if state.prompt_reader.switches_reasoning:
+        chat.enable_thinking = body.thinking is not None and body.thinking.type != "disabled"
+    if isinstance(body, MessagesRequest):
+        chat.max_tokens = body.max_tokens
+        chat.stream = body.stream
+        chat.stop = body.stop_sequences
+        chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+        chat.cache_salt, chat.priority = body.cache_salt, body.priority
+        chat.user = body.metadata.user_id[:256] if body.metadata and body.metadata.user_id else None
+        reasoning = state.parsers.reasoning
+        if body.thinking is not None and reasoning is not None and reasoning.end:
+            chat.reasoning_max_tokens = body.thinking.budget_tokens
+    return chat
+
+
+def demanded_form(body: CountRequest) -> FormAsked | None:
+    """Return the schema that the answer has to fit, if one is given."""
+    newer = None if body.output_config is None else body.output_config.format
+    wanted, place = (
+        (body.output_format, "output_format.schema") if newer is None else (newer, "output_config.format.schema")
+    )
+    return None if wanted is None else FormAsked(place, SchemaForm(schema=wanted.schema))
+
+
+def _messages(turn: Turn, place: str) -> list[Message]:
+    """Return the chat's messages for one turn: what tools answered comes before what the user says beside it."""
+    if isinstance(turn.content, str):
+        return [Message(role=turn.role, content=turn.content)]
+    texts, thoughts, calls, answers = [], [], [], []
+    for index, block in enumerate(turn.content):
+        where = f"{place}.content[{index}]"
+        if block.type == "text":
+            texts.append(required(block.text, f"{where}.text"))
+        elif block.type == "tool_use" and turn.role == "assistant":
+            given = {} if block.input is None else block.input
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            function = {"name": required(block.name, f"{where}.name"), "arguments": arguments}
+            calls.append({"id": required(block.id, f"{where}.id"), "type": "function", "function": function})
+        elif block.type == "tool_result" and turn.role == "user":
+            content = _text(block.content or "", f"{where}.content")
+            answered = required(block.tool_use_id, f"{where}.tool_use_id")
+            answers.append(Message(role="tool", tool_call_id=answered, content=content))
+        elif block.type == "thinking" and turn.role == "assistant":
+            thoughts.append(block.thinking or "")
+        elif block.type != "redacted_thinking":
+            raise _unread(block, where, turn.role)
+    if turn.role == "assistant":
+        thought = "\n".join(thoughts) or None
+        text = "\n".join(texts)
+        return [Message(role="assistant", content=text, tool_calls=calls or None, reasoning_content=thought)]
+    return [*answers, *([Message(role=turn.role, content="\n".join(texts))] if texts or not answers else [])]
+
+
+def _text(content: str | list[TextBlock] | None, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    for index, block in enumerate(content or ()):
+        if block.type != "text" or block.text is None:
+            raise _unread(block, f"{place}[{index}]", "text")
+    return "\n".join(block.text or "" for block in content or ())
+
+
+def _tools(body: CountRequest) -> list[Tool] | None:
+    tools = []
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type not in (None, "custom"):
+            message = f"tools[{index}].type is {tool.type[:40]!r}; served are tools of the client, of type 'custom'"
+            raise unsupported(message, f"tools[{index}].type")
+        tools.append(function_tool(tool.name, tool.description, tool.input_schema, tool.strict))
+    return tools or None
+
+
+def _choice(body: CountRequest) -> ToolChoice | None:
+    choice = body.tool_choice
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return named_choice(required(choice.name, "tool_choice.name"))
+    return _CHOICES[choice.type]
+
+
+def _unread(block: InputBlock | TextBlock, where: str, role: str) -> Exception:
+    return unsupported(
+        f"{where}.type is {block.type[:40]!r}, which is not read here ({role}); served are text, thinking, tool_use "
+        "and tool_result",
+        f"{where}.type",
+    )

@@ -132,7 +132,6 @@ REFUSED = {
     "inference_geo": Refusal("this server is where it is"),
     "speed": Refusal("there is one speed", ("standard",)),
 }
-"""Of all requests."""
 REFUSED_IN_MESSAGES = beside_chats(
     {
         **REFUSED,

@@ -1,4 +1,7 @@
-"""Reading and decoding the body of a request: bounded while it arrives, strict in types, clear in its errors."""
+"""Reading and decoding the body of a request: bounded while it arrives, strict in types, clear in its errors.
+
+What a body holds is counted before anything is made of it: decoders hold the interpreter while they work.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,20 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from fd_core.http.errors import ApiError, invalid, unsupported
 from fd_core.http.headers import refuse_encoding
-from fd_core.server.preprocess.json_shape import SMALL_BYTES, decodable
 from fd_core.server.schemas.unsupported import HARMLESS, Refusal
 
 if TYPE_CHECKING:
-    from fd_core.server.state.state import ServerState
+    from fd_core.server.state import ServerState
 
 
 log = logging.getLogger(__name__)
@@ -29,11 +33,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>.*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
-_MAX_NAMED = 16
 _MAX_UNKNOWN = 1000
 _IDS_PER_TOKEN = 4
 """Numbers that a body may hold for each token of the context."""
-_MAX_TOLD: Final = 1000
 _PAUSE_SECONDS: Final = 10.0
 """Between two lines: clients make up as many names as they like."""
 
@@ -42,6 +44,16 @@ _objects: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _array: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _CONTAINERS: Final = b"{["
 _BRACE: Final = _CONTAINERS[0]
+SMALL_BYTES: Final = 64 * 1024
+"""A body of this size is decoded in a few milliseconds whatever it holds."""
+_MAX_CONTAINERS: Final = 32_768
+"""Objects and arrays of one text, each of which takes about half a microsecond."""
+_MAX_NAMES: Final = 65_536
+_MAX_VALUES: Final = 131_072
+_MAX_ESCAPES: Final = 2_000_000
+_SLICE: Final = 1 << 20
+_QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
+_OPENING: Final = b"{["
 
 
 class BodyFormat(Generic[T]):
@@ -54,12 +66,7 @@ class BodyFormat(Generic[T]):
         self._known = KnownFields(schema)
 
     async def read(self, request: Request) -> tuple[ServerState, T, dict[str, str]]:
-        """Return the server's state, the decoded body, and headers that the answer should carry.
-
-        Raises `ApiError`: 415 for another content type, 413 for more bytes than the server takes, 503 where other
-        bodies hold all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for
-        more values than are decoded at once.
-        """
+        """Return the server's state, the decoded body, and headers of the answer; `ApiError` says what is wrong."""
         state: ServerState = request.app.state.fd
         headers = request.headers
         kind = headers.get("content-type", "")
@@ -133,7 +140,7 @@ class BodyFormat(Generic[T]):
                 raise invalid(
                     f"the body has more than {_MAX_UNKNOWN:,} fields that are not known", None, "invalid_body"
                 )
-        return [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:_MAX_NAMED]
+        return [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:16]
 
 
 def _with_integers(value: Any) -> Any:
@@ -187,7 +194,7 @@ class UnknownFieldLog:
     def tell(self, names: Iterable[str], now: float) -> None:
         """Log the names that have not been logged; `now` is a monotonic time in seconds."""
         new = [name for name in names if name not in self._told]
-        if not new or len(self._told) >= _MAX_TOLD or now < self._quiet_until:
+        if not new or len(self._told) >= 1000 or now < self._quiet_until:
             return
         self._quiet_until = now + _PAUSE_SECONDS
         self._told.update(new)
@@ -206,10 +213,7 @@ class KnownFields:
         }
 
     def unknown(self, body: bytes | msgspec.Raw, path: str = "") -> Iterator[tuple[str, msgspec.Raw]]:
-        """Yield fields that are not read, such as `messages[].x`, and their values; raises what msgspec raises.
-
-        The names begin with `path`, that of the object, or of the array whose objects `body` holds.
-        """
+        """Yield unread fields, such as `messages[].x`, below `path`, and their values. Raises as msgspec does."""
         if not path or memoryview(body)[0] == _BRACE:
             objects = [_object.decode(body)]
         else:
@@ -229,7 +233,62 @@ class KnownFields:
 
 
 def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
-    """Return the struct that a field holds: by itself, as an option, or in a list."""
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return hint
     return next((found for each in get_args(hint) if (found := _struct_in(each)) is not None), None)
+
+
+class JsonShape(NamedTuple):
+    """Counts of what a JSON text holds, most of it outside its strings."""
+
+    containers: int
+    """Objects and arrays."""
+    names: int
+    commas: int
+    escapes: int
+
+
+async def decodable(body: bytes, ids: int) -> bool:
+    """Return True if a body decodes in tens of ms, `ids` more numbers allowed. Large ones are counted on a thread."""
+    if len(body) <= SMALL_BYTES:
+        return True
+    shape = await asyncio.to_thread(shape_of, body)
+    most = JsonShape(_MAX_CONTAINERS, _MAX_NAMES, _MAX_VALUES + ids, _MAX_ESCAPES)
+    return all(count <= limit for count, limit in zip(shape, most, strict=True))
+
+
+def shape_of(body: bytes) -> JsonShape:
+    """Count what stands outside strings; of what is no JSON, any counts may be returned."""
+    data = np.frombuffer(body, np.uint8)
+    containers = names = commas = escapes = 0
+    inside = False
+    backslashes = 0
+    """At the end of the slice before, next to each other."""
+    for begin in range(0, len(data), _SLICE):
+        part = data[begin : begin + _SLICE]
+        quotes, backslashes = _quotes(part, backslashes)
+        within = np.bitwise_xor.accumulate(quotes)
+        if inside:
+            within = ~within
+        inside = bool(within[-1])
+        outside = ~within
+        escapes += int(np.count_nonzero(part == _BACKSLASH))
+        containers += sum(int(np.count_nonzero((part == sign) & outside)) for sign in _OPENING)
+        names += int(np.count_nonzero((part == _COLON) & outside))
+        commas += int(np.count_nonzero((part == _COMMA) & outside))
+    return JsonShape(containers, names, commas, escapes)
+
+
+def _quotes(part: npt.NDArray[np.uint8], before: int) -> tuple[npt.NDArray[np.bool_], int]:
+    """Return where strings begin or end, and the backslashes that end `part`; `before` of them precede it."""
+    quotes = part == _QUOTE
+    escapes = part == _BACKSLASH
+    if not before and not escapes.any():
+        return quotes, 0
+    places = np.arange(len(part))
+    others = np.maximum.accumulate(np.where(escapes, -1 - before, places))
+    """The last place up to here without a backslash."""
+    found = np.flatnonzero(quotes)
+    last = np.where(found > 0, others[found - 1], -1 - before)
+    quotes[found[(found - 1 - last) % 2 == 1]] = False
+    return quotes, int(places[-1] - others[-1])

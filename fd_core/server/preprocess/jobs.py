@@ -1,11 +1,16 @@
-"""From a decoded request to a `Job`: prompts, sampling, structured output, tools, and what the answer shows."""
+"""From a decoded request to a `Job`: prompts, sampling, structured output, tools, and what the answer shows.
+
+Tools are what a prompt shows, how its answer is read, and grammars that hold a model to the calls that are demanded.
+`fd_core.text.prompt_reader` makes prompts token ids.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 from fastapi import Request
@@ -14,19 +19,24 @@ from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
 from fd_core.errors import BadRequest
 from fd_core.http.access.keys import scoped
 from fd_core.http.access.record import RequestRecord
-from fd_core.http.errors import ApiError, invalid, to_api_error
+from fd_core.http.errors import ApiError, invalid, required, to_api_error, unsupported
 from fd_core.http.spans import TRACE_HEADERS
-from fd_core.server.preprocess.prompts import answer_reading, chat_prompt, constrained, demanded_form, offered_tools
-from fd_core.server.preprocess.sampling import sampling_params, stop_strings, text_cost
+from fd_core.server.preprocess.sampling import asked_tokens, sampling_params, stop_strings, text_cost
 from fd_core.server.preprocess.structured_fields import check_logprobs, check_prompt_logprobs, form_asked
-from fd_core.server.schemas.requests import CHAT, MAX_TOOL_NAME, ChatRequest, GenerationRequest
-from fd_core.server.state.state import ServedName, ServerState
-from fd_core.structured.grammar import FormAsked
+from fd_core.server.schemas import requests
+from fd_core.server.state import ServedName, ServerState
+from fd_core.structured.grammar import CallAsked, CallsForm, FormAsked
 from fd_core.structured.workers.messages import FormOutcome, Unenforced
-from fd_core.text.parsing.answer import AnswerReading
-from fd_core.types import SamplingParams
-from fd_core.types.checks import check_structure
+from fd_core.text.chat_template import shown_tool
+from fd_core.text.parsing.answer import AnswerReading, Parsers
+from fd_core.text.parsing.contract import ReasoningParser, ToolParser
+from fd_core.text.prompt_reader import PromptReader, PromptText, template_kwargs
+from fd_core.types import Reasoning, SamplingParams
+from fd_core.types.checks import check_ids, check_structure
 
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+_TAIL_TOKENS: Final = 64
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _ANY_TEXT = FormOutcome()
 _ALIASES: Final = {
     "min_new_tokens": "min_tokens",
@@ -40,12 +50,302 @@ MESSAGES_NAMES: Final = {r"(tools\[\d*\])\.function\.parameters": r"\1.input_sch
 """The same for the Messages API."""
 
 
+class OfferedTools(NamedTuple):
+    """The tools that a model may call."""
+
+    shown: Sequence[Mapping[str, Any]]
+    schemas: Mapping[str, Mapping[str, Any]]
+    """JSON schemas of the arguments, by name."""
+    forced: Sequence[str]
+    """Names of which one has to be called; empty if the model may choose."""
+    strict: frozenset[str]
+    """Names of tools whose arguments keep their schema in any case."""
+
+
+def offered_tools(
+    body: requests.ChatRequest | requests.TokenizeRequest, longest_name: int = requests.MAX_TOOL_NAME
+) -> OfferedTools | None:
+    """Return the tools that may be called, None if none; `ApiError` (400) for unusable names and choices."""
+    choice, schemas = body.tool_choice, {}
+    for index, tool in enumerate(body.tools or ()):
+        place, name = f"tools[{index}]", tool.function.name
+        if tool.type != "function":
+            raise invalid(f"{place}.type is {tool.type[:40]!r}; served are functions", f"{place}.type", "invalid_value")
+        if len(name) > longest_name or not _NAME.fullmatch(name):
+            message = f"{place}.function.name has to be 1 to {longest_name} letters, digits, '_', '-' or '.'"
+            raise invalid(message, f"{place}.function.name")
+        if name in schemas:
+            raise invalid(f"{place}.function.name is {name!r}, as that of another tool", f"{place}.function.name")
+        schemas[name] = tool.function.parameters or {"type": "object", "properties": {}}
+    forced = _forced(choice, schemas)
+    if choice == "none" or not schemas:
+        return None
+    shown = [shown_tool({"function": msgspec.structs.asdict(tool.function)}) for tool in body.tools or ()]
+    strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
+    return OfferedTools(shown, schemas, forced, strict)
+
+
+def answer_reading(state: ServerState, body: requests.ChatRequest, tools: OfferedTools | None) -> AnswerReading:
+    """Return how answers are read. Raises `ApiError` (400) for tools where the server has no parser of calls."""
+    parsers = state.parsers
+    if tools is not None and parsers.tools is None:
+        raise unsupported(
+            "tools cannot be called: it is not known how this model writes calls; start the server with "
+            "--tool-call-parser, or leave tools out",
+            "tools",
+        )
+    parallel, shows_reasoning = body.parallel_tool_calls is not False, body.include_reasoning is not False
+    if tools is None:
+        return AnswerReading(parsers.reasoning, None, {}, parallel, shows_reasoning)
+    return AnswerReading(parsers.reasoning, parsers.tools, tools.schemas, parallel, shows_reasoning)
+
+
+def _forced(choice: requests.ToolChoice | None, schemas: Mapping[str, Any]) -> Sequence[str]:
+    if isinstance(choice, str) or choice is None:
+        if choice not in (None, "none", "auto", "required"):
+            raise invalid(f"tool_choice is {choice[:40]!r}; served are none, auto, required and a tool", "tool_choice")
+        if choice == "required" and not schemas:
+            raise invalid("tool_choice demands a call, but there are no tools", "tool_choice")
+        return list(schemas) if choice == "required" else ()
+    name = choice.function.name
+    if choice.type != "function" or name not in schemas:
+        raise invalid(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice.function.name")
+    return [name]
+
+
+def demanded_form(
+    state: ServerState, tools: OfferedTools | None, reading: AnswerReading | None, form: FormAsked | None
+) -> FormAsked | None:
+    """Return the form of calls that have to be made, and of what else the answer may be; None if there is none."""
+    if tools is None or reading is None or reading.tools is None or not (tools.forced or tools.strict or form):
+        return None
+    parser, field = reading.tools, "tool_choice" if tools.forced else "tools[].function.strict"
+    if form is not None and tools.forced:
+        raise invalid(f"{form.field}: tools that have to be called leave no place for another form", form.field)
+    if form is not None and not tools.strict:
+        field = form.field
+    calls = [
+        _asked(parser, tools, name, index, field)
+        for index, name in enumerate(tools.schemas)
+        if not tools.forced or name in tools.forced
+    ]
+    calls_form = CallsForm(
+        calls=calls,
+        control_tokens=state.tokenizer.control_tokens,
+        is_demanded=bool(tools.forced) or form is not None,
+        before=parser.before_calls,
+        markers=parser.markers,
+        answer_begin=parser.answer_begin,
+        several=(form is not None or len(tools.forced) > 1) and reading.parallel,
+        space=reading.reasoning is not None and not parser.reads_reasoning,
+        instead=form,
+    )
+    return FormAsked("tools", calls_form)
+
+
+def constrained(
+    state: ServerState,
+    prompts: Sequence[tuple[int, ...]],
+    params: Sequence[SamplingParams],
+    *,
+    reading: AnswerReading | None,
+    budget: int | None,
+    called: bool,
+) -> list[SamplingParams]:
+    """Return parameters with reasoning before any grammar and within `budget`. Raises `ApiError` (400)."""
+    parser = None if reading is None else reading.reasoning
+    if called and reading is not None and reading.tools is not None and reading.tools.reads_reasoning:
+        if budget is not None:
+            raise unsupported(
+                "reasoning_max_tokens cannot be kept beside calls that are demanded or strict: as this model writes "
+                "them, its reasoning belongs to their grammar; leave out one of them",
+                "reasoning_max_tokens",
+            )
+        parser = None  # its grammar begins with the reasoning
+    held = []
+    for prompt, given in zip(prompts, params, strict=True):
+        tail = state.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
+        held.append(msgspec.structs.replace(given, reasoning=_reasoning(state, parser, tail, budget)))
+    return held
+
+
+def _reasoning(
+    state: ServerState, parser: type[ReasoningParser] | None, tail: str, budget: int | None
+) -> Reasoning | None:
+    if parser is None or not parser.end:
+        if budget is None:
+            return None
+        raise unsupported(
+            "reasoning_max_tokens cannot be kept: it is not known how this model ends its reasoning; see "
+            "--reasoning-parser",
+            "reasoning_max_tokens",
+        )
+    if not parser.begins_reasoning(tail, state.prompt_reader.switches_reasoning):
+        return None
+    end = tuple(state.tokenizer.encode(parser.end, add_special=False))
+    check_ids(end, state.client.info.vocab_size, "the end of reasoning", state.tokenizer.token_text)
+    return Reasoning(end=end, max_tokens=budget)
+
+
+def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int, field: str) -> CallAsked:
+    form = parser.form(name)
+    if form is None:
+        raise unsupported(
+            f"{field} demands calls of a fixed form, which a grammar cannot hold as this model writes them; "
+            "leave the model the choice, without strict and without another form",
+            field,
+        )
+    keeps = name in tools.strict or name in tools.forced
+    schema = dict(tools.schemas[name]) if keeps else {"type": "object"}
+    return CallAsked(form, schema, f"tools[{index}].function.parameters", name, name in tools.strict)
+
+
+class PromptState(Protocol):
+    """What prompts are read with, at a server and at a router that counts what its workers will read."""
+
+    prompt_reader: PromptReader
+    parsers: Parsers
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and text together; None where a router does not know it."""
+
+    @property
+    def max_n(self) -> int:
+        """Texts that one request may ask for."""
+
+    @property
+    def trusts_templates(self) -> bool:
+        """Whether requests may bring a template."""
+
+
+async def completion_prompts(state: PromptState, body: requests.CompletionRequest) -> list[PromptText]:
+    """Return prompts: texts or ids; `ApiError` (400) for too many, `BadRequest` for unreadable ones."""
+    by_ids = bool(body.prompt_token_ids) or body.prompt is None  # an empty list asks for nothing
+    reader, field = state.prompt_reader, "prompt_token_ids" if by_ids else "prompt"
+    given = required(body.prompt_token_ids if by_ids else body.prompt, "prompt")
+    texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
+    if len(texts) > (most := state.max_n):
+        raise invalid(f"{field} holds {len(texts)} prompts; one request may hold {most}", field)
+    size = sum(len(each) for each in texts if isinstance(each, str))
+    read = await reader.run(size, lambda: reader.completion(given, body.add_special_tokens is not False, field))
+    return [_shortened(state, body, each) for each in read]
+
+
+async def chat_prompt(
+    state: PromptState,
+    body: requests.ChatRequest | requests.TokenizeRequest,
+    tools: OfferedTools | msgspec.UnsetType | None = msgspec.UNSET,
+) -> tuple[int, ...]:
+    """Return the ids of what a request wants answered. Raises `ApiError` (400), and `BadRequest` of the template."""
+    reader = state.prompt_reader
+    if isinstance(body, requests.ChatRequest) and (body.prompt_token_ids or body.disable_chat_template):
+        if body.prompt_token_ids:
+            ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
+        else:
+            messages, special = body.messages or [], body.add_special_tokens is not False
+            if len(messages) != 1 or not isinstance(text := messages[0].content, str):
+                raise invalid(
+                    "disable_chat_template needs exactly one message, whose content is text; "
+                    f"messages has {len(messages)}",
+                    "messages",
+                )
+            ids = await reader.run(len(text), lambda: reader.text(text, special, "messages"))
+        return _shortened(state, body, PromptText(ids, None)).ids
+    if body.messages is None:
+        raise invalid("messages is required", "messages", "missing_required_parameter")
+    turns: list[dict[str, Any]] = []
+    for index, message in enumerate(body.messages):
+        if message.role != "user" or message.content is None or message.tool_calls or message.function_call:
+            _check(f"messages[{index}]", message)
+        turn = msgspec.to_builtins(message)
+        turn["reasoning_content"] = message.reasoning_content or message.reasoning
+        turns.append(turn)
+    goes_on = bool(body.continue_final_message)
+    if goes_on and body.add_generation_prompt:
+        reason = "continue_final_message goes on with the last message, add_generation_prompt begins another; give one"
+        raise invalid(reason, "continue_final_message")
+    template = body.chat_template or None
+    own = template is not None and state.prompt_reader.own_template(template) is not None
+    if template is not None and not own and not state.trusts_templates:
+        raise unsupported(
+            "chat_template is not supported: templates from requests are run only where the server was started with "
+            "--trust-request-chat-template",
+            "chat_template",
+        )
+    effort = body.reasoning_effort
+    if template is None and effort is not None:
+        require_effort(reader, effort, "reasoning_effort")
+    if tools is msgspec.UNSET:
+        tools = offered_tools(body)
+    variables: Mapping[str, Any] | None = body.chat_template_kwargs
+    if body.enable_thinking is not None or effort is not None:
+        variables = template_kwargs(variables, body.enable_thinking, effort)
+    size = sum([len(str(turn["content"])) for turn in turns])
+    read = partial(
+        reader.chat,
+        turns,
+        body.add_generation_prompt is not False and not goes_on,
+        variables,
+        continue_final_message=goes_on,
+        documents=body.documents,
+        template=template,
+        add_special=bool(body.add_special_tokens),
+        tools=None if tools is None else tools.shown,
+    )
+    if tools is not None:
+        size += len(msgspec.json.encode(tools.shown))
+    is_plain = tools is None and variables is None and template is None and body.documents is None
+    ids = await reader.render(size, read, is_plain=is_plain)
+    if isinstance(body, requests.TokenizeRequest) or body.truncate_prompt_tokens is None:
+        return ids
+    return _shortened(state, body, PromptText(ids, None)).ids
+
+
+def require_role(role: str, field: str) -> None:
+    """Raise `ApiError` (400) that names `field` for a role that is not served."""
+    if role not in _ROLES:
+        raise invalid(f"{field} is {role[:40]!r}; served are {', '.join(_ROLES)}", field, "invalid_value")
+
+
+def require_effort(reader: PromptReader, effort: str | None, field: str) -> None:
+    """Raise `ApiError` (400) for an effort that the model cannot be told; `none` and `medium` ask for nothing."""
+    if effort not in (None, "none", "medium") and not reader.takes_effort:
+        raise unsupported(
+            f"{field} is not supported: the chat template of this model has no place for an effort of reasoning", field
+        )
+
+
+def _shortened(state: PromptState, body: requests.GenerationRequest, prompt: PromptText) -> PromptText:
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == 0:
+        raise invalid("truncate_prompt_tokens is 0; give -1 or at least 1", "truncate_prompt_tokens")
+    if most < 0:
+        if state.context is None:
+            return prompt
+        most = max(1, state.context - (asked_tokens(body)[0] or 1))
+    if len(prompt.ids) <= most:
+        return prompt
+    return PromptText(prompt.ids[:most] if body.truncation_side == "right" else prompt.ids[-most:], None)
+
+
+def _check(place: str, message: requests.Message) -> None:
+    require_role(message.role, f"{place}.role")
+    if message.function_call:
+        raise unsupported(f"{place}.function_call: use tool_calls", f"{place}.function_call")
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(f"{place}.tool_calls: only an assistant calls tools", f"{place}.tool_calls", "invalid_value")
+    if message.role != "assistant":
+        required(message.content, f"{place}.content")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A checked request: everything that one HTTP request wants generated, and what its answer shows."""
 
     record: RequestRecord
-    """Told what was read and written."""
     owner: str
     """Whose request it is, see `ApiKey.owner`."""
     arrived: float
@@ -78,15 +378,11 @@ class Job:
     """Most likely tokens shown beside each token of the prompt; None shows none."""
     token_ids: bool
     tokens_as_ids: bool
-    """Whether log-probabilities name tokens by their ids."""
     usage_in_stream: bool
-    """Whether a last event of a stream tells the usage."""
     usage_in_events: bool
-    """Whether every event of a stream tells the usage so far."""
     prompt_only: bool
     """Whether the answer shows nothing of the text: one token is computed and dropped."""
     warnings: tuple[Unenforced, ...]
-    """Parts of schemas that the answer may not keep."""
 
     @property
     def warned(self) -> list[Unenforced] | msgspec.UnsetType:
@@ -101,16 +397,12 @@ class Job:
 
 async def conversation_job(
     state: ServerState,
-    body: ChatRequest,
+    body: requests.ChatRequest,
     request: Request,
     form: FormAsked | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return what a conversation wants generated, with all checks; `form` is what its answer has to match.
-
-    The other families say what they want as such a request, with the `names` of their fields, and get their answers as
-    events in any case. Raises `ApiError`, whose field has the name that the client gave it.
-    """
+    """Return what a conversation wants generated, with all checks; errors have the client's field in `names`."""
     try:
         form = form or form_asked(body)
         served = state.served(body.model)
@@ -120,7 +412,7 @@ async def conversation_job(
         outcome = _ANY_TEXT if form is None else await state.grammars.checked(form)
         tools = None
         if body.tools or body.tool_choice is not None:
-            tools = offered_tools(body, CHAT.tool_name if names is None else MAX_TOOL_NAME)
+            tools = offered_tools(body, requests.CHAT.tool_name if names is None else requests.MAX_TOOL_NAME)
         reading = AnswerReading(None, None, {}) if names is not None else None
         if tools is not None or state.parsers.reasoning is not None:
             reading = answer_reading(state, body, tools)
@@ -147,7 +439,7 @@ async def conversation_job(
 def build_job(
     state: ServerState,
     request: Request,
-    body: GenerationRequest,
+    body: requests.GenerationRequest,
     served: ServedName,
     prompts: Sequence[tuple[int, ...]],
     *,
@@ -157,10 +449,7 @@ def build_job(
     called: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> Job:
-    """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker.
-
-    `outcome` is the grammar that texts have to match, of calls if it is `called`. `names` are as in `conversation_job`.
-    """
+    """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker."""
     options, info = body.stream_options, state.client.info
     if options is not None and not body.stream:
         raise invalid("stream_options is given, but stream is not true", "stream_options")
@@ -192,8 +481,8 @@ def build_job(
         params = [msgspec.structs.replace(each, grammar=outcome.grammar) for each in params]
         sent = other_names(body) if names is None else names
         warnings = tuple(Unenforced(*as_sent(each.param, each.message, sent)) for each in outcome.warnings)
-    budget = body.reasoning_max_tokens if isinstance(body, ChatRequest) else None
-    if isinstance(body, ChatRequest) and (other := body.thinking_token_budget) is not None:
+    budget = body.reasoning_max_tokens if isinstance(body, requests.ChatRequest) else None
+    if isinstance(body, requests.ChatRequest) and (other := body.thinking_token_budget) is not None:
         if budget not in (None, other):
             raise invalid("reasoning_max_tokens and thinking_token_budget differ; give one", "thinking_token_budget")
         budget = other
@@ -231,26 +520,21 @@ def build_job(
 
 
 def _prefill_peer(state: ServerState, request: Request, ticket: str) -> str:
-    """Return `host:port` of the prefill worker that computes the prompt.
-
-    A router names it to a decode worker, in a signed header. Raises `ApiError` for a ticket that was not signed with
-    this worker's secret, or that this worker has no use for.
-    """
+    """Return `host:port` of the prefill worker in the signed header. Raises `ApiError` if it is of no use here."""
     if state.client.info.role != "decode" or state.ticket_key is None:
         message = f"{TICKET_HEADER} names a prefill worker, but this worker was not started with --role decode"
         raise ApiError(400, message, code="not_a_decode_worker")
     peer = read_ticket(state.ticket_key, request.state.request_id, ticket)
     if peer is None:
-        raise ApiError(
-            403,
+        message = (
             f"{TICKET_HEADER} is not signed with this worker's secret: routers, prefill and decode workers need the "
-            "same one (--transfer-secret-file)",
-            code="bad_ticket",
+            "same one (--transfer-secret-file)"
         )
+        raise ApiError(403, message, code="bad_ticket")
     return peer
 
 
-def other_names(body: GenerationRequest) -> Mapping[str, str]:
+def other_names(body: requests.GenerationRequest) -> Mapping[str, str]:
     """Return the names that a request uses instead of the usual ones, by patterns of those."""
     return {usual: name for name, usual in _ALIASES.items() if getattr(body, name, None) is not None}
 

@@ -24,7 +24,6 @@ from fd_core.types.checks import check_ids, check_tokens
 _MASK: Final = 2**64 - 1
 _GREEDY_BELOW: Final = 1e-5
 """Smaller temperatures would overflow float32 where logits are divided; they are taken as 0."""
-_COMPLETION_DEFAULT: Final = 16
 _MAX_BAD_CHARS: Final = 8192
 """Of all banned words together: they are made tokens while others wait."""
 _READ: Final = frozenset(
@@ -38,11 +37,7 @@ _COPIED: Final = tuple(name for name in SamplingParams.__struct_fields__ if name
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of choice `index` of a prompt: the seed itself for the first choice.
-
-    Later ones get SplitMix64's output for that counter (Steele, Lea and Flood, 2014), so choices differ and each can
-    be had again. The index counts choices of one prompt, so a prompt's texts do not depend on the prompts beside it.
-    """
+    """Return the 64-bit seed of choice `index` of a prompt: its own for the first, then outputs of SplitMix64."""
     if index == 0:
         return seed & _MASK
     mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK
@@ -55,7 +50,6 @@ class TextCost(NamedTuple):
     """What a request for texts reads and writes at most."""
 
     outputs: Sequence[int]
-    """Longest text of each prompt."""
     n: int
     """Texts of each prompt."""
     tokens: int
@@ -65,11 +59,7 @@ class TextCost(NamedTuple):
 def text_cost(
     request: GenerationRequest, prompts: Sequence[int], *, most_texts: int, context: int | None, limit: int | None
 ) -> TextCost:
-    """Return the cost of a request with prompts of these lengths, the same at a server and at a router.
-
-    `limit` is that of the key's tokens a minute: texts whose length is left open are not longer. `context` None is for
-    a router that does not know it. Raises `ApiError` (400) for what does not fit the context, and for too many texts.
-    """
+    """Return the cost of texts at most as long as `limit`, at servers and routers. Raises `ApiError` (400)."""
     n = request.n or 1
     if isinstance(request, CompletionRequest) and request.best_of is not None and request.best_of != n:
         raise unsupported(f"best_of is {request.best_of} and n is {n}; only equal values are supported", "best_of")
@@ -97,12 +87,11 @@ def text_cost(
         if asked is None or (asked > room and request.max_tokens is None and field == "max_tokens"):
             outputs[index] = room
         elif asked > room:
-            raise invalid(
+            message = (
                 f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
-                f"{context}; at most {room} can be generated",
-                field,
-                "context_length_exceeded",
+                f"{context}; at most {room} can be generated"
             )
+            raise invalid(message, field, "context_length_exceeded")
     if asked is None and limit is not None:
         share = max(1, _min_tokens(request), (limit - sum(prompts)) // texts)
         outputs = [share if each is None else max(1, _min_tokens(request), min(each, share)) for each in outputs]
@@ -130,11 +119,7 @@ def sampling_params(
     logprobs: int | None,
     tokenizer: Tokenizer | None = None,
 ) -> list[SamplingParams]:
-    """Return what each prompt is sampled with; the seed is that of its first choice.
-
-    `outputs` are the longest texts of the prompts, see `text_cost`. The `tokenizer` spells banned words, and tokens in
-    errors. Raises `ApiError` (400) where a value does not fit the model's context or vocabulary.
-    """
+    """Return what each prompt's first choice is sampled with. Raises `ApiError` (400) for what does not fit."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     if tokenizer is not None and (request.bad_words or request.bad_words_token_ids):
         bad_words = _bad_word_ids(request, info, tokenizer)
@@ -201,7 +186,7 @@ def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
     if newer is not None:
         return newer, "max_completion_tokens"
     if older is None and not isinstance(request, ChatRequest):
-        older = _COMPLETION_DEFAULT
+        older = 16
     # A prompt alone still takes the place of one token, which is computed and not shown.
     return older if older is None else max(older, 1), "max_tokens"
 

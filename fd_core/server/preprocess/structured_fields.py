@@ -32,10 +32,7 @@ def check_prompt_logprobs(top: int | None, tokens: int, field: str) -> None:
 
 
 def check_logprobs(top: int | None, max_tokens: Sequence[int], n: int, context: int) -> None:
-    """Refuse what one answer cannot hold: `top` likely tokens, and its own, for each token of `n` texts a prompt.
-
-    `max_tokens` are the longest texts of each prompt. One text as long as the `context` is always served.
-    """
+    """Refuse more log-probabilities than one answer holds; one text as long as the `context` is always served."""
     if top is None:
         return
     told = sum(max_tokens) * n * (1 + top)

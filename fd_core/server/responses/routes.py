@@ -1,34 +1,31 @@
-"""POST /v1/responses, and GET and DELETE of answers that are kept."""
+"""POST /v1/responses, whose requests become chats, and GET and DELETE of answers that are kept."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.http.errors import ApiError
+from fd_core.http.errors import ApiError, required, unsupported
 from fd_core.server.api.openapi import DirectRoute, endpoint, json_response
 from fd_core.server.preprocess.body import BodyFormat
-from fd_core.server.preprocess.jobs import RESPONSES_NAMES, Job, conversation_job
-from fd_core.server.preprocess.prompts import require_effort
-from fd_core.server.responses.asking import as_chat, demanded_form, earlier_messages
-from fd_core.server.responses.schemas import REFUSED, DeletedResponse, ResponseAnswer, ResponsesRequest
-from fd_core.server.schemas.requests import Message
+from fd_core.server.preprocess.jobs import RESPONSES_NAMES, Job, conversation_job, require_effort, require_role
+from fd_core.server.responses import schemas
+from fd_core.server.schemas.requests import ChatRequest, Message, Tool, ToolChoice, function_tool, named_choice
 from fd_core.server.schemas.responses import Usage
-from fd_core.server.state.state import StoredResponse, state_of
-from fd_core.server.stream.blocks import AnswerBlock, BlockStep, BlockWriter, blocks_of, new_call_id
+from fd_core.server.state import ResponseStore, StoredResponse, state_of
+from fd_core.server.stream import response_format
 from fd_core.server.stream.generation import ChoiceStream, TextChunk
-from fd_core.server.stream.response_format import AnswerFormat, CollectedText, json_text
-from fd_core.server.stream.streaming import GenerationResponse, unless_gone
+from fd_core.structured.grammar import FormAsked, SchemaForm
 from fd_core.types import FinishReason
 
 router = APIRouter(route_class=DirectRoute)
-BODY: Final = BodyFormat(ResponsesRequest, REFUSED)
+BODY: Final = BodyFormat(schemas.ResponsesRequest, schemas.REFUSED)
 _PATH: Final = "/v1/responses/{response_id}"
 _PREFIX = {"content": "msg", "reasoning": "rs", "call": "fc"}
 _DELTAS = {
@@ -36,25 +33,32 @@ _DELTAS = {
     "reasoning": (b"response.reasoning_text.delta", b',"content_index":0'),
     "call": (b"response.function_call_arguments.delta", b""),
 }
+_TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"})
 
 
-@router.post("/v1/responses", **endpoint("Answer with items", ResponsesRequest, ResponseAnswer, stream=True))
+@router.post(
+    "/v1/responses", **endpoint("Answer with items", schemas.ResponsesRequest, schemas.ResponseAnswer, stream=True)
+)
 async def create_response(request: Request) -> Response:
     """Generate an answer to a conversation, in the shape of the Responses API."""
     state, body, headers = await BODY.read(request)
     chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
-    job = await unless_gone(request, conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES))
+    job = await response_format.unless_gone(
+        request, conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES)
+    )
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
 
-    def keep(answer: ResponseAnswer) -> None:
+    def keep(answer: schemas.ResponseAnswer) -> None:
         state.responses.put(request.state.owner, StoredResponse(answer, (*asked, _said(answer))))
 
     keeps = bool(state.responses.capacity) and body.store is not False
-    return GenerationResponse(state, _ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers)
+    return response_format.GenerationResponse(
+        state, _ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers
+    )
 
 
-@router.get(_PATH, **endpoint("An answer that is kept", None, ResponseAnswer, errors=(401, 404)))
+@router.get(_PATH, **endpoint("An answer that is kept", None, schemas.ResponseAnswer, errors=(401, 404)))
 async def get_response(request: Request, response_id: str) -> Response:
     """Return an answer that was kept."""
     found = state_of(request).responses.get(request.state.owner, response_id)
@@ -63,15 +67,15 @@ async def get_response(request: Request, response_id: str) -> Response:
     return json_response(found.answer)
 
 
-@router.delete(_PATH, **endpoint("Forget an answer", None, DeletedResponse, errors=(401, 404)))
+@router.delete(_PATH, **endpoint("Forget an answer", None, schemas.DeletedResponse, errors=(401, 404)))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget an answer that was kept."""
     if not state_of(request).responses.delete(request.state.owner, response_id):
         raise _not_kept(response_id)
-    return json_response(DeletedResponse(id=response_id))
+    return json_response(schemas.DeletedResponse(id=response_id))
 
 
-def _said(answer: ResponseAnswer) -> Message:
+def _said(answer: schemas.ResponseAnswer) -> Message:
     """Return what an answer adds to its conversation: one message of the assistant."""
     said = Message(role="assistant", content="")
     for item in answer.output:
@@ -90,25 +94,27 @@ def _not_kept(response_id: str) -> ApiError:
     return ApiError(404, f"the response {response_id[:80]!r} is not kept here (any more)", code="not_found")
 
 
-class _ResponsesFormat(AnswerFormat):
+class _ResponsesFormat(response_format.AnswerFormat):
     """Spells one answer of the Responses API; `keep`, if there is one, gets the answer when it is complete."""
 
-    def __init__(self, job: Job, body: ResponsesRequest, keep: Callable[[ResponseAnswer], None] | None) -> None:
+    def __init__(
+        self, job: Job, body: schemas.ResponsesRequest, keep: Callable[[schemas.ResponseAnswer], None] | None
+    ) -> None:
         self.job = job
         self._body = body
         self._keep = keep
         self._id = f"resp_{job.record.request_id}"
         self._created = int(time.time())
-        self._writer = BlockWriter()
+        self._writer = response_format.BlockWriter()
         self._items: dict[int, tuple[str, str]] = {}
         self._number = 0
         self._reasoning_tokens = 0
         self._status = "completed"
 
-    def whole(self, collected: list[CollectedText], usage: Usage) -> ResponseAnswer:
+    def whole(self, collected: list[response_format.CollectedText], usage: Usage) -> schemas.ResponseAnswer:
         [one] = collected
         self._reasoning_tokens = one.choice.reasoning_tokens
-        self._writer.blocks = blocks_of(one.events)
+        self._writer.blocks = response_format.blocks_of(one.events)
         self._status = _status(one.finish_reason, one.stop_reason)
         return self._complete(usage)
 
@@ -136,7 +142,7 @@ class _ResponsesFormat(AnswerFormat):
         failed.error = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=failed)
 
-    def _complete(self, usage: Usage) -> ResponseAnswer:
+    def _complete(self, usage: Usage) -> schemas.ResponseAnswer:
         answer = self._answer(self._status, self._output())
         if self._status == "incomplete":
             answer.incomplete_details = {"reason": "max_output_tokens"}
@@ -159,10 +165,10 @@ class _ResponsesFormat(AnswerFormat):
             items[-1]["status"] = "incomplete"
         return items
 
-    def _answer(self, status: str, output: list[dict[str, Any]]) -> ResponseAnswer:
+    def _answer(self, status: str, output: list[dict[str, Any]]) -> schemas.ResponseAnswer:
         body = self._body
         plain = msgspec.to_builtins
-        return ResponseAnswer(
+        return schemas.ResponseAnswer(
             id=self._id,
             created_at=self._created,
             status=status,
@@ -184,11 +190,13 @@ class _ResponsesFormat(AnswerFormat):
             warnings=self.job.warned,
         )
 
-    def _item(self, block: AnswerBlock, status: str = "completed", begun: bool = False) -> dict[str, Any]:
+    def _item(
+        self, block: response_format.AnswerBlock, status: str = "completed", begun: bool = False
+    ) -> dict[str, Any]:
         """Return a block as an item: with all that it holds, or as it begins."""
         if block.index not in self._items:
             item_id = f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}"
-            self._items[block.index] = item_id, new_call_id(self.job.bare_ids)
+            self._items[block.index] = item_id, response_format.new_call_id(self.job.bare_ids)
         item_id, call_id = self._items[block.index]
         text = "" if begun else block.text
         if block.kind == "call":
@@ -200,7 +208,7 @@ class _ResponsesFormat(AnswerFormat):
         content = [] if begun else [_part(text)]
         return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": content}
 
-    def _spelled(self, step: BlockStep) -> bytes:
+    def _spelled(self, step: response_format.BlockStep) -> bytes:
         block = step.block
         if step.kind == "opened":
             item = self._item(block, "in_progress", begun=True)
@@ -222,15 +230,14 @@ class _ResponsesFormat(AnswerFormat):
         item = self._item(block, status)
         return told + self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _delta(self, block: AnswerBlock, text: str) -> bytes:
+    def _delta(self, block: response_format.AnswerBlock, text: str) -> bytes:
         kind, fields = _DELTAS[block.kind]
         number, self._number = self._number, self._number + 1
         event = b'event: %b\ndata: {"type":"%b","sequence_number":%d,"item_id":"%b","output_index":%d%b,"delta":%b}\n\n'
         item_id = self._items[block.index][0].encode()
-        return event % (kind, kind, number, item_id, block.index, fields, json_text(text))
+        return event % (kind, kind, number, item_id, block.index, fields, response_format.json_text(text))
 
-    def _in_item(self, kind: str, block: AnswerBlock, **fields: Any) -> bytes:
-        """Return an event about a part of an item."""
+    def _in_item(self, kind: str, block: response_format.AnswerBlock, **fields: Any) -> bytes:
         return self._event(kind, item_id=self._items[block.index][0], output_index=block.index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -257,3 +264,138 @@ def _given(value: msgspec.Struct) -> dict[str, Any]:
         for name, field in fields
         if field is not None
     }
+
+
+def earlier_messages(body: schemas.ResponsesRequest, store: ResponseStore, owner: str) -> tuple[Message, ...]:
+    """Return the conversation that a request goes on from. Raises `ApiError` (400, 404)."""
+    if not store.capacity:
+        for field, given in (("store", body.store), ("previous_response_id", body.previous_response_id)):
+            if given:
+                raise unsupported(
+                    f"{field} is not supported: this server keeps no answers; send the whole conversation as input, or "
+                    "start the server with --response-store",
+                    field,
+                )
+    if not body.previous_response_id:
+        return ()
+    found = store.get(owner, body.previous_response_id)
+    if found is None:
+        message = f"previous_response_id names {body.previous_response_id[:80]!r}, which is not kept (any more)"
+        raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
+    return found.messages
+
+
+def as_chat(body: schemas.ResponsesRequest, earlier: Sequence[Message]) -> ChatRequest:
+    """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
+    _check(body)
+    messages = [*earlier, *_messages(body.input)]
+    instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
+    return ChatRequest(
+        model=body.model,
+        messages=[*instructions, *messages],
+        stream=body.stream,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        tools=_tools(body),
+        tool_choice=_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        user=body.user,
+        chat_template_kwargs=body.chat_template_kwargs,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+    )
+
+
+def demanded_form(body: schemas.ResponsesRequest) -> FormAsked | None:
+    """Return the form that the answer has to have, None for any text."""
+    form = None if body.text is None else body.text.format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return FormAsked("text.format", SchemaForm(schema={"type": "object"}))
+    schema = required(form.schema, "text.format.schema")
+    return FormAsked("text.format.schema", SchemaForm(schema=schema, is_strict=form.strict is not False))
+
+
+def _check(body: schemas.ResponsesRequest) -> None:
+    if body.truncation not in (None, "disabled"):
+        raise _unsupported("truncation", "conversations are never cut; shorten the input")
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        raise _unsupported("text.verbosity", "verbosity cannot be chosen")
+    for wanted in body.include or ():
+        if wanted != "reasoning.encrypted_content":
+            raise _unsupported("include", f"{wanted[:80]!r} cannot be included")
+
+
+def _messages(given: str | list[schemas.InputItem]) -> list[Message]:
+    """Return the chat's messages. Calls, and the reasoning before an answer, belong to one message of the assistant."""
+    if isinstance(given, str):
+        return [Message(role="user", content=given)]
+    messages: list[Message] = []
+    thought: str | None = None
+    for index, item in enumerate(given):
+        place = f"input[{index}]"
+        if item.type in (None, "message"):
+            role = required(item.role, f"{place}.role")
+            require_role(role, f"{place}.role")
+            messages.append(Message(role=role, content=_text(item.content, f"{place}.content")))
+            if role == "assistant" and thought is not None:
+                messages[-1].reasoning_content, thought = thought, None
+        elif item.type == "reasoning":
+            thought = _text(item.content, f"{place}.content") or _text(item.summary, f"{place}.summary") or None
+        elif item.type == "function_call":
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message(role="assistant", content="", reasoning_content=thought))
+                thought = None
+            name, arguments = required(item.name, f"{place}.name"), required(item.arguments, f"{place}.arguments")
+            function = {"name": name, "arguments": arguments}
+            call = {"id": required(item.call_id, f"{place}.call_id"), "type": "function", "function": function}
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+        elif item.type == "function_call_output":
+            answered = required(item.call_id, f"{place}.call_id")
+            messages.append(Message(role="tool", tool_call_id=answered, content=_text(item.output, f"{place}.output")))
+        else:
+            raise unsupported(
+                f"{place}.type is {item.type[:40]!r}; served are message, reasoning, function_call and "
+                "function_call_output",
+                f"{place}.type",
+            )
+    return messages
+
+
+def _text(content: str | list[schemas.InputPart] | None, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = [part.refusal if part.type == "refusal" else part.text for part in content or ()]
+    for index, part in enumerate(content or ()):
+        if part.type not in _TEXTS or texts[index] is None:
+            raise unsupported(
+                f"{place}[{index}].type is {part.type[:40]!r}; only text is read here", f"{place}[{index}].type"
+            )
+    return "\n".join(text or "" for text in texts)
+
+
+def _tools(body: schemas.ResponsesRequest) -> list[Tool] | None:
+    tools = []
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type != "function":
+            message = f"tools[{index}].type is {tool.type[:40]!r}; served are functions, which the client calls"
+            raise unsupported(message, f"tools[{index}].type")
+        name = required(tool.name, f"tools[{index}].name")
+        tools.append(function_tool(name, tool.description, tool.parameters, tool.strict))
+    return tools or None
+
+
+def _choice(body: schemas.ResponsesRequest) -> ToolChoice | None:
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.type != "function":
+        raise _unsupported("tool_choice.type", "served are none, auto, required and a function")
+    return named_choice(required(choice.name, "tool_choice.name"))
+
+
+def _unsupported(field: str, reason: str) -> ApiError:
+    return unsupported(f"{field} is not supported: {reason}", field)

@@ -22,19 +22,13 @@ MAX_LISTED: Final = 1024
 _MAX_IDS: Final = 256
 _MAX_WORD: Final = 64
 _MAX_ALLOWED: Final = 2**20
-_MAX_TEMPLATE_CHARS: Final = 65_536
 
 
 class ApiLimits(NamedTuple):
-    """What requests of one API may hold, each with its reference; `docs/serve/apis.md` has the same table.
-
-    Where a reference states none, or vLLM is more lenient, so is this server.
-    """
+    """What requests of one API may hold, each with its reference; `docs/serve/apis.md` has the same table."""
 
     tool_name: int
-    """Characters of a tool's name."""
     messages: int
-    """Messages or items of a conversation."""
 
 
 CHAT: Final = ApiLimits(tool_name=64, messages=4096)
@@ -226,7 +220,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 Messages = Annotated[list[Message], Meta(max_length=CHAT.messages)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=_MAX_IDS)]
-ChatTemplateSource = Annotated[str, Meta(max_length=_MAX_TEMPLATE_CHARS)]
+ChatTemplateSource = Annotated[str, Meta(max_length=65_536)]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -20,8 +21,7 @@ from fd_core.http.spans import RequestSpan, RequestSpans, span_name
 from fd_core.server.preprocess.jobs import Job
 from fd_core.server.preprocess.sampling import choice_seed
 from fd_core.server.schemas.responses import PromptTokensDetails, Usage
-from fd_core.server.state.metrics import TokenTimes
-from fd_core.server.state.state import ServerState
+from fd_core.server.state import ServerState, TokenTimes
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, Thought
@@ -55,18 +55,20 @@ class TextChunk(NamedTuple):
     events: Sequence[Event] = ()
 
 
+@dataclass(slots=True)
 class ScoredPrompt:
     """Log-probabilities of a prompt, computed with its first choice and shown with each."""
 
-    def __init__(self) -> None:
-        self.rows: tuple[TokenLogprobs, ...] | None = None
-        """Of the prompt's tokens but the first."""
-        self.complete = asyncio.Event()
-        """Set once nothing more is to come."""
+    rows: tuple[TokenLogprobs, ...] | None = None
+    """Of the prompt's tokens but the first."""
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once nothing more is to come."""
 
 
 class AnswerReader:
     """What the text of one choice means: content, reasoning and calls."""
+
+    __slots__ = ("_parser", "_reading", "called", "reasoning_tokens")
 
     def __init__(self, reading: AnswerReading, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._reading = reading
@@ -95,6 +97,25 @@ class AnswerReader:
 
 class ChoiceStream:
     """One text that is being generated."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_job",
+        "_metrics",
+        "_silent_ends",
+        "answer",
+        "cached_tokens",
+        "deltas",
+        "finished",
+        "index",
+        "phases",
+        "prefill",
+        "prompt_index",
+        "scores",
+        "spec",
+        "times",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -233,6 +254,8 @@ class ChoiceStream:
 
 class Generation:
     """The engine requests of an HTTP request from entry to exit; entry raises `ApiError` (503, 429)."""
+
+    __slots__ = ("_engine_ids", "_job", "_span", "_state", "choices", "used")
 
     def __init__(self, state: ServerState, job: Job) -> None:
         self._state = state

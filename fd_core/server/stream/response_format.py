@@ -1,4 +1,8 @@
-"""How one API family spells its responses: bytes of events for streams, values for whole responses."""
+"""How API families spell their responses, bytes of events or whole values, and the ASGI response that sends them.
+
+The Responses and the Messages API show an answer as blocks: runs of reasoning, of content, or one tool call, each
+opened, filled and closed in turn.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,27 @@ import abc
 import asyncio
 import json
 import re
+import secrets
+import string
 import time
-from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from fd_core.http.errors import ApiError
+from fd_core.disagg.ticket import OUTCOME_HEADER
+from fd_core.http.access.record import USAGE_HEADER, usage_comment
+from fd_core.http.errors import ApiError, to_api_error
 from fd_core.server.preprocess.jobs import Job
-from fd_core.server.schemas.responses import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprob,
-    TokenLogprob,
-    TopLogprob,
-    Usage,
-)
-from fd_core.server.stream.generation import ChoiceStream, TextChunk
+from fd_core.server.schemas import responses
+from fd_core.server.state import ServerState
+from fd_core.server.stream.generation import ChoiceStream, Generation, TextChunk
 from fd_core.text.detokenizer import IncrementalDetokenizer
-from fd_core.text.parsing.events import Event
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
@@ -36,21 +42,30 @@ _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 """Legal inside JSON, but some clients split the lines of a stream at them."""
 _FLOOR: Final = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
+_STREAM_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+_USAGE_HEADER: Final = USAGE_HEADER.lower().encode()
+_LONG_BYTES: Final = 8192
+"""What a shorter body asks for is read before anybody could leave."""
+BlockKind = Literal["reasoning", "content", "call"]
 
 
+@dataclass(slots=True)
 class CollectedText:
     """All chunks of one choice."""
 
-    def __init__(self, choice: ChoiceStream) -> None:
-        self.choice = choice
-        self.texts: list[str] = []
-        self.events: list[Event] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.scores: msgspec.Raw | None = None
-        """The log-probabilities as the API shapes them; None where none are shown."""
-        self.finish_reason = ""
-        self.stop_reason: str | int | None = None
+    choice: ChoiceStream
+    texts: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: msgspec.Raw | None = None
+    """The log-probabilities as the API shapes them; None where none are shown."""
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
 
     def add(self, chunk: TextChunk) -> None:
         """Take the next chunk."""
@@ -79,19 +94,19 @@ class AnswerFormat(abc.ABC):
         """Spell what is told of a choice's tokens, in slices, before the `whole` answer."""
 
     @abc.abstractmethod
-    def first(self, choice: ChoiceStream, usage: Usage | None) -> bytes:
+    def first(self, choice: ChoiceStream, usage: responses.Usage | None) -> bytes:
         """Return the events before a choice's first chunk; `usage` is the one so far, if every event tells it."""
 
     @abc.abstractmethod
-    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None) -> bytes:
         """Return the events for a chunk; `usage` as in `first`."""
 
     @abc.abstractmethod
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: responses.Usage) -> bytes:
         """Return the events that end a stream."""
 
     @abc.abstractmethod
-    def whole(self, collected: list[CollectedText], usage: Usage) -> Any:
+    def whole(self, collected: list[CollectedText], usage: responses.Usage) -> Any:
         """Return the answer to a request that did not ask for a stream, as a value that encodes to JSON."""
 
     def broken(self, error: ApiError) -> bytes:
@@ -100,10 +115,7 @@ class AnswerFormat(abc.ABC):
 
 
 class ResponseFormat(AnswerFormat):
-    """Spells the response to one request in the shapes of completions and chats.
-
-    A stream's event is glued from bytes prepared once and the encoded text: nothing is built for each token.
-    """
+    """Spells completions and chats; events are glued from prepared bytes and the text, no objects per token."""
 
     answer: ClassVar[type[msgspec.Struct]]
     id_prefix: ClassVar[str]
@@ -138,13 +150,13 @@ class ResponseFormat(AnswerFormat):
     def choice(self, collected: CollectedText) -> msgspec.Struct:
         """Return one choice of the whole answer."""
 
-    def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
+    def whole(self, collected: list[CollectedText], usage: responses.Usage) -> msgspec.Struct:
         """Return the answer to a request that did not ask for a stream."""
         return self.answer(
             **self._facts, choices=[self.choice(each) for each in collected], usage=usage, warnings=self.job.warned
         )
 
-    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None) -> bytes:
+    def event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None) -> bytes:
         """Return the events for a chunk."""
         text = chunk.text
         head = self._heads.get(choice.index) or self.head_of(choice.index)
@@ -158,7 +170,7 @@ class ResponseFormat(AnswerFormat):
         head = self._heads[index] = self.head + b'{"index":%d' % index + self.opening
         return head
 
-    def full_event(self, choice: ChoiceStream, chunk: TextChunk, usage: Usage | None, begun: bytes) -> bytes:
+    def full_event(self, choice: ChoiceStream, chunk: TextChunk, usage: responses.Usage | None, begun: bytes) -> bytes:
         """Return the event that ends what a chunk adds; `begun` is its JSON up to the end of the text."""
         job = self.job
         scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
@@ -170,7 +182,9 @@ class ResponseFormat(AnswerFormat):
             parts += b',"token_ids":', _encode(chunk.token_ids)
         return b"".join([*parts, b"}", self.end if usage is None else end_with(usage)])
 
-    def lead(self, choice: ChoiceStream, usage: Usage | None, content: bytes, scores: bytes = b"null") -> bytes:
+    def lead(
+        self, choice: ChoiceStream, usage: responses.Usage | None, content: bytes, scores: bytes = b"null"
+    ) -> bytes:
         """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
         job = self.job
         ids = b',"prompt_token_ids":' + _encode(job.prompts[choice.prompt_index]) if job.token_ids else b""
@@ -181,7 +195,7 @@ class ResponseFormat(AnswerFormat):
             return event + end_of_event
         return event + b'],"warnings":' + _encode(job.warnings) + end_of_event.removeprefix(b"]")
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: responses.Usage) -> bytes:
         """Return the usage, if it is asked for, and the end."""
         told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
         return told + _DONE
@@ -229,7 +243,7 @@ class ResponseFormat(AnswerFormat):
         return fields
 
 
-def end_with(usage: Usage) -> bytes:
+def end_with(usage: responses.Usage) -> bytes:
     """Return JSON behind the choices of an event that tells the usage so far."""
     return b'],"usage":' + _encode(usage) + b"}\n\n"
 
@@ -248,18 +262,20 @@ def json_text(text: str) -> bytes:
 
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int, as_ids: bool = False
-) -> ChatLogprobs:
+) -> responses.ChatLogprobs:
     """Return the chat shape for tokens with the `top` most likely of each; `as_ids` names tokens by their ids."""
     content = []
     for token_id, row in zip(ids, rows, strict=True):
         likely = [_top(tokenizer, *pair, as_ids) for pair in zip(row.top_ids[:top], row.top[:top], strict=True)]
         own = _top(tokenizer, token_id, row.logprob, as_ids)
-        content.append(TokenLogprob(own.token, own.logprob, own.bytes, likely))
-    return ChatLogprobs(content)
+        content.append(responses.TokenLogprob(own.token, own.logprob, own.bytes, likely))
+    return responses.ChatLogprobs(content)
 
 
 class EncodedLists:
     """An object of lists as JSON, made of parts with the same fields, so that none of them is large."""
+
+    __slots__ = ("_others", "_pieces")
 
     def __init__(self, begun: EncodedLists | None = None) -> None:
         """Begin with the lists of another."""
@@ -289,15 +305,15 @@ class EncodedLists:
 
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int
-) -> list[dict[int, PromptLogprob]]:
+) -> list[dict[int, responses.PromptLogprob]]:
     """Return what is told of tokens of a prompt: for each of them itself and the `top` most likely there."""
-    answer: list[dict[int, PromptLogprob]] = []
+    answer: list[dict[int, responses.PromptLogprob]] = []
     for token_id, row in zip(ids, rows, strict=True):
         ranks = dict(zip(row.top_ids[:top], range(1, top + 1), strict=False)) | {token_id: row.rank}
         likely = dict(zip(row.top_ids[:top], row.top[:top], strict=True)) | {token_id: row.logprob}
         answer.append(
             {
-                each: PromptLogprob(_finite(value), ranks[each], tokenizer.token_text(each))
+                each: responses.PromptLogprob(_finite(value), ranks[each], tokenizer.token_text(each))
                 for each, value in likely.items()
             }
         )
@@ -307,6 +323,8 @@ def prompt_logprobs(
 class CompletionLogprobsBuilder:
     """Makes the completions shape for one choice, chunk by chunk; it knows where in the text each token begins."""
 
+    __slots__ = ("_as_ids", "_offset", "_text", "_tokenizer", "_top")
+
     def __init__(self, tokenizer: Tokenizer, top: int, offset: int, skip_special: bool, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
@@ -314,9 +332,9 @@ class CompletionLogprobsBuilder:
         self._offset = offset
         self._text = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
 
-    def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
+    def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> responses.CompletionLogprobs:
         """Return the shape for the next tokens; a token without log-probabilities, as a text's first, has null."""
-        answer = CompletionLogprobs([], [], [], [])
+        answer = responses.CompletionLogprobs([], [], [], [])
         for token_id, row in zip(ids, rows, strict=True):
             name = self._name(token_id)
             answer.text_offset.append(self._offset)
@@ -334,10 +352,10 @@ class CompletionLogprobsBuilder:
         return f"token_id:{token_id}" if self._as_ids else _name(self._tokenizer, token_id)
 
 
-def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> TopLogprob:
+def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> responses.TopLogprob:
     spoken = tokenizer.token_bytes(token_id)
     name = f"token_id:{token_id}" if as_ids else spoken.decode("utf-8", "replace")
-    return TopLogprob(name, _finite(logprob), list(spoken))
+    return responses.TopLogprob(name, _finite(logprob), list(spoken))
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:
@@ -351,3 +369,257 @@ def _name(tokenizer: Tokenizer, token_id: int) -> str:
 
 def _finite(logprob: float) -> float:
     return logprob if logprob > _FLOOR else _FLOOR
+
+
+class GenerationResponse(Response):
+    """Generates and answers. The engine's work begins and ends within `__call__`, so nothing can be left behind.
+
+    The status goes out with the first token: whatever fails before is answered with a proper HTTP status and may be
+    tried again elsewhere. Later failures become an `error` event, and no `[DONE]` follows.
+    """
+
+    def __init__(
+        self, state: ServerState, response_format: AnswerFormat, stream: bool, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(headers=headers)
+        self._state = state
+        self._format = response_format
+        self._stream = stream
+        self._extra = dict(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate, and send the answer unless the client left."""
+        if not self._stream:
+            await self._send_whole(scope, receive, send)
+            return
+        response_format, job = self._format, self._format.job
+        headers = {**_STREAM_HEADERS, **self._extra}
+        started, sending, preparing = False, asyncio.Lock(), asyncio.Lock()
+
+        async def emit(data: bytes, *, last: bool = False) -> None:
+            """Send whole events, the head of the answer before the first; waits while the client reads too slowly."""
+            nonlocal started
+            async with sending:
+                if not started:
+                    started = True
+                    head = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+                    await send({"type": "http.response.start", "status": 200, "headers": head})
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+        async def follow(choice: ChoiceStream) -> None:
+            usage: responses.Usage | None = None
+            begun = False
+            while (chunk := await choice.next()) is not None:
+                if job.usage_in_events:
+                    usage = generation.usage()
+                lead = b""
+                if not begun:
+                    begun = True
+                    if choice.prefill is not None:  # tells a router what became of the prefill that it wanted elsewhere
+                        headers[OUTCOME_HEADER] = choice.prefill
+                    if choice.scores is not None:
+                        async with preparing:  # choices of one prompt share what is told of it
+                            await response_format.prepare(choice)
+                    lead = response_format.first(choice, usage)
+                await emit(lead + response_format.event(choice, chunk, usage))
+
+        try:
+            async with UntilDisconnect(receive) as client, Generation(self._state, job) as generation:
+                await generation.each(follow)
+        except Exception as error:  # the stream's outer edge: whatever happened, the client is told
+            if not started:
+                raise
+            await emit(response_format.broken(to_api_error(error)), last=True)
+            return
+        if client.gone:
+            return
+        usage = generation.used
+        told = b""
+        if _USAGE_HEADER in dict(scope["headers"]):  # a router asks what the answer took
+            told = usage_comment(usage.prompt_tokens, usage.completion_tokens)
+        await emit(told + response_format.last(usage), last=True)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        collected: list[CollectedText] = []
+
+        async def collect(choice: ChoiceStream) -> None:
+            chunks = CollectedText(choice)
+            collected.append(chunks)
+            while (chunk := await choice.next()) is not None:
+                chunks.add(chunk)
+
+        async with UntilDisconnect(receive) as client, Generation(self._state, self._format.job) as generation:
+            await generation.each(collect)
+        if client.gone:
+            return
+        collected.sort(key=lambda each: each.choice.index)
+        for each in collected:
+            await self._format.prepare(each.choice)
+            await self._format.score(each)
+        body = msgspec.json.encode(self._format.whole(collected, generation.used))
+        if len(body) > 1 << 20:
+            await asyncio.sleep(0)  # sending copies it once more
+        prefill = collected[0].choice.prefill
+        headers = self._extra if prefill is None else {**self._extra, OUTCOME_HEADER: prefill}
+        await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
+
+
+T = TypeVar("T")
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Return what comes of `work`, begun after the body; cancelled, with `ApiError` (499), if the client leaves."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and len(length) <= len(str(_LONG_BYTES)) and int(length) <= _LONG_BYTES:
+        return await work
+    async with UntilDisconnect(request.receive):
+        return await work
+    raise ApiError(499, "the client went away", code="client_gone")
+
+
+class UntilDisconnect:
+    """Runs a block until it ends or the client disconnects; then `gone` is true and the block was cancelled.
+
+    Works as `asyncio.timeout` does: the task is cancelled once, and the cancellation ends with the block unless
+    somebody else cancelled the task as well. The body of the request must have been read before. Leave the block
+    before the last part of the answer is sent: servers report the end of an answer as a disconnect too.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._fired = self.gone = False
+
+    async def __aenter__(self) -> UntilDisconnect:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a disconnect can be watched for from within a task only")
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._watch = asyncio.create_task(self._wait())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._watch.cancel()
+        if not self._fired:
+            return False
+        if self._task.uncancel() > self._cancelling:
+            return False
+        self.gone = True
+        return kind is not None and issubclass(kind, asyncio.CancelledError)
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._fired = True
+        self._task.cancel()
+
+
+@dataclass(slots=True)
+class AnswerBlock:
+    """One block, as far as it came."""
+
+    index: int
+    kind: BlockKind
+    name: str = ""
+    """Of the tool that a call is for."""
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Content, reasoning, or the JSON of a call's arguments."""
+        return "".join(self.texts)
+
+
+class BlockStep(NamedTuple):
+    """A block begins, grows by a text, or is as complete as it gets."""
+
+    kind: Literal["opened", "added", "closed"]
+    block: AnswerBlock
+    text: str = ""
+
+
+@dataclass(slots=True)
+class BlockWriter:
+    """Turns events into steps."""
+
+    blocks: list[AnswerBlock] = field(default_factory=list)
+    _open: AnswerBlock | None = None
+
+    def write(self, events: Iterable[Event]) -> Iterator[BlockStep]:
+        """Yield what the next events do."""
+        for event in events:
+            if isinstance(event, CallBegun):
+                yield from self._begin("call", event.name)
+            elif isinstance(event, CallEnded):
+                yield from self.close()
+            else:
+                kind: BlockKind = "reasoning" if isinstance(event, Thought) else "content"
+                kind = "call" if isinstance(event, ArgumentsDelta) else kind
+                if self._open is None or self._open.kind != kind:
+                    yield from self._begin(kind)
+                block = self.blocks[-1]
+                block.texts.append(event.text)
+                yield BlockStep("added", block, event.text)
+
+    def close(self) -> Iterator[BlockStep]:
+        """Close the block that is open, if one is."""
+        if self._open is not None:
+            yield BlockStep("closed", self._open)
+            self._open = None
+
+    def _begin(self, kind: BlockKind, name: str = "") -> Iterator[BlockStep]:
+        yield from self.close()
+        self._open = AnswerBlock(len(self.blocks), kind, name)
+        self.blocks.append(self._open)
+        yield BlockStep("opened", self._open)
+
+
+def blocks_of(events: Iterable[Event]) -> list[AnswerBlock]:
+    """Return the blocks of a whole answer."""
+    writer = BlockWriter()
+    for _ in writer.write(events):
+        pass
+    return writer.blocks
+
+
+def new_call_id(bare: bool) -> str:
+    """Return an id for a call; a bare one has nine letters and digits, which some templates demand."""
+    if bare:
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"
+
+
+def deltas(events: Iterable[Event], bare_ids: bool) -> list[bytes]:
+    """Return the JSON of the deltas that the events are; those that end a call are none."""
+    said = []
+    for event in events:
+        if isinstance(event, Content):
+            said.append(b'{"content":%b}' % json_text(event.text))
+        elif isinstance(event, Thought):
+            text = json_text(event.text)
+            said.append(b'{"reasoning_content":%b,"reasoning":%b}' % (text, text))
+        elif isinstance(event, CallBegun):
+            begun = b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}]}'
+            said.append(begun % (event.index, json_text(new_call_id(bare_ids)), json_text(event.name)))
+        elif isinstance(event, ArgumentsDelta):
+            more = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}'
+            said.append(more % (event.index, json_text(event.text)))
+    return said
+
+
+def message_of(events: Iterable[Event], bare_ids: bool) -> responses.ChatMessage:
+    """Return the message that the events of an answer are."""
+    blocks = blocks_of(events)
+    content = "".join(block.text for block in blocks if block.kind == "content")
+    thought = "".join(block.text for block in blocks if block.kind == "reasoning") or msgspec.UNSET
+    calls = [
+        responses.ToolCall(id=new_call_id(bare_ids), function=responses.FunctionCall(block.name, block.text))
+        for block in blocks
+        if block.kind == "call"
+    ]
+    return responses.ChatMessage(
+        content=content or (None if any(block.kind != "content" for block in blocks) else ""),
+        reasoning_content=thought,
+        reasoning=thought,
+        tool_calls=calls or msgspec.UNSET,
+    )

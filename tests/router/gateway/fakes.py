@@ -18,7 +18,7 @@ from aiohttp import web
 from yarl import URL
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, OUTCOME_HEADER, ROLE_HEADER, TICKET_HEADER, read_ticket
-from fd_core.http.access.tenants import TENANT_HEADER, read_tenant
+from fd_core.http.access.record import TENANT_HEADER, read_tenant
 from fd_core.http.connections.listening import bind_socket
 from fd_core.http.spans import RequestSpans
 from fd_core.plugins import ROUTER_POLICY, installed_plugins

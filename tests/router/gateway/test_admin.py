@@ -14,7 +14,7 @@ from aiohttp import web
 
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
-from fd_core.server.state.registration import registration_of
+from fd_core.server.serve import registration_of
 from tests.router.gateway.fakes import FakeWorker, Live, events, eventually, in_loop, routed
 
 SECRET = "a secret of the cluster"
@@ -114,7 +114,7 @@ async def test_a_server_keeps_itself_registered_and_leaves() -> None:
 
 @in_loop
 async def test_a_server_whose_engine_was_started_again_registers_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fd_core.server.state.registration._AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr("fd_core.server.serve._AGAIN_SECONDS", 0.02)
     async with FakeWorker(role="decode") as worker, routed(router_secret=SECRET) as live:
         config = ServerConfig(router=live.admin, router_secret=SECRET)
         registration = registration_of(config, worker.url, lambda: worker.instance, "decode")

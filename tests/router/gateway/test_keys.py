@@ -14,7 +14,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from fd_core.http.access.keys import ApiKey
-from fd_core.http.access.usage import USAGE_HEADER
+from fd_core.http.access.record import USAGE_HEADER
 from tests.router.gateway.fakes import ABORT, CHAT, COMPLETIONS, FakeWorker, Live, eventually, in_loop, routed, turn
 from tests.server.test_key_limits import key_file
 

@@ -11,7 +11,7 @@ from fd_core.cli.settings.flags import GATEWAY_FLAGS, ROUTER_FLAGS
 from fd_core.cli.settings.settings import merge_route
 from fd_core.errors import ConfigError
 from fd_core.router.config import GatewayConfig, RouterConfig
-from fd_core.router.gateway.requests.answers import ticket_key
+from fd_core.router.gateway.requests.forwarding import ticket_key
 from fd_core.router.workers import ROLES
 from fd_core.text.prompt_reader import find_text
 

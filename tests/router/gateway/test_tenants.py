@@ -15,7 +15,7 @@ import pytest
 
 from fd_core.http.access.control import ROUTES
 from fd_core.http.access.keys import ApiKey
-from fd_core.http.access.tenants import TENANT_HEADER, Tenant, sign_tenant
+from fd_core.http.access.record import TENANT_HEADER, Tenant, sign_tenant
 from tests.router.gateway.fakes import routed
 from tests.server.fakes import LiveServer, live
 from tests.server.stream.test_disconnect import eventually

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.http.access.key_file import read_key_file, warn_if_others_read
-from fd_core.http.access.keys import ApiKey, KeyLimits
+from fd_core.http.access.keys import ApiKey, KeyLimits, read_key_file, warn_if_others_read
 
 DIGEST = hashlib.sha256(b"sk-bob").hexdigest()
 TOML = f"""

@@ -6,6 +6,7 @@ import hashlib
 
 import pytest
 
+from fd_core.config import ListenConfig
 from fd_core.http.access.control import AccessControl
 from fd_core.http.access.keys import ApiKey, KeyRing
 from fd_core.http.errors import ApiError
@@ -16,7 +17,7 @@ BASIC = b"Basic bm9ib2R5OmE="  # nobody:a
 def test_without_keys_everybody_may_ask() -> None:
     assert AccessControl().identify("GET", "/v1/models", None, None) is None
     with pytest.raises(ApiError):
-        AccessControl(("k",)).identify("GET", "/v1/models", None, None)
+        AccessControl(ListenConfig(api_keys=("k",))).identify("GET", "/v1/models", None, None)
 
 
 @pytest.mark.parametrize("sent", [(b"Bearer a", None), (b"bearer  a ", None), (None, b"a"), (b"Bearer x", b"a")])
@@ -36,7 +37,7 @@ def test_nothing_else_is_a_key(sent: tuple[bytes | None, bytes | None]) -> None:
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
 @pytest.mark.parametrize("path", ["/", "/status.json", "/v1/models"])
 def test_a_password_opens_protected_pages_and_nothing_that_acts(method: str, path: str) -> None:
-    access = AccessControl(("a",), protect_pages=True)
+    access = AccessControl(ListenConfig(api_keys=("a",), protect_pages=True))
     if path != "/v1/models" and method != "POST":
         assert access.identify(method, path, BASIC, None) == ApiKey.of("a")
     else:

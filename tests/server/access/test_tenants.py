@@ -7,8 +7,7 @@ import hashlib
 import pytest
 
 from fd_core.http.access.keys import ApiKey, KeyLimits
-from fd_core.http.access.record import RequestRecord
-from fd_core.http.access.tenants import TENANT_HEADER, Tenant, read_tenant, sign_tenant
+from fd_core.http.access.record import TENANT_HEADER, RequestRecord, Tenant, read_tenant, sign_tenant
 from tests.server.fakes import live
 
 SECRET = hashlib.sha256(b"worker").digest()

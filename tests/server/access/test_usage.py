@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.http.access.usage import USAGE_HEADER, UsageMeter, usage_comment
+from fd_core.http.access.record import USAGE_HEADER, UsageMeter, usage_comment
 from tests.server.fakes import LiveServer
 
 DONE = b"data: [DONE]\n\n"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.server.batches.lines import BatchLine, LineError, answered, failed
-from fd_core.server.batches.output import AnswerFile
+from fd_core.server.batches.lines import AnswerFile, BatchLine, LineError, answered, failed
 
 ONE = answered(BatchLine(1, "a"), 200, "r", b"{}")
 TWO = failed(BatchLine(2, "b"), LineError("x", "line 2: no"))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.server.batches import running
-from fd_core.server.batches.asgi import AsgiAnswer
 from fd_core.server.batches.lines import BatchAnswer, BatchLine, LineError
+from fd_core.server.batches.running import AsgiAnswer
 from tests.server.batches import virtual_time
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from fd_core.http.errors import ApiError
 from fd_core.http.supervision import Supervisor
-from fd_core.server.batches.asgi import OWNER
+from fd_core.server.batches.running import OWNER
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore, StoredBatch
 from tests.server.batches import virtual_time

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.server.preprocess import json_shape
+from fd_core.server.preprocess import body as reading
 
 TEXTS = st.text(st.sampled_from('ab",:{}[]\\\n\x00é'), max_size=8)
 VALUES = st.recursive(
@@ -19,14 +19,14 @@ VALUES = st.recursive(
 )
 
 
-def counted(value: Any) -> json_shape.JsonShape:
+def counted(value: Any) -> reading.JsonShape:
     if isinstance(value, list):
         inner, names = [counted(each) for each in value], 0
     elif isinstance(value, dict):
         inner, names = [counted(each) for each in value.values()], len(value)
     else:
-        return json_shape.JsonShape(0, 0, 0, 0)
-    return json_shape.JsonShape(
+        return reading.JsonShape(0, 0, 0, 0)
+    return reading.JsonShape(
         1 + sum(each.containers for each in inner),
         names + sum(each.names for each in inner),
         max(len(inner) - 1, 0) + sum(each.commas for each in inner),
@@ -38,12 +38,12 @@ def counted(value: Any) -> json_shape.JsonShape:
 def test_only_what_stands_outside_strings_counts(value: Any, cut: int, ascii_only: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_shape, "_SLICE", cut)
-        assert json_shape.shape_of(body) == counted(value)._replace(escapes=body.count(b"\\"))
+        patch.setattr(reading, "_SLICE", cut)
+        assert reading.shape_of(body) == counted(value)._replace(escapes=body.count(b"\\"))
 
 
 @given(st.binary(max_size=40), st.integers(1, 9))
 def test_what_is_no_json_is_counted_without_an_error(body: bytes, cut: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_shape, "_SLICE", cut)
-        assert min(json_shape.shape_of(body)) >= 0
+        patch.setattr(reading, "_SLICE", cut)
+        assert min(reading.shape_of(body)) >= 0

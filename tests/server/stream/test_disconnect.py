@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fd_core.server.stream.streaming import UntilDisconnect
+from fd_core.server.stream.response_format import UntilDisconnect
 from tests.server.fakes import FakeClient, LiveServer, live, samples
 
 PATH = "/v1/completions"

@@ -15,15 +15,21 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 import fd_core
+from fd_core import plugins
 from fd_core.cli.plugins.scaffold import Framework, PluginKind
-from fd_core.cli.plugins.scaffold.recipes import RECIPES, TITLES, ScaffoldRecipe
 from fd_core.errors import ConfigError
 from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP
-from fd_core.plugins import KNOWN_PLUGINS, Plugins
 
+TITLES: Final[Mapping[Framework, str]] = {
+    Framework.TORCH: "torch",
+    Framework.PADDLE: "Paddle",
+    Framework.ONNX: "ONNX Runtime",
+    Framework.NUMPY: "numpy",
+}
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 _LONGEST_NAME: Final = 40
 
@@ -38,24 +44,121 @@ _FILES: Final[Mapping[str, str]] = {
 """Files of every project to their templates; "" leaves a file empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewProject:
-    """A project that was written."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaffoldRecipe:
+    """One kind of project. Texts may hold the words of templates, such as `$name`."""
 
-    folder: Path
-    next: tuple[str, ...]
-    """The commands that lead on, for a shell in the working folder."""
+    kind: plugins.Kind[Any]
+    what: str
+    module: str
+    suffix: str
+    """Behind the name, the name of its class."""
+    files: Mapping[str, tuple[str, str]]
+    summary: str
+    about: str = ""
+    """How the README's first sentence goes on."""
+    prove: str = "pytest   # does it keep its contract?"
+    use: str = "fdcore serve smollm2 $flag $name"
+    guide: str
+
+
+RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
+    {
+        PluginKind.BACKEND: ScaffoldRecipe(
+            kind=plugins.BACKEND,
+            what="hardware backend",
+            module="backend",
+            suffix="Backend",
+            files={
+                "backend.py": (
+                    "backends/backend_$framework.py",
+                    "the device: whether it is here, its memory, its limits",
+                ),
+                "ops.py": ("backends/ops_$framework.py", "the operations: those of $title, and the device's own"),
+            },
+            summary="$name, driven by $title",
+            about=": models on $name, computed by $title.\nAs written it runs on the processor and says *emulated*",
+            prove="fdcore conformance $name   # does the backend behave as every other? --quick takes a minute",
+            guide="write-a-backend.md",
+        ),
+        PluginKind.SCHEDULER: ScaffoldRecipe(
+            kind=plugins.SCHEDULER,
+            what="scheduler",
+            module="scheduler",
+            suffix="Scheduler",
+            files={"scheduler.py": ("scheduler.py", "the scheduler: what each step computes")},
+            summary="requests enter and leave together",
+            prove="fdcore conformance --scheduler $name   # does it keep the law? --quick takes a minute",
+            guide="write-a-scheduler.md",
+        ),
+        PluginKind.POSTPROCESS: ScaffoldRecipe(
+            kind=plugins.POSTPROCESS,
+            what="postprocessor",
+            module="postprocess",
+            suffix="Postprocess",
+            files={"postprocess.py": ("postprocess.py", "the postprocessor: the token matrix of a step")},
+            summary="looks up what a row delivers",
+            prove="fdcore conformance --postprocess $name   # does it keep the law?",
+            guide="write-a-postprocessor.md",
+        ),
+        PluginKind.STORE: ScaffoldRecipe(
+            kind=plugins.STORE,
+            what="KV store",
+            module="store",
+            suffix="Store",
+            files={"store.py": ("store.py", "the store: named values outside the engine")},
+            summary="an SQLite file",
+            use="fdcore serve smollm2 --kv-store $name:kv.db",
+            guide="write-a-store.md",
+        ),
+        PluginKind.CONNECTOR: ScaffoldRecipe(
+            kind=plugins.CONNECTOR,
+            what="connector",
+            module="connector",
+            suffix="Connector",
+            files={"connector.py": ("connector.py", "the connector: how KV travels between two workers")},
+            summary="files in a folder that both workers see",
+            use="fdcore serve smollm2 --role decode --kv-connector $name",
+            guide="write-a-connector.md",
+        ),
+        PluginKind.ROUTER_POLICY: ScaffoldRecipe(
+            kind=plugins.ROUTER_POLICY,
+            what="router policy",
+            module="policy",
+            suffix="Policy",
+            files={"policy.py": ("router_policy.py", "the policy: which worker gets a request")},
+            summary="the most of the prompt held, among workers with few requests",
+            use="fdcore route --policy $name --worker http://127.0.0.1:8001",
+            guide="write-a-router-policy.md",
+        ),
+        PluginKind.TOOL_PARSER: ScaffoldRecipe(
+            kind=plugins.TOOL_PARSER,
+            what="tool parser",
+            module="parser",
+            suffix="Tools",
+            files={"parser.py": ("tool_parser.py", "the parser: which parts of an answer are calls")},
+            summary="calls on lines that begin with CALL",
+            prove="fdcore conformance --tool-parser $name   # does it keep the law?",
+            guide="write-a-parser.md",
+        ),
+        PluginKind.REASONING_PARSER: ScaffoldRecipe(
+            kind=plugins.REASONING_PARSER,
+            what="reasoning parser",
+            module="parser",
+            suffix="Reasoning",
+            files={"parser.py": ("reasoning_parser.py", "the parser: which part of an answer is reasoning")},
+            summary="from THINK: to ANSWER:",
+            prove="fdcore conformance --reasoning-parser $name   # does it keep the law?",
+            guide="write-a-parser.md",
+        ),
+    }
+)
 
 
 def write_project(
     name: str, kind: PluginKind, framework: Framework | None = None, folder: Path | None = None
-) -> NewProject:
-    """Write a project for the plugin `name`, by default into a new folder of that name in the working folder.
-
-    `framework` is for backends, numpy by default. A folder that is named may be there already, but none of the
-    project's files. Raises `ConfigError` if the name cannot be used, something is there already, or it cannot be
-    written.
-    """
+) -> tuple[Path, tuple[str, ...]]:
+    """Write a plugin's project, by default to a folder of that `name`; return the folder and the commands to go on."""
     recipe = RECIPES[kind]
     if framework is not None and kind is not PluginKind.BACKEND:
         raise ConfigError(f"a {recipe.kind.word} begins with no framework", field="--framework", hint="leave it out")
@@ -83,20 +186,19 @@ def write_project(
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}", field="--into") from error
     commands = (f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", f"fdcore plugins check {name}")
-    return NewProject(folder, (*commands, words["prove"].partition(" #")[0].rstrip()))
+    return folder, (*commands, words["prove"].partition(" #")[0].rstrip())
 
 
 def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
-    """Raise `ConfigError` for a name that cannot be a plugin, a package and a distribution, or that is taken."""
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         hint = f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip"
         raise ConfigError(f"{name!r} cannot be the name of a {recipe.kind.word}", field="NAME", hint=hint)
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name == "auto":
         raise ConfigError(f"{name!r} is a reserved word", field="NAME", hint="take another, such as mychip")
-    if name in Plugins.discover([]).offered(recipe.kind):
+    if name in plugins.Plugins.discover([]).offered(recipe.kind):
         raise ConfigError(f"{name} is a {recipe.kind.word} of fd_core itself", field="NAME", hint="take another name")
-    if name in KNOWN_PLUGINS:
-        raise ConfigError(f"{name} is the project's own plugin {KNOWN_PLUGINS[name]}", field="NAME")
+    if name in plugins.KNOWN_PLUGINS:
+        raise ConfigError(f"{name} is the project's own plugin {plugins.KNOWN_PLUGINS[name]}", field="NAME")
     package = f"fd_{name}"
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         giver = point.dist.name if point.dist else "an installed plugin"
@@ -106,7 +208,6 @@ def _check_name(name: str, recipe: ScaffoldRecipe) -> None:
 
 
 def _words(name: str, kind: PluginKind, framework: Framework) -> dict[str, str]:
-    """Return what the templates call by name."""
     recipe = RECIPES[kind]
     camel = "".join(word.capitalize() for word in name.split("_"))
     extra = f"[{framework}]" if kind is PluginKind.BACKEND and framework is not Framework.NUMPY else ""

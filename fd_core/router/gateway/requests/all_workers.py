@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 
 from fd_core.http.access.record import RequestRecord
 from fd_core.http.errors import unavailable
-from fd_core.router.gateway.requests.answers import json_response, to_client, to_worker
+from fd_core.router.gateway.requests.forwarding import json_response, to_client, to_worker
 from fd_core.router.gateway.requests.relaying import TROUBLE, read_up_to
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
@@ -35,10 +35,7 @@ _following: Final = msgspec.json.Decoder(_Following)
 async def keeper(
     state: GatewayState, request: web.BaseRequest, body: bytes, record: RequestRecord
 ) -> RouterWorker | None:
-    """Return the worker that keeps the response which a request names; None if it names none or no worker has it.
-
-    Workers are asked for the client: a worker shows a response to the key that made it.
-    """
+    """Return the worker that keeps the response a request names, asked with the client's key; None if there is none."""
     name = _named(request.path, body)
     if not name:
         return None
@@ -75,19 +72,13 @@ async def _keeps(state: GatewayState, worker: RouterWorker, name: str, headers: 
 
 
 ABORT_PATH: Final = "/v1/abort_requests"
-_MAX_BYTES: Final = 4 << 20
-_LOAD_TIMEOUT: Final = aiohttp.ClientTimeout(total=300)
 _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 
 
 async def abort(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
-    """Return the ids that the workers aborted, and the ids that no worker which answered has.
-
-    Workers know from the headers whose requests these may be. A refusal, such as of a key or of a body that is wrong,
-    is passed on if no worker answered otherwise. Raises `ApiError` (503) if no worker can be asked.
-    """
+    """Return the ids that the workers aborted and those that none has; a refusal if none answered otherwise."""
     told = await _ask_all(state, path, body, headers, record, _TIMEOUT)
     answers = []
     for each in told:
@@ -104,11 +95,8 @@ async def abort(
 async def change_adapters(
     state: GatewayState, path: str, body: bytes, headers: Mapping[str, str], record: RequestRecord
 ) -> web.Response:
-    """Load or unload an adapter on every worker; return the first refusal, or what a worker answered.
-
-    Raises `ApiError` (503) unless every worker answered: the request may be repeated.
-    """
-    told = await _ask_all(state, path, body, headers, record, _LOAD_TIMEOUT)
+    """Change adapters on every worker; return the first refusal, else an answer. `ApiError` (503) if one is silent."""
+    told = await _ask_all(state, path, body, headers, record, aiohttp.ClientTimeout(total=300))
     refused = [each for each in told if each.status != 200]
     return _refusal(refused) if refused or not told else told[0]
 
@@ -128,7 +116,7 @@ async def _ask_all(
             async with state.session.post(
                 worker.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
-                data = await read_up_to(answer.content, _MAX_BYTES)
+                data = await read_up_to(answer.content, 4 << 20)
                 kept: CIMultiDict[str] = to_client(answer.headers, {"X-Request-Id": record.request_id})
                 return web.Response(body=data, status=answer.status, headers=kept)
         except TROUBLE:

@@ -1,50 +1,39 @@
-"""One request: attempts on one worker after the other until one answers, then the answer."""
+"""One request: attempts on one worker after the other until one answers, then the answer, in terms of aiohttp."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final, get_args
 
 import aiohttp
+import msgspec
 from aiohttp import web
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from fd_core.disagg import keys
+from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER, sign_ticket
+from fd_core.errors import ConfigError
 from fd_core.http.access.control import limit_headers
-from fd_core.http.access.record import RequestRecord
-from fd_core.http.access.usage import UsageMeter
+from fd_core.http.access.record import TENANT_HEADER, USAGE_HEADER, RequestRecord, Tenant, UsageMeter, sign_tenant
 from fd_core.http.bodies import BodyShare
 from fd_core.http.draining import DRAINING_HEADER
-from fd_core.http.errors import unavailable
+from fd_core.http.errors import ApiError, unavailable
+from fd_core.http.headers import refuse_encoding
 from fd_core.http.spans import RequestSpan, span_name
 from fd_core.router.attempts import Attempts, is_refusal
-from fd_core.router.gateway.requests.answers import (
-    AUTO_HEADERS,
-    error_event,
-    error_response,
-    lost,
-    outcome_of,
-    refusal,
-    ticket_headers,
-    to_client,
-)
-from fd_core.router.gateway.requests.relaying import (
-    TROUBLE,
-    SilenceTimer,
-    UpstreamAnswer,
-    WorkerLost,
-    is_own_lack,
-    read_up_to,
-    was_stale,
-)
+from fd_core.router.config import GatewayConfig
+from fd_core.router.gateway.requests import relaying
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
+from fd_core.types import PrefillOutcome
 
 _NO_MODEL: Final = (b'"model_not_found"', b'"not_found_error"')
 """How workers say that they do not serve a model: as OpenAI's, and as Anthropic's clients read it."""
@@ -54,6 +43,137 @@ _ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 _ENDS: Final[Mapping[str | None, str]] = {"failed": "worker_failed", "declined": "worker_declined"}
 """Why the span of an attempt ends with an error, by verdict."""
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    """Return a value as JSON."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def error_response(error: ApiError, path: str) -> web.Response:
+    """Return an error as clients of the API at `path` expect it."""
+    body = error.body_at(path)
+    return web.Response(body=body, status=error.status, headers=error.headers, content_type="application/json")
+
+
+def error_event(error: ApiError, path: str) -> bytes:
+    """Return an error as the last event of a stream from `path`, which no `[DONE]` follows."""
+    return b"event: error\ndata: " + error.body_at(path) + b"\n\n"
+
+
+def refusal(answer: NoWorker) -> ApiError:
+    """Return the error for a client whose request got no worker."""
+    wait = answer.retry_after if answer.retry_after is not None else 1.0
+    seconds = max(1, math.ceil(wait))
+    if answer.status == 503:
+        return unavailable(answer.message, answer.reason, retry_after=seconds)
+    kind = "rate_limit_error" if answer.status == 429 else "server_error"
+    headers = {"Retry-After": str(seconds)} if answer.status == 429 or answer.retry_after is not None else {}
+    return ApiError(answer.status, answer.message, kind=kind, code=answer.reason, headers=headers)
+
+
+def lost() -> ApiError:
+    """Return the error for a client whose answer broke off: the client may repeat the request, the gateway must not."""
+    message = "the worker was lost while it answered; the answer is not complete, repeat the request"
+    return ApiError(502, message, kind="server_error", code="worker_lost")
+
+
+async def read_body(request: web.BaseRequest, share: BodyShare) -> bytes:
+    """Return the body. Raises `ApiError`: 415 if it is compressed, 400 if it breaks off, and beyond its share."""
+    refuse_encoding(request.headers.getall("Content-Encoding", []))
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+    parts: list[bytes] = []
+    try:
+        while part := await request.content.readany():
+            share.received(len(part))
+            parts.append(part)
+    except web.RequestPayloadError as error:
+        raise ApiError(400, "the body broke off or is not framed as announced", code="invalid_body") from error
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
+        *("trailer", "transfer-encoding", "upgrade"),
+    }
+)
+"""Headers that belong to one connection (RFC 9110, section 7.6.1)."""
+_ROUTERS_OWN: Final = frozenset(each.lower() for each in (TICKET_HEADER, OUTCOME_HEADER, USAGE_HEADER, TENANT_HEADER))
+"""Headers that only a router may send: a client could send a worker to an address of its choice, or act for another."""
+_REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
+_ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
+AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+"""Headers that the HTTP client library would add by itself."""
+
+
+def to_worker(
+    state: GatewayState, given: CIMultiDictProxy[str], record: RequestRecord, method: str, path: str
+) -> CIMultiDict[str]:
+    """Return headers for a worker: the client's key goes on unless it is the gateway's; then its signed tenant does."""
+    headers = _without(given, _REQUEST_ONLY)
+    headers["X-Request-Id"] = record.request_id
+    if record.key is not None:
+        tenant = Tenant.of(record.key)
+        headers[TENANT_HEADER] = sign_tenant(state.worker_secret, tenant, method, path, record.request_id)
+    if state.config.asks_for_keys:
+        headers.popall("Authorization", None)
+    if state.config.asks_for_keys or "Authorization" in state.own_headers:
+        headers.popall("X-Api-Key", None)
+    headers.update(state.own_headers)
+    return headers
+
+
+def to_client(given: CIMultiDictProxy[str], added: Mapping[str, str]) -> CIMultiDict[str]:
+    """Return the headers of the answer to the client, `added` in place of the worker's of the same names."""
+    headers = _without(given, _ANSWER_ONLY)
+    headers.update(added)
+    return headers
+
+
+def _without(given: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    connection = given.get("Connection")
+    if connection is not None:
+        dropped = dropped | {name.strip().lower() for name in connection.split(",")}
+    return CIMultiDict((name, value) for name, value in given.items() if name.lower() not in dropped)
+
+
+_NOT_TOLD: Final = "not_told"
+"""Outcome where the decode worker names none: it does not know tickets, or ignores them."""
+_OUTCOMES: Final = frozenset(get_args(PrefillOutcome))
+
+
+def ticket_key(config: GatewayConfig) -> bytes | None:
+    """Return the key of tickets, None without pairs. Raises `ConfigError` if a secret that is needed cannot be read."""
+    if not (config.prefill or config.transfer_secret_file or config.router_secret):
+        return None
+    try:
+        return keys.ticket_key(config.transfer_secret_file)
+    except ConfigError:
+        if config.prefill or config.transfer_secret_file:
+            raise
+        return None
+
+
+def ticket_headers(
+    state: GatewayState, selection: Selection, headers: CIMultiDict[str], request_id: str
+) -> CIMultiDict[str]:
+    """Return the headers of a request, which carries `request_id`; a ticket names the prefill side of a pair."""
+    if selection.kv_port is None or state.ticket_key is None:
+        return headers
+    host = URL(selection.prefill.url).raw_host or ""
+    peer = f"[{host}]:{selection.kv_port}" if ":" in host else f"{host}:{selection.kv_port}"
+    signed = CIMultiDict(headers)
+    signed[TICKET_HEADER] = sign_ticket(state.ticket_key, request_id, peer)
+    return signed
+
+
+def outcome_of(headers: Mapping[str, str]) -> str:
+    """Return what the prefill side of a pair did, from the headers of the decode worker's answer."""
+    outcome = headers.get(OUTCOME_HEADER, "")
+    return outcome if outcome in _OUTCOMES else _NOT_TOLD
 
 
 class _TryElsewhere(Exception):
@@ -127,7 +247,6 @@ class Exchange:
             self.meter.whole(b"")
 
     async def _attempt(self, selection: Selection) -> web.StreamResponse:
-        """Return the answer of one worker, asked under a span of its own where spans are made."""
         if self.span is None:
             return await self._ask(selection, self.headers)
         name, attributes = span_name(self.request.path, self.asked.model)
@@ -144,7 +263,6 @@ class Exchange:
                     span.end(error=_ENDS[verdict])
 
     async def _ask(self, selection: Selection, headers: CIMultiDict[str]) -> web.StreamResponse:
-        """Return the answer of one worker; `_TryElsewhere` if there is none."""
         worker = selection.decode
         response: aiohttp.ClientResponse | None = None
         try:
@@ -152,7 +270,7 @@ class Exchange:
                 async with self.state.timeouts.first_bytes(worker):
                     response = await self._send(selection, headers)
                     if DRAINING_HEADER in response.headers:
-                        self.state.router.leaving(worker)
+                        self.state.router.registry.leaving(worker)
                     if selection.mode == "pd":
                         outcome = outcome_of(response.headers)
                         self.state.metrics.counts.transfers[outcome] += 1
@@ -162,10 +280,10 @@ class Exchange:
                         self._took_nothing()
                         return refused
                     done = self.request.path in _ENDS_WITH_DONE
-                    answer = UpstreamAnswer(response, ends_with_done=done)
+                    answer = relaying.UpstreamAnswer(response, ends_with_done=done)
                     first = await answer.begin()
-            except (*TROUBLE, WorkerLost) as error:
-                if is_own_lack(error):
+            except (*relaying.TROUBLE, relaying.WorkerLost) as error:
+                if relaying.is_own_lack(error):
                     raise unavailable("the router has no connections left", "no_connections", retry_after=1) from error
                 severe = isinstance(error, aiohttp.ClientConnectorError)
                 self.attempts.lost(time.monotonic(), severe=severe)
@@ -201,7 +319,7 @@ class Exchange:
                     trace_request_ctx=asked,
                 )
             except aiohttp.ClientOSError as error:
-                if not was_stale(error, asked):
+                if not relaying.was_stale(error, asked):
                     raise
 
     def _to_client(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
@@ -217,7 +335,7 @@ class Exchange:
         """Return a refusal that every worker would give; `_TryElsewhere` for one that another worker may not give."""
         if not is_refusal(response.status):
             return None
-        body = await read_up_to(response.content, _ELSEWHERE_BYTES)
+        body = await relaying.read_up_to(response.content, _ELSEWHERE_BYTES)
         headers = self._to_client(response)
         refused = web.Response(body=body, status=response.status, headers=headers)
         if response.status in (429, 503):
@@ -231,7 +349,7 @@ class Exchange:
         self,
         selection: Selection,
         response: aiohttp.ClientResponse,
-        answer: UpstreamAnswer,
+        answer: relaying.UpstreamAnswer,
         first: bytes,
         headers: CIMultiDict[str],
     ) -> web.StreamResponse:
@@ -245,12 +363,12 @@ class Exchange:
         await out.prepare(request)
         meter = self.meter if answer.is_stream else None
         await out.write(first if meter is None else meter.piece(first))
-        silence: SilenceTimer | None = None
+        silence: relaying.SilenceTimer | None = None
         try:
             async with self.state.timeouts.stream(selection.decode) as silence:
                 async for piece in answer.rest(silence):
                     await out.write(piece if meter is None else meter.piece(piece))
-        except (WorkerLost, TimeoutError) as error:
+        except (relaying.WorkerLost, TimeoutError) as error:
             if isinstance(error, TimeoutError) and not (silence is not None and silence.expired):
                 raise
             self.attempts.lost(time.monotonic())

@@ -101,7 +101,6 @@ _HELD_BYTES: Final = 1 << 20
 _DONE: Final = b"[DONE]"
 _MAX_HELD_BYTES: Final = 1 << 20
 """Larger events are passed on in pieces."""
-_LAST_BYTES: Final = 4096
 
 
 def is_own_lack(error: BaseException) -> bool:
@@ -163,7 +162,7 @@ class EventCutter:
             self._size = 0
         self._edge = b""
         if chunk:
-            self._last = chunk[-_LAST_BYTES:]
+            self._last = chunk[-4096:]
         return chunk
 
 
@@ -214,10 +213,7 @@ class UpstreamAnswer:
         return first
 
     async def rest(self, silence: SilenceTimer) -> AsyncIterator[bytes]:
-        """Yield the rest as it comes. Raises `WorkerLost` if it breaks off before it is complete.
-
-        `silence` measures the waits for pieces; its `TimeoutError` may be raised here or where the pieces go.
-        """
+        """Yield the rest; `WorkerLost` if it breaks off. `TimeoutError` of `silence` may be raised by the consumer."""
         cutter = self._cutter
         while not self._ended:
             silence.start()

@@ -11,16 +11,13 @@ import numpy as np
 
 from fd_core.errors import FdError
 from fd_core.router.selection import RouteRequest
-from fd_core.server.api import chat, completions, embeddings
-from fd_core.server.api.pooled import distinct, pairs_of, read_texts
-from fd_core.server.messages import asking as messages_asking
+from fd_core.server.api import completions, embeddings
+from fd_core.server.api.embeddings import distinct, pairs_of, read_texts
 from fd_core.server.messages import routes as messages
 from fd_core.server.messages.schemas import CountRequest
-from fd_core.server.preprocess.body import BodyFormat, require_json
-from fd_core.server.preprocess.json_shape import decodable
-from fd_core.server.preprocess.prompts import chat_prompt, completion_prompts
+from fd_core.server.preprocess.body import BodyFormat, decodable, require_json
+from fd_core.server.preprocess.jobs import chat_prompt, completion_prompts
 from fd_core.server.preprocess.sampling import text_cost
-from fd_core.server.responses import asking as responses_asking
 from fd_core.server.responses import routes as responses
 from fd_core.server.responses.schemas import ResponsesRequest
 from fd_core.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -82,7 +79,6 @@ class _Body(msgspec.Struct):
 
     @property
     def offered(self) -> list[Any] | None:
-        """The tools as workers show them to a model."""
         if not isinstance(self.tools, list) or self.tool_choice == "none":
             return None
         return [shown_tool(tool) for tool in self.tools]
@@ -144,10 +140,7 @@ class RouteRequestReader:
         return replace(read, output_tokens=asked.output_tokens)
 
     def _ids(self, asked: _Body) -> tuple[Sequence[int], int]:
-        """Return the ids of the first prompt, by which prefixes are compared, and how many tokens all prompts have.
-
-        Raises `FdError` for prompts that cannot be read, `TypeError` for texts where there is no tokenizer.
-        """
+        """Return the first prompt's ids and the tokens of all; `FdError`, or `TypeError` without tokenizer."""
         if self._prompts is None:
             given = split_prompts(asked.text)
             if isinstance(given[0], str):
@@ -193,8 +186,8 @@ def _name(value: Any) -> str | None:
 
 _UNKNOWN_CONTEXT: Final = 1 << 19
 _FORMATS: Final[Mapping[str, BodyFormat[Any]]] = {
-    "/v1/chat/completions": chat.BODY,
-    "/v1/completions": completions.BODY,
+    "/v1/chat/completions": completions.CHAT_BODY,
+    "/v1/completions": completions.COMPLETION_BODY,
     "/v1/messages": messages.BODY,
     "/v1/responses": responses.BODY,
     "/v1/embeddings": embeddings.EMBEDDINGS,
@@ -259,10 +252,10 @@ class CostReader:
         if isinstance(decoded, ChatRequest):
             return decoded
         if isinstance(decoded, ResponsesRequest):
-            return responses_asking.as_chat(decoded, ())
+            return responses.as_chat(decoded, ())
         if self.text is None:  # bytes have no template that could tell an effort
             decoded = msgspec.structs.replace(decoded, output_config=None)
-        return messages_asking.as_chat(self, decoded)
+        return messages.as_chat(self, decoded)
 
     def _countable(self, request: Any) -> Any:
         """Return a request without what only a worker may judge: templates of clients, and those of its model."""

@@ -8,21 +8,18 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Annotated, Final
 
 import aiohttp
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from fd_core.http.access.control import AccessControl
 from fd_core.http.bodies import BodyBudget, BodyStats
 from fd_core.http.connections.connections import ConnectionStats
 from fd_core.http.draining import Drain
-from fd_core.http.metrics import Histogram, metric_families, refusal_family
+from fd_core.http.metrics import Collected, Histogram, count_family, metric_families, refusal_family
 from fd_core.http.spans import RequestSpans
 from fd_core.http.supervision import Supervisor, TaskStats
 from fd_core.router.config import GatewayConfig
@@ -86,7 +83,7 @@ class GatewayMetrics:
         """Return everything in Prometheus' text format, written on another thread: a worker takes 0.1 ms."""
         snapshot = self._router.snapshot()
         others = [*self._others(snapshot), *self._process.collect()]
-        return await asyncio.to_thread(lambda: generate_latest(_Collected(_of_workers(snapshot), others)))
+        return await asyncio.to_thread(lambda: generate_latest(Collected(_of_workers(snapshot), others)))
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is at this moment."""
@@ -95,41 +92,22 @@ class GatewayMetrics:
         yield from self._others(snapshot)
 
     def _others(self, snapshot: RouterSnapshot) -> Iterator[Metric]:
-        """Yield what does not grow with the workers."""
         yield from metric_families("fdcore_router_", [({}, snapshot)])
         for stats in (self.counts, *self._stats):
             yield from metric_families("fdcore_router_", [({}, stats)])
         yield self.choosing.family()
         yield self.first_byte.family()
-        outcomes = CounterMetricFamily(
-            "fdcore_router_outcomes",
-            "Attempts given to workers that ended, by role and outcome.",
-            labels=("role", "outcome"),
-        )
-        for role, counts in snapshot.roles.items():
-            for outcome in OUTCOMES:
-                outcomes.add_metric((role, outcome), getattr(counts, outcome))
-        yield outcomes
-        answers = CounterMetricFamily(
-            "fdcore_router_answers", "HTTP responses begun, by path and status.", labels=("path", "status")
-        )
-        for (path, status), count in self.answers.items():
-            answers.add_metric((path, str(status)), count)
-        yield answers
+        ended = {(role, name): getattr(counts, name) for role, counts in snapshot.roles.items() for name in OUTCOMES}
+        text = "Attempts given to workers that ended, by role and outcome."
+        yield count_family("fdcore_router_outcomes", text, ("role", "outcome"), ended)
+        text = "HTTP responses begun, by path and status."
+        yield count_family("fdcore_router_answers", text, ("path", "status"), self.answers)
         yield refusal_family("fdcore_router_", self.refusals)
 
 
 def _of_workers(snapshot: RouterSnapshot) -> Iterable[Metric]:
     workers = [({"worker": one.worker.url, "role": one.worker.role}, one) for one in snapshot.workers]
     return metric_families("fdcore_router_worker_", workers)
-
-
-class _Collected(Collector):
-    def __init__(self, *parts: Iterable[Metric]) -> None:
-        self._parts = parts
-
-    def collect(self) -> Iterator[Metric]:
-        return chain(*self._parts)
 
 
 class PairingLog:

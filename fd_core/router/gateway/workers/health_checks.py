@@ -1,4 +1,9 @@
-"""Health checks of the workers; the router gets the results. Nothing here changes a counter."""
+"""Health checks of the workers and the KV events that they report; the router gets both. No counter changes here.
+
+One task follows the KV events of one incarnation by long polls: each asks for the events that follow the last one.
+Whenever something goes wrong, the router goes by the prefixes that the worker served, and the task begins anew with all
+that the worker holds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,8 @@ from fd_core.router.attempts import Unreached
 from fd_core.router.gateway.requests.relaying import TROUBLE, is_own_lack, read_up_to
 from fd_core.router.gateway.requests.state import GatewayState
 from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
-from fd_core.server.api.kv_events import OFFER_HEADER
+from fd_core.server.api.admin import KV_EVENTS_PATH, OFFER_HEADER, WAIT_SECONDS
+from fd_core.types.kv_events import KVPage
 
 _STANDSTILL_SECONDS: Final = 1.0
 """A delay of a check by more than this is not the worker's."""
@@ -30,6 +36,15 @@ _MODELS_SECONDS: Final = 60.0
 _TASK: Final = "health_checks"
 
 log = logging.getLogger(__name__)
+_MAX_EVENT_BYTES: Final = 256 << 20
+"""Limit of one answer, which may name all blocks that a worker holds, as token ids."""
+_EVENTS_TIMEOUT: Final = aiohttp.ClientTimeout(total=WAIT_SECONDS + 20.0, sock_read=WAIT_SECONDS + 5.0)
+_TOGETHER_SECONDS: Final = 0.02
+"""Events within this time are fetched together."""
+_PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds to wait before each attempt in a row; the last value holds for all further attempts."""
+
+_pages: Final = msgspec.msgpack.Decoder(KVPage)
 
 
 class HealthChecks:
@@ -78,7 +93,6 @@ class HealthChecks:
                 task.cancel()
 
     def _begin(self, due: bool) -> None:
-        """Begin to check every worker if a round is `due`, otherwise those that were never checked."""
         for worker in [worker for worker, task in self._running.items() if task.done()]:
             del self._running[worker]
         workers = self._router.workers()
@@ -98,7 +112,6 @@ class HealthChecks:
                 )
 
     async def _check_or_fail(self, worker: RouterWorker) -> None:
-        """Check a worker; a check that fails for a reason of its own counts against the worker all the same."""
         try:
             await self._check(worker)
         except Exception:
@@ -138,7 +151,7 @@ class HealthChecks:
         member = self._router.registry.member(after)
         state = _state(member)
         if ok and leaving and member is not None and not member.leaving:
-            self._router.leaving(after)
+            self._router.registry.leaving(after)
             log.info("worker %s is shutting down", after.url)
         if offers:
             self._on_offer(after)
@@ -153,7 +166,7 @@ class HealthChecks:
                 self._asked[after] = now
                 models = await served(self._state, after)
                 if models is not None:
-                    self._router.serves(after, *models)
+                    self._router.registry.serves(after, *models)
             return
         if state is WorkerState.UNHEALTHY:
             # Requests that wait for their first byte are better served elsewhere.
@@ -183,23 +196,15 @@ def _port(said: str) -> int | None:
     return int(said) if said.isascii() and said.isdecimal() and len(said) <= 5 and 0 < int(said) < 65536 else None
 
 
-_MAX_BYTES: Final = 1 << 20
-_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
-
-
-class _List(msgspec.Struct):
+class _ModelList(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
-_decoder: Final = msgspec.json.Decoder(_List)
+_models: Final = msgspec.json.Decoder(_ModelList)
 
 
 async def union(state: GatewayState, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return each model once, in the order of the workers. Raises `ApiError` if no worker can be asked.
-
-    Every healthy worker is asked on every call: names change rarely, but clients ask for them rarely too. `headers` are
-    those of the client, as they go to workers; a worker's refusal of a key is passed on.
-    """
+    """Return each model once, as every healthy worker says now. Raises `ApiError` if none can be asked, or refused."""
     workers = [w.worker for w in state.router.snapshot().workers if w.state is WorkerState.HEALTHY]
     if not workers:
         raise unavailable("no worker is healthy", "none_healthy", retry_after=1)
@@ -238,12 +243,113 @@ async def served(state: GatewayState, worker: RouterWorker) -> tuple[frozenset[s
 async def _of(state: GatewayState, worker: RouterWorker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
     try:
         async with state.session.get(
-            f"{worker.url}/v1/models", headers=headers, timeout=_TIMEOUT, allow_redirects=False
+            f"{worker.url}/v1/models", headers=headers, timeout=aiohttp.ClientTimeout(total=5), allow_redirects=False
         ) as answer:
             if answer.status in (401, 403):
                 return ApiError(answer.status, "the workers take another API key", code="invalid_api_key")
             if answer.status == 200:
-                return _decoder.decode(await read_up_to(answer.content, _MAX_BYTES)).data
+                return _models.decode(await read_up_to(answer.content, 1 << 20)).data
     except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
         pass
     return unavailable("no worker names the models that it serves", "none_healthy", retry_after=1)
+
+
+class _Broken(ValueError):
+    """The worker's events cannot be used; the text of the exception is for people and quotes none of them."""
+
+
+class _Follower:
+    def __init__(self, state: GatewayState, worker: RouterWorker, report: Callable[[RouterWorker, str], None]) -> None:
+        self._state = state
+        self._router = state.router
+        self._worker = worker
+        self._report = report
+        self._failures = 0
+
+    async def run(self, fingerprint: str) -> None:
+        """Follow until the incarnation is gone. `fingerprint` is that of the gateway's prompt reader."""
+        worker = self._worker
+        while worker in self._router.workers():
+            await asyncio.sleep(_PAUSES[min(self._failures, len(_PAUSES) - 1)])
+            self._failures += 1
+            try:
+                await self._listen(fingerprint)
+            except TROUBLE as error:
+                if self._failures > 1:  # one answer that does not come is no trouble: a worker may have just begun
+                    self._report(worker, f"it does not answer ({type(error).__name__})")
+            except ValueError as error:
+                self._report(worker, str(error))
+            finally:
+                self._router.reported_kv.end(worker)
+
+    async def _listen(self, fingerprint: str) -> None:
+        """Take the worker's blocks, then its events while they count. Raises `ValueError` or one of `TROUBLE`."""
+        page = await self._ask(None)
+        if page.reading != fingerprint:
+            raise _Broken("its tokenizer or its chat template is not that of --tokenizer")
+        reported, instance = self._router.reported_kv, page.instance
+        if not reported.begin(self._worker, page.block_size, instance, page.engines):
+            return
+        while True:
+            if page.instance != instance:
+                raise _Broken("another process has its address")
+            for event in page.events:
+                if not reported.apply(self._worker, event):
+                    return
+                await asyncio.sleep(0)  # requests come first
+            self._failures = 0
+            self._report(self._worker, "")
+            await asyncio.sleep(_TOGETHER_SECONDS)
+            page = await self._ask(page)
+
+    async def _ask(self, last: KVPage | None) -> KVPage:
+        """Wait for the events that follow the page `last` and return them; all blocks of the worker if it is None."""
+        asked = {} if last is None else {"after": str(last.next), "instance": last.instance}
+        headers = {"Authorization": f"Bearer {self._state.config.router_secret}"}
+        url = self._worker.url + KV_EVENTS_PATH
+        async with self._state.session.get(
+            url, params=asked, headers=headers, timeout=_EVENTS_TIMEOUT, allow_redirects=False
+        ) as answer:
+            if answer.status == 403:
+                raise _Broken("it does not take the secret of --router-secret-file")
+            if answer.status != 200:
+                raise _Broken(f"it answered {answer.status}")
+            data = await read_up_to(answer.content, _MAX_EVENT_BYTES + 1)
+        if len(data) > _MAX_EVENT_BYTES:
+            raise _Broken(f"it sent more than {_MAX_EVENT_BYTES >> 20} MiB at once")
+        try:
+            return _pages.decode(data)
+        except msgspec.MsgspecError:
+            raise _Broken("it sent events that cannot be read") from None  # the error may quote it
+
+
+class KVFollowers:
+    """Follows every incarnation that offers KV events, as long as the incarnation is there."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+        self._following: set[RouterWorker] = set()
+        self._logged: dict[str, str] = {}
+        """The trouble that was logged last, by address."""
+
+    def offered(self, worker: RouterWorker) -> None:
+        """Follow a healthy worker that offers KV events, if the policy can use them."""
+        state, fingerprint = self._state, self._state.reader.fingerprint
+        if worker in self._following or fingerprint is None or not state.config.router_secret:
+            return
+        if not state.router.uses_prefix(worker):
+            return
+        follower = _Follower(state, worker, self._log_trouble)
+        self._following.add(worker)
+        task = state.supervisor.start("kv_events", partial(follower.run, fingerprint), part=worker.url)
+        task.add_done_callback(lambda _: self._following.discard(worker))
+
+    def _log_trouble(self, worker: RouterWorker, trouble: str) -> None:
+        if trouble == self._logged.get(worker.url, ""):
+            return
+        if trouble:
+            told = "KV events of worker %s cannot be used, so the router goes by what the worker served: %s"
+            log.warning(told, worker.url, trouble)
+        else:
+            log.info("KV events of worker %s can be used", worker.url)
+        self._logged[worker.url] = trouble

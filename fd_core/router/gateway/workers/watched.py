@@ -17,7 +17,7 @@ from fd_core.config import ListenConfig
 from fd_core.http.connections.connections import MAX_HEAD_BYTES, Connections, Listener, WatchedProtocol
 from fd_core.http.connections.tls import ServingTls
 from fd_core.http.hosts import Visit
-from fd_core.router.gateway.requests.answers import error_response
+from fd_core.router.gateway.requests.forwarding import error_response
 
 _QUIET: Final = logging.Logger("fd_core.router.gateway.http", logging.CRITICAL + 1)
 """For the HTTP library, which would log what it cannot parse, keys and prompts included."""

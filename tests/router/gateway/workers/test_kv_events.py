@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from fd_core.kv.event_log import KVEventLog
-from fd_core.router.gateway.workers import kv_events
-from fd_core.server.api.kv_events import OFFER_HEADER, PATH
+from fd_core.router.gateway.workers import health_checks
+from fd_core.server.api.admin import KV_EVENTS_PATH, OFFER_HEADER
 from fd_core.text.prompt_reader import PromptReader, find_text
 from fd_core.types.kv_events import BEGINNING, Cleared, KVEvent, KVPage, Removed, Stored
 from tests.kv.following import ids
@@ -54,7 +54,7 @@ class TellingWorker(FakeWorker):
         return super()._itself() | {OFFER_HEADER: "1"}
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path != PATH:
+        if request.path != KV_EVENTS_PATH:
             return await super()._handle(request)
         self.asked.append(request.headers.get("Authorization"))
         if self.answer is not None:
@@ -171,8 +171,8 @@ def page(**changes: Any) -> Callable[[], web.Response]:
 def test_what_cannot_be_followed_is_said_once(
     answer: Callable[[], web.Response], says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_events, "_PAUSES", (0.01,))
-    monkeypatch.setattr(kv_events, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(health_checks, "_PAUSES", (0.01,))
+    monkeypatch.setattr(health_checks, "_MAX_EVENT_BYTES", 1000)
 
     async def scenario() -> None:
         async with TellingWorker() as worker:
@@ -194,15 +194,15 @@ def test_one_answer_that_does_not_come_is_no_reason_to_warn(
     silent: int, warnings: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that has just begun may be slow once."""
-    monkeypatch.setattr(kv_events, "_PAUSES", (0.01,))
-    ask, asked = kv_events._Follower._ask, itertools.count()
+    monkeypatch.setattr(health_checks, "_PAUSES", (0.01,))
+    ask, asked = health_checks._Follower._ask, itertools.count()
 
     async def late(follower: Any, last: KVPage | None) -> KVPage:
         if next(asked) < silent:
             raise TimeoutError
         return await ask(follower, last)
 
-    monkeypatch.setattr(kv_events._Follower, "_ask", late)
+    monkeypatch.setattr(health_checks._Follower, "_ask", late)
 
     async def scenario() -> None:
         async with TellingWorker() as worker:

@@ -1,0 +1,572 @@
+"""What the handlers of one server share, who may still enter, the grammars that requests ask for, and metrics.
+
+Metrics are gauges and counters read from the engine when asked, and histograms fed by the streams. Everything here runs
+on the event loop's thread, so nothing is locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import time
+import uuid
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+from fastapi import Request
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+import fd_core
+from fd_core.config import ServerConfig
+from fd_core.engine.clients.client import DeltaStream, EngineClient, SingleEngineClient
+from fd_core.engine.process.messages import EngineInfo
+from fd_core.errors import BadRequest
+from fd_core.http.access.control import AccessControl
+from fd_core.http.bodies import BodyBudget, BodyStats
+from fd_core.http.connections.connections import ConnectionStats
+from fd_core.http.draining import Drain
+from fd_core.http.errors import ApiError, unavailable, unsupported
+from fd_core.http.metrics import Histogram, count_family, metric_families, refusal_family
+from fd_core.http.spans import RequestSpans
+from fd_core.http.supervision import Supervisor, TaskStats
+from fd_core.server.batches.service import BatchService
+from fd_core.server.preprocess.body import UnknownFieldLog
+from fd_core.server.responses.schemas import ResponseAnswer
+from fd_core.server.schemas.requests import Message
+from fd_core.structured.compiler import vocabulary_table
+from fd_core.structured.grammar import FormAsked
+from fd_core.structured.workers.messages import FormOutcome
+from fd_core.structured.workers.pool import CompilePool
+from fd_core.text.parsing.answer import Parsers
+from fd_core.text.prompt_reader import PromptReader
+from fd_core.text.tokenizer import Tokenizer
+from fd_core.types import RequestSpec
+from fd_core.types.metrics import counter, gauge
+
+MAX_BYTES: Final = 64 * 2**20
+"""Of all that is kept, as JSON."""
+_WAIT_SECONDS: Final = 30.0
+"""For a slot, a process and the work together."""
+_WARM_UP_SECONDS: Final = 2.0
+"""Pause after the start of a server, whose first requests need the processors themselves."""
+_PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+_TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
+_WAITS: Final = (0.001, 0.005, 0.02, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
+_FINISHED: Final = {"disconnect": "abort"}
+"""vLLM's word for an outcome, where it is another one."""
+_END_TO_END: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """An answer, and the conversation up to its end, without the instructions."""
+
+    answer: ResponseAnswer
+    messages: tuple[Message, ...]
+
+
+@dataclass(slots=True)
+class _OwnerAnswers:
+    """Answers of one owner, the oldest first, with their bytes."""
+
+    kept: OrderedDict[str, tuple[StoredResponse, int]] = field(default_factory=OrderedDict)
+    bytes: int = 0
+
+
+class ResponseStore:
+    """At most `capacity` answers and `max_bytes`, each seen by its owner; whoever keeps most loses the oldest."""
+
+    def __init__(self, capacity: int, max_bytes: int = MAX_BYTES) -> None:
+        self.capacity = capacity
+        self._max_bytes = max_bytes
+        self._owners: dict[str, _OwnerAnswers] = {}
+        self._count = 0
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, owner: str, stored: StoredResponse) -> None:
+        """Keep an answer of an owner; one that is larger than the store is not kept."""
+        size = len(msgspec.json.encode((stored.answer, stored.messages)))
+        if size > self._max_bytes or not self.capacity:
+            return
+        self.delete(owner, stored.answer.id)  # clients choose request ids, and may use one again
+        owned = self._owners.setdefault(owner, _OwnerAnswers())
+        owned.kept[stored.answer.id] = stored, size
+        owned.bytes += size
+        self._bytes += size
+        self._count += 1
+        while self._count > self.capacity:
+            self._forget_oldest(max(self._owners, key=lambda each: len(self._owners[each].kept)))
+        while self._bytes > self._max_bytes:
+            self._forget_oldest(max(self._owners, key=lambda each: self._owners[each].bytes))
+
+    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """Return an answer of an owner, None if it is not kept (any more)."""
+        owned = self._owners.get(owner)
+        found = None if owned is None else owned.kept.get(response_id)
+        return None if found is None else found[0]
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        """Forget an answer of an owner; return True if it was kept."""
+        owned = self._owners.get(owner)
+        found = None if owned is None else owned.kept.pop(response_id, None)
+        if owned is None or found is None:
+            return False
+        owned.bytes -= found[1]
+        self._bytes -= found[1]
+        self._count -= 1
+        if not owned.kept:
+            del self._owners[owner]
+        return True
+
+    def _forget_oldest(self, owner: str) -> None:
+        self.delete(owner, next(iter(self._owners[owner].kept)))
+
+
+class GrammarChecker:
+    """Makes grammars in other processes, so that a bad one is a 400 and delays no one else; one for each server."""
+
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+        """`info` is that of the engine whose requests are checked."""
+        self._served = info.structured_output
+        self._pool = CompilePool(partial(vocabulary_table, tokenizer, info.vocab_size, info.eos_token_ids))
+
+    def warm_up(self) -> None:
+        """Start a process soon, so that the first request with a form need not wait for it."""
+        if self._served:
+            self._pool.warm_up(_WARM_UP_SECONDS)
+
+    async def checked(self, form: FormAsked) -> FormOutcome:
+        """Return the compiled grammar of a form. Raises `ApiError`: 400 names the place at fault, 503 while busy."""
+        if not self._served:
+            raise unsupported(f"{form.field}: structured output is switched off here", form.field)
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS):
+                outcome = await self._pool.run(form)
+        except (OSError, EOFError):  # a timeout is an `OSError`
+            raise unavailable(
+                f"{form.field}: no process was free for its grammar; try again", "grammars_busy", retry_after=5
+            ) from None
+        if outcome.message:
+            raise BadRequest(outcome.message, field=outcome.field, code=outcome.code)
+        return outcome
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self._pool.close()
+
+
+class ActiveRequests:
+    """Which engine requests belong to which HTTP request; several at a time may have the same request id."""
+
+    def __init__(self) -> None:
+        self._engine_ids: dict[str, dict[str, str]] = {}
+        """Engine ids by request id, each with the owner of its request."""
+        self._serial = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._engine_ids)
+
+    def enter(self, request_id: str, count: int, owner: str = "") -> list[str]:
+        """Reserve `count` engine ids for a request of an owner's."""
+        serial = next(self._serial)
+        ids = [f"{request_id}.{serial:x}.{index}" for index in range(count)]
+        self._engine_ids.setdefault(request_id, {}).update(dict.fromkeys(ids, owner))
+        return ids
+
+    def leave(self, request_id: str, engine_ids: list[str]) -> None:
+        """Forget engine ids of a request that has ended."""
+        left = self._engine_ids[request_id]
+        for engine_id in engine_ids:
+            del left[engine_id]
+        if not left:
+            del self._engine_ids[request_id]
+
+    def engine_ids(self, given: str, reaches: Callable[[str], bool]) -> list[str]:
+        """Return the engine ids behind a request id or the `id` of an answer; empty if none is active.
+
+        Only requests whose owner the caller `reaches` are looked at: which ids others use changes nothing. A request id
+        may look like the `id` of another answer; both are meant then, whichever worker has them.
+        """
+        names = (given, *(given.removeprefix(prefix) for prefix in _PREFIXES if given.startswith(prefix)))
+        return [each for name in names for each, owner in self._engine_ids.get(name, {}).items() if reaches(owner)]
+
+    def all_ids(self, reaches: Callable[[str], bool]) -> list[str]:
+        """Return the engine ids of every request whose owner the caller `reaches`."""
+        return [each for ids in self._engine_ids.values() for each, owner in ids.items() if reaches(owner)]
+
+    @staticmethod
+    def request_id(engine_id: str) -> str:
+        """Return the request id that an engine id was made from."""
+        return engine_id.rsplit(".", 2)[0]
+
+
+class ServedName(NamedTuple):
+    """A name under which the model answers, and what computes its texts."""
+
+    name: str
+    adapter: str
+    """Digest of the LoRA adapter that the name stands for; empty for the model itself."""
+    fingerprint: str
+    """OpenAI's `system_fingerprint`: equal where equal requests with a seed get equal texts."""
+
+
+@dataclass
+class ServerState:
+    """The engine, or the engines, behind one HTTP server."""
+
+    config: ServerConfig
+    client: EngineClient
+    tokenizer: Tokenizer
+    prompt_reader: PromptReader
+    metrics: ServerMetrics
+    grammars: GrammarChecker
+    bodies: BodyBudget
+    parsers: Parsers = field(default_factory=Parsers)
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
+    active: ActiveRequests = field(default_factory=ActiveRequests)
+    created: int = field(default_factory=lambda: int(time.time()))
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Names this process, so that a router notices another one at the same address."""
+    ticket_key: bytes | None = None
+    """Authenticates the tickets with which a router assigns prompts to prefill workers; None unless this is a decode
+    worker."""
+    batches: BatchService | None = None
+    """Keeps files and runs batches; None if that is turned off."""
+    supervisor: Supervisor = field(default_factory=Supervisor)
+    drain: Drain = field(default_factory=Drain)
+    access: AccessControl = field(default_factory=AccessControl)
+    spans: RequestSpans | None = None
+    unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
+    _names: dict[str, ServedName] = field(init=False, default_factory=dict)
+    """What answers under each name, the main one first."""
+    _named_for: EngineInfo | None = field(init=False, default=None)
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and text together."""
+        return self.client.info.max_model_len
+
+    @property
+    def max_n(self) -> int:
+        """Texts that one request may ask for."""
+        return self.config.max_n
+
+    @property
+    def trusts_templates(self) -> bool:
+        """Whether requests may bring a template."""
+        return self.config.trust_request_chat_template
+
+    @property
+    def incarnation(self) -> str:
+        """Names this process and its engine's start: whoever answers under another name has an empty cache."""
+        return f"{self.instance}.{self.client.info.epoch}"
+
+    @property
+    def names(self) -> Mapping[str, ServedName]:
+        """Names under which the model answers, the main one first, and those of its adapters."""
+        info = self.client.info
+        if info is not self._named_for:
+            own = self.config.served_model_names or (info.model,)
+            forms = sorted({use.computed for use in info.weights})
+            computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype)
+            digests = [adapter.digest for adapter in info.adapters]
+            text = repr(((*computing, forms), digests))
+            mark = f"fp_{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+            self._names = {name: ServedName(name, "", mark) for name in own}
+            for adapter in info.adapters:
+                self._names.setdefault(adapter.name, ServedName(adapter.name, adapter.digest, mark))
+            self._named_for = info
+        return self._names
+
+    def served(self, asked: str | None) -> ServedName:
+        """Return what answers under a name, or under the main one; `ApiError` (404) for a model that is not served."""
+        names = self.names
+        if not asked:
+            return next(iter(names.values()))
+        found = names.get(asked)
+        if found is None:
+            message = f"the model {asked[:128]!r} does not exist; served here: {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return found
+
+    @property
+    def degraded(self) -> str:
+        """What is missing while requests are served: engines, background tasks; empty if nothing is."""
+        return "; ".join(filter(None, (self.client.missing, self.supervisor.failing)))
+
+    def not_ready(self) -> str | None:
+        """Say why requests are refused, or return None if they are served."""
+        if self.drain.leaving:
+            return "the server is shutting down"
+        return None if self.client.alive else self.client.missing
+
+    def admit(self, count: int) -> None:
+        """Raise `ApiError` (503) if `count` more generations cannot be taken, 400 if none ever is."""
+        if self.client.info.role == "prefill":
+            message = "this prefill worker only computes prompts; send requests to a decode worker or to the router"
+            raise ApiError(400, message, code="prefill_worker")
+        if not self.client.alive:
+            raise unavailable(self.client.missing, "engine_dead", retry_after=5)
+        queue = self.config.max_queued_requests
+        if self.client.active_requests + count > self.client.info.max_num_seqs + queue:
+            raise unavailable(
+                f"the queue holds {queue} requests and has no room for {count} more", "queue_full", retry_after=1
+            )
+
+
+def state_of(request: Request) -> ServerState:
+    """Return the state that the application was assembled with."""
+    state: ServerState = request.app.state.fd
+    return state
+
+
+@dataclass(slots=True)
+class TokenTimes:
+    """When the tokens of one generation came, in seconds of `time.perf_counter`."""
+
+    arrived: float
+    first: float = 0.0
+    last: float = 0.0
+
+
+class EngineStarts(msgspec.Struct, frozen=True):
+    """Deaths and restarts of one engine, as its client knows them."""
+
+    up: Annotated[int, gauge("engine_up", "1 while the engine answers, 0 otherwise.")]
+    epoch: Annotated[int, gauge("engine_epoch", "Number of starts of the engine.")]
+    requeued: Annotated[int, counter("requests_requeued", "Requests given to a restarted engine.")]
+    start_failures: Annotated[
+        int, counter("engine_start_failures", "Starts of an engine that failed after one had died.")
+    ]
+    rank_failures: Annotated[
+        dict[str, int], counter("rank_failures", "Failures of the engine by one of its ranks.", label="rank")
+    ]
+
+
+class ServerMetrics(Collector):
+    """All metrics of one server, in a registry of its own."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        vllm_model: str | None = None,
+        *,
+        refusals: Mapping[tuple[str, str], int] = MappingProxyType({}),
+        counters: Iterable[object] | None = None,
+    ) -> None:
+        """`vllm_model` labels vLLM's names, None leaves them out; `counters` are statistics of what listens."""
+        self._client = client
+        self._vllm_model = vllm_model
+        self.ttft = Histogram(
+            "fdcore_time_to_first_token_seconds",
+            "Time from the arrival of a request, before its body is read, to its first token, in seconds.",
+            _TTFT,
+            ("time_to_first_token_seconds",),
+        )
+        self.inter_token = Histogram(
+            "fdcore_inter_token_seconds",
+            "Time between two tokens of one generation, in seconds.",
+            _INTER_TOKEN,
+            ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+        )
+        self.time_per_token = Histogram(
+            "fdcore_time_per_token_seconds",
+            "Mean time between the tokens of a generation, in seconds; one value for each generation.",
+            _INTER_TOKEN,
+            ("request_time_per_output_token_seconds",),
+        )
+        self.queue = Histogram(
+            "fdcore_queue_seconds",
+            "Time from the submission of a generation until it enters a slot for the first time, in seconds.",
+            _WAITS,
+            ("request_queue_time_seconds",),
+        )
+        self.prefill = Histogram(
+            "fdcore_prefill_seconds",
+            "Time from entering a slot for the first time to the first token, in seconds.",
+            _WAITS,
+            ("request_prefill_time_seconds",),
+        )
+        self.decode = Histogram(
+            "fdcore_decode_seconds",
+            "Time from the first token of a generation to its last, in seconds.",
+            _WAITS,
+            ("request_decode_time_seconds",),
+        )
+        lengths = _one_two_five(client.info.max_model_len)
+        self.prompt_length = Histogram(
+            "fdcore_prompt_length_tokens",
+            "Length of the prompts of generations that ended, in tokens.",
+            lengths,
+            ("request_prompt_tokens",),
+        )
+        self.text_length = Histogram(
+            "fdcore_text_length_tokens",
+            "Length of the texts of generations that ended, in tokens.",
+            lengths,
+            ("request_generation_tokens", "request_max_num_generation_tokens"),
+        )
+        self.max_tokens = Histogram(
+            "fdcore_max_tokens",
+            "Most tokens that generations may have, in tokens.",
+            lengths,
+            ("request_params_max_tokens",),
+        )
+        self.end_to_end = Histogram(
+            "fdcore_end_to_end_seconds",
+            "Time from the arrival of a request at the server to its last token, in seconds.",
+            _END_TO_END,
+            ("e2e_request_latency_seconds",),
+        )
+        self._histograms = (
+            *(self.ttft, self.inter_token, self.end_to_end, self.time_per_token, self.queue, self.prefill, self.decode),
+            *(self.prompt_length, self.text_length, self.max_tokens),
+        )
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error", "disconnect"), 0))
+        self.adapter_generations: Counter[str] = Counter()
+        """Generations ended, by the adapter's name."""
+        self.adapter_tokens: Counter[str] = Counter()
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self._refusals = refusals
+        self._counters = (ConnectionStats(), BodyStats(), TaskStats()) if counters is None else tuple(counters)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def tokens_came(self, times: TokenTimes, count: int, *, first: bool) -> None:
+        """Count the time until a generation's `first` tokens came, or since those before."""
+        moment = time.perf_counter()
+        if first:
+            histogram, seconds, count = self.ttft, moment - times.arrived, 1
+            times.first = moment
+        else:
+            histogram, seconds = self.inter_token, (moment - times.last) / count
+        times.last = moment
+        histogram.counts[bisect_left(histogram.bounds, seconds)] += count
+        histogram.total += seconds * count
+
+    def ended(
+        self,
+        outcome: str,
+        *,
+        adapter: str | None,
+        spec: RequestSpec,
+        tokens: int,
+        deltas: DeltaStream,
+        times: TokenTimes,
+    ) -> None:
+        """Count a generation that ended; `deltas` hold when the engine got it and when it got a slot, if it did."""
+        submitted, admitted = deltas.submitted, deltas.admitted
+        self.outcomes[outcome] += 1
+        if adapter is not None:
+            self.adapter_generations[adapter] += 1
+            self.adapter_tokens[adapter] += tokens
+        decoding = times.last - times.first
+        values: list[tuple[Histogram, float]] = [
+            (self.end_to_end, time.perf_counter() - times.arrived),
+            (self.prompt_length, len(spec.prompt)),
+            (self.max_tokens, spec.params.max_tokens),
+        ]
+        if admitted is not None:
+            values.append((self.queue, admitted - submitted))
+        if tokens:
+            values += (self.text_length, tokens), (self.decode, decoding)
+            if admitted is not None:
+                values.append((self.prefill, max(0.0, times.first - admitted)))
+        if tokens > 1:
+            values.append((self.time_per_token, decoding / (tokens - 1)))
+        for histogram, value in values:
+            histogram.counts[bisect_left(histogram.bounds, value)] += 1
+            histogram.total += value
+
+    def durations(self) -> dict[str, dict[str, Sequence[float]]]:
+        """Return the histograms by what they measure: upper bounds in seconds, and counts with one more at the end."""
+        measured = {"time_to_first_token": self.ttft, "inter_token": self.inter_token, "end_to_end": self.end_to_end}
+        return {name: {"bounds": each.bounds, "counts": each.counts} for name, each in measured.items()}
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: names are known without asking an engine."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric as it is at this moment."""
+        yield from self._engine()
+        yield from (histogram.family() for histogram in self._histograms)
+        yield count_family("fdcore_generations", "Generations ended, by outcome.", ["outcome"], self.outcomes)
+        yield self._by_adapter("generations", "Generations ended, by LoRA adapter.", self.adapter_generations)
+        yield self._by_adapter(
+            "generated_tokens", "Tokens generated, by LoRA adapter, counted when generations end.", self.adapter_tokens
+        )
+        answers, text = dict(sorted(self.answers.items())), "HTTP responses begun, by path and status."
+        yield count_family("fdcore_http_answers", text, ["path", "status"], answers)
+        yield refusal_family("fdcore_", self._refusals)
+        for stats in self._counters:
+            yield from metric_families("fdcore_", [({}, stats)])
+        if self._vllm_model is not None:
+            yield from self._as_vllm({"model_name": self._vllm_model})
+
+    def _by_adapter(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
+        """Return counts of the adapters that are loaded: names of others would add up for ever."""
+        loaded = {adapter.name: counts.get(adapter.name, 0) for adapter in self._client.info.adapters}
+        return count_family(f"fdcore_adapter_{name}", text, ["adapter"], loaded)
+
+    def _as_vllm(self, model: Mapping[str, str]) -> Iterator[Metric]:
+        """Yield what vLLM has a name for under that name; of several engines, what the server counts has no engine."""
+        engines = [({**model, "engine": str(index)}, each) for index, each in enumerate(self._client.engines)]
+        yield from metric_families("vllm:", [(labels, each.stats) for labels, each in engines], lambda spec: spec.vllm)
+        labels = engines[0][0] if len(engines) == 1 else model
+        for histogram in self._histograms:
+            yield from (histogram.family(f"vllm:{name}", labels) for name in histogram.vllm)
+        counts: Counter[str] = Counter()
+        for outcome, count in self.outcomes.items():
+            counts[_FINISHED.get(outcome, outcome)] += count
+        success = CounterMetricFamily(
+            "vllm:request_success", "Generations ended, by reason.", labels=(*labels, "finished_reason")
+        )
+        for reason, count in counts.items():
+            success.add_metric((*labels.values(), reason), count)
+        yield success
+        facts = ("block_size", "num_gpu_blocks", "cache_dtype", "engine")
+        cache = GaugeMetricFamily("vllm:cache_config_info", "Layout of the KV cache.", labels=facts)
+        for index, each in enumerate(self._client.engines):
+            info = each.info
+            cache.add_metric((str(info.block_size), str(info.num_kv_blocks), info.kv_dtype, str(index)), 1.0)
+        yield cache
+
+    def _engine(self) -> Iterator[Metric]:
+        client, alone = self._client, len(self._client.engines) == 1
+        engines = [({} if alone else {"engine": str(index)}, each) for index, each in enumerate(client.engines)]
+        yield from metric_families("fdcore_", [(labels, each.stats) for labels, each in engines])
+        yield from metric_families("fdcore_", [(labels, _starts(each)) for labels, each in engines])
+        text = "Generations of this server that have not ended."
+        yield GaugeMetricFamily("fdcore_active_requests", text, client.active_requests)
+        info = InfoMetricFamily("fdcore", "Model, backend and version of this server.")
+        facts = {key: str(getattr(client.info, key)) for key in ("model", "architecture", "backend", "device", "dtype")}
+        info.add_metric([], {"version": fd_core.__version__, **facts})
+        yield info
+
+
+def _one_two_five(largest: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50 and so on, up to `largest`."""
+    steps = (float(step * 10**power) for power in range(len(str(largest))) for step in (1, 2, 5))
+    return tuple(step for step in steps if step <= largest)
+
+
+def _starts(engine: SingleEngineClient) -> EngineStarts:
+    return EngineStarts(
+        int(engine.alive), engine.info.epoch, engine.requests_requeued, engine.start_failures, engine.rank_failures
+    )

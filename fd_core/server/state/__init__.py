@@ -1,1 +1,0 @@
-"""What a server holds as long as it runs."""
