@@ -19,7 +19,6 @@ class ProcessorBackend(Backend):
 
     @classmethod
     def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Divide the processors."""
         return places_on_cores(count, ranks)
 
 
@@ -39,7 +38,6 @@ class CpuBackend(ProcessorBackend):
 
     @classmethod
     def import_framework(cls) -> None:
-        """Import torch and the native pack on it."""
         import_pack("cpu", "fd_core.ops.native.pack", needs="torch", hint="pip install 'fd-core[cpu]'")
 
     def make_ops(self) -> Ops:
@@ -74,5 +72,4 @@ class CpuBackend(ProcessorBackend):
         return available_memory() // (4 * self.config.num_ranks)
 
     def describe(self) -> str:
-        """Name the processor count and the kernels."""
         return f"CPU, {self.threads} threads, {getattr(self, '_kernels', 'torch')}"

@@ -33,11 +33,9 @@ class OnnxBackend(ProcessorBackend):
 
     @classmethod
     def import_framework(cls) -> None:
-        """Import onnx and ONNX Runtime."""
         import_pack(cls.name, "fd_core.ops.onnx_graph.pack", needs="onnx and ONNX Runtime", hint=cls.hint)
 
     def make_ops(self) -> Ops:
-        """The onnx pack; refuses any dtype but float32."""
         self.dtype_asked_for("float32")
         self.import_framework()
         from fd_core.ops.onnx_graph.pack import OnnxOps
@@ -47,9 +45,7 @@ class OnnxBackend(ProcessorBackend):
         return OnnxOps(Provider(*self.provider, self.threads))
 
     def free_memory(self) -> int:
-        """Return a quarter of the memory that the system can give without swapping."""
         return available_memory() // 4
 
     def describe(self) -> str:
-        """Name the processor count and the pack."""
         return f"CPU, {self.threads} threads, ONNX Runtime"

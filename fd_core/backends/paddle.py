@@ -124,7 +124,6 @@ class PaddleBackend(Backend):
 
     @classmethod
     def import_framework(cls) -> None:
-        """Import Paddle."""
         import_pack(cls.name, "fd_core.ops.paddle.framework", needs="Paddle", hint=cls.paddle_hint)
 
     def make_ops(self) -> Ops:
@@ -151,7 +150,6 @@ class PaddleBackend(Backend):
         return free_device_memory(self.place)
 
     def describe(self) -> str:
-        """Name the device that computes."""
         cpu = f"CPU, {self.threads} threads, Paddle eager"
         if self.emulated:
             return f"{self.title} emulated on the {cpu}: says nothing about the hardware"

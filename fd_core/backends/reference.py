@@ -20,11 +20,9 @@ class ReferenceBackend(ProcessorBackend):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Available wherever the core is."""
         return Availability(True, "numpy is always there; slow")
 
     def make_ops(self) -> Ops:
-        """The numpy pack; refuses any dtype but float32."""
         from fd_core.ops.numpy.ops import NumpyOps
 
         self.dtype_asked_for("float32")
@@ -32,9 +30,7 @@ class ReferenceBackend(ProcessorBackend):
         return NumpyOps()
 
     def free_memory(self) -> int:
-        """Return half of the memory that the system can give without swapping."""
         return available_memory() // 2
 
     def describe(self) -> str:
-        """Name the pack."""
         return "CPU, numpy"

@@ -180,7 +180,6 @@ class NativeKVCache(KVCache):
             self._library.fd_kv_free(self.handle)
 
     def layer(self, index: int) -> NativeLayer:
-        """Return the layer's handle."""
         if not 0 <= index < self.shape.num_layers:
             raise IndexError(f"layer {index} is not in 0 to {self.shape.num_layers - 1}")
         return NativeLayer(self, index)
@@ -192,7 +191,6 @@ class NativeKVCache(KVCache):
         return data
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write exported blocks."""
         if data.dtype != self._dtype or data.shape != self._canonical_shape(len(blocks)):
             raise ValueError(f"exported blocks are {data.dtype} {data.shape}, the cache holds {self._dtype}")
         self._transfer(blocks, np.ascontiguousarray(data), to_cache=True)

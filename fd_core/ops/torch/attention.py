@@ -48,7 +48,6 @@ class TorchKVCache(KVCache):
         self._layers = [TorchLayer(keys, values, shape.block_size) for keys, values in self._data]
 
     def layer(self, index: int) -> TorchLayer:
-        """Return the layer's views."""
         return self._layers[index]
 
     @property
@@ -79,7 +78,6 @@ class TorchKVCache(KVCache):
         return values
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write exported blocks."""
         dtype, data = self._data.dtype, np.array(self.checked(blocks, data))
         bits = data.view(np.int16) if dtype == torch.bfloat16 else data
         values = torch.from_numpy(bits).view(dtype).to(self._data.device)

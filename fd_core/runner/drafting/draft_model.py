@@ -87,7 +87,6 @@ class DraftModelDrafter(Drafter):
         self._cheap_tokens = context.cheap_tokens
 
     def allocate(self, limits: Limits) -> None:
-        """Take a KV cache of as many blocks as the target's, and tables over all slots."""
         self._budget = limits.max_num_batched_tokens
         self._longest = min(limits.max_model_len, self._model.max_positions)
         self._cache = self._ops.allocate_kv(self.kv_shape, limits.num_kv_blocks)

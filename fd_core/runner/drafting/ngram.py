@@ -25,13 +25,11 @@ class NgramDrafter(PerSlotDrafter):
         self._places: list[dict[tuple[int, ...], int]] = [{} for _ in range(context.num_slots)]
 
     def admit(self, slot: int, tokens: IntArray) -> None:
-        """Index the known tokens."""
         self._texts[slot] = []
         self._places[slot] = {}
         self.grow(slot, tokens)
 
     def grow(self, slot: int, tokens: IntArray) -> None:
-        """Index the n-grams that now have a successor."""
         text, places = self._texts[slot], self._places[slot]
         for token in tokens.tolist():
             end = len(text)
@@ -41,7 +39,6 @@ class NgramDrafter(PerSlotDrafter):
             text.append(token)
 
     def guess(self, slot: int, limit: int) -> IntArray:
-        """Return what followed the longest known n-gram that the text ends with."""
         text, places = self._texts[slot], self._places[slot]
         for size in self._sizes:
             place = places.get(tuple(text[-size:])) if len(text) >= size else None

@@ -23,18 +23,15 @@ class SuffixDrafter(PerSlotDrafter):
         self._automata = [_SuffixAutomaton() for _ in range(context.num_slots)]
 
     def admit(self, slot: int, tokens: IntArray) -> None:
-        """Build the automaton of the known tokens."""
         self._automata[slot] = _SuffixAutomaton()
         self.grow(slot, tokens)
 
     def grow(self, slot: int, tokens: IntArray) -> None:
-        """Grow the automaton."""
         automaton = self._automata[slot]
         for token in tokens.tolist():
             automaton.append(token)
 
     def guess(self, slot: int, limit: int) -> IntArray:
-        """Return the continuation of the earlier occurrence."""
         automaton = self._automata[slot]
         length, place = automaton.earlier_suffix()
         if length < self._min_match:

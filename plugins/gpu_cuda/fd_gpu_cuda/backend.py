@@ -208,12 +208,10 @@ class CudaBackend(OnCuda):
 
     @classmethod
     def rank_environments(cls, size: int) -> Sequence[Mapping[str, str]]:
-        """Show each rank a device of its own."""
         return rank_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], size)
 
     @classmethod
     def import_framework(cls) -> None:
-        """Import torch and the pack on it."""
         import_pack(cls.name, "fd_gpu_cuda.ops", needs="torch", hint=_HINT)
 
     def make_ops(self) -> Ops:
@@ -268,7 +266,6 @@ class CudaBackend(OnCuda):
             ops.use(providers.settle(trial))
 
     def rehearse(self, steps: AbstractContextManager[None]) -> None:
-        """Measure on the device."""
         from fd_gpu_cuda.device import out_of_memory
         from fd_gpu_cuda.ops import CudaOps
 
@@ -294,7 +291,6 @@ class CudaBackend(OnCuda):
         return max(self._cuda.free_bytes() - kept.total, 0)
 
     def describe(self) -> str:
-        """Name the device and the kernels."""
         device = "CUDA device" if self._cuda is None else self._cuda.name
         parts = [device]
         if self._providers is not None:
@@ -409,5 +405,4 @@ class CudaPostprocess(Postprocess):
         self._pack = ops
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array) -> Array:
-        """Build the token matrix of the step."""
         return self._pack.token_matrix(sampled, accepted, slots, revoked, self.limits.max_num_seqs)

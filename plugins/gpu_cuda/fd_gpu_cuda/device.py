@@ -82,11 +82,9 @@ class QueuedCopies(HostCopies):
         self._wait = wait
 
     def ready(self) -> bool:
-        """Ask the event."""
         return self._done()
 
     def wait(self) -> list[npt.NDArray[Any]]:
-        """Wait for the event."""
         self._wait()
         return super().wait()
 

@@ -199,7 +199,6 @@ class CudaKVCache(TorchKVCache):
         self._cuda_layers = [self._layer(index) for index in range(shape.num_layers)]
 
     def layer(self, index: int) -> CudaLayer:  # type: ignore[override]  # the kernels read another layout
-        """Return the layer's views."""
         return self._cuda_layers[index]
 
     def _layer(self, index: int) -> CudaLayer:

@@ -95,7 +95,6 @@ class CudaOps(TorchOps):
         self._collectives: TorchCollectives | None = None
 
     def warm_up_steps(self, limits: Limits) -> Sequence[WarmUpStep]:
-        """Name the steps that compile what serving needs; none where nothing compiles."""
         if self.compilations is None:
             return ()
         return warm_up_steps(limits, drafts=self.stage.first and self.stage.last)
@@ -106,7 +105,6 @@ class CudaOps(TorchOps):
             self.compilations.begin_serving()
 
     def compilation_stats(self) -> CompilationStats | None:
-        """Tell what was compiled by Triton."""
         return None if self.compilations is None else self.compilations.stats()
 
     def use(self, kernels: Kernels) -> None:
@@ -120,16 +118,13 @@ class CudaOps(TorchOps):
         return other
 
     def join(self, group: RankGroup) -> None:
-        """Compute as one of several ranks, with a device each."""
         group.require_order()
         self.parallel, self._group = group.parallel, group
 
     def all_reduce(self, x: Array) -> Array:
-        """Add up what the ranks hold, in their order and in float32."""
         return x if self._group is None else self._connected(self._group).all_reduce(x)
 
     def all_gather(self, x: Array) -> Array:
-        """Join what the ranks hold."""
         return x if self._group is None else self._connected(self._group).all_gather(x)
 
     def _connected(self, group: RankGroup) -> TorchCollectives:
@@ -178,7 +173,6 @@ class CudaOps(TorchOps):
         self._cuda.wait()
 
     def to_host(self, array: Array) -> npt.NDArray[Any]:
-        """Bring one array over."""
         return self.fetch([array])[0]
 
     def prepare_linear(
@@ -196,7 +190,6 @@ class CudaOps(TorchOps):
         return self._graphs is not None and tokens <= self._graphs.shapes.most_tokens
 
     def linear(self, x: Array, weight: Any) -> Array:
-        """Multiply by the transposed weight and add the bias."""
         if isinstance(weight, PackedLinear):
             return weight(x, self._kernels.packed_product)
         return super().linear(x, weight)
@@ -206,7 +199,6 @@ class CudaOps(TorchOps):
         return CudaKVCache(shape, num_blocks, self.torch_dtype, self._cuda)
 
     def write_kv(self, layer: Any, k: Array, v: Array, kv_slots: Array) -> None:
-        """Scatter keys and values to the slots of a `CudaLayer`."""
         if self._kernels.write_kv is not None:
             self._kernels.write_kv(k, v, layer, kv_slots)
         else:
@@ -236,11 +228,9 @@ class CudaOps(TorchOps):
         return output if softcap is None else output.div_(softcap).tanh_().mul_(softcap)
 
     def padded(self, rows: int, width: int) -> tuple[int, int] | None:
-        """Return the smallest shape that holds the step and has a graph."""
         return None if self._graphs is None else self._graphs.shapes.fitting(rows, width)
 
     def compile(self, forward: Forward) -> Forward:
-        """Replay graphs for decodes."""
         return forward if self._graphs is None else GraphedForward(forward, self._graphs)
 
     def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
@@ -347,11 +337,9 @@ class CudaOps(TorchOps):
     # Fusions: each takes a kernel where the table has one, and is composed elsewhere -----------------------
 
     def settle(self, residual: Any) -> Array:
-        """Add what waits."""
         return residual.read(None) if isinstance(residual, Residual) else residual
 
     def rms_norm(self, x: Any, norm: Norm) -> Array:
-        """Normalize the last axis, in one launch with the sum before it."""
         if isinstance(x, Residual):
             return x.read(norm)
         add_norm = self._kernels.add_norm
@@ -360,14 +348,12 @@ class CudaOps(TorchOps):
         return add_norm(x, norm)
 
     def gate(self, gate_up: Array, activation: Activation) -> Array:
-        """Activate the first half and multiply, in one launch."""
         kernel = self._kernels.gate
         return super().gate(gate_up, activation) if kernel is None else kernel(gate_up, activation)
 
     def attention_inputs(
         self, x: Any, norm: Norm, qkv: Any, heads: Heads, layer: CudaLayer, step: StepInput, lora: Lora | None = None
     ) -> Array:
-        """Norm, product, and all that follows it in one launch."""
         kernel = self._kernels.rotate_and_store
         if kernel is None:
             return super().attention_inputs(x, norm, qkv, heads, layer, step, lora)
@@ -400,7 +386,6 @@ class CudaOps(TorchOps):
     def logits(
         self, x: Any, norm: Norm, head: Any, rows: Array, softcap: float | None = None, *, split: bool = False
     ) -> Array:
-        """Gather, sum and norm in one launch, and the output projection."""
         add_norm = self._kernels.add_norm
         if add_norm is None:
             return super().logits(x, norm, head, rows, softcap, split=split)
@@ -411,31 +396,24 @@ class CudaOps(TorchOps):
     # Logits and token ids, each by the kernels of the table ------------------------------------------------
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
-        """Choose a token for each row."""
         return self._kernels.sampling.sample(logits, rows)
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
-        """Add values to single cells, in place."""
         return self._kernels.sampling.add_at(x, rows, ids, values)
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
-        """Apply repetition, presence and frequency penalties, in place."""
         return self._kernels.sampling.penalize(logits, penalties)
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
-        """Forbid tokens by packed bits, in place."""
         return self._kernels.sampling.mask_logits(logits, rows, bits)
 
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
-        """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
         return self._kernels.sampling.logprobs(logits, tokens, top_n)
 
     def ranks(self, logits: Array, tokens: Array) -> Array:
-        """Count the tokens that are more likely, and as likely with a lower id."""
         return self._kernels.sampling.ranks(logits, tokens)
 
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
-        """Count the drafts that equal what was sampled in their place, up to the first that does not."""
         return self._kernels.sampling.verify(sampled, drafts, num_drafts)
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:

@@ -150,7 +150,6 @@ class TritonSampling(SamplingKernels):
         )
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
-        """Add values to single cells, in place and in their order, with one launch."""
         x = _rows_of(x)
         if len(rows):
             grid = (triton.cdiv(len(rows), 128),)
@@ -158,7 +157,6 @@ class TritonSampling(SamplingKernels):
         return x
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
-        """Apply penalties, in place, with one launch."""
         logits, vocabulary = _rows_of(logits), logits.shape[1]
         if len(penalties.rows):
             grid = len(penalties.rows), triton.cdiv(vocabulary, _TILE)
@@ -183,7 +181,6 @@ class TritonSampling(SamplingKernels):
         return logits
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
-        """Forbid tokens by packed bits, in place, with one launch."""
         logits, vocabulary = _rows_of(logits), logits.shape[1]
         if len(rows):
             grid = len(rows), triton.cdiv(vocabulary, _TILE)
@@ -191,7 +188,6 @@ class TritonSampling(SamplingKernels):
         return logits
 
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
-        """Score tokens with one launch."""
         if top_n > _MOST_LISTED:
             return super().logprobs(logits, tokens, top_n)
         logits, (count, vocabulary) = _rows_of(logits), logits.shape
@@ -224,7 +220,6 @@ class TritonSampling(SamplingKernels):
         return chosen, top_ids, top
 
     def ranks(self, logits: Array, tokens: Array) -> Array:
-        """Count the tokens that are more likely, and as likely with a lower id, with one launch."""
         logits, (count, vocabulary) = _rows_of(logits), logits.shape
         ranks = torch.empty(count, dtype=torch.int32, device=logits.device)
         for part in self._parts(count):
@@ -244,7 +239,6 @@ class TritonSampling(SamplingKernels):
         return ranks
 
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
-        """Count the drafts that equal what was sampled in their place, with one launch."""
         count, k = drafts.shape
         accepted = torch.empty(count, dtype=torch.int32, device=drafts.device)
         if count:
@@ -254,7 +248,6 @@ class TritonSampling(SamplingKernels):
         return accepted
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:
-        """Write the token matrix of a step with one launch."""
         sampled, width = _rows_of(sampled), sampled.shape[1]
         matrix = torch.empty(num_slots, width, dtype=torch.int32, device=sampled.device)
         grid = (triton.cdiv(num_slots, 32),)
