@@ -1,8 +1,9 @@
-"""The CPU backend: torch, with native kernels where a compiler is at hand."""
+"""Backends on the processor: torch, with native kernels where a compiler is at hand, and numpy, the oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
@@ -73,3 +74,28 @@ class CpuBackend(ProcessorBackend):
 
     def describe(self) -> str:
         return f"CPU, {self.threads} threads, {getattr(self, '_kernels', 'torch')}"
+
+
+class ReferenceBackend(ProcessorBackend):
+    """numpy, float32."""
+
+    name: ClassVar[str] = "reference"
+    auto_rank: ClassVar[int] = 0
+    limits = MappingProxyType({"bfloat16": "the oracle computes in float32"})
+
+    @classmethod
+    def probe(cls) -> Availability:
+        return Availability(True, "numpy is always there; slow")
+
+    def make_ops(self) -> Ops:
+        from fd_core.ops.numpy.ops import NumpyOps
+
+        self.dtype_asked_for("float32")
+        self.dtype_reason = self.limits["bfloat16"]
+        return NumpyOps()
+
+    def free_memory(self) -> int:
+        return available_memory() // 2
+
+    def describe(self) -> str:
+        return "CPU, numpy"

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fd_core.models.sharding import LinearShare, adaptable_shares, head_shares, stage_layers
-from fd_core.models.spec import DecoderSpec, LinearSpec
+from fd_core.models.spec import DecoderSpec, LinearShare, LinearSpec, adaptable_shares, head_shares, stage_layers
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import Adapter, LowRank, WeightUse

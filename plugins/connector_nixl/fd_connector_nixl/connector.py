@@ -23,7 +23,6 @@ from fd_core.disagg.connectors.contract import (
 )
 from fd_core.errors import PluginError
 
-from fd_connector_nixl.agent import Transfer
 from fd_connector_nixl.layout import (
     TOKEN_BYTES,
     Address,
@@ -36,7 +35,7 @@ from fd_connector_nixl.layout import (
     write_address,
 )
 from fd_connector_nixl.settings import load_library, read_settings
-from fd_connector_nixl.station import MEMORY, Station
+from fd_connector_nixl.station import MEMORY, Station, Transfer
 
 
 class NixlInbox(KVInbox):
