@@ -200,15 +200,6 @@ class DraftModelDrafter(Drafter):
 
 
 def _greedy(ops: Ops, rows: int) -> SampleInput:
-    zeros = ops.from_host(np.zeros(rows, np.int32))
-    floats = ops.from_host(np.zeros(rows, np.float32))
-    return SampleInput(
-        temperature=floats,
-        top_k=zeros,
-        top_p=floats,
-        min_p=floats,
-        seeds=ops.from_host(np.zeros(rows, np.uint64)),
-        positions=zeros,
-        all_greedy=True,
-        any_filter=False,
-    )
+    whole, seeds, shares = (ops.from_host(np.zeros(rows, kind)) for kind in (np.int32, np.uint64, np.float32))
+    columns = {"temperature": shares, "top_k": whole, "top_p": shares, "min_p": shares}
+    return SampleInput(**columns, seeds=seeds, positions=whole, all_greedy=True, any_filter=False)
