@@ -1,6 +1,11 @@
 """What a decoder consists of, as data: names, shapes and geometry, before any weight is read.
 
 Each family of models turns a config into `Traits`, what sets it apart; `decoder_spec` spells out the rest.
+
+Ranks divide heads and inner width, and with `Parallel.gathers` what the residual stream is given; everything else is
+whole. Stages divide the layers, each of which is whole. Shares need not be equal: three KV heads on two ranks are two
+and one. Where there are more ranks than KV heads, several ranks hold the same KV head and divide the query heads that
+share it.
 """
 
 from __future__ import annotations
@@ -82,12 +87,8 @@ def rope_tables(spec: RopeSpec, max_positions: int, ops: Ops) -> Rope:
     """
     frequencies = np.array(spec.inverse_frequencies, np.float32)
     angles = np.arange(max_positions, dtype=np.float32)[:, None] * frequencies
-    amplitude = np.float32(spec.amplitude)
-    return Rope(
-        cos=ops.prepare_vector(np.cos(angles) * amplitude),
-        sin=ops.prepare_vector(np.sin(angles) * amplitude),
-        interleaved=spec.interleaved,
-    )
+    cos, sin = (ops.prepare_vector(turned * np.float32(spec.amplitude)) for turned in (np.cos(angles), np.sin(angles)))
+    return Rope(cos, sin, spec.interleaved)
 
 
 def _llama3(frequencies: Doubles, part: ModelConfig, config: ModelConfig) -> Doubles:

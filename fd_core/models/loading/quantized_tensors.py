@@ -184,9 +184,6 @@ def _packed(form: str, bits: int, values: _Bytes, scales: _Floats, zeros: npt.ND
     return PackedTensor(form, bits, np.ascontiguousarray(values).view(np.int8), np.ascontiguousarray(scales), minima)
 
 
-# GPTQ and AWQ ---------------------------------------------------------------------------------------------------
-
-
 def _gptq(own: _Pieces) -> TensorView:
     """Rows of words along the inputs; zeros are stored less one, but for the second version of the format."""
     overrides = own.settings.part("dynamic")
@@ -237,9 +234,6 @@ def _awq(own: _Pieces) -> TensorView:
     return TensorView((out, width), words, stored_format="awq", joined=read)
 
 
-# FP8 ------------------------------------------------------------------------------------------------------------
-
-
 def _fp8(own: _Pieces) -> TensorView:
     block = own.settings.values.get("weight_block_size")
     return _fp8_view(own, "weight_scale_inv" if "weight_scale_inv" in own.tensors else "weight_scale", block)
@@ -276,9 +270,6 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
         return PackedTensor(FP8, 8, values.view(np.int8), whole)
 
     return TensorView((out, width), weight, stored_format=FP8, joined=read)
-
-
-# compressed-tensors ---------------------------------------------------------------------------------------------
 
 
 def _compressed_tensors(own: _Pieces) -> TensorView:
