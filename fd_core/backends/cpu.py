@@ -17,6 +17,15 @@ class ProcessorBackend(Backend):
     """A backend on the processors of this machine, which engines divide."""
 
     default_pipeline_depth: ClassVar[int] = 1
+    kernels: str
+    """What computes, for `describe`."""
+
+    def free_memory(self) -> int:
+        """Return a quarter of the memory that the system can give without swapping; of several ranks, a share of it."""
+        return available_memory() // (4 * self.config.num_ranks)
+
+    def describe(self) -> str:
+        return f"CPU, {self.threads} threads, {self.kernels}"
 
     @classmethod
     def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
@@ -27,6 +36,7 @@ class CpuBackend(ProcessorBackend):
     """torch on the host's processors; by default bfloat16 with native kernels and float32 without them."""
 
     name: ClassVar[str] = "cpu"
+    kernels = "torch"
     default_batched_tokens: ClassVar[int] = 512
     auto_rank: ClassVar[int] = 10
 
@@ -55,7 +65,7 @@ class CpuBackend(ProcessorBackend):
 
             native = load_native_ops(wanted, self.threads)
             if native is not None:
-                self._kernels = native.describe()
+                self.kernels = native.describe()
                 self.emulated = "emulated" in native.instruction_set
                 self.dtype_reason = native.dtype_reason
                 return native
@@ -63,17 +73,10 @@ class CpuBackend(ProcessorBackend):
 
         self.dtype_reason = "torch's own kernels round every intermediate result, which bfloat16 would show"
         if multiplies_bytes_exactly():
-            self._kernels = "torch eager, int8 weights by oneDNN"
+            self.kernels = "torch eager, int8 weights by oneDNN"
             return TorchInt8Ops(wanted or "float32")
-        self._kernels = "torch eager"
+        self.kernels = "torch eager"
         return TorchOps(wanted or "float32")
-
-    def free_memory(self) -> int:
-        """Return a quarter of the memory that the system can give without swapping; of several ranks, a share of it."""
-        return available_memory() // (4 * self.config.num_ranks)
-
-    def describe(self) -> str:
-        return f"CPU, {self.threads} threads, {getattr(self, '_kernels', 'torch')}"
 
 
 class ReferenceBackend(ProcessorBackend):

@@ -235,8 +235,7 @@ class NativeOps(TorchOps):
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         count, vocabulary = logits.shape
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         tokens, peaks = torch.empty(count, dtype=torch.int32), torch.empty(count)
         numbers = None
         if not rows.all_greedy:
@@ -258,8 +257,7 @@ class NativeOps(TorchOps):
         return tokens, peaks
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         count, drafts, vocabulary = len(penalties.rows), len(penalties.draft_rows), logits.shape[1]
         counts = len(penalties.counts)
         parameters = PenaltyRows(
@@ -283,20 +281,12 @@ class NativeOps(TorchOps):
         return logits
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         count, vocabulary = len(rows), logits.shape[1]
         if tuple(bits.shape) != (count, -(-vocabulary // 32)):
             raise ValueError(f"bits {tuple(bits.shape)} are not those of {count} rows of {vocabulary} tokens")
-        parameters = MaskRows(
-            count,
-            vocabulary,
-            len(logits),
-            logits.data_ptr(),
-            logits.stride(0),
-            address("rows", rows, count),
-            address("bits", bits, bits.numel()),
-        )
+        given = count, vocabulary, len(logits), logits.data_ptr(), logits.stride(0)
+        parameters = MaskRows(*given, address("rows", rows, count), address("bits", bits, bits.numel()))
         self._choose("mask_logits", parameters)
         return logits
 
@@ -304,14 +294,7 @@ class NativeOps(TorchOps):
         invoke(self.runtime.library, f"fd_{what}", ctypes.byref(parameters), self.runtime.team, what=what)
 
     def attention_inputs(
-        self,
-        x: Array,
-        norm: Norm,
-        qkv: NativeLinear,
-        heads: Heads,
-        layer: Any,
-        step: StepInput,
-        lora: Lora | None = None,
+        self, x: Array, norm: Norm, qkv: Array, heads: Heads, layer: Any, step: StepInput, lora: Lora | None = None
     ) -> Array:
         with self._call(x, step) as call:
             call.keep(qkv)
@@ -363,14 +346,7 @@ class NativeOps(TorchOps):
         return self._moe(x, norm, experts, activation, x, ranked=True)
 
     def logits(
-        self,
-        x: Array,
-        norm: Norm,
-        head: NativeLinear,
-        rows: Array,
-        softcap: float | None = None,
-        *,
-        split: bool = False,
+        self, x: Array, norm: Norm, head: Array, rows: Array, softcap: float | None = None, *, split: bool = False
     ) -> Array:
         if not isinstance(x, ProgramSymbol):
             return super().logits(x, norm, head, rows, softcap, split=split)
@@ -398,14 +374,7 @@ class NativeOps(TorchOps):
         return y
 
     def _moe(
-        self,
-        x: Array,
-        norm: Norm | None,
-        experts: Experts,
-        activation: Activation,
-        residual: Array,
-        *,
-        ranked: bool = False,
+        self, x: Array, norm: Norm | None, experts: Experts, kind: Activation, residual: Array, *, ranked: bool = False
     ) -> Array:
         width = experts.gate_up[0].inputs
         gate_up = (ctypes.c_void_p * len(experts.gate_up))(*[e.handle for e in experts.gate_up])
@@ -429,7 +398,7 @@ class NativeOps(TorchOps):
                 gate_up,
                 down,
                 *[None if part is None else part.handle for part in shared],
-                _ACTIVATIONS[activation],
+                _ACTIVATIONS[kind],
                 self.runtime.group_handle if ranked else None,
                 *[self.runtime.starts(each) if ranked and each is not None else None for each in widths],
                 buffer,

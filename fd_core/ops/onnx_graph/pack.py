@@ -115,12 +115,8 @@ class OnnxOps(NumpyOps):
         return self._call(emit, token_ids)
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
-        return self._call(
-            lambda graph, x: graph.op(
-                "RMSNormalization", x, graph.weight(norm.weight), axis=-1, epsilon=float(norm.eps)
-            ),
-            x,
-        )
+        how = {"axis": -1, "epsilon": float(norm.eps)}
+        return self._call(lambda graph, x: graph.op("RMSNormalization", x, graph.weight(norm.weight), **how), x)
 
     def linear(self, x: Array, weight: NumpyLinear) -> Array:
         return self._call(lambda graph, x: _linear(graph, x, weight), x)
@@ -247,7 +243,6 @@ class OnnxOps(NumpyOps):
         plan: dict[str, npt.NDArray[Any]],
         emit: Callable[..., GraphSymbol | None],
     ) -> Any:
-        """Run operators on one layer of a cache."""
         graph = Graph()
         _, _, block_size, num_kv_heads, head_dim = layer.shape
         cache = TracedCache(graph, KVShape(1, num_kv_heads, head_dim, block_size))
@@ -304,7 +299,6 @@ class SessionForward:
 
 
 def _symbolic_step(graph: Graph, names: Sequence[str]) -> StepInput:
-    """Return a step whose arrays are inputs of the graph."""
     arrays: dict[str, Any] = {
         name: graph.input(name, np.int32, (name, "width") if name == "block_tables" else (name,)) for name in names
     }

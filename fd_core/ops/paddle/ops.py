@@ -34,7 +34,7 @@ from fd_core.ops.contract import (
     SampleInput,
     StepInput,
 )
-from fd_core.ops.numpy.sampling import WEIGHT_ONE
+from fd_core.ops.numpy.sampling import WEIGHT_ONE, rows_at_a_time
 from fd_core.ops.paddle.framework import paddle, tensor_of
 from fd_core.ops.philox import random_bits
 from fd_core.ops.weights import RawTensor, Weight
@@ -183,12 +183,6 @@ def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> 
     weights = paddle.nn.functional.softmax(scores, axis=-1).astype(q.dtype)
     result = paddle.matmul(weights.reshape([n, heads.num_kv_heads, -1, longest]), values)
     return result.reshape(grouped.shape).transpose([0, 3, 1, 2, 4]).reshape([n * count, -1])
-
-
-_CACHED_CELLS = 2**16
-"""Logits that are penalized at a time on a processor: intermediate results then stay in its cache."""
-_DEVICE_CELLS = 2**23
-"""The same elsewhere, where it only limits the memory that is taken meanwhile."""
 
 
 _SHARE_ONE = 2.0**40
@@ -432,8 +426,6 @@ class PaddleOps(Ops):
         logits = self.linear(x, head).astype("float32")
         return logits if softcap is None else paddle.tanh(logits / softcap) * softcap
 
-    # Logits and token ids -------------------------------------------------------------------------------------
-
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         likeliest = paddle.argmax(logits, axis=1)
         peaks = logits.max(axis=1)
@@ -463,15 +455,11 @@ class PaddleOps(Ops):
         if penalties.rows.shape[0] == 0:
             return logits
         counts = paddle.index_select(penalties.counts, penalties.counts_rows)
-        counts = self.add_at(
-            counts, penalties.draft_rows, penalties.draft_ids, paddle.full_like(penalties.draft_ids, 2)
-        )
-        columns = (
-            penalties.repetition.unsqueeze(1),
-            penalties.presence.astype("float64").unsqueeze(1),
-            penalties.frequency.astype("float64").unsqueeze(1),
-        )
-        group = max((_CACHED_CELLS if logits.place.is_cpu_place() else _DEVICE_CELLS) // logits.shape[1], 1)
+        twos = paddle.full_like(penalties.draft_ids, 2)
+        counts = self.add_at(counts, penalties.draft_rows, penalties.draft_ids, twos)
+        added = (each.astype("float64") for each in (penalties.presence, penalties.frequency))
+        columns = [each.unsqueeze(1) for each in (penalties.repetition, *added)]
+        group = rows_at_a_time(logits.shape[1], on_host=logits.place.is_cpu_place())
         for begin in range(0, counts.shape[0], group):
             part = slice(begin, begin + group)
             _penalize(logits, penalties.rows[part], counts[part], *(column[part] for column in columns))
@@ -481,7 +469,7 @@ class PaddleOps(Ops):
         vocab = logits.shape[1]
         # Bit j of a word is set where the rest of a division by 2^(j + 1) is 2^j or more: XPU shifts no integers.
         powers = paddle.cumprod(paddle.full_like(paddle.arange(32, dtype="int64", device=logits.place), 2), dim=0)
-        group = max((_CACHED_CELLS if logits.place.is_cpu_place() else _DEVICE_CELLS) // vocab, 1)
+        group = rows_at_a_time(vocab, on_host=logits.place.is_cpu_place())
         for begin in range(0, rows.shape[0], group):
             part = slice(begin, begin + group)
             words = bits[part].astype("int64").unsqueeze(2)

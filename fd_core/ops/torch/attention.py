@@ -141,13 +141,9 @@ class TorchAttentionPlan:
         slots = tables[:, place // block_size] * block_size + place % block_size
         slots = torch.where(place < context, slots, 0)
         query = context - count + torch.arange(count, device=device)
-        tokens = None if everything else (step.query_start.long()[index, None] + torch.arange(count, device=device))
-        return _TorchGroup(
-            tokens=None if tokens is None else tokens.flatten(),
-            kv_slots=slots.flatten(),
-            masks={},
-            distance=query[:, :, None] - place,
-        )
+        begins = step.query_start.long()[index, None]
+        tokens = None if everything else (begins + torch.arange(count, device=device)).flatten()
+        return _TorchGroup(tokens, kv_slots=slots.flatten(), masks={}, distance=query[:, :, None] - place)
 
     def attend(self, q: Array, layer: TorchLayer, heads: Heads) -> Array:
         """Return the attention of q [T, nh, d] as [T, nh * d]."""
