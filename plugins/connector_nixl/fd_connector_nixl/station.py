@@ -52,7 +52,7 @@ class Transfer:
 
 
 class Agent:
-    """Safe to use from several threads.
+    """An agent of NIXL: it writes to the memory of other agents, and lets them write to its own. Thread-safe.
 
     An agent has no thread of its own: bytes move while both agents are polled. A write is over when its bytes have
     landed, and its notice leaves at the poll that finds that out.
@@ -250,7 +250,6 @@ def fitting(slabs: list[Slab], size: int) -> Slab | None:
 
 
 MEMORY: Final = Memory()
-"""The slabs of this process."""
 
 
 _IDLE_PEERS: Final = 16
@@ -304,7 +303,6 @@ class Station:
         self._inside = 0
         self._retired = False
         self.closed = False
-        """Whether the agent is closed."""
         self._used_at = time.monotonic()
         self._nudged = threading.Event()
         self._stopping = False
@@ -318,8 +316,6 @@ class Station:
         with self.lock:
             parting = sum(parting.slab.size for parting in self._partings)
             return parting + sum(slab.size for slab in self._held_back.values())
-
-    # Coming and going -------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         """Count an end of a lease that is about to be opened."""
@@ -352,7 +348,9 @@ class Station:
             if self.closed:
                 return
             self.closed = True
-        self._stop_polling()
+        self._stopping = True
+        self._nudged.set()
+        self._thread.join()
         with self.lock:
             self._listeners.clear()
             self._partings.clear()
@@ -364,8 +362,6 @@ class Station:
             self._free.clear()
             self._held_back.clear()
             self._peers.clear()
-
-    # Memory -----------------------------------------------------------------------------------------------
 
     def lend(self, size: int) -> tuple[Slab, bytes]:
         """Return registered memory, and the metadata that other agents need to write to it."""
@@ -395,8 +391,6 @@ class Station:
         with self.lock:
             if slab in self._metadata:
                 self._held_back[token] = slab
-
-    # Notices ----------------------------------------------------------------------------------------------
 
     def listen(self, token: bytes, listener: Callable[[Notice], None]) -> None:
         """Have `listener` called for each notice of a lease, under `lock`."""
@@ -444,11 +438,6 @@ class Station:
         elif notice.ends and (slab := self._held_back.pop(notice.token, None)) is not None:
             self._free.append(slab)
 
-    def _stop_polling(self) -> None:
-        self._stopping = True
-        self._nudged.set()
-        self._thread.join()
-
     def _poll_while_wanted(self) -> None:
         pause = _SHORTEST
         while not self._stopping:
@@ -457,8 +446,6 @@ class Station:
             if self._nudged.wait(pause if self._inside or self._partings or used_lately else None):
                 self._nudged.clear()
                 pause = _SHORTEST
-
-    # Peers ------------------------------------------------------------------------------------------------
 
     def meet(self, name: str, metadata: bytes) -> Peer:
         """Return another agent, which the caller is going to write to. `part` follows once for each call."""
@@ -502,11 +489,7 @@ class Station:
         if not parting.peer.broken:
             with contextlib.suppress(ConnectorError):  # it has other ways to find out
                 self.agent.tell(parting.peer.name, Notice.of_the_end(parting.token))
-        self._leave_peer(parting.peer)
-        return True
-
-    def _leave_peer(self, peer: Peer) -> None:
-        peer.users -= 1
+        parting.peer.users -= 1
         idle = [one for one in self._peers.values() if not one.users]
         for one in idle:
             if one.broken:
@@ -514,6 +497,7 @@ class Station:
         idle = [one for one in idle if not one.broken]
         for one in idle[: max(0, len(idle) - _IDLE_PEERS)]:
             self._forget(one)
+        return True
 
     def _forget(self, peer: Peer) -> None:
         if self._peers.get(peer.name) is peer:

@@ -294,22 +294,13 @@ def routes_for(settings: Settings) -> Routes:
 def _options(settings: Settings, credentials: Credentials) -> dict[str, Any]:
     """Return what all connections of a pool have in common."""
     # Version 2 of the protocol has all that is needed and saves a round trip for each connection.
-    options: dict[str, Any] = {
-        "protocol": 2,
-        "socket_read_size": _READ_SIZE,
-        "encoding_errors": "replace",
-        "max_connections": settings.max_connections,
-    }
+    options: dict[str, Any] = {"protocol": 2, "socket_read_size": _READ_SIZE, "encoding_errors": "replace"}
+    options["max_connections"] = settings.max_connections
     if credentials.password is not None or credentials.file is not None:
         options["credential_provider"] = credentials
     if settings.tls:
-        options |= {
-            "ssl_cert_reqs": "required",
-            "ssl_check_hostname": True,
-            "ssl_ca_certs": settings.tls_ca,
-            "ssl_certfile": settings.tls_cert,
-            "ssl_keyfile": settings.tls_key,
-        }
+        options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": settings.tls_ca}
+        options |= {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key}
     return options
 
 
