@@ -73,20 +73,7 @@ def device_problem() -> tuple[int, str]:
         nvml = ctypes.CDLL(_NVML)
     except OSError:
         return 0, f"no NVIDIA driver is installed: {_NVML} is not found"
-    return _count(nvml)
-
-
-class OnCuda(Backend):
-    """A backend on the CUDA devices that the driver has."""
-
-    @classmethod
-    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Give each engine a device for each rank."""
-        return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
-
-
-def _count(nvml: ctypes.CDLL) -> tuple[int, str]:
-    """Ask NVML, which talks to the driver and creates nothing on a device."""
+    # NVML talks to the driver and creates nothing on a device.
     nvml.nvmlErrorString.restype = ctypes.c_char_p
     status = nvml.nvmlInit_v2()
     if status:
@@ -97,6 +84,15 @@ def _count(nvml: ctypes.CDLL) -> tuple[int, str]:
     if status:
         return 0, f"the NVIDIA driver does not say which devices there are: {_text(nvml, status)}"
     return count.value, "" if count.value else "the NVIDIA driver sees no device"
+
+
+class OnCuda(Backend):
+    """A backend on the CUDA devices that the driver has."""
+
+    @classmethod
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+        """Give each engine a device for each rank."""
+        return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
 
 
 def _text(nvml: ctypes.CDLL, status: int) -> str:
@@ -218,9 +214,9 @@ class CudaBackend(OnCuda):
         """Create the pack on the first visible device; initialises CUDA."""
         wanted = self.dtype_asked_for("float32", "bfloat16", "float16")
         self.import_framework()
-        from fd_gpu_cuda.adapters import AdapterRoom
         from fd_gpu_cuda.compilations import Compilations, use_cache_folder
         from fd_gpu_cuda.device import Cuda
+        from fd_gpu_cuda.kernel_table import AdapterRoom
         from fd_gpu_cuda.ops import CudaOps
         from fd_gpu_cuda.providers import Providers, operations_on, wanted_providers
 
@@ -258,7 +254,7 @@ class CudaBackend(OnCuda):
         from fd_core.models.decoder import DecoderModel
 
         from fd_gpu_cuda.ops import CudaOps
-        from fd_gpu_cuda.trial import ModelTrial
+        from fd_gpu_cuda.providers import ModelTrial
 
         if isinstance(model, DecoderModel) and isinstance(ops, CudaOps):
             config = self.config

@@ -101,7 +101,6 @@ class Cuda:
         sum_in_float32()
         self._captures = torch.cuda.Stream(self.device)
         self._pool: Any = None
-        """The memory of captures."""
         self._connection: Any = None
 
     @property

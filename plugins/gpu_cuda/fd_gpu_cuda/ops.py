@@ -32,14 +32,12 @@ from fd_core.ops.torch.ops import TorchLinear, TorchOps, route, widened
 from fd_core.ops.warm_up import WarmUpStep
 from fd_core.ops.weights import WEIGHT_FORMATS, LowRank, RawTensor, Weight
 
-from fd_gpu_cuda.adapters import AdapterRoom, DeviceLora, LoraTable
 from fd_gpu_cuda.compilations import Compilations, warm_up_steps
 from fd_gpu_cuda.device import Cuda, out_of_memory, upload_packed
-from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward
-from fd_gpu_cuda.kernel_table import AddNorm, Kernels, scatter_kv, widened_layer
+from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward, GraphShapes
+from fd_gpu_cuda.kernel_table import AdapterRoom, AddNorm, DeviceLora, Kernels, LoraTable, scatter_kv, widened_layer
 from fd_gpu_cuda.kv_cache import CudaKVCache, CudaLayer
 from fd_gpu_cuda.packed import PackedLinear, StackedExperts, pack_linear, pack_stack
-from fd_gpu_cuda.sizes import GraphShapes
 
 if TYPE_CHECKING:
     from fd_core.ops.torch.group import TorchCollectives
@@ -73,7 +71,10 @@ class Residual:
 
 
 class CudaOps(TorchOps):
-    """Operations on torch tensors of one CUDA device, which may be that of one rank of several."""
+    """Operations on torch tensors of one CUDA device, which may be that of one rank of several.
+
+    Each takes a kernel where the table has one, and is composed of torch's own operations elsewhere.
+    """
 
     name = "torch"
     weight_formats = WEIGHT_FORMATS
@@ -186,9 +187,6 @@ class CudaOps(TorchOps):
         """Say whether activations are rounded to 8 bits: where the device multiplies those, beside bfloat16 only."""
         return self.dtype == "bfloat16" and (not fp8 or self._cuda.multiplies_fp8)
 
-    def _captured(self, tokens: int) -> bool:
-        return self._graphs is not None and tokens <= self._graphs.shapes.most_tokens
-
     def linear(self, x: Array, weight: Any) -> Array:
         if isinstance(weight, PackedLinear):
             return weight(x, self._kernels.packed_product)
@@ -244,8 +242,6 @@ class CudaOps(TorchOps):
             found.prepare(cache)
         return found
 
-    # Mixtures of experts -----------------------------------------------------------------------------------
-
     def prepare_experts(self, parts: Sequence[Sequence[Weight]], *, gated: bool) -> Any:
         """Stack the experts; they stay packed where all of them are packed alike."""
         weights = [weight for expert in parts for weight in expert]
@@ -262,7 +258,7 @@ class CudaOps(TorchOps):
             if experts.shared_gate_up is not None:
                 shared = self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
             return self._kernels.experts(x, experts, activation, shared)
-        if not self._captured(len(x)):
+        if self._graphs is None or len(x) > self._graphs.shapes.most_tokens:
             return super().moe(x, experts, activation)
         chosen, weights = route(x, experts)
         share = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)
@@ -271,8 +267,6 @@ class CudaOps(TorchOps):
             y = self.linear(self.gated_linear(x, gate_up, activation), down)
             output += y * share[:, expert, None]
         return self.add_shared(output, x, experts, activation)
-
-    # Adapters ----------------------------------------------------------------------------------------------
 
     @property
     def adds_by_kernel(self) -> bool:
@@ -334,8 +328,6 @@ class CudaOps(TorchOps):
             kernel(y, x if x.stride(1) == 1 else x.contiguous(), table, places)
         return y
 
-    # Fusions: each takes a kernel where the table has one, and is composed elsewhere -----------------------
-
     def settle(self, residual: Any) -> Array:
         return residual.read(None) if isinstance(residual, Residual) else residual
 
@@ -392,8 +384,6 @@ class CudaOps(TorchOps):
         normed = x.rows(norm, rows) if isinstance(x, Residual) else add_norm(x, norm, rows=rows)
         logits = self.logits_of(normed, head, softcap)
         return self.all_gather(logits) if split else logits
-
-    # Logits and token ids, each by the kernels of the table ------------------------------------------------
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         return self._kernels.sampling.sample(logits, rows)

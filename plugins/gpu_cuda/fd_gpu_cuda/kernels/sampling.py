@@ -237,20 +237,9 @@ def find_cuts(
             listed = length <= room
             count = tl.where(listed, length, vocabulary)
             key, ties = _search(
-                logits_at,
-                listed_at,
-                listed,
-                count,
-                peak,
-                temperature,
-                scale,
-                top_k,
-                top_p,
-                bounds_at,
-                first,
-                last,
+                logits_at, listed_at, listed, count, peak, temperature, scale, top_k, top_p, bounds_at, first, last,
                 chunk,
-            )
+            )  # fmt: skip
             tl.store(cuts_at + row, logit_of(key))
             tl.store(ties_at + row, ties)
 
