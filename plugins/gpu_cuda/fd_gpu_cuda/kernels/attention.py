@@ -178,18 +178,10 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def load_tile(
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    table_at,
-    key,
-    kv_head,
-    block_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    width: tl.constexpr,
-    d: tl.constexpr,
-):
+    keys_at, values_at, key_scales_at, value_scales_at, table_at,
+    key, kv_head,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
     """Load keys and values [n, d] of one KV head at positions [n], which must all be known, and their scales [n]."""
     block = tl.load(table_at + key // block_size).to(tl.int64)
     place = (block * block_size + key % block_size) * kv_heads + kv_head
@@ -209,20 +201,9 @@ def load_tile(
 
 @triton.jit
 def attend_tile(
-    largest,
-    total,
-    sums,
-    q,
-    keys,
-    values,
-    key_scale,
-    value_scale,
-    seen,
-    factor,
-    cap,
-    masked: tl.constexpr,
-    quantized: tl.constexpr,
-):
+    largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
+    masked: tl.constexpr, quantized: tl.constexpr,
+):  # fmt: skip
     """Take one tile into a running softmax: largest and total [m], sums [m, d].
 
     q: [m, d]; keys and values: [n, d]; seen: [m, n], read if `masked`. Scores are products of q and keys times
@@ -317,37 +298,13 @@ def _chunk_start(chunk):
     do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
 )
 def _decode(
-    q_at,
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    output_at,
-    sums_at,
-    counters_at,
-    query_start_at,
-    context_at,
-    tables_at,
-    table_stride,
-    tiles,
-    most,
-    chunk_stride,
-    line_stride,
-    factor,
-    cap,
-    window,
-    block_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    shared: tl.constexpr,
-    width: tl.constexpr,
-    divided: tl.constexpr,
-    tile: tl.constexpr,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    d: tl.constexpr,
-    few: tl.constexpr,
+    q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at, sums_at, counters_at,
+    query_start_at, context_at, tables_at, table_stride,
+    tiles, most, chunk_stride, line_stride, factor, cap, window,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr,
+    divided: tl.constexpr, tile: tl.constexpr, m: tl.constexpr, n: tl.constexpr, d: tl.constexpr, few: tl.constexpr,
     folded: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) // tiles
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -432,19 +389,9 @@ def _decode(
 
 @triton.jit
 def _fold_chunks(
-    sums_at,
-    ends_at,
-    output_at,
-    entry,
-    chunks,
-    line_stride,
-    output_line,
-    shared: tl.constexpr,
-    width: tl.constexpr,
-    d: tl.constexpr,
-    few: tl.constexpr,
-    folded: tl.constexpr,
-):
+    sums_at, ends_at, output_at, entry, chunks, line_stride, output_line,
+    shared: tl.constexpr, width: tl.constexpr, d: tl.constexpr, few: tl.constexpr, folded: tl.constexpr,
+):  # fmt: skip
     """Fold what the chunks of one token left, in their order, several loads at once, and write the result."""
     line = tl.arange(0, few)
     column = tl.arange(0, d)
@@ -483,31 +430,12 @@ def _row_of(program, query_start_at, rows, tile: tl.constexpr):
 
 @triton.jit
 def _walk(
-    largest,
-    total,
-    sums,
-    q,
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    table_at,
-    kv_head,
-    place,
-    from_key,
-    to_key,
-    first,
-    last,
-    factor,
-    cap,
-    window,
-    block_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    width: tl.constexpr,
-    masked: tl.constexpr,
-    n: tl.constexpr,
+    largest, total, sums, q,
+    keys_at, values_at, key_scales_at, value_scales_at, table_at,
+    kv_head, place, from_key, to_key, first, last, factor, cap, window,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, masked: tl.constexpr, n: tl.constexpr,
     d: tl.constexpr,
-):
+):  # fmt: skip
     """Take the tiles of keys in [from_key, to_key); keys outside [first, last) are not read."""
     for base in range(from_key, to_key, n):
         key = base + tl.arange(0, n)
@@ -531,30 +459,12 @@ def _walk(
     do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
 )
 def _prefill(
-    q_at,
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    output_at,
-    query_start_at,
-    context_at,
-    tables_at,
-    table_stride,
-    rows,
-    least,
-    factor,
-    cap,
-    window,
-    block_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    shared: tl.constexpr,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    d: tl.constexpr,
-):
+    q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at,
+    query_start_at, context_at, tables_at, table_stride,
+    rows, least, factor, cap, window,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    m: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
     kv_head = tl.program_id(1)
     row = _row_of(tl.program_id(0), query_start_at, rows, tile)
     start = tl.load(query_start_at + row)

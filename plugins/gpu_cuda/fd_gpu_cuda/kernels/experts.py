@@ -67,17 +67,10 @@ def order_by_expert(chosen: Array, experts: int) -> tuple[Array, Array]:
 
 @kernel(do_not_specialize=["floor"])
 def _choose(
-    logits_at,
-    bias_at,
-    chosen_at,
-    weights_at,
-    experts,
-    floor,
-    normalize: tl.constexpr,
-    top_k: tl.constexpr,
-    size: tl.constexpr,
-    places: tl.constexpr,
-):
+    logits_at, bias_at, chosen_at, weights_at,
+    experts, floor,
+    normalize: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr, places: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, size)
     real = expert < experts
@@ -216,36 +209,13 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
 
 @kernel
 def _multiply_pairs(
-    x_at,
-    x_stride,
-    x_scales_at,
-    values_at,
-    values_stride,
-    scales_at,
-    minima_at,
-    order_at,
-    counts_at,
-    y_at,
-    y_stride,
-    experts,
-    out,
-    inputs,
-    groups,
-    group,
-    bits: tl.constexpr,
-    fp8: tl.constexpr,
-    eight: tl.constexpr,
-    middle: tl.constexpr,
-    grouped: tl.constexpr,
-    has_minima: tl.constexpr,
-    even: tl.constexpr,
-    activation: tl.constexpr,
-    top_k: tl.constexpr,
-    size: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-):
+    x_at, x_stride, x_scales_at, values_at, values_stride, scales_at, minima_at,
+    order_at, counts_at, y_at, y_stride,
+    experts, out, inputs, groups, group,
+    bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
+    has_minima: tl.constexpr, even: tl.constexpr, activation: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr,
+    n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(1)
     every = tl.arange(0, size)
     counts = tl.load(counts_at + every, mask=every < experts, other=0)

@@ -30,22 +30,10 @@ def write_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
 
 @kernel(do_not_specialize_on_alignment=["slots_at"])
 def _write_kv(
-    k_at,
-    v_at,
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    slots_at,
-    k_stride,
-    v_stride,
-    k_head_stride,
-    v_head_stride,
-    kv_heads: tl.constexpr,
-    width: tl.constexpr,
-    m: tl.constexpr,
-    d: tl.constexpr,
-):
+    k_at, v_at, keys_at, values_at, key_scales_at, value_scales_at, slots_at,
+    k_stride, v_stride, k_head_stride, v_head_stride,
+    kv_heads: tl.constexpr, width: tl.constexpr, m: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_at + token).to(tl.int64)
     head = tl.arange(0, m)
@@ -62,17 +50,9 @@ def _write_kv(
 
 @triton.jit
 def store_kv(
-    x,
-    cache_at,
-    scales_at,
-    slot,
-    head,
-    live,
-    inside,
-    kv_heads: tl.constexpr,
-    width: tl.constexpr,
-    d: tl.constexpr,
-):
+    x, cache_at, scales_at, slot, head, live, inside,
+    kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
     """Keep what one token has for some KV heads, keys or values, as `Ops.write_kv` says.
 
     x: float32 [m, d], 0 where it is not inside. cache_at and scales_at: a layer's keys or its values, and their scales,
@@ -199,28 +179,11 @@ def _turn(a, b, cos_at, sin_at, half: tl.constexpr, tile: tl.constexpr):
 
 @kernel(do_not_specialize_on_alignment=["slots_at", "positions_at"])
 def _rotate_and_store(
-    qkv_at,
-    q_at,
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    slots_at,
-    positions_at,
-    cos_at,
-    sin_at,
-    q_weight_at,
-    k_weight_at,
-    q_eps,
-    k_eps,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    width: tl.constexpr,
-    half: tl.constexpr,
-    interleaved: tl.constexpr,
-    lines: tl.constexpr,
-    tile: tl.constexpr,
-):
+    qkv_at, q_at, keys_at, values_at, key_scales_at, value_scales_at, slots_at, positions_at,
+    cos_at, sin_at, q_weight_at, k_weight_at, q_eps, k_eps,
+    heads: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, half: tl.constexpr, interleaved: tl.constexpr,
+    lines: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     q_groups: tl.constexpr = (heads + lines - 1) // lines

@@ -87,22 +87,11 @@ def _next(places, above):
 
 @kernel(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places_at"])
 def _shrink(
-    x_at,
-    x_stride,
-    places_at,
-    entries_at,
-    sums_at,
-    tokens,
-    inputs,
-    parts: tl.constexpr,
-    width: tl.constexpr,
-    split: tl.constexpr,
-    even: tl.constexpr,
-    cut: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-):
+    x_at, x_stride, places_at, entries_at, sums_at,
+    tokens, inputs,
+    parts: tl.constexpr, width: tl.constexpr, split: tl.constexpr, even: tl.constexpr, cut: tl.constexpr,
+    n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
     """Write float32 sums [cuts, T, parts * width] of tokens that have adapters, as many of `width` as the ranks are."""
     part = tl.program_id(0) % parts
     piece = tl.program_id(0) // parts
@@ -156,22 +145,10 @@ def _products(x_rows, rows, begin, end, inputs, even: tl.constexpr, n: tl.conste
 
 @kernel(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places_at"])
 def _expand(
-    y_at,
-    y_stride,
-    places_at,
-    entries_at,
-    sums_at,
-    tokens,
-    first,
-    second,
-    third,
-    cuts,
-    parts: tl.constexpr,
-    width: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-):
+    y_at, y_stride, places_at, entries_at, sums_at,
+    tokens, first, second, third, cuts,
+    parts: tl.constexpr, width: tl.constexpr, n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
     """Add the cuts' sums, round them as activations are, multiply them back up, and add that to y."""
     tile = tl.program_id(0)
     part = 0

@@ -84,17 +84,10 @@ def add_norm(
 
 @kernel(do_not_specialize_on_alignment=["rows_at"])
 def _add_norm(
-    x_at,
-    y_at,
-    rows_at,
-    post_weight_at,
-    weight_at,
-    out_at,
-    post_eps,
-    eps,
-    width: tl.constexpr,
-    d: tl.constexpr,
-):
+    x_at, y_at, rows_at, post_weight_at, weight_at, out_at,
+    post_eps, eps,
+    width: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     row = line
     if rows_at is not None:

@@ -131,25 +131,10 @@ def _quantize(x_at, x_stride, values_at, scales_at, inputs, whole: tl.constexpr,
 
 @triton.jit
 def span_products(
-    sums,
-    x_rows,
-    values_rows,
-    scales_rows,
-    minima_rows,
-    begin,
-    end,
-    inputs,
-    groups,
-    group,
-    bits: tl.constexpr,
-    fp8: tl.constexpr,
-    eight: tl.constexpr,
-    middle: tl.constexpr,
-    grouped: tl.constexpr,
-    has_minima: tl.constexpr,
-    even: tl.constexpr,
-    k: tl.constexpr,
-):
+    sums, x_rows, values_rows, scales_rows, minima_rows, begin, end, inputs, groups, group,
+    bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
+    has_minima: tl.constexpr, even: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
     """Add the products of inputs `begin` to `end` to sums [n, m], span by span and in one order.
 
     `x_rows` [m], `values_rows` [n], `scales_rows` [n] and `minima_rows` [n] point to where rows begin; `begin` is a
@@ -312,36 +297,13 @@ def weight_product(device: ProductDevice) -> WeightProduct:
 
 @kernel(do_not_specialize=["tokens"])
 def _multiply(
-    x_at,
-    x_stride,
-    x_scales_at,
-    values_at,
-    values_stride,
-    scales_at,
-    minima_at,
-    bias_at,
-    partial_at,
-    counters_at,
-    y_at,
-    y_stride,
-    tokens,
-    out,
-    inputs,
-    groups,
-    group,
-    cut,
-    bits: tl.constexpr,
-    fp8: tl.constexpr,
-    eight: tl.constexpr,
-    middle: tl.constexpr,
-    grouped: tl.constexpr,
-    has_minima: tl.constexpr,
-    even: tl.constexpr,
-    whole: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
+    x_at, x_stride, x_scales_at, values_at, values_stride, scales_at, minima_at, bias_at,
+    partial_at, counters_at, y_at, y_stride,
+    tokens, out, inputs, groups, group, cut,
+    bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
+    has_minima: tl.constexpr, even: tl.constexpr, whole: tl.constexpr, n: tl.constexpr, m: tl.constexpr,
     k: tl.constexpr,
-):
+):  # fmt: skip
     output = tl.program_id(0) * n + tl.arange(0, n)
     token = tl.program_id(1) * m + tl.arange(0, m)
     # Outputs and tokens beyond the last repeat it, and are not written.
@@ -401,18 +363,9 @@ def _multiply(
 
 @triton.jit
 def _finish(
-    total,
-    x_scales_at,
-    scales_rows,
-    bias_at,
-    y_at,
-    y_stride,
-    row,
-    line,
-    mask,
-    eight: tl.constexpr,
-    grouped: tl.constexpr,
-):
+    total, x_scales_at, scales_rows, bias_at, y_at, y_stride, row, line, mask,
+    eight: tl.constexpr, grouped: tl.constexpr,
+):  # fmt: skip
     if eight:
         if not grouped:
             total *= tl.load(scales_rows).to(tl.float32)[None, :]
