@@ -195,7 +195,8 @@ class CudaKVCache(TorchKVCache):
         super().__init__(shape, num_blocks + 1, dtype, cuda.device)
         self.num_blocks = num_blocks
         self.spare_block = num_blocks
-        parts, scales = [self._data], [()] * shape.num_layers
+        parts = [self._data]
+        scales: Any = [()] * shape.num_layers
         if shape.quantized:
             # Scales lie first, float32 [layers, 2, slots, nkv], elements int8 [..., d] behind all of them.
             *heads, stored = self._data.shape
@@ -204,7 +205,8 @@ class CudaKVCache(TorchKVCache):
             parts = [self._data, scales.view(torch.int8).unflatten(3, (-1, SCALE_BYTES))]
         self._copies = BlockCopies(parts, shape.block_size, cuda)
         self._cuda_layers = [
-            CudaLayer(*sides, shape.block_size, *factors) for sides, factors in zip(self._data, scales, strict=True)
+            CudaLayer(keys, values, shape.block_size, *factors)
+            for (keys, values), factors in zip(self._data, scales, strict=True)
         ]
 
     def layer(self, index: int) -> CudaLayer:  # type: ignore[override]  # the kernels read another layout
