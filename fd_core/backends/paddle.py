@@ -128,15 +128,12 @@ class PaddleBackend(Backend):
 
     def make_ops(self) -> Ops:
         """The pack for the device, which is initialised here."""
-        offered = ("float32",) if self.place == "cpu" else ("bfloat16", "float32")
-        wanted = self.dtype_asked_for(*offered)
-        if wanted is None:
-            self.dtype_reason = self.limits.get("bfloat16", f"Paddle multiplies it on the {self.title}")
+        dtype = self._dtype()
         self.import_framework()
         from fd_core.ops.paddle.framework import set_threads
 
         set_threads(self.threads)
-        return self.device_ops(wanted or offered[0], self.place)
+        return self.device_ops(dtype, self.place)
 
     def device_ops(self, dtype: str, place: str) -> Ops:
         """Create the pack of a dtype on `place`; a vendor's own kernels must not be used where `self.emulated`."""
@@ -157,6 +154,13 @@ class PaddleBackend(Backend):
         if self.emulated:
             return f"{self.title} emulated on the {cpu}: says nothing about the hardware"
         return cpu if self.place == "cpu" else f"{self.title}, Paddle eager"
+
+    def _dtype(self) -> str:
+        offered = ("float32",) if self.place == "cpu" else ("bfloat16", "float32")
+        wanted = self.dtype_asked_for(*offered)
+        if wanted is None:
+            self.dtype_reason = self.limits.get("bfloat16", f"Paddle multiplies it on the {self.title}")
+        return wanted or offered[0]
 
 
 class CpuPaddleBackend(ProcessorBackend, PaddleBackend):

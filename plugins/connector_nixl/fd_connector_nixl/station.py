@@ -348,9 +348,7 @@ class Station:
             if self.closed:
                 return
             self.closed = True
-        self._stopping = True
-        self._nudged.set()
-        self._thread.join()
+        self._stop_polling()
         with self.lock:
             self._listeners.clear()
             self._partings.clear()
@@ -437,6 +435,11 @@ class Station:
             listener(notice)
         elif notice.ends and (slab := self._held_back.pop(notice.token, None)) is not None:
             self._free.append(slab)
+
+    def _stop_polling(self) -> None:
+        self._stopping = True
+        self._nudged.set()
+        self._thread.join()
 
     def _poll_while_wanted(self) -> None:
         pause = _SHORTEST

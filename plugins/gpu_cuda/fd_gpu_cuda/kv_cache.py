@@ -195,15 +195,16 @@ class CudaKVCache(TorchKVCache):
         super().__init__(shape, num_blocks + 1, dtype, cuda.device)
         self.num_blocks = num_blocks
         self.spare_block = num_blocks
+        self._scales: Array | None = None
         parts = [self._data]
-        scales: Any = [()] * shape.num_layers
         if shape.quantized:
             # Scales lie first, float32 [layers, 2, slots, nkv], elements int8 [..., d] behind all of them.
             *heads, stored = self._data.shape
             first, rest = self._data.view(-1).tensor_split([math.prod(heads) * SCALE_BYTES])
-            self._data, scales = rest.view(*heads, stored - SCALE_BYTES), first.view(torch.float32).view(heads)
-            parts = [self._data, scales.view(torch.int8).unflatten(3, (-1, SCALE_BYTES))]
+            self._data, self._scales = rest.view(*heads, stored - SCALE_BYTES), first.view(torch.float32).view(heads)
+            parts = [self._data, self._scales.view(torch.int8).unflatten(3, (-1, SCALE_BYTES))]
         self._copies = BlockCopies(parts, shape.block_size, cuda)
+        scales: Any = [()] * shape.num_layers if self._scales is None else self._scales
         self._cuda_layers = [
             CudaLayer(keys, values, shape.block_size, *factors)
             for (keys, values), factors in zip(self._data, scales, strict=True)
