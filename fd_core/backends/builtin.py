@@ -14,6 +14,6 @@ def fd_register_backends() -> list[Entry]:
         Entry("cpu", "fd_core.backends.cpu:CpuBackend", "PyTorch on the processor, with compiled kernels if it can"),
         Entry("cpu+paddle", "fd_core.backends.paddle:CpuPaddleBackend", "Paddle on the processor, float32"),
         Entry("cpu+onnx", "fd_core.backends.onnx:OnnxBackend", "ONNX Runtime on the processor, float32"),
-        Entry("reference", "fd_core.backends.reference:ReferenceBackend", "numpy in float32: the oracle, slow"),
+        Entry("reference", "fd_core.backends.cpu:ReferenceBackend", "numpy in float32: the oracle, slow"),
         Entry("null", "fd_core.backends.null:NullBackend", "scripted tokens without a model, for tests"),
     ]

@@ -172,7 +172,7 @@ class Backend(abc.ABC):
         """
         from fd_core.models.loading.checkpoint import open_checkpoint
         from fd_core.models.registry import spec_of
-        from fd_core.models.sharding import require_division
+        from fd_core.models.spec import require_division
 
         if path is not None and cls.needs_checkpoint:
             with open_checkpoint(path) as checkpoint:

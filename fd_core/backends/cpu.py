@@ -1,8 +1,9 @@
-"""The CPU backend: torch, with native kernels where a compiler is at hand."""
+"""Backends on the processor: torch, with native kernels where a compiler is at hand, and numpy, the oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
@@ -16,10 +17,18 @@ class ProcessorBackend(Backend):
     """A backend on the processors of this machine, which engines divide."""
 
     default_pipeline_depth: ClassVar[int] = 1
+    kernels: str
+    """What computes, for `describe`."""
+
+    def free_memory(self) -> int:
+        """Return a quarter of the memory that the system can give without swapping; of several ranks, a share of it."""
+        return available_memory() // (4 * self.config.num_ranks)
+
+    def describe(self) -> str:
+        return f"CPU, {self.threads} threads, {self.kernels}"
 
     @classmethod
     def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Divide the processors."""
         return places_on_cores(count, ranks)
 
 
@@ -27,6 +36,7 @@ class CpuBackend(ProcessorBackend):
     """torch on the host's processors; by default bfloat16 with native kernels and float32 without them."""
 
     name: ClassVar[str] = "cpu"
+    kernels = "torch"
     default_batched_tokens: ClassVar[int] = 512
     auto_rank: ClassVar[int] = 10
 
@@ -39,7 +49,6 @@ class CpuBackend(ProcessorBackend):
 
     @classmethod
     def import_framework(cls) -> None:
-        """Import torch and the native pack on it."""
         import_pack("cpu", "fd_core.ops.native.pack", needs="torch", hint="pip install 'fd-core[cpu]'")
 
     def make_ops(self) -> Ops:
@@ -56,7 +65,7 @@ class CpuBackend(ProcessorBackend):
 
             native = load_native_ops(wanted, self.threads)
             if native is not None:
-                self._kernels = native.describe()
+                self.kernels = native.describe()
                 self.emulated = "emulated" in native.instruction_set
                 self.dtype_reason = native.dtype_reason
                 return native
@@ -64,15 +73,32 @@ class CpuBackend(ProcessorBackend):
 
         self.dtype_reason = "torch's own kernels round every intermediate result, which bfloat16 would show"
         if multiplies_bytes_exactly():
-            self._kernels = "torch eager, int8 weights by oneDNN"
+            self.kernels = "torch eager, int8 weights by oneDNN"
             return TorchInt8Ops(wanted or "float32")
-        self._kernels = "torch eager"
+        self.kernels = "torch eager"
         return TorchOps(wanted or "float32")
 
+
+class ReferenceBackend(ProcessorBackend):
+    """numpy, float32."""
+
+    name: ClassVar[str] = "reference"
+    auto_rank: ClassVar[int] = 0
+    limits = MappingProxyType({"bfloat16": "the oracle computes in float32"})
+
+    @classmethod
+    def probe(cls) -> Availability:
+        return Availability(True, "numpy is always there; slow")
+
+    def make_ops(self) -> Ops:
+        from fd_core.ops.numpy.ops import NumpyOps
+
+        self.dtype_asked_for("float32")
+        self.dtype_reason = self.limits["bfloat16"]
+        return NumpyOps()
+
     def free_memory(self) -> int:
-        """Return a quarter of the memory that the system can give without swapping; of several ranks, a share of it."""
-        return available_memory() // (4 * self.config.num_ranks)
+        return available_memory() // 2
 
     def describe(self) -> str:
-        """Name the processor count and the kernels."""
-        return f"CPU, {self.threads} threads, {getattr(self, '_kernels', 'torch')}"
+        return "CPU, numpy"

@@ -18,7 +18,8 @@ def memory_left(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int | None:
         limits = _numbers(folder, "memory.max", "memory.high", "memory.limit_in_bytes")
         used = _numbers(folder, "memory.current", "memory.usage_in_bytes")
         if limits and used:
-            cache = _statistics(folder / "memory.stat")
+            fields = (line.split() for line in _read(folder / "memory.stat").splitlines())
+            cache = {words[0]: int(words[1]) for words in fields if len(words) == 2 and words[1].isdecimal()}
             # Version 1 counts children only under the name with "total".
             dropped = cache.get("total_inactive_file", cache.get("inactive_file", 0))
             left.append(max(min(limits) - used[0] + dropped, 0))
@@ -53,11 +54,6 @@ def _folders(controller: str, groups: Path, mount: Path) -> Iterator[Path]:
         yield from (root, *(parent for parent in (folder, *folder.parents) if root in parent.parents))
 
 
-def _statistics(path: Path) -> dict[str, int]:
-    fields = (line.split() for line in _read(path).splitlines())
-    return {words[0]: int(words[1]) for words in fields if len(words) == 2 and words[1].isdecimal()}
-
-
 def _numbers(folder: Path, *names: str) -> list[int]:
     texts = [_read(folder / name).strip() for name in names]
     return [int(text) for text in texts if text.isdecimal()]
@@ -76,16 +72,7 @@ _FALLBACK = 2 * 2**30
 
 def available_memory() -> int:
     """Return bytes that the system, or the container if that is smaller, can give without swapping."""
-    amounts = [_from_meminfo(), memory_left()]
-    return min((amount for amount in amounts if amount is not None), default=_FALLBACK)
-
-
-def _from_meminfo() -> int | None:
-    try:
-        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    lines = _read(_MEMINFO).splitlines()
+    amounts = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    left = memory_left()
+    return min(amounts if left is None else [*amounts, left], default=_FALLBACK)

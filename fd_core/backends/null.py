@@ -44,7 +44,6 @@ class NullCache(KVCache):
         return np.ascontiguousarray(halves.transpose(0, 2, 1))[:, None, :, :, None, None]
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write what `export_blocks` returned."""
         halves = np.ascontiguousarray(data[:, 0, :, :, 0, 0].transpose(0, 2, 1), np.float32)
         self.hashes[blocks] = halves.view(np.uint64)[:, :, 0]
 
@@ -134,7 +133,6 @@ class NullBackend(ProcessorBackend):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Always available."""
         return Availability(True, "needs nothing")
 
     def make_ops(self) -> Ops:
@@ -165,10 +163,8 @@ class NullBackend(ProcessorBackend):
         return 64 * 2**20
 
     def describe(self) -> str:
-        """Say loudly that the text means nothing."""
         return "scripted tokens without meaning, for tests"
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> NullModel:
-        """Make the scripted model; any checkpoint is ignored."""
         progress(1, 1)
         return NullModel()

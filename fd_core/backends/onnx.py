@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from fd_core.backends.contract import Availability
 from fd_core.backends.cpu import ProcessorBackend
-from fd_core.backends.memory import available_memory
 from fd_core.backends.probing import import_pack, missing
 from fd_core.ops.contract import Ops
 
@@ -16,6 +15,7 @@ class OnnxBackend(ProcessorBackend):
     """ONNX Runtime on its CPU provider, float32."""
 
     name: ClassVar[str] = "cpu+onnx"
+    kernels = "ONNX Runtime"
     auto_rank: ClassVar[int] = 5
     provider: ClassVar[tuple[str, str]] = ("CPUExecutionProvider", "cpu")
     """ONNX Runtime's names of the execution provider and of the device whose memory it computes on. One of another
@@ -33,11 +33,9 @@ class OnnxBackend(ProcessorBackend):
 
     @classmethod
     def import_framework(cls) -> None:
-        """Import onnx and ONNX Runtime."""
         import_pack(cls.name, "fd_core.ops.onnx_graph.pack", needs="onnx and ONNX Runtime", hint=cls.hint)
 
     def make_ops(self) -> Ops:
-        """The onnx pack; refuses any dtype but float32."""
         self.dtype_asked_for("float32")
         self.import_framework()
         from fd_core.ops.onnx_graph.pack import OnnxOps
@@ -45,11 +43,3 @@ class OnnxBackend(ProcessorBackend):
 
         self.dtype_reason = self.limits["bfloat16"]
         return OnnxOps(Provider(*self.provider, self.threads))
-
-    def free_memory(self) -> int:
-        """Return a quarter of the memory that the system can give without swapping."""
-        return available_memory() // 4
-
-    def describe(self) -> str:
-        """Name the processor count and the pack."""
-        return f"CPU, {self.threads} threads, ONNX Runtime"

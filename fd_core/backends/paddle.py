@@ -124,7 +124,6 @@ class PaddleBackend(Backend):
 
     @classmethod
     def import_framework(cls) -> None:
-        """Import Paddle."""
         import_pack(cls.name, "fd_core.ops.paddle.framework", needs="Paddle", hint=cls.paddle_hint)
 
     def make_ops(self) -> Ops:
@@ -151,7 +150,6 @@ class PaddleBackend(Backend):
         return free_device_memory(self.place)
 
     def describe(self) -> str:
-        """Name the device that computes."""
         cpu = f"CPU, {self.threads} threads, Paddle eager"
         if self.emulated:
             return f"{self.title} emulated on the {cpu}: says nothing about the hardware"
@@ -169,6 +167,7 @@ class CpuPaddleBackend(ProcessorBackend, PaddleBackend):
     """Paddle on the host's processors, float32."""
 
     name: ClassVar[str] = "cpu+paddle"
+    kernels = "Paddle eager"
     device: ClassVar[str] = "cpu"
     title: ClassVar[str] = "processor"
     paddle_hint: ClassVar[str] = "pip install 'fd-core[paddle]'"

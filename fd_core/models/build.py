@@ -15,23 +15,21 @@ from fd_core.errors import ModelError
 from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.quantization import head_format, quantized
-from fd_core.models.sharding import (
-    LinearShare,
-    attention_shares,
-    feed_forward_shares,
-    head_shares,
-    stage_layers,
-    vocabulary_share,
-)
 from fd_core.models.spec import (
     AttentionSpec,
     DecoderSpec,
+    LinearShare,
     LinearSpec,
     MlpSpec,
     MoeSpec,
     RopeSpec,
     VectorSpec,
+    attention_shares,
+    feed_forward_shares,
+    head_shares,
     rope_tables,
+    stage_layers,
+    vocabulary_share,
 )
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
 from fd_core.ops.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fd_core.models.sharding import LinearShare, adaptable_shares, head_shares, stage_layers
-from fd_core.models.spec import DecoderSpec, LinearSpec
+from fd_core.models.spec import DecoderSpec, LinearShare, LinearSpec, adaptable_shares, head_shares, stage_layers
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.weights import Adapter, LowRank, WeightUse
@@ -44,7 +43,9 @@ def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWei
         parts = [adapter.deltas.get(name) for name in linear.names]
         if all(part is None for part in parts):
             return None
-        mine = [None if each is None else _cut(each, of, share.columns) for each, of in zip(parts, rows, strict=True)]
+        columns = slice(None) if share.columns is None else share.columns
+        pairs = zip(parts, rows, strict=True)
+        mine = [None if each is None else LowRank(each.down[:, columns], each.up[of]) for each, of in pairs]
         return ops.prepare_lora(mine, _outs(linear, share), gated=gated)
 
     with ops.replaceable_weights():
@@ -57,10 +58,6 @@ def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWei
             )
             for layer in spec.layers
         )
-
-
-def _cut(delta: LowRank, rows: slice, columns: slice | None) -> LowRank:
-    return LowRank(delta.down if columns is None else delta.down[:, columns], delta.up[rows])
 
 
 def _ins(linear: LinearSpec, share: LinearShare) -> int:
@@ -149,7 +146,6 @@ class Decoder:
     """None on stages before the last."""
     activation: Activation
     softcap: float | None
-    """Softcap of the logits; None for none."""
     head_split: bool = False
     """Whether `head` yields a rank's share of the logits."""
 
@@ -189,14 +185,8 @@ class DecoderModel:
         heads = self.decoder.layers[0].attention.heads
         _, kv = head_shares(self.spec.layers[0].attention, self.ops.parallel)
         layers = stage_layers(self.spec, self.ops.stage)
-        return KVShape(
-            layers.stop - layers.start,
-            heads.num_kv_heads,
-            heads.head_dim,
-            block_size,
-            first_kv_head=kv.start,
-            first_layer=layers.start,
-        )
+        sizes = layers.stop - layers.start, heads.num_kv_heads, heads.head_dim, block_size
+        return KVShape(*sizes, first_kv_head=kv.start, first_layer=layers.start)
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
         """Compute float32 logits [R, V] of the rows asked for and write the step's keys and values.

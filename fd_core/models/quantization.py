@@ -69,8 +69,8 @@ def quantize(weight: RawTensor, form: str) -> PackedTensor:
         floats = RawTensor(weight.dtype, weight.data[part]).to_float32().reshape(-1, width // group, group)
         if not np.isfinite(floats).all():
             raise ValueError("it has values that are not finite numbers")
-        rounded, scales[part] = _int8(floats) if form == "int8" else _int4(floats)
-        values[part] = rounded.reshape(-1, width)
+        scales[part] = np.abs(floats).max(axis=-1) / np.float32(127) if form == "int8" else _int4_scales(floats)
+        values[part] = _rounded(floats, scales[part], 127 if form == "int8" else 7).reshape(-1, width)
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # numpy computes without holding others up
         for _ in pool.map(fill, range(0, out, rows)):
@@ -78,19 +78,16 @@ def quantize(weight: RawTensor, form: str) -> PackedTensor:
     return PackedTensor(form, 8 if form == "int8" else 4, values, scales)
 
 
-def _int8(groups: _Floats) -> tuple[_Floats, _Floats]:
-    scales = np.abs(groups).max(axis=-1) / np.float32(127)
-    return _rounded(groups, scales, 127), scales
-
-
-def _int4(groups: _Floats) -> tuple[_Floats, _Floats]:
-    """Return values and scales, which are bfloat16, with the sign that makes the largest value -8: there is no 8.
+def _int4_scales(groups: _Floats) -> _Floats:
+    """Return scales that are bfloat16, with the sign that makes the largest value -8: there is no 8.
 
     Scales that cut the largest value off have a smaller squared error, and cost more perplexity.
     """
     low, high = groups.min(axis=-1), groups.max(axis=-1)
-    scales = _as_bfloat16(np.where(-low > high, low, high) * np.float32(-1 / 8))
-    return _rounded(groups, scales, 7), scales
+    bits = (np.where(-low > high, low, high) * np.float32(-1 / 8)).view(np.uint32)
+    # Rounded to the nearest bfloat16, ties to even.
+    rounded: _Floats = ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return rounded
 
 
 def _rounded(groups: _Floats, scales: _Floats, most: int) -> _Floats:
@@ -99,9 +96,3 @@ def _rounded(groups: _Floats, scales: _Floats, most: int) -> _Floats:
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=usable)
     values = groups * inverse[..., np.newaxis]
     return np.clip(np.rint(values, out=values), -most - 1, most, out=values)
-
-
-def _as_bfloat16(values: _Floats) -> _Floats:
-    """Return finite values rounded to the nearest bfloat16, ties to even."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)

@@ -149,12 +149,7 @@ def ernie(config: ModelConfig) -> Traits:
     rope = rope_spec(config, head_dim_of(config), theta=500_000.0, interleaved=True)
     bias = config.flag("use_bias")
     return Traits(
-        rope=lambda layer: rope,
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
-        tied=True,
-        ignored=(r"^model\.mtp_",),
+        rope=lambda layer: rope, qkv_bias=bias, output_bias=bias, mlp_bias=bias, tied=True, ignored=(r"^model\.mtp_",)
     )
 
 

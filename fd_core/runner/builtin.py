@@ -14,8 +14,8 @@ _MATRIX = "fd_core.runner.postprocess"
 def fd_register_drafters() -> list[Entry]:
     """Offer `ngram`, `suffix` and `draft_model`."""
     return [
-        Entry("ngram", f"{_HERE}.ngram:NgramDrafter", "what followed the same n tokens last time"),
-        Entry("suffix", f"{_HERE}.suffix:SuffixDrafter", "what followed the longest suffix seen before"),
+        Entry("ngram", f"{_HERE}.lookup:NgramDrafter", "what followed the same n tokens last time"),
+        Entry("suffix", f"{_HERE}.lookup:SuffixDrafter", "what followed the longest suffix seen before"),
         Entry("draft_model", f"{_HERE}.draft_model:DraftModelDrafter", "what a smaller model would say"),
     ]
 

@@ -120,7 +120,16 @@ class ObserverThread:
         self._attempt(self._observer.close)
 
     def _observe(self, plan: StepPlan, output: StepOutput, names: list[str]) -> None:
-        self._observer.observe(_sampled(plan, output, names))
+        slots, outcomes = plan.slots, signals.read(output.tokens, output.errors)
+        counts = outcomes.counts[slots] * (output.gens[slots] == plan.gens)
+        columns = slots, outcomes.tokens[slots], counts, plan.num_drafts
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        requests = (
+            SampledRequest(names[slot], tuple(tokens[:count]), drafts, count - 1)
+            for slot, tokens, count, drafts in rows
+            if count
+        )
+        self._observer.observe(SampledStep(plan.epoch, plan.step, tuple(requests)))
 
     def _attempt(self, action: Callable[..., None], *arguments: object) -> None:
         try:
@@ -130,15 +139,3 @@ class ObserverThread:
                 # Without its words, which may hold tokens of a text.
                 _log.warning("the observer failed: %s; further failures are only counted", type(error).__name__)
             self._stats.failures += 1
-
-
-def _sampled(plan: StepPlan, output: StepOutput, names: list[str]) -> SampledStep:
-    slots, outcomes = plan.slots, signals.read(output.tokens, output.errors)
-    counts = outcomes.counts[slots] * (output.gens[slots] == plan.gens)
-    rows = zip(slots.tolist(), outcomes.tokens[slots].tolist(), counts.tolist(), plan.num_drafts.tolist(), strict=True)
-    requests = (
-        SampledRequest(names[slot], tuple(tokens[:count]), drafts, count - 1)
-        for slot, tokens, count, drafts in rows
-        if count
-    )
-    return SampledStep(plan.epoch, plan.step, tuple(requests))

@@ -149,25 +149,6 @@ class LaunchedStep:
         )
 
 
-class FailedRequests:
-    """Why requests failed, by slot and generation: steps in flight may be of the residency before."""
-
-    def __init__(self) -> None:
-        self.reasons: dict[tuple[int, int], str] = {}
-        """Empty most of the time, when no step has to tell of a failure."""
-
-    def healthy(self, slots: IntArray, gens: IntArray) -> npt.NDArray[np.bool_]:
-        """Return bool[n]: which requests, in `slots` int32[n] with generations `gens` int32[n], did not fail."""
-        keys = zip(slots.tolist(), gens.tolist(), strict=True)
-        return np.array([key not in self.reasons for key in keys], np.bool_)
-
-    def of_step(self, slots: IntArray, gens: IntArray) -> tuple[tuple[int, str], ...]:
-        """Return (slot, reason) of failed `slots` int32[n]; `gens` int32[max_num_seqs] tell what is forgotten."""
-        self.reasons = {(slot, gen): why for (slot, gen), why in self.reasons.items() if gen >= gens[slot]}
-        keys = ((slot, int(gens[slot])) for slot in slots.tolist())
-        return tuple((key[0], self.reasons[key]) for key in keys if key in self.reasons)
-
-
 class Runner:
     """Executes plans in order and answers each with exactly one output.
 
@@ -208,7 +189,8 @@ class Runner:
         self._pooler = Pooler(ops)
         self._postprocess = postprocess(ops, limits)
         self._last = LastTokens(ops, limits.max_num_seqs)
-        self._failed = FailedRequests()
+        self._failed: dict[tuple[int, int], str] = {}
+        """Why requests failed, by slot and generation: steps in flight may be of the residency before. Mostly empty."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute one step: launch it, and wait for it."""
@@ -293,7 +275,11 @@ class Runner:
         if self.drafter is not None or self._grammars.matchers:
             self._continue(slots, delivered, verified, kept)
         ready = batch.num_drafts.copy() if self.drafter is not None or self._grammars.matchers else None
-        errors = self._failed.of_step(plan.slots, gens) if self._failed.reasons else ()
+        errors: tuple[tuple[int, str], ...] = ()
+        if self._failed:
+            self._failed = {key: why for key, why in self._failed.items() if key[1] >= gens[key[0]]}
+            keys = ((slot, int(gens[slot])) for slot in plan.slots.tolist())
+            errors = tuple((key[0], self._failed[key]) for key in keys if key in self._failed)
         logprobs, scores, vectors = launched.extras(more) if more else (None, None, None)
         return StepOutput(plan.epoch, plan.step, tokens, gens, ready, logprobs, errors, scores, vectors)
 
@@ -337,8 +323,8 @@ class Runner:
 
     def _admit(self, admission: Admission) -> None:
         slot, params = admission.slot, admission.params
-        if self._failed.reasons:
-            self._failed.reasons.pop((slot, admission.gen), None)
+        if self._failed:
+            self._failed.pop((slot, admission.gen), None)
         self.batch.admit(admission, self.adapters.place(admission.adapter) if admission.adapter else 0)
         if self._scorer.wanted or params.prompt_logprobs is not None:
             self._scorer.admit(admission)
@@ -474,7 +460,9 @@ class Runner:
             self._fail(slot, f"the drafter {drafter.name} failed: {type(error).__name__}: {error}")
 
     def _healthy(self, slots: IntArray) -> npt.NDArray[np.bool_]:
-        return self._failed.healthy(slots, self.batch.gen[slots])
+        """Return bool[n]: which requests, in `slots` int32[n], did not fail."""
+        keys = zip(slots.tolist(), self.batch.gen[slots].tolist(), strict=True)
+        return np.array([key not in self._failed for key in keys], np.bool_)
 
     def _fail_one_of(self, slots: IntArray, error: SlotError) -> None:
         if error.slot not in slots[self._healthy(slots)]:
@@ -487,4 +475,4 @@ class Runner:
         if gen is None or gen == held:
             self._grammars.matchers.pop(slot, None)
             self.batch.num_drafts[slot] = 0
-        self._failed.reasons[slot, held if gen is None else gen] = message
+        self._failed[slot, held if gen is None else gen] = message

@@ -172,14 +172,9 @@ def _pre(metadata: _Metadata) -> _Pre:
 def _sentencepiece(metadata: _Metadata) -> tuple[Tokenizer, Decoding]:
     prefixed = metadata.flag("add_space_prefix", True)
     unknown = next((metadata.tokens[i] for i, kind in enumerate(metadata.types) if kind == _UNKNOWN), None)
+    merges, byte_fallback = _merges_from_scores(metadata), _BYTE in metadata.types
     tokenizer = Tokenizer(
-        models.BPE(
-            vocab=metadata.ids,
-            merges=_merges_from_scores(metadata),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=_BYTE in metadata.types,
-        )
+        models.BPE(vocab=metadata.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
     )
     spaces = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefixed else spaces

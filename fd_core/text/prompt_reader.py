@@ -196,14 +196,8 @@ class PromptReader:
                 field="messages",
             )
         try:
-            text = rendering.render(
-                turns,
-                tools,
-                add_generation_prompt,
-                template_kwargs,
-                continue_final_message=continue_final_message,
-                documents=documents,
-            )
+            given = turns, tools, add_generation_prompt, template_kwargs
+            text = rendering.render(*given, continue_final_message=continue_final_message, documents=documents)
         except ModelError as error:  # the model's own was compiled at the start: these messages are too much for it
             raise BadRequest(str(error), field="messages" if template is None else "chat_template") from error
         ids = self._encode(text, add_special, "messages")

@@ -98,14 +98,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters |= {name: _ordering(theirs[name]) for name in _ORDERING_FILTERS}
         self.filters |= {name: _lazy(theirs[name]) for name in _LAZY_FILTERS}
         self.filters |= {name: _walking(theirs[name]) for name in ("float", "int")}
-        self.filters |= {
-            "fromjson": _fromjson,
-            "indent": _indent,
-            "items": _items,
-            "join": _join,
-            "list": _list,
-            "replace": _replace,
-        }
+        self.filters |= {"fromjson": _fromjson, "indent": _indent, "items": _items}
+        self.filters |= {"join": _join, "list": _list, "replace": _replace}
         self.filters |= {"reverse": _reverse, "round": _rounding(theirs["round"]), "tojson": _tojson}
         self.filters |= {_CONCAT: _join, _COUNTED: charge_items, _MADE: charge_value}
         self.filters |= {_OPERAND: charge_operand, _SPEND: charge_steps}
@@ -125,8 +119,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for value in (left, right):
             if isinstance(value, int):
                 check_integer(value)
-        if operator == "**" and not (_bits(left) * _magnitude(right) <= 4096):
-            raise TooMuch("a power is too large")
+        if operator == "**":
+            bits = left.bit_length() if isinstance(left, int) else 0
+            if not bits * (abs(right) if isinstance(right, int | float) else 0) <= 4096:  # so NaN is too large
+                raise TooMuch("a power is too large")
         if operator == "*":
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, str | list | tuple) and isinstance(times, int):
@@ -472,11 +468,3 @@ def _check_growth(value: str | list[Any] | tuple[Any, ...], size: int) -> None:
 
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | list | tuple | dict) else 0
-
-
-def _bits(value: Any) -> int:
-    return value.bit_length() if isinstance(value, int) else 0
-
-
-def _magnitude(value: Any) -> float:
-    return abs(value) if isinstance(value, int | float) else 0

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from fd_core.errors import BadRequest, ModelError
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.loading.files import parse_json_object
-from fd_core.models.loading.tokenizer_source import GgmlTokenizerSource, JsonTokenizerSource, token_text
+from fd_core.models.loading.tokenizer_source import JsonTokenizerSource, token_text
 
 # Texts are encoded one by one: the library's own threads would only take the cores of a step.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -161,7 +161,21 @@ def _panicked(error: BaseException) -> bool:
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Build the tokenizer of a checkpoint; `ModelError` if there is none, it is damaged or of an unknown kind."""
     source = checkpoint.tokenizer
-    return _from_ggml(source) if isinstance(source, GgmlTokenizerSource) else _from_json(source)
+    if isinstance(source, JsonTokenizerSource):
+        return _from_json(source)
+    from fd_core.text.ggml_tokenizer import build
+
+    backend, decoding = build(source)
+    size = backend.get_vocab_size()
+    bos, eos = (source.metadata.get(f"{kind}_token_id") for kind in ("bos", "eos"))
+    return Tokenizer(
+        backend=backend,
+        decoding=decoding,
+        bos_id=bos if isinstance(bos, int) and 0 <= bos < size else None,
+        eos_id=eos if isinstance(eos, int) and 0 <= eos < size else None,
+        chat_template=source.chat_template,
+        named_templates=source.named_templates,
+    )
 
 
 def _from_json(source: JsonTokenizerSource) -> Tokenizer:
@@ -245,22 +259,6 @@ def _named_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
     text = token_text(token)
     found: int | None = None if text is None else backend.token_to_id(text)
     return found
-
-
-def _from_ggml(source: GgmlTokenizerSource) -> Tokenizer:
-    from fd_core.text.ggml_tokenizer import build
-
-    backend, decoding = build(source)
-    size = backend.get_vocab_size()
-    bos, eos = (source.metadata.get(f"{kind}_token_id") for kind in ("bos", "eos"))
-    return Tokenizer(
-        backend=backend,
-        decoding=decoding,
-        bos_id=bos if isinstance(bos, int) and 0 <= bos < size else None,
-        eos_id=eos if isinstance(eos, int) and 0 <= eos < size else None,
-        chat_template=source.chat_template,
-        named_templates=source.named_templates,
-    )
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.backends import contract, memory
-from fd_core.backends.reference import ReferenceBackend
+from fd_core.backends.cpu import ReferenceBackend
 from fd_core.config import EngineConfig
 
 GIB = 2**30

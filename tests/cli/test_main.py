@@ -42,7 +42,7 @@ def heavy_after(statement):
         "import fd_core.types, fd_core.config, fd_core.hookspecs, fd_core.signals",
         "import fd_core.scheduling.scheduler, fd_core.kv.blocks, fd_core.scheduling.running.output_side",
         "from fd_core.plugins import installed_plugins; installed_plugins()",
-        "import fd_core.backends.null, fd_core.backends.reference, fd_core.runner.runner",
+        "import fd_core.backends.null, fd_core.backends.cpu, fd_core.runner.runner",
         "sys.argv = ['fdcore', '--help']; from fd_core.cli.main import main; main()",
         "sys.argv = ['fdcore', 'bench', 'serve', '--help']; from fd_core.cli.main import main; main()",
         "sys.argv = ['fdcore', 'plugins', 'list']; from fd_core.cli.main import main; main()",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.runner.drafting.ngram import NgramDrafter
-from fd_core.runner.drafting.suffix import SuffixDrafter
+from fd_core.runner.drafting.lookup import NgramDrafter, SuffixDrafter
 from tests.runner.drafters import ids, make, propose
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.backends.contract import Model
-from fd_core.backends.reference import ReferenceBackend
+from fd_core.backends.cpu import ReferenceBackend
 from fd_core.config import EngineConfig, Limits
 from fd_core.ops.contract import KVShape, StepInput
 from fd_core.ops.numpy.ops import NumpyKVCache, NumpyOps

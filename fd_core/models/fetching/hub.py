@@ -46,19 +46,13 @@ def fetch(name: str, revision: str | None, cache: Path | None, progress: Progres
         require_room(home, total, f"fetching {name}", "HF_HOME")
         progress.start(f"download {name}", total)
         ended = threading.Event()
-        watcher = threading.Thread(
-            target=report_growth,
-            args=(home / f"models--{name.replace('/', '--')}" / "blobs", progress, ended.wait),
-            daemon=True,
-        )
+        blobs = home / f"models--{name.replace('/', '--')}" / "blobs"
+        watcher = threading.Thread(target=report_growth, args=(blobs, progress, ended.wait), daemon=True)
         watcher.start()
         try:
+            patterns = [glob.escape(file) for file in wanted]
             folder = huggingface_hub.snapshot_download(
-                name,
-                revision=revision,
-                cache_dir=cache,
-                allow_patterns=[glob.escape(file) for file in wanted],
-                tqdm_class=_silent_bars(),
+                name, revision=revision, cache_dir=cache, allow_patterns=patterns, tqdm_class=_silent_bars()
             )
         finally:
             ended.set()

@@ -23,7 +23,6 @@ Floats = npt.NDArray[np.float32]
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
-_CONFIG_LIMIT: Final = 1 << 20
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
 _REFUSED: Final[Mapping[str, str]] = {
     "use_dora": "DoRA is not served",

@@ -88,7 +88,12 @@ class Checkpoint(ABC):
     def read_weight(self, name: str, formats: Collection[str]) -> Weight:
         """Read the weight of a linear layer: as it was quantized if that format is among `formats`, else as `read`."""
         view = self._view(name)
-        stored = self._stored_weight(view.tensor) if view.joined is None else view.joined()
+        if view.joined is not None:
+            stored = view.joined()
+        elif (code := RAW_TYPES.get(view.tensor.dtype)) is not None:
+            stored = RawTensor(view.tensor.dtype, view.tensor.view(code))
+        else:
+            stored = self._decoded(view.tensor)
         ordered = stored if view.rows is None else stored.take_rows(view.rows)
         weight = ordered if view.undo is None else view.undo(ordered)
         return weight if isinstance(weight, PackedTensor) and weight.format in formats else weight.expanded()
@@ -137,10 +142,6 @@ class Checkpoint(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _stored_weight(self, tensor: StoredTensor) -> Weight:
-        code = RAW_TYPES.get(tensor.dtype)
-        return self._decoded(tensor) if code is None else RawTensor(tensor.dtype, tensor.view(code))
 
     @abstractmethod
     def _decoded(self, tensor: StoredTensor) -> Weight:

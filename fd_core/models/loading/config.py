@@ -32,7 +32,6 @@ class ModelConfig:
     prefix: str = ""
     """Where the part stands in the whole, such as `rope_parameters.`."""
     origin: str = "config.json"
-    """The file, for errors."""
 
     def count(self, field: str, default: int | None = None) -> int:
         """Return a positive integer."""

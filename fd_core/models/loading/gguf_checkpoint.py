@@ -80,7 +80,7 @@ def _views(tensor: StoredTensor, config: Mapping[str, Any]) -> dict[str, TensorV
 
 def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any]) -> TensorView:
     if config["model_type"] == "gemma3_text" and part.endswith("norm"):
-        return TensorView(tensor.shape, tensor, _minus_one)
+        return TensorView(tensor.shape, tensor, lambda stored: RawTensor("F32", stored.to_float32() - np.float32(1)))
     if config["model_type"] == "llama" and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         if tensor.shape[0] % (2 * heads):
@@ -97,10 +97,6 @@ def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any]) -> 
 def _as_row(stored: Weight) -> RawTensor:
     raw = stored.expanded()
     return RawTensor(raw.dtype, raw.data[np.newaxis])
-
-
-def _minus_one(stored: Weight) -> RawTensor:
-    return RawTensor("F32", stored.to_float32() - np.float32(1))
 
 
 _EXPANDED_TYPES: Final = frozenset(

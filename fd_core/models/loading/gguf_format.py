@@ -34,19 +34,8 @@ _DEFAULT_ALIGNMENT = 32
 _SMALLEST_INFO = 8 + 4 + 8 + 4 + 8
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS = {
-    0: "u1",
-    1: "i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    _BOOL: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+_SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "?"}
+_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
@@ -144,13 +133,9 @@ class _Cursor:
     def value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
             return self.string(key)
-        if kind == _ARRAY:
-            return self._array(key)
-        return self._scalars(kind, 1, key)[0]
-
-    def _array(self, key: str) -> list[Any]:
-        kind = self.u32(key)
-        count = self.u64(key)
+        if kind != _ARRAY:
+            return self._scalars(kind, 1, key)[0]
+        kind, count = self.u32(key), self.u64(key)
         if count > _MAX_ARRAY:
             raise _bad(self.file.path, f"{key} has {count} elements, the limit is {_MAX_ARRAY}")
         if kind != _STRING:
@@ -231,10 +216,6 @@ def _floats(halves: _Blocks) -> _Floats:
     return halves.astype(np.float32)[..., np.newaxis]
 
 
-def _q8_0(blocks: _Blocks) -> _Parts:
-    return blocks["qs"].copy(), _floats(blocks["d"]), None
-
-
 def _q4(blocks: _Blocks) -> _Parts:
     return _nibbles(blocks["qs"], 16), _floats(blocks["d"]), _minimum(blocks)
 
@@ -282,7 +263,7 @@ _TYPES: Final[Mapping[str, tuple[np.dtype[Any], int, int, Callable[[_Blocks], _P
     "Q4_1": (np.dtype([_D, _M, ("qs", "u1", 16)]), 4, 0, _q4),
     "Q5_0": (np.dtype([_D, ("qh", "u1", 4), ("qs", "u1", 16)]), 5, 16, _q5),
     "Q5_1": (np.dtype([_D, _M, ("qh", "u1", 4), ("qs", "u1", 16)]), 5, 0, _q5),
-    "Q8_0": (np.dtype([_D, ("qs", "i1", 32)]), 8, 0, _q8_0),
+    "Q8_0": (np.dtype([_D, ("qs", "i1", 32)]), 8, 0, lambda blocks: (blocks["qs"].copy(), _floats(blocks["d"]), None)),
     "Q4_K": (np.dtype([_D, _M, _K_SCALES, ("qs", "u1", 128)]), 4, 0, _q4_k),
     "Q5_K": (np.dtype([_D, _M, _K_SCALES, ("qh", "u1", 32), ("qs", "u1", 128)]), 5, 0, _q5_k),
     "Q6_K": (np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D]), 6, 32, _q6_k),

@@ -184,9 +184,6 @@ def _packed(form: str, bits: int, values: _Bytes, scales: _Floats, zeros: npt.ND
     return PackedTensor(form, bits, np.ascontiguousarray(values).view(np.int8), np.ascontiguousarray(scales), minima)
 
 
-# GPTQ and AWQ ---------------------------------------------------------------------------------------------------
-
-
 def _gptq(own: _Pieces) -> TensorView:
     """Rows of words along the inputs; zeros are stored less one, but for the second version of the format."""
     overrides = own.settings.part("dynamic")
@@ -237,9 +234,6 @@ def _awq(own: _Pieces) -> TensorView:
     return TensorView((out, width), words, stored_format="awq", joined=read)
 
 
-# FP8 ------------------------------------------------------------------------------------------------------------
-
-
 def _fp8(own: _Pieces) -> TensorView:
     block = own.settings.values.get("weight_block_size")
     return _fp8_view(own, "weight_scale_inv" if "weight_scale_inv" in own.tensors else "weight_scale", block)
@@ -278,12 +272,14 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
     return TensorView((out, width), weight, stored_format=FP8, joined=read)
 
 
-# compressed-tensors ---------------------------------------------------------------------------------------------
-
-
 def _compressed_tensors(own: _Pieces) -> TensorView:
     """What a module's tensors are tells most; the config's groups tell the sizes that are meant."""
-    schemes = _schemes(own)
+    groups = own.settings.part("config_groups")
+    parts = [groups.part(name) for name in groups.values] if groups is not None else []
+    found = [part.part("weights") for part in parts if part is not None]
+    schemes = [each for each in found if each is not None]
+    if not schemes:
+        raise ModelError(f"{own.settings.origin}: config_groups describes no weights")
     if "weight_packed" in own.tensors:
         return _packed_words(own, schemes)
     weight = own.take("weight", ("I8", FP8, *RAW_TYPES))
@@ -315,17 +311,6 @@ def _packed_words(own: _Pieces, schemes: list[ModelConfig]) -> TensorView:
         return _packed(f"int{bits}", bits, values, scales(), zeros and zeros(bits))
 
     return TensorView((out, width), words, stored_format=f"int{bits}", joined=read)
-
-
-def _schemes(own: _Pieces) -> list[ModelConfig]:
-    """Return the `weights` of each group of the config."""
-    groups = own.settings.part("config_groups")
-    parts = [groups.part(name) for name in groups.values] if groups is not None else []
-    found = [part.part("weights") for part in parts if part is not None]
-    schemes = [each for each in found if each is not None]
-    if not schemes:
-        raise ModelError(f"{own.settings.origin}: config_groups describes no weights")
-    return schemes
 
 
 def _scales_and_zeros(

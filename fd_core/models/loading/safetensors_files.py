@@ -10,7 +10,7 @@ buffer which the tensors cover without holes or overlaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -57,7 +57,16 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     entries.pop("__metadata__", None)
     start = 8 + length
     tensors = {name: _placed(file, name, entry, start) for name, entry in entries.items()}
-    _check_cover(file, tensors.values(), start)
+    end = start
+    for tensor in sorted(tensors.values(), key=lambda each: (each.offset, each.nbytes)):
+        what = f"tensor {tensor.name!r}"
+        file.check(tensor.offset, tensor.nbytes, what)
+        if tensor.offset != end:
+            relation = "overlaps what is before it" if tensor.offset < end else "leaves a hole before it"
+            raise _bad(path, f"{what} {relation}")
+        end += tensor.nbytes
+    if end != file.size:
+        raise _bad(path, f"its tensors end at byte {end}, but it has {file.size}")
     return tensors
 
 
@@ -79,19 +88,6 @@ def _placed(file: MappedFile, name: str, raw: msgspec.Raw, start: int) -> Stored
     if end - begin != expected:
         raise _bad(path, f"{what} of shape {entry.shape} in {entry.dtype} takes {expected} bytes, not {end - begin}")
     return StoredTensor(file, name, entry.dtype, tuple(entry.shape), start + begin, expected)
-
-
-def _check_cover(file: MappedFile, tensors: Collection[StoredTensor], start: int) -> None:
-    end = start
-    for tensor in sorted(tensors, key=lambda each: (each.offset, each.nbytes)):
-        what = f"tensor {tensor.name!r}"
-        file.check(tensor.offset, tensor.nbytes, what)
-        if tensor.offset != end:
-            relation = "overlaps what is before it" if tensor.offset < end else "leaves a hole before it"
-            raise _bad(file.path, f"{what} {relation}")
-        end += tensor.nbytes
-    if end != file.size:
-        raise _bad(file.path, f"its tensors end at byte {end}, but it has {file.size}")
 
 
 def _bad(path: Path, what: str) -> ModelError:

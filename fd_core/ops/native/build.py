@@ -20,7 +20,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 from fd_core.config.paths import find_cache_dir
 
@@ -108,21 +107,16 @@ def _load(isa: str) -> ctypes.CDLL:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.with_suffix(".lock").open("w") as lock:
-                _wait_for(lock)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    logger.info("waiting for another process, which is compiling the kernels for this processor")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
                     _compile(isa, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path}: {error}") from error
-
-
-def _wait_for(lock: IO[str]) -> None:
-    """Take the lock of a library, and say so where another process compiles it meanwhile."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        logger.info("waiting for another process, which is compiling the kernels for this processor")
-        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _processor() -> str:

@@ -85,7 +85,6 @@ def pack_lora(
 
 
 def _filled(values: npt.NDArray[np.float32], rows: int, columns: int) -> npt.NDArray[np.float32]:
-    """Return the values with zeros behind them."""
     return np.pad(values, ((0, rows - values.shape[0]), (0, columns - values.shape[1])))
 
 
@@ -139,7 +138,6 @@ def _form_of(parts: Sequence[Weight]) -> PackedForm | None:
 
 
 def _is_half(values: npt.NDArray[np.float32]) -> bool:
-    """Say whether half precision holds the values exactly."""
     with np.errstate(over="ignore"):
         return bool((values.astype(np.float16) == values).all())
 
@@ -162,25 +160,15 @@ class NativeKVCache(KVCache):
         own = np.dtype(np.float32 if runtime.wide else np.uint16)
         self._dtype = np.dtype(np.int8) if shape.quantized else own
         needed = shape.bytes_per_block(own.itemsize) * num_blocks
-        self.handle = checked(
-            self._library.fd_kv_new(
-                shape.num_layers,
-                num_blocks,
-                shape.block_size,
-                shape.num_kv_heads,
-                shape.head_dim,
-                runtime.type_code,
-                shape.quantized,
-            ),
-            f"a KV cache of {num_blocks} blocks, which takes {needed} bytes",
-        )
+        sizes = shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim
+        made = self._library.fd_kv_new(*sizes, runtime.type_code, shape.quantized)
+        self.handle = checked(made, f"a KV cache of {num_blocks} blocks, which takes {needed} bytes")
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
             self._library.fd_kv_free(self.handle)
 
     def layer(self, index: int) -> NativeLayer:
-        """Return the layer's handle."""
         if not 0 <= index < self.shape.num_layers:
             raise IndexError(f"layer {index} is not in 0 to {self.shape.num_layers - 1}")
         return NativeLayer(self, index)
@@ -192,7 +180,6 @@ class NativeKVCache(KVCache):
         return data
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write exported blocks."""
         if data.dtype != self._dtype or data.shape != self._canonical_shape(len(blocks)):
             raise ValueError(f"exported blocks are {data.dtype} {data.shape}, the cache holds {self._dtype}")
         self._transfer(blocks, np.ascontiguousarray(data), to_cache=True)

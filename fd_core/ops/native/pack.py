@@ -148,7 +148,6 @@ class NativeOps(TorchOps):
         return self.prepare_linear([weight])
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
-        """Allocate blocks in the kernels' own order."""
         return NativeKVCache(self.runtime, shape, num_blocks)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
@@ -164,7 +163,6 @@ class NativeOps(TorchOps):
         return x
 
     def linear(self, x: Array, weight: NativeLinear) -> Array:
-        """Multiply by the packed weight and add the bias."""
         return self._linear(x, weight, wide=self.runtime.wide)
 
     def _linear(self, x: Array, weight: NativeLinear, *, wide: bool) -> Array:
@@ -209,7 +207,6 @@ class NativeOps(TorchOps):
         return y
 
     def write_kv(self, layer: Any, k: Array, v: Array, kv_slots: Array) -> None:
-        """Write keys and values to their slots."""
         _refuse_symbols("write_kv", k)
         keys, values = k.float().contiguous(), v.float().contiguous()
         slots, shape = kv_slots.int().contiguous(), layer.cache.shape
@@ -229,20 +226,16 @@ class NativeOps(TorchOps):
         return y
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
-        """Run the experts of each token."""
         _refuse_symbols("moe", x)
         return self._moe(x, None, experts, activation, torch.zeros_like(x, dtype=torch.float32)).to(x.dtype)
 
     def logits_of(self, x: Array, head: NativeLinear, softcap: float | None) -> Array:
-        """Project to the vocabulary."""
         logits = self._linear(x, head, wide=True)
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
-        """Choose a token for each row."""
         count, vocabulary = logits.shape
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         tokens, peaks = torch.empty(count, dtype=torch.int32), torch.empty(count)
         numbers = None
         if not rows.all_greedy:
@@ -264,9 +257,7 @@ class NativeOps(TorchOps):
         return tokens, peaks
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
-        """Apply repetition, presence and frequency penalties, in place."""
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         count, drafts, vocabulary = len(penalties.rows), len(penalties.draft_rows), logits.shape[1]
         counts = len(penalties.counts)
         parameters = PenaltyRows(
@@ -290,21 +281,12 @@ class NativeOps(TorchOps):
         return logits
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
-        """Forbid tokens by packed bits, in place."""
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         count, vocabulary = len(rows), logits.shape[1]
         if tuple(bits.shape) != (count, -(-vocabulary // 32)):
             raise ValueError(f"bits {tuple(bits.shape)} are not those of {count} rows of {vocabulary} tokens")
-        parameters = MaskRows(
-            count,
-            vocabulary,
-            len(logits),
-            logits.data_ptr(),
-            logits.stride(0),
-            address("rows", rows, count),
-            address("bits", bits, bits.numel()),
-        )
+        given = count, vocabulary, len(logits), logits.data_ptr(), logits.stride(0)
+        parameters = MaskRows(*given, address("rows", rows, count), address("bits", bits, bits.numel()))
         self._choose("mask_logits", parameters)
         return logits
 
@@ -312,16 +294,8 @@ class NativeOps(TorchOps):
         invoke(self.runtime.library, f"fd_{what}", ctypes.byref(parameters), self.runtime.team, what=what)
 
     def attention_inputs(
-        self,
-        x: Array,
-        norm: Norm,
-        qkv: NativeLinear,
-        heads: Heads,
-        layer: Any,
-        step: StepInput,
-        lora: Lora | None = None,
+        self, x: Array, norm: Norm, qkv: Array, heads: Heads, layer: Any, step: StepInput, lora: Lora | None = None
     ) -> Array:
-        """Norm, q/k/v projection, head norms, rope and KV write as one operation."""
         with self._call(x, step) as call:
             call.keep(qkv)
             source = call.input(x, qkv.inputs, True)
@@ -366,24 +340,14 @@ class NativeOps(TorchOps):
     def mlp_inputs(
         self, x: Array, norm: Norm, gate_up: NativeLinear, activation: Activation, lora: Lora | None = None
     ) -> Array:
-        """Norm, gate and up projection and gated activation as one operation."""
         return self._gated(x, norm, gate_up, activation, lora)
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
-        """Add a mixture of experts to the residual stream."""
         return self._moe(x, norm, experts, activation, x, ranked=True)
 
     def logits(
-        self,
-        x: Array,
-        norm: Norm,
-        head: NativeLinear,
-        rows: Array,
-        softcap: float | None = None,
-        *,
-        split: bool = False,
+        self, x: Array, norm: Norm, head: Array, rows: Array, softcap: float | None = None, *, split: bool = False
     ) -> Array:
-        """Final norm and output projection of the wanted rows."""
         if not isinstance(x, ProgramSymbol):
             return super().logits(x, norm, head, rows, softcap, split=split)
         recorder = x.recorder
@@ -410,14 +374,7 @@ class NativeOps(TorchOps):
         return y
 
     def _moe(
-        self,
-        x: Array,
-        norm: Norm | None,
-        experts: Experts,
-        activation: Activation,
-        residual: Array,
-        *,
-        ranked: bool = False,
+        self, x: Array, norm: Norm | None, experts: Experts, kind: Activation, residual: Array, *, ranked: bool = False
     ) -> Array:
         width = experts.gate_up[0].inputs
         gate_up = (ctypes.c_void_p * len(experts.gate_up))(*[e.handle for e in experts.gate_up])
@@ -441,7 +398,7 @@ class NativeOps(TorchOps):
                 gate_up,
                 down,
                 *[None if part is None else part.handle for part in shared],
-                _ACTIVATIONS[activation],
+                _ACTIVATIONS[kind],
                 self.runtime.group_handle if ranked else None,
                 *[self.runtime.starts(each) if ranked and each is not None else None for each in widths],
                 buffer,

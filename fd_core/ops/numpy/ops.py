@@ -45,11 +45,9 @@ class NumpyKVCache(KVCache):
         return layer
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
-        """Copy blocks in canonical order."""
         return np.ascontiguousarray(self._data.transpose(2, 0, 1, 3, 4, 5)[blocks])
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write exported blocks."""
         if data.dtype != self._data.dtype:
             raise ValueError(f"exported blocks are {data.dtype}, the cache holds {self._data.dtype}")
         self._data[:, :, blocks] = data.transpose(1, 2, 0, 3, 4, 5)
@@ -68,28 +66,22 @@ class NumpyOps(NumpySampling, Ops):
     _group: RankGroup | None = None
 
     def join(self, group: RankGroup) -> None:
-        """Compute as one of several ranks."""
         group.require_order()
         self.parallel, self._group = group.parallel, group
 
     def cut(self, stage: Stage) -> None:
-        """Compute one of several stages."""
         self.stage = stage
 
     def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the array itself."""
         return array
 
     def to_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the array itself."""
         return array
 
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Floats:
-        """Copy the values."""
         return np.array(values, np.float32)
 
     def prepare_embedding(self, weight: RawTensor) -> Floats:
-        """Copy the table."""
         return np.array(weight.to_float32())
 
     def prepare_linear(
@@ -105,37 +97,30 @@ class NumpyOps(NumpySampling, Ops):
         return self.prepare_linear([weight]) if isinstance(weight, PackedTensor) else NumpyLinear(embedding, None)
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> NumpyKVCache:
-        """Allocate zeros."""
         return NumpyKVCache(shape, num_blocks)
 
     def embedding(self, table: Floats, token_ids: IntArray, scale: float = 1.0) -> Floats:
-        """Look up rows."""
         return table[token_ids] * np.float32(scale)
 
     def rms_norm(self, x: Floats, norm: Norm) -> Floats:
-        """Divide the last axis by its root mean square."""
         mean_square = np.square(x).mean(axis=-1, keepdims=True)
         normalized: Floats = x / np.sqrt(mean_square + np.float32(norm.eps)) * norm.weight
         return normalized
 
     def linear(self, x: Floats, weight: NumpyLinear) -> Floats:
-        """Multiply by the transposed weight and add the bias."""
         y: Floats = x @ weight.weight.T
         return y if weight.bias is None else y + weight.bias
 
     def gate(self, gate_up: Floats, activation: Activation) -> Floats:
-        """Activate the first half and multiply."""
         gate, up = np.split(gate_up, 2, axis=-1)
         return _activate(gate, activation) * up
 
     def split_heads(self, qkv: Floats, heads: Heads) -> tuple[Floats, Floats, Floats]:
-        """Cut queries, keys and values apart."""
         split = qkv.reshape(len(qkv), -1, heads.head_dim)
         q_end, k_end = heads.num_heads, heads.num_heads + heads.num_kv_heads
         return split[:, :q_end], split[:, q_end:k_end], split[:, k_end:]
 
     def rope(self, x: Floats, rope: Rope, positions: IntArray) -> Floats:
-        """Rotate pairs of elements."""
         cos, sin = rope.cos[positions][:, None], rope.sin[positions][:, None]
         half = cos.shape[-1]
         first, second = (
@@ -148,13 +133,11 @@ class NumpyOps(NumpySampling, Ops):
         return rotated
 
     def write_kv(self, layer: npt.NDArray[Any], k: Floats, v: Floats, kv_slots: IntArray) -> None:
-        """Scatter keys and values to their slots."""
         blocks, offsets = np.divmod(kv_slots, layer.shape[2])
         for side, x in enumerate((k, v)):
             layer[side, blocks, offsets] = quantize_kv(x) if layer.dtype == np.int8 else x
 
     def paged_attention(self, q: Floats, layer: npt.NDArray[Any], heads: Heads, step: StepInput) -> Floats:
-        """Attend row by row, gathering the row's blocks."""
         output = np.empty((len(q), heads.num_heads * heads.head_dim), np.float32)
         block_size = layer.shape[2]
         for row, context in enumerate(step.context_len.tolist()):
@@ -166,7 +149,6 @@ class NumpyOps(NumpySampling, Ops):
         return output
 
     def moe(self, x: Floats, experts: Experts, activation: Activation) -> Floats:
-        """Run each expert on the tokens that chose it."""
         chosen, weights = _route(x, experts)
         output = np.zeros_like(x)
         for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
@@ -178,23 +160,18 @@ class NumpyOps(NumpySampling, Ops):
         return shared
 
     def add(self, x: Floats, y: Floats) -> Floats:
-        """Add."""
         return x + y
 
     def gather_rows(self, x: npt.NDArray[Any], rows: IntArray) -> npt.NDArray[Any]:
-        """Index the first axis."""
         return x[rows]
 
     def all_reduce(self, x: Floats) -> Floats:
-        """Add up what the ranks hold, in their order."""
         return x if self._group is None else self._group.all_reduce(x)
 
     def all_gather(self, x: Floats) -> Floats:
-        """Join what the ranks hold."""
         return x if self._group is None else self._group.all_gather(x)
 
     def logits_of(self, x: Floats, head: NumpyLinear, softcap: float | None) -> Floats:
-        """Project to the vocabulary."""
         logits = self.linear(x, head)
         return logits if softcap is None else _softcap(logits, softcap)
 

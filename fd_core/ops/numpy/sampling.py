@@ -14,11 +14,13 @@ from fd_core.types import IntArray
 WEIGHT_ONE = 2.0**32
 """Weight of the most likely token; weights are integers held in float64, so that their sums are exact."""
 
-_CACHED_CELLS = 2**16
-"""Logits that are penalized at a time: intermediate results then stay in the processor's cache."""
-
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+
+
+def rows_at_a_time(vocabulary: int, *, on_host: bool = True) -> int:
+    """Return how many rows are penalized at a time: results stay in a processor's cache, or take limited memory."""
+    return max((2**16 if on_host else 2**23) // vocabulary, 1)
 
 
 class NumpySampling:
@@ -31,16 +33,11 @@ class NumpySampling:
         if rows.all_greedy:
             return likeliest, peaks
         with np.errstate(invalid="ignore"):  # a row without a finite peak
-            return self._draw(logits, rows, likeliest, peaks), peaks
-
-    def _draw(self, logits: Floats, rows: SampleInput, likeliest: IntArray, peaks: Floats) -> IntArray:
-        """Choose where not every row is greedy."""
-        greedy = rows.temperature == 0.0
-        cumulative = self.weights(logits, rows, peaks).cumsum(axis=1)
-        threshold = uniform(rows.seeds, rows.positions).astype(np.float64) * cumulative[:, -1]
-        drawn = (cumulative <= threshold[:, None]).sum(axis=1)
-        chosen: IntArray = np.where(greedy, likeliest, drawn).astype(np.int32)
-        return chosen
+            cumulative = self.weights(logits, rows, peaks).cumsum(axis=1)
+            threshold = uniform(rows.seeds, rows.positions).astype(np.float64) * cumulative[:, -1]
+            drawn = (cumulative <= threshold[:, None]).sum(axis=1)
+        chosen: IntArray = np.where(rows.temperature == 0.0, likeliest, drawn).astype(np.int32)
+        return chosen, peaks
 
     def weights(self, logits: Floats, rows: SampleInput, peaks: Floats) -> Doubles:
         """Return the weight [R, V] of each token, 0 for those that top_k, top_p or min_p leave out.
@@ -65,7 +62,7 @@ class NumpySampling:
 
     def penalize(self, logits: Floats, penalties: PenaltyInput) -> Floats:
         """Apply repetition, presence and frequency penalties, in place."""
-        group = max(_CACHED_CELLS // logits.shape[1], 1)
+        group = rows_at_a_time(logits.shape[1])
         for begin in range(0, len(penalties.rows), group):
             _penalize(logits, penalties, slice(begin, begin + group))
         return logits
@@ -103,7 +100,6 @@ class NumpySampling:
 
 
 def _penalize(logits: Floats, penalties: PenaltyInput, part: slice) -> None:
-    """Penalize a part of the rows."""
     counts = penalties.counts[penalties.counts_rows[part]]
     first, last = np.searchsorted(penalties.draft_rows, (part.start, part.start + len(counts)))
     np.add.at(counts, (penalties.draft_rows[first:last] - part.start, penalties.draft_ids[first:last]), 2)

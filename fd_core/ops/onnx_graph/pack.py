@@ -108,8 +108,6 @@ class OnnxOps(NumpyOps):
         Ops.cut(self, stage)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
-        """Look up rows."""
-
         def emit(graph: Graph, ids: GraphSymbol) -> GraphSymbol:
             x = graph.op("Gather", graph.weight(table), ids)
             return x if scale == 1.0 else graph.op("Mul", x, graph.constant(scale, np.float32))
@@ -117,20 +115,13 @@ class OnnxOps(NumpyOps):
         return self._call(emit, token_ids)
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
-        """Divide the last axis by its root mean square."""
-        return self._call(
-            lambda graph, x: graph.op(
-                "RMSNormalization", x, graph.weight(norm.weight), axis=-1, epsilon=float(norm.eps)
-            ),
-            x,
-        )
+        how = {"axis": -1, "epsilon": float(norm.eps)}
+        return self._call(lambda graph, x: graph.op("RMSNormalization", x, graph.weight(norm.weight), **how), x)
 
     def linear(self, x: Array, weight: NumpyLinear) -> Array:
-        """Multiply by the transposed weight and add the bias."""
         return self._call(lambda graph, x: _linear(graph, x, weight), x)
 
     def gate(self, gate_up: Array, activation: Activation) -> Array:
-        """Activate the first half and multiply."""
         return self._call(lambda graph, x: _gate(graph, x, activation), gate_up)
 
     def lora(self, y: Array, x: Array, lora: Lora) -> Array:
@@ -149,7 +140,6 @@ class OnnxOps(NumpyOps):
         return self._call(emit, y, x, lora.step.lora_places)
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
-        """Cut queries, keys and values apart."""
         sizes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         q, k, v = self._call(
             lambda graph, x: graph.ops(
@@ -181,22 +171,18 @@ class OnnxOps(NumpyOps):
         return self._call(emit, x, positions)
 
     def write_kv(self, layer: Array | TracedLayer, k: Array, v: Array, kv_slots: Array) -> None:
-        """Scatter keys and values to their slots."""
         if isinstance(layer, TracedLayer):
             attention.write(layer, k, v, kv_slots)
         else:
             self._on_layer(layer, {"k": k, "v": v, "slots": kv_slots}, {}, attention.write)
 
     def paged_attention(self, q: Array, layer: Array | TracedLayer, heads: Heads, step: StepInput) -> Array:
-        """Attend over gathered keys and values."""
         if isinstance(layer, TracedLayer):
             return attention.attend(q, layer, heads)
         plan = attention.plan(step, layer.shape[2])
         return self._on_layer(layer, {"q": q}, plan, lambda layer, q: attention.attend(q, layer, heads))
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
-        """Run each expert on the tokens that chose it."""
-
         def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
             def compute(x: GraphSymbol, gate_up: NumpyLinear, down: NumpyLinear) -> GraphSymbol:
                 return _linear(graph, _gate(graph, _linear(graph, x, gate_up), activation), down)
@@ -209,18 +195,14 @@ class OnnxOps(NumpyOps):
         return self._call(emit, x)
 
     def add(self, x: Array, y: Array) -> Array:
-        """Add."""
         return self._call(lambda graph, x, y: graph.op("Add", x, y), x, y)
 
     def gather_rows(self, x: Array, rows: Array) -> Array:
-        """Index the first axis."""
         if not isinstance(x, GraphSymbol):
             return super().gather_rows(x, rows)  # also of tokens and logits, after the graph
         return self._call(lambda graph, x, rows: graph.op("Gather", x, rows), x, rows)
 
     def logits_of(self, x: Array, head: NumpyLinear, softcap: float | None) -> Array:
-        """Project to the vocabulary."""
-
         def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
             logits = _linear(graph, x, head)
             if softcap is None:
@@ -231,7 +213,6 @@ class OnnxOps(NumpyOps):
         return self._call(emit, x)
 
     def compile(self, forward: Forward) -> Forward:
-        """Return a forward that is traced on its first call and run as one session."""
         return SessionForward(self, forward)
 
     def compile_states(self, states: Forward) -> Forward:
@@ -262,7 +243,6 @@ class OnnxOps(NumpyOps):
         plan: dict[str, npt.NDArray[Any]],
         emit: Callable[..., GraphSymbol | None],
     ) -> Any:
-        """Run operators on one layer of a cache."""
         graph = Graph()
         _, _, block_size, num_kv_heads, head_dim = layer.shape
         cache = TracedCache(graph, KVShape(1, num_kv_heads, head_dim, block_size))
@@ -319,7 +299,6 @@ class SessionForward:
 
 
 def _symbolic_step(graph: Graph, names: Sequence[str]) -> StepInput:
-    """Return a step whose arrays are inputs of the graph."""
     arrays: dict[str, Any] = {
         name: graph.input(name, np.int32, (name, "width") if name == "block_tables" else (name,)) for name in names
     }

@@ -34,7 +34,7 @@ from fd_core.ops.contract import (
     SampleInput,
     StepInput,
 )
-from fd_core.ops.numpy.sampling import WEIGHT_ONE
+from fd_core.ops.numpy.sampling import WEIGHT_ONE, rows_at_a_time
 from fd_core.ops.paddle.framework import paddle, tensor_of
 from fd_core.ops.philox import random_bits
 from fd_core.ops.weights import RawTensor, Weight
@@ -84,7 +84,6 @@ class PaddleKVCache(KVCache):
         self._blocks = [tensor.view([num_blocks, shape.block_size, *sizes[1:]]) for tensor in flat]
 
     def layer(self, index: int) -> PaddleLayer:
-        """Return the layer's tensors."""
         return self._layers[index]
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
@@ -95,7 +94,6 @@ class PaddleKVCache(KVCache):
         return exported
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write exported blocks."""
         if data.dtype != self._host_dtype:
             raise ValueError(f"exported blocks are {data.dtype}, the cache holds {self._host_dtype}")
         index = self._index(blocks)
@@ -185,12 +183,6 @@ def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> 
     weights = paddle.nn.functional.softmax(scores, axis=-1).astype(q.dtype)
     result = paddle.matmul(weights.reshape([n, heads.num_kv_heads, -1, longest]), values)
     return result.reshape(grouped.shape).transpose([0, 3, 1, 2, 4]).reshape([n * count, -1])
-
-
-_CACHED_CELLS = 2**16
-"""Logits that are penalized at a time on a processor: intermediate results then stay in its cache."""
-_DEVICE_CELLS = 2**23
-"""The same elsewhere, where it only limits the memory that is taken meanwhile."""
 
 
 _SHARE_ONE = 2.0**40
@@ -326,26 +318,21 @@ class PaddleOps(Ops):
         self._planned: tuple[StepInput, PaddleAttentionPlan] | None = None
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
-        """Copy a numpy array; uint64 becomes int64 with the same bits."""
         return tensor_of(array.view(np.int64) if array.dtype == np.uint64 else array, self.place)
 
     def to_host(self, array: Array) -> npt.NDArray[Any]:
-        """Copy a tensor; bfloat16 becomes float32."""
         values: npt.NDArray[Any] = (array.astype("float32") if array.dtype == paddle.bfloat16 else array).numpy()
         return values
 
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:
-        """Copy to float32."""
         return self.from_host(np.asarray(values, np.float32))
 
     def prepare_embedding(self, weight: RawTensor) -> Array:
-        """Copy to the pack's dtype."""
         return self._stack([weight])
 
     def prepare_linear(
         self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> Any:
-        """Stack the parts in the order given."""
         return PaddleLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
     def tied_head(self, embedding: Array, weight: Weight) -> Any:
@@ -357,7 +344,6 @@ class PaddleOps(Ops):
         return tensors[0] if len(tensors) == 1 else paddle.concat(tensors)
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
-        """Allocate zeros in the pack's dtype."""
         return PaddleKVCache(shape, num_blocks, self.paddle_dtype, self.place)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
@@ -366,31 +352,26 @@ class PaddleOps(Ops):
         return x if scale == 1.0 else x * paddle.full([], scale, self.paddle_dtype, device=self.place)
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
-        """Divide the last axis by its root mean square, in float32."""
         wide = x.astype("float32")
         inverse = paddle.rsqrt(wide.square().mean(axis=-1, keepdim=True) + norm.eps)
         return (wide * inverse * norm.weight).astype(x.dtype)
 
     def linear(self, x: Array, weight: Any) -> Array:
-        """Multiply by the transposed weight and add the bias."""
         y = paddle.matmul(x, weight.weight, transpose_y=True)
         return y if weight.bias is None else y + weight.bias
 
     def gate(self, gate_up: Array, activation: Activation) -> Array:
-        """Activate the first half and multiply."""
         if activation == "silu":
             return functional.swiglu(gate_up)
         gate, up = paddle.chunk(gate_up, 2, axis=-1)
         return functional.gelu(gate, approximate=activation == "gelu_tanh") * up
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
-        """Cut queries, keys and values apart."""
         split = qkv.reshape([qkv.shape[0], -1, heads.head_dim])
         q, k, v = paddle.split(split, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], axis=1)
         return q, k, v
 
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
-        """Rotate pairs of elements, in float32."""
         cos = paddle.index_select(rope.cos, positions).unsqueeze(1)
         sin = paddle.index_select(rope.sin, positions).unsqueeze(1)
         rotary = 2 * cos.shape[-1]
@@ -416,7 +397,6 @@ class PaddleOps(Ops):
         return self._planned[1].attend(q, layer, heads)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
-        """Run each expert on the tokens that chose it."""
         most = len(x) if self.longest_sort is None else self.longest_sort // experts.top_k
         if len(x) > most:
             parts = [x[begin : begin + most] for begin in range(0, len(x), most)]
@@ -437,22 +417,16 @@ class PaddleOps(Ops):
         return self.add_shared(output, x, experts, activation)
 
     def add(self, x: Array, y: Array) -> Array:
-        """Add."""
         return x + y
 
     def gather_rows(self, x: Array, rows: Array) -> Array:
-        """Index the first axis."""
         return paddle.index_select(x, rows)
 
     def logits_of(self, x: Array, head: Any, softcap: float | None) -> Array:
-        """Project to the vocabulary."""
         logits = self.linear(x, head).astype("float32")
         return logits if softcap is None else paddle.tanh(logits / softcap) * softcap
 
-    # Logits and token ids -------------------------------------------------------------------------------------
-
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
-        """Choose a token for each row."""
         likeliest = paddle.argmax(logits, axis=1)
         peaks = logits.max(axis=1)
         if rows.all_greedy:
@@ -472,38 +446,30 @@ class PaddleOps(Ops):
         return paddle.where(greedy, likeliest, drawn).astype("int32"), peaks
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
-        """Add values to single cells, in place."""
         return paddle.index_put_(x, (rows, ids), values, accumulate=True) if rows.shape[0] else x
 
     def write_rows(self, x: Array, rows: Array, values: Array) -> Array:
-        """Overwrite rows, in place."""
         return paddle.scatter_(x, rows, values) if rows.shape[0] else x
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
-        """Apply repetition, presence and frequency penalties, in place."""
         if penalties.rows.shape[0] == 0:
             return logits
         counts = paddle.index_select(penalties.counts, penalties.counts_rows)
-        counts = self.add_at(
-            counts, penalties.draft_rows, penalties.draft_ids, paddle.full_like(penalties.draft_ids, 2)
-        )
-        columns = (
-            penalties.repetition.unsqueeze(1),
-            penalties.presence.astype("float64").unsqueeze(1),
-            penalties.frequency.astype("float64").unsqueeze(1),
-        )
-        group = max((_CACHED_CELLS if logits.place.is_cpu_place() else _DEVICE_CELLS) // logits.shape[1], 1)
+        twos = paddle.full_like(penalties.draft_ids, 2)
+        counts = self.add_at(counts, penalties.draft_rows, penalties.draft_ids, twos)
+        added = (each.astype("float64") for each in (penalties.presence, penalties.frequency))
+        columns = [each.unsqueeze(1) for each in (penalties.repetition, *added)]
+        group = rows_at_a_time(logits.shape[1], on_host=logits.place.is_cpu_place())
         for begin in range(0, counts.shape[0], group):
             part = slice(begin, begin + group)
             _penalize(logits, penalties.rows[part], counts[part], *(column[part] for column in columns))
         return logits
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
-        """Forbid tokens by packed bits, in place."""
         vocab = logits.shape[1]
         # Bit j of a word is set where the rest of a division by 2^(j + 1) is 2^j or more: XPU shifts no integers.
         powers = paddle.cumprod(paddle.full_like(paddle.arange(32, dtype="int64", device=logits.place), 2), dim=0)
-        group = max((_CACHED_CELLS if logits.place.is_cpu_place() else _DEVICE_CELLS) // vocab, 1)
+        group = rows_at_a_time(vocab, on_host=logits.place.is_cpu_place())
         for begin in range(0, rows.shape[0], group):
             part = slice(begin, begin + group)
             words = bits[part].astype("int64").unsqueeze(2)
@@ -515,7 +481,6 @@ class PaddleOps(Ops):
         return logits
 
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
-        """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
         # Paddle's `logsumexp` adds up in float32, one after the other: over 140,000 tokens it is off by 4e-4.
         peaks = logits.max(axis=1, keepdim=True)
         shares = (paddle.exp(logits - peaks) * _SHARE_ONE).astype("int64")
@@ -526,14 +491,12 @@ class PaddleOps(Ops):
         return chosen, top_ids.astype("int32"), paddle.take_along_axis(logarithms, top_ids, axis=1)
 
     def ranks(self, logits: Array, tokens: Array) -> Array:
-        """Count the tokens that are more likely, and as likely with a lower id."""
         own = paddle.take_along_axis(logits, tokens.astype("int64").unsqueeze(1), axis=1)
         ids = paddle.arange(logits.shape[1], dtype="int32", device=logits.place)
         before = paddle.logical_and(logits == own, ids < tokens.unsqueeze(1))
         return paddle.logical_or(logits > own, before).astype("int32").sum(axis=1).astype("int32") + 1
 
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
-        """Count the drafts that equal what was sampled in their place, up to the first that does not."""
         k = drafts.shape[1]
         places = paddle.arange(k, dtype="int32", device=drafts.place)
         right = (sampled[:, :k] == drafts) & (places < num_drafts.unsqueeze(1))

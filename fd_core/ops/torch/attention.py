@@ -48,7 +48,6 @@ class TorchKVCache(KVCache):
         self._layers = [TorchLayer(keys, values, shape.block_size) for keys, values in self._data]
 
     def layer(self, index: int) -> TorchLayer:
-        """Return the layer's views."""
         return self._layers[index]
 
     @property
@@ -79,7 +78,6 @@ class TorchKVCache(KVCache):
         return values
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write exported blocks."""
         dtype, data = self._data.dtype, np.array(self.checked(blocks, data))
         bits = data.view(np.int16) if dtype == torch.bfloat16 else data
         values = torch.from_numpy(bits).view(dtype).to(self._data.device)
@@ -143,13 +141,9 @@ class TorchAttentionPlan:
         slots = tables[:, place // block_size] * block_size + place % block_size
         slots = torch.where(place < context, slots, 0)
         query = context - count + torch.arange(count, device=device)
-        tokens = None if everything else (step.query_start.long()[index, None] + torch.arange(count, device=device))
-        return _TorchGroup(
-            tokens=None if tokens is None else tokens.flatten(),
-            kv_slots=slots.flatten(),
-            masks={},
-            distance=query[:, :, None] - place,
-        )
+        begins = step.query_start.long()[index, None]
+        tokens = None if everything else (begins + torch.arange(count, device=device)).flatten()
+        return _TorchGroup(tokens, kv_slots=slots.flatten(), masks={}, distance=query[:, :, None] - place)
 
     def attend(self, q: Array, layer: TorchLayer, heads: Heads) -> Array:
         """Return the attention of q [T, nh, d] as [T, nh * d]."""

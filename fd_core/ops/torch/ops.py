@@ -71,14 +71,12 @@ class TorchOps(TorchSampling, Ops):
         self._planned: tuple[StepInput, TorchAttentionPlan] | None = None
 
     def join(self, group: RankGroup) -> None:
-        """Compute as one of several ranks on the processor."""
         if self.device.type != "cpu":
             super().join(group)
         group.require_order()
         self.parallel, self._group = group.parallel, group
 
     def cut(self, stage: Stage) -> None:
-        """Compute one of several stages on the processor."""
         if self.device.type != "cpu":
             super().cut(stage)
         self.stage = stage
@@ -103,17 +101,14 @@ class TorchOps(TorchSampling, Ops):
         return values
 
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:
-        """Copy to float32."""
         return torch.from_numpy(np.array(values, np.float32)).to(self.device)
 
     def prepare_embedding(self, weight: RawTensor) -> Array:
-        """Copy to the pack's dtype."""
         return as_torch(weight).to(self.device, self.torch_dtype, copy=True)
 
     def prepare_linear(
         self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> Any:
-        """Stack the parts in the order given."""
         return TorchLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
     def tied_head(self, embedding: Array, weight: Weight) -> Any:
@@ -130,7 +125,6 @@ class TorchOps(TorchSampling, Ops):
         return stacked
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
-        """Allocate zeros."""
         return TorchKVCache(shape, num_blocks, self.torch_dtype, self.device)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
@@ -139,29 +133,24 @@ class TorchOps(TorchSampling, Ops):
         return x if scale == 1.0 else x * _rounded(scale, self.torch_dtype)
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
-        """Divide the last axis by its root mean square, in float32."""
         wide = x.float()
         inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm.eps)
         return (wide * inverse * norm.weight).to(x.dtype)
 
     def linear(self, x: Array, weight: Any) -> Array:
-        """Multiply by the transposed weight and add the bias."""
         return functional.linear(x, weight.weight, weight.bias)
 
     def gate(self, gate_up: Array, activation: Activation) -> Array:
-        """Activate the first half and multiply."""
         gate, up = gate_up.chunk(2, dim=-1)
         return _activate(gate, activation).mul_(up)
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
-        """Cut queries, keys and values apart; the results are views."""
         q, k, v = qkv.unflatten(-1, (-1, heads.head_dim)).split(
             [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1
         )
         return q, k, v
 
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
-        """Rotate pairs of elements, in float32."""
         cos = rope.cos.index_select(0, positions)[:, None]
         sin = rope.sin.index_select(0, positions)[:, None]
         rotary = 2 * cos.shape[-1]
@@ -176,7 +165,6 @@ class TorchOps(TorchSampling, Ops):
         return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), dim=-1)
 
     def write_kv(self, layer: TorchLayer, k: Array, v: Array, kv_slots: Array) -> None:
-        """Scatter keys and values to their slots."""
         slots = kv_slots.long()
         if layer.quantized:
             k, v = quantize_heads(k), quantize_heads(v)
@@ -190,7 +178,6 @@ class TorchOps(TorchSampling, Ops):
         return self._planned[1].attend(q, layer, heads)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
-        """Run each expert on the tokens that chose it."""
         chosen, weights = route(x, experts)
         # Places of the [T, top_k] choices, grouped by expert; reading the group sizes waits for the device.
         places = chosen.flatten().argsort(stable=True)
@@ -204,7 +191,6 @@ class TorchOps(TorchSampling, Ops):
         return self.add_shared(output, x, experts, activation)
 
     def add(self, x: Array, y: Array) -> Array:
-        """Add."""
         return x + y
 
     def all_reduce(self, x: Array) -> Array:
@@ -212,15 +198,12 @@ class TorchOps(TorchSampling, Ops):
         return x if self._group is None else torch.from_numpy(self._group.all_reduce(x.float().numpy())).to(x.dtype)
 
     def all_gather(self, x: Array) -> Array:
-        """Join what the ranks hold."""
         return x if self._group is None else torch.from_numpy(self._group.all_gather(x.numpy()))
 
     def gather_rows(self, x: Array, rows: Array) -> Array:
-        """Index the first axis."""
         return x.index_select(0, rows)
 
     def logits_of(self, x: Array, head: Any, softcap: float | None) -> Array:
-        """Project to the vocabulary."""
         logits = self.linear(x, head).float()
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
 
@@ -296,7 +279,6 @@ class TorchInt8Ops(TorchOps):
         return TorchInt8Linear(torch.ops.onednn.qlinear_prepack(values, None), scales, bias)
 
     def linear(self, x: Array, weight: Any) -> Array:
-        """Multiply by the transposed weight and add the bias."""
         return weight(x) if isinstance(weight, TorchInt8Linear) else super().linear(x, weight)
 
 

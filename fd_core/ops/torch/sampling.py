@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 
 from fd_core.ops.contract import Array, PenaltyInput, SampleInput
-from fd_core.ops.numpy.sampling import WEIGHT_ONE
+from fd_core.ops.numpy.sampling import WEIGHT_ONE, rows_at_a_time
 from fd_core.ops.philox import random_bits
-
-_CACHED_CELLS = 2**16
-"""Logits that are penalized at a time on a processor: intermediate results then stay in its cache."""
-_DEVICE_CELLS = 2**23
-"""The same elsewhere, where it only limits the memory that is taken meanwhile."""
 
 
 class TorchSampling:
@@ -48,7 +43,7 @@ class TorchSampling:
         drafts = penalties.draft_rows.long(), penalties.draft_ids.long()
         counts.index_put_(drafts, counts.new_full((len(drafts[0]),), 2), accumulate=True)
         columns = penalties.repetition, penalties.presence.double(), penalties.frequency.double()
-        group = max((_CACHED_CELLS if logits.device.type == "cpu" else _DEVICE_CELLS) // logits.shape[1], 1)
+        group = rows_at_a_time(logits.shape[1], on_host=logits.device.type == "cpu")
         for begin in range(0, len(counts), group):
             part = slice(begin, begin + group)
             _penalize(logits, penalties.rows[part].long(), counts[part], *(column[part, None] for column in columns))
@@ -58,7 +53,7 @@ class TorchSampling:
         """Forbid tokens by packed bits, in place."""
         vocab = logits.shape[1]
         places = torch.arange(32, dtype=torch.int32, device=logits.device)
-        group = max((_CACHED_CELLS if logits.device.type == "cpu" else _DEVICE_CELLS) // vocab, 1)
+        group = rows_at_a_time(vocab, on_host=logits.device.type == "cpu")
         for begin in range(0, len(rows), group):
             part = slice(begin, begin + group)
             forbidden = (bits[part, :, None] >> places & 1).eq(0).flatten(1)[:, :vocab]

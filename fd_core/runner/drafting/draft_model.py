@@ -87,7 +87,6 @@ class DraftModelDrafter(Drafter):
         self._cheap_tokens = context.cheap_tokens
 
     def allocate(self, limits: Limits) -> None:
-        """Take a KV cache of as many blocks as the target's, and tables over all slots."""
         self._budget = limits.max_num_batched_tokens
         self._longest = min(limits.max_model_len, self._model.max_positions)
         self._cache = self._ops.allocate_kv(self.kv_shape, limits.num_kv_blocks)
@@ -201,15 +200,6 @@ class DraftModelDrafter(Drafter):
 
 
 def _greedy(ops: Ops, rows: int) -> SampleInput:
-    zeros = ops.from_host(np.zeros(rows, np.int32))
-    floats = ops.from_host(np.zeros(rows, np.float32))
-    return SampleInput(
-        temperature=floats,
-        top_k=zeros,
-        top_p=floats,
-        min_p=floats,
-        seeds=ops.from_host(np.zeros(rows, np.uint64)),
-        positions=zeros,
-        all_greedy=True,
-        any_filter=False,
-    )
+    whole, seeds, shares = (ops.from_host(np.zeros(rows, kind)) for kind in (np.int32, np.uint64, np.float32))
+    columns = {"temperature": shares, "top_k": whole, "top_p": shares, "min_p": shares}
+    return SampleInput(**columns, seeds=seeds, positions=whole, all_greedy=True, any_filter=False)

@@ -17,7 +17,6 @@ class NumpyPostprocess(Postprocess):
     serves: ClassVar[tuple[str, ...]] = ("numpy",)
 
     def token_matrix(self, sampled: IntArray, accepted: IntArray, slots: IntArray, revoked: IntArray) -> IntArray:
-        """Build the token matrix of the step."""
         width = sampled.shape[1]
         matrix = np.full((self.limits.max_num_seqs, width), EMPTY_TOKEN_ID, np.int32)
         matrix[slots] = np.where(np.arange(width) <= accepted[:, None], sampled, EMPTY_TOKEN_ID)

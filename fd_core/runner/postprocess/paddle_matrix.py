@@ -19,7 +19,6 @@ class PaddlePostprocess(Postprocess):
     serves: ClassVar[tuple[str, ...]] = ("paddle",)
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array) -> Array:
-        """Build the token matrix of the step."""
         rows, width = sampled.shape
         matrix = paddle.full([self.limits.max_num_seqs, width], EMPTY_TOKEN_ID, "int32", device=sampled.place)
         if rows:

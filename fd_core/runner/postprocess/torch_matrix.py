@@ -17,7 +17,6 @@ class TorchPostprocess(Postprocess):
     serves: ClassVar[tuple[str, ...]] = ("torch",)
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array) -> Array:
-        """Build the token matrix of the step."""
         return write_token_matrix(sampled, accepted, slots, revoked, self.limits.max_num_seqs)
 
 

@@ -31,15 +31,9 @@ class PromptScores:
 
     def on_host(self, arrays: list[npt.NDArray[np.generic]]) -> PromptLogprobRows:
         """Return the rows, given `arrays` from the device."""
-        chosen, top_ids, top, ranks = (np.concatenate(arrays[kind::4]) for kind in range(4))
-        return PromptLogprobRows(
-            self.slots,
-            self.positions,
-            chosen.astype(np.float32),
-            top_ids.astype(np.int32),
-            top.astype(np.float32),
-            ranks.astype(np.int32),
-        )
+        chosen, top = (np.concatenate(arrays[kind::4]).astype(np.float32) for kind in (0, 2))
+        top_ids, ranks = (np.concatenate(arrays[kind::4]).astype(np.int32) for kind in (1, 3))
+        return PromptLogprobRows(self.slots, self.positions, chosen, top_ids, top, ranks)
 
 
 class PromptScorer:
@@ -120,12 +114,9 @@ class PooledParts:
             for part, (begin, end) in zip(group, pairwise(ends), strict=True):
                 value = np.asarray(array[begin:end], np.float64)
                 values.append((value if part.pooling.kind == "tokens" else value.sum(axis=0)).astype(np.float32))
-        return PooledRows(
-            np.array([part.slot for part in self.parts], np.int32),
-            np.array([part.start for part in self.parts], np.int32),
-            np.array([len(part.places) for part in self.parts], np.int32),
-            tuple(values),
-        )
+        columns = zip(*((part.slot, part.start, len(part.places)) for part in self.parts), strict=True)
+        slots, starts, counts = (np.array(column, np.int32) for column in columns)
+        return PooledRows(slots, starts, counts, tuple(values))
 
 
 class Pooler:

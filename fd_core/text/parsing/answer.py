@@ -50,19 +50,16 @@ class AnswerParser(OutputParser):
         self._second = None if reasoning is None else tools
 
     def push(self, text: str) -> Sequence[Event]:
-        """Take more text and return what it adds."""
         if self._first is None:
             return (Content(text),) if text else ()
         events = self._first.push(text)
         return events if self._second is None else self._read(events, self._second)
 
     def flush(self) -> Sequence[Event]:
-        """Return what was held back; the text was cut off."""
         events = () if self._first is None else self._first.flush()
         return events if self._second is None else [*self._read(events, self._second), *self._second.flush()]
 
     def finish(self) -> Sequence[Event]:
-        """Return what was held back; the model ended the text."""
         events = () if self._first is None else self._first.finish()
         return events if self._second is None else [*self._read(events, self._second), *self._second.finish()]
 

@@ -52,7 +52,7 @@ Event = Content | Thought | CallBegun | ArgumentsDelta | CallEnded
 def joined(events: Iterable[Event]) -> list[Event]:
     """Return the events with neighbouring pieces of one text put together: what no cut of the text changes."""
     whole: list[Event] = []
-    for _, group in groupby(events, _text_of_what):
+    for _, group in groupby(events, lambda event: (type(event), isinstance(event, ArgumentsDelta) and event.index)):
         first, *more = group
         texts = [event.text for event in more if isinstance(event, _TEXTS)]
         if texts and isinstance(first, _TEXTS):
@@ -60,7 +60,3 @@ def joined(events: Iterable[Event]) -> list[Event]:
         else:
             whole += [first, *more]
     return whole
-
-
-def _text_of_what(event: Event) -> tuple[type[Event], int | None]:
-    return type(event), event.index if isinstance(event, ArgumentsDelta) else None

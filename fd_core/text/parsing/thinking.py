@@ -48,7 +48,6 @@ class _Between(TextReader, ReasoningParser):
         return super().push(text)
 
     def run(self) -> Steps[None]:
-        """Read reasoning, if there is any, then content."""
         inside = self._inside
         while True:
             self.mark()

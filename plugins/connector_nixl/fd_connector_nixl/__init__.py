@@ -12,10 +12,5 @@ __version__ = "0.1.0"
 @hookimpl
 def fd_register_connectors() -> list[Entry]:
     """Offer `nixl`."""
-    return [
-        Entry(
-            "nixl",
-            "fd_connector_nixl.connector:NixlConnector",
-            "the transfer engine NIXL, over TCP or RDMA, where everybody who can connect is trusted",
-        )
-    ]
+    about = "the transfer engine NIXL, over TCP or RDMA, where everybody who can connect is trusted"
+    return [Entry("nixl", "fd_connector_nixl.connector:NixlConnector", about)]

@@ -23,7 +23,6 @@ from fd_core.disagg.connectors.contract import (
 )
 from fd_core.errors import PluginError
 
-from fd_connector_nixl.agent import Transfer
 from fd_connector_nixl.layout import (
     TOKEN_BYTES,
     Address,
@@ -36,7 +35,7 @@ from fd_connector_nixl.layout import (
     write_address,
 )
 from fd_connector_nixl.settings import load_library, read_settings
-from fd_connector_nixl.station import MEMORY, Station
+from fd_connector_nixl.station import MEMORY, Station, Transfer
 
 
 class NixlInbox(KVInbox):
@@ -136,7 +135,9 @@ class NixlOutbox(KVOutbox):
         if self._closed:
             raise ConnectorError("the lease is over")
         flat, length = flat_parts(parts, self._layout.value_bytes)
-        self._check()
+        with self._connection():
+            for write in self._writes.values():
+                write.require()
         deadline = time.monotonic() + self._timeout
         place = self._departures.free()
         if place is None:
@@ -195,11 +196,6 @@ class NixlOutbox(KVOutbox):
             raise ConnectorError("the decode worker's memory is not this lease's any more")
         self._departures.learn(freed)
 
-    def _check(self) -> None:
-        with self._connection():
-            for write in self._writes.values():
-                write.require()
-
     def _finish(self, transfer: Transfer, deadline: float) -> None:
         with self._connection():
             over = self._station.wait(transfer.require, deadline)
@@ -228,7 +224,7 @@ class NixlConnector(Connector):
         self._library = load_library()
         self._lock = threading.Lock()
         self._closed = False
-        self._station = self._start()
+        self._station = Station(self._library, self._nixl_settings, MEMORY)
         self._retired: list[Station] = []
         _log.warning(
             "NIXL listens on the devices %s and checks nobody: whoever connects can alter this process's memory",
@@ -253,9 +249,6 @@ class NixlConnector(Connector):
         for station in stations:
             station.close()
 
-    def _start(self) -> Station:
-        return Station(self._library, self._nixl_settings, MEMORY)
-
     @contextmanager
     def _entered(self) -> Iterator[Station]:
         """Enter the station for an end that is opened; leave it if that fails."""
@@ -275,7 +268,7 @@ class NixlConnector(Connector):
     def _renew(self) -> None:
         """Start another station. The old one closes with its last lease, which frees the memory that it held back."""
         try:
-            station = self._start()
+            station = Station(self._library, self._nixl_settings, MEMORY)
         except PluginError as error:
             raise ConnectorError(f"NIXL cannot start again: {error.message}") from error
         old, self._station = self._station, station

@@ -15,6 +15,7 @@ from fd_core.errors import ConfigError, PluginError
 _CHOICE: Final = re.compile(r"\^?[A-Za-z0-9_.:*-]+(,[A-Za-z0-9_.:*-]+)*")
 _DEFAULT_MB: Final = 4096
 _TRUST: Final = "FD_NIXL_TRUST_NETWORK"
+_MEMORY: Final = "FD_NIXL_MEMORY_MB"
 _MOST_MB: Final = 1 << 20
 
 
@@ -48,11 +49,12 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
             field=_TRUST,
             hint=f"set {_TRUST}=yes where only processes that you trust can connect, or use --kv-connector tcp",
         )
-    return Settings(
-        _chosen(environment, "FD_NIXL_TLS", "UCX_TLS", Settings().transports),
-        _chosen(environment, "FD_NIXL_NET_DEVICES", "UCX_NET_DEVICES", Settings().devices),
-        _megabytes(environment, "FD_NIXL_MEMORY_MB") << 20,
-    )
+    transports = _chosen(environment, "FD_NIXL_TLS", "UCX_TLS", Settings().transports)
+    devices = _chosen(environment, "FD_NIXL_NET_DEVICES", "UCX_NET_DEVICES", Settings().devices)
+    megabytes = environment.get(_MEMORY, str(_DEFAULT_MB))
+    if not (megabytes.isascii() and megabytes.isdigit() and 1 <= int(megabytes[:9]) <= _MOST_MB):
+        raise ConfigError(f"{_MEMORY} is no number of MiB from 1 to {_MOST_MB:,}", field=_MEMORY)
+    return Settings(transports, devices, int(megabytes) << 20)
 
 
 def _chosen(environment: Mapping[str, str], name: str, of_ucx: str, default: str) -> str:
@@ -73,13 +75,6 @@ def _chosen(environment: Mapping[str, str], name: str, of_ucx: str, default: str
             hint=f"unset {of_ucx}, or give {name} the same value if you mean it",
         )
     return chosen
-
-
-def _megabytes(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, str(_DEFAULT_MB))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MOST_MB):
-        raise ConfigError(f"{name} is no number of MiB from 1 to {_MOST_MB:,}", field=name)
-    return int(text)
 
 
 _MODULES: Final = ("nixl_cu13", "nixl_cu12")

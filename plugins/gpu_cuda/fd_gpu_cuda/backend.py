@@ -73,20 +73,7 @@ def device_problem() -> tuple[int, str]:
         nvml = ctypes.CDLL(_NVML)
     except OSError:
         return 0, f"no NVIDIA driver is installed: {_NVML} is not found"
-    return _count(nvml)
-
-
-class OnCuda(Backend):
-    """A backend on the CUDA devices that the driver has."""
-
-    @classmethod
-    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
-        """Give each engine a device for each rank."""
-        return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
-
-
-def _count(nvml: ctypes.CDLL) -> tuple[int, str]:
-    """Ask NVML, which talks to the driver and creates nothing on a device."""
+    # NVML talks to the driver and creates nothing on a device.
     nvml.nvmlErrorString.restype = ctypes.c_char_p
     status = nvml.nvmlInit_v2()
     if status:
@@ -97,6 +84,15 @@ def _count(nvml: ctypes.CDLL) -> tuple[int, str]:
     if status:
         return 0, f"the NVIDIA driver does not say which devices there are: {_text(nvml, status)}"
     return count.value, "" if count.value else "the NVIDIA driver sees no device"
+
+
+class OnCuda(Backend):
+    """A backend on the CUDA devices that the driver has."""
+
+    @classmethod
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+        """Give each engine a device for each rank."""
+        return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
 
 
 def _text(nvml: ctypes.CDLL, status: int) -> str:
@@ -208,21 +204,19 @@ class CudaBackend(OnCuda):
 
     @classmethod
     def rank_environments(cls, size: int) -> Sequence[Mapping[str, str]]:
-        """Show each rank a device of its own."""
         return rank_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], size)
 
     @classmethod
     def import_framework(cls) -> None:
-        """Import torch and the pack on it."""
         import_pack(cls.name, "fd_gpu_cuda.ops", needs="torch", hint=_HINT)
 
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""
         wanted = self.dtype_asked_for("float32", "bfloat16", "float16")
         self.import_framework()
-        from fd_gpu_cuda.adapters import AdapterRoom
         from fd_gpu_cuda.compilations import Compilations, use_cache_folder
         from fd_gpu_cuda.device import Cuda
+        from fd_gpu_cuda.kernel_table import AdapterRoom
         from fd_gpu_cuda.ops import CudaOps
         from fd_gpu_cuda.providers import Providers, operations_on, wanted_providers
 
@@ -260,7 +254,7 @@ class CudaBackend(OnCuda):
         from fd_core.models.decoder import DecoderModel
 
         from fd_gpu_cuda.ops import CudaOps
-        from fd_gpu_cuda.trial import ModelTrial
+        from fd_gpu_cuda.providers import ModelTrial
 
         if isinstance(model, DecoderModel) and isinstance(ops, CudaOps):
             config = self.config
@@ -268,7 +262,6 @@ class CudaBackend(OnCuda):
             ops.use(providers.settle(trial))
 
     def rehearse(self, steps: AbstractContextManager[None]) -> None:
-        """Measure on the device."""
         from fd_gpu_cuda.device import out_of_memory
         from fd_gpu_cuda.ops import CudaOps
 
@@ -294,7 +287,6 @@ class CudaBackend(OnCuda):
         return max(self._cuda.free_bytes() - kept.total, 0)
 
     def describe(self) -> str:
-        """Name the device and the kernels."""
         device = "CUDA device" if self._cuda is None else self._cuda.name
         parts = [device]
         if self._providers is not None:
@@ -409,5 +401,4 @@ class CudaPostprocess(Postprocess):
         self._pack = ops
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array) -> Array:
-        """Build the token matrix of the step."""
         return self._pack.token_matrix(sampled, accepted, slots, revoked, self.limits.max_num_seqs)

@@ -82,11 +82,9 @@ class QueuedCopies(HostCopies):
         self._wait = wait
 
     def ready(self) -> bool:
-        """Ask the event."""
         return self._done()
 
     def wait(self) -> list[npt.NDArray[Any]]:
-        """Wait for the event."""
         self._wait()
         return super().wait()
 
@@ -103,7 +101,6 @@ class Cuda:
         sum_in_float32()
         self._captures = torch.cuda.Stream(self.device)
         self._pool: Any = None
-        """The memory of captures."""
         self._connection: Any = None
 
     @property

@@ -179,6 +179,11 @@ class CudaLayer(NamedTuple):
         """Whether keys and values have scales."""
         return self.key_scales is not None
 
+    @property
+    def arrays(self) -> tuple[Array | None, ...]:
+        """Keys, values and their scales, in the order in which kernels take them."""
+        return self.keys, self.values, self.key_scales, self.value_scales
+
 
 class CudaKVCache(TorchKVCache):
     """The core's cache with one more block, for padding, and with copies on streams of their own.
@@ -193,20 +198,20 @@ class CudaKVCache(TorchKVCache):
         self._scales: Array | None = None
         parts = [self._data]
         if shape.quantized:
-            self._data, self._scales = _with_scales_apart(self._data)
+            # Scales lie first, float32 [layers, 2, slots, nkv], elements int8 [..., d] behind all of them.
+            *heads, stored = self._data.shape
+            first, rest = self._data.view(-1).tensor_split([math.prod(heads) * SCALE_BYTES])
+            self._data, self._scales = rest.view(*heads, stored - SCALE_BYTES), first.view(torch.float32).view(heads)
             parts = [self._data, self._scales.view(torch.int8).unflatten(3, (-1, SCALE_BYTES))]
         self._copies = BlockCopies(parts, shape.block_size, cuda)
-        self._cuda_layers = [self._layer(index) for index in range(shape.num_layers)]
+        scales: Any = [()] * shape.num_layers if self._scales is None else self._scales
+        self._cuda_layers = [
+            CudaLayer(keys, values, shape.block_size, *factors)
+            for (keys, values), factors in zip(self._data, scales, strict=True)
+        ]
 
     def layer(self, index: int) -> CudaLayer:  # type: ignore[override]  # the kernels read another layout
-        """Return the layer's views."""
         return self._cuda_layers[index]
-
-    def _layer(self, index: int) -> CudaLayer:
-        keys, values = self._data[index]
-        if self._scales is None:
-            return CudaLayer(keys, values, self.shape.block_size)
-        return CudaLayer(keys, values, self.shape.block_size, *self._scales[index])
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks to the host, a few at a time. Raises `MemoryError`, which ends this copy only."""
@@ -217,10 +222,3 @@ class CudaKVCache(TorchKVCache):
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         """Write exported blocks and wait until they are there. Raises `MemoryError`, which ends this copy only."""
         self._copies.bring(blocks, self.checked(blocks, data))
-
-
-def _with_scales_apart(data: Array) -> tuple[Array, Array]:
-    """Divide int8 [layers, 2, slots, nkv, d + 4] into elements [..., d] and scales float32 [...], which lie first."""
-    *heads, stored = data.shape
-    scales, elements = data.view(-1).tensor_split([math.prod(heads) * SCALE_BYTES])
-    return elements.view(*heads, stored - SCALE_BYTES), scales.view(torch.float32).view(heads)

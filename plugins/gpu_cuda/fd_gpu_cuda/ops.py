@@ -32,14 +32,12 @@ from fd_core.ops.torch.ops import TorchLinear, TorchOps, route, widened
 from fd_core.ops.warm_up import WarmUpStep
 from fd_core.ops.weights import WEIGHT_FORMATS, LowRank, RawTensor, Weight
 
-from fd_gpu_cuda.adapters import AdapterRoom, DeviceLora, LoraTable
 from fd_gpu_cuda.compilations import Compilations, warm_up_steps
 from fd_gpu_cuda.device import Cuda, out_of_memory, upload_packed
-from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward
-from fd_gpu_cuda.kernel_table import AddNorm, Kernels, scatter_kv, widened_layer
+from fd_gpu_cuda.graphs import DeviceGraphs, GraphedForward, GraphShapes
+from fd_gpu_cuda.kernel_table import AdapterRoom, AddNorm, DeviceLora, Kernels, LoraTable, scatter_kv, widened_layer
 from fd_gpu_cuda.kv_cache import CudaKVCache, CudaLayer
 from fd_gpu_cuda.packed import PackedLinear, StackedExperts, pack_linear, pack_stack
-from fd_gpu_cuda.sizes import GraphShapes
 
 if TYPE_CHECKING:
     from fd_core.ops.torch.group import TorchCollectives
@@ -73,7 +71,10 @@ class Residual:
 
 
 class CudaOps(TorchOps):
-    """Operations on torch tensors of one CUDA device, which may be that of one rank of several."""
+    """Operations on torch tensors of one CUDA device, which may be that of one rank of several.
+
+    Each takes a kernel where the table has one, and is composed of torch's own operations elsewhere.
+    """
 
     name = "torch"
     weight_formats = WEIGHT_FORMATS
@@ -95,7 +96,6 @@ class CudaOps(TorchOps):
         self._collectives: TorchCollectives | None = None
 
     def warm_up_steps(self, limits: Limits) -> Sequence[WarmUpStep]:
-        """Name the steps that compile what serving needs; none where nothing compiles."""
         if self.compilations is None:
             return ()
         return warm_up_steps(limits, drafts=self.stage.first and self.stage.last)
@@ -106,7 +106,6 @@ class CudaOps(TorchOps):
             self.compilations.begin_serving()
 
     def compilation_stats(self) -> CompilationStats | None:
-        """Tell what was compiled by Triton."""
         return None if self.compilations is None else self.compilations.stats()
 
     def use(self, kernels: Kernels) -> None:
@@ -120,16 +119,13 @@ class CudaOps(TorchOps):
         return other
 
     def join(self, group: RankGroup) -> None:
-        """Compute as one of several ranks, with a device each."""
         group.require_order()
         self.parallel, self._group = group.parallel, group
 
     def all_reduce(self, x: Array) -> Array:
-        """Add up what the ranks hold, in their order and in float32."""
         return x if self._group is None else self._connected(self._group).all_reduce(x)
 
     def all_gather(self, x: Array) -> Array:
-        """Join what the ranks hold."""
         return x if self._group is None else self._connected(self._group).all_gather(x)
 
     def _connected(self, group: RankGroup) -> TorchCollectives:
@@ -178,7 +174,6 @@ class CudaOps(TorchOps):
         self._cuda.wait()
 
     def to_host(self, array: Array) -> npt.NDArray[Any]:
-        """Bring one array over."""
         return self.fetch([array])[0]
 
     def prepare_linear(
@@ -192,11 +187,7 @@ class CudaOps(TorchOps):
         """Say whether activations are rounded to 8 bits: where the device multiplies those, beside bfloat16 only."""
         return self.dtype == "bfloat16" and (not fp8 or self._cuda.multiplies_fp8)
 
-    def _captured(self, tokens: int) -> bool:
-        return self._graphs is not None and tokens <= self._graphs.shapes.most_tokens
-
     def linear(self, x: Array, weight: Any) -> Array:
-        """Multiply by the transposed weight and add the bias."""
         if isinstance(weight, PackedLinear):
             return weight(x, self._kernels.packed_product)
         return super().linear(x, weight)
@@ -206,7 +197,6 @@ class CudaOps(TorchOps):
         return CudaKVCache(shape, num_blocks, self.torch_dtype, self._cuda)
 
     def write_kv(self, layer: Any, k: Array, v: Array, kv_slots: Array) -> None:
-        """Scatter keys and values to the slots of a `CudaLayer`."""
         if self._kernels.write_kv is not None:
             self._kernels.write_kv(k, v, layer, kv_slots)
         else:
@@ -236,11 +226,9 @@ class CudaOps(TorchOps):
         return output if softcap is None else output.div_(softcap).tanh_().mul_(softcap)
 
     def padded(self, rows: int, width: int) -> tuple[int, int] | None:
-        """Return the smallest shape that holds the step and has a graph."""
         return None if self._graphs is None else self._graphs.shapes.fitting(rows, width)
 
     def compile(self, forward: Forward) -> Forward:
-        """Replay graphs for decodes."""
         return forward if self._graphs is None else GraphedForward(forward, self._graphs)
 
     def compile_adapted(self, forward: Forward, cache: KVCache | None = None, before: Forward | None = None) -> Forward:
@@ -253,8 +241,6 @@ class CudaOps(TorchOps):
         if self.parallel.size == 1:  # ranks do not come here together, and a capture adds up what all have
             found.prepare(cache)
         return found
-
-    # Mixtures of experts -----------------------------------------------------------------------------------
 
     def prepare_experts(self, parts: Sequence[Sequence[Weight]], *, gated: bool) -> Any:
         """Stack the experts; they stay packed where all of them are packed alike."""
@@ -272,7 +258,7 @@ class CudaOps(TorchOps):
             if experts.shared_gate_up is not None:
                 shared = self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
             return self._kernels.experts(x, experts, activation, shared)
-        if not self._captured(len(x)):
+        if self._graphs is None or len(x) > self._graphs.shapes.most_tokens:
             return super().moe(x, experts, activation)
         chosen, weights = route(x, experts)
         share = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)
@@ -281,8 +267,6 @@ class CudaOps(TorchOps):
             y = self.linear(self.gated_linear(x, gate_up, activation), down)
             output += y * share[:, expert, None]
         return self.add_shared(output, x, experts, activation)
-
-    # Adapters ----------------------------------------------------------------------------------------------
 
     @property
     def adds_by_kernel(self) -> bool:
@@ -344,14 +328,10 @@ class CudaOps(TorchOps):
             kernel(y, x if x.stride(1) == 1 else x.contiguous(), table, places)
         return y
 
-    # Fusions: each takes a kernel where the table has one, and is composed elsewhere -----------------------
-
     def settle(self, residual: Any) -> Array:
-        """Add what waits."""
         return residual.read(None) if isinstance(residual, Residual) else residual
 
     def rms_norm(self, x: Any, norm: Norm) -> Array:
-        """Normalize the last axis, in one launch with the sum before it."""
         if isinstance(x, Residual):
             return x.read(norm)
         add_norm = self._kernels.add_norm
@@ -360,14 +340,12 @@ class CudaOps(TorchOps):
         return add_norm(x, norm)
 
     def gate(self, gate_up: Array, activation: Activation) -> Array:
-        """Activate the first half and multiply, in one launch."""
         kernel = self._kernels.gate
         return super().gate(gate_up, activation) if kernel is None else kernel(gate_up, activation)
 
     def attention_inputs(
         self, x: Any, norm: Norm, qkv: Any, heads: Heads, layer: CudaLayer, step: StepInput, lora: Lora | None = None
     ) -> Array:
-        """Norm, product, and all that follows it in one launch."""
         kernel = self._kernels.rotate_and_store
         if kernel is None:
             return super().attention_inputs(x, norm, qkv, heads, layer, step, lora)
@@ -400,7 +378,6 @@ class CudaOps(TorchOps):
     def logits(
         self, x: Any, norm: Norm, head: Any, rows: Array, softcap: float | None = None, *, split: bool = False
     ) -> Array:
-        """Gather, sum and norm in one launch, and the output projection."""
         add_norm = self._kernels.add_norm
         if add_norm is None:
             return super().logits(x, norm, head, rows, softcap, split=split)
@@ -408,34 +385,25 @@ class CudaOps(TorchOps):
         logits = self.logits_of(normed, head, softcap)
         return self.all_gather(logits) if split else logits
 
-    # Logits and token ids, each by the kernels of the table ------------------------------------------------
-
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
-        """Choose a token for each row."""
         return self._kernels.sampling.sample(logits, rows)
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
-        """Add values to single cells, in place."""
         return self._kernels.sampling.add_at(x, rows, ids, values)
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
-        """Apply repetition, presence and frequency penalties, in place."""
         return self._kernels.sampling.penalize(logits, penalties)
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
-        """Forbid tokens by packed bits, in place."""
         return self._kernels.sampling.mask_logits(logits, rows, bits)
 
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
-        """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
         return self._kernels.sampling.logprobs(logits, tokens, top_n)
 
     def ranks(self, logits: Array, tokens: Array) -> Array:
-        """Count the tokens that are more likely, and as likely with a lower id."""
         return self._kernels.sampling.ranks(logits, tokens)
 
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
-        """Count the drafts that equal what was sampled in their place, up to the first that does not."""
         return self._kernels.sampling.verify(sampled, drafts, num_drafts)
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:

@@ -10,7 +10,7 @@ from compiling import Compiler
 from extent import everything
 from processor import PLAIN, Processor
 
-from fd_gpu_cuda.adapters import AdapterRoom
+from fd_gpu_cuda.kernel_table import AdapterRoom
 from fd_gpu_cuda.kernels.lora import lora_addition
 from fd_gpu_cuda.ops import CudaOps
 

@@ -23,9 +23,9 @@ from fd_core.types import SamplingParams
 from tokenizers import Tokenizer, decoders, models
 
 import fd_gpu_cuda.backend
-from fd_gpu_cuda.adapters import AdapterRoom
 from fd_gpu_cuda.backend import CudaBackend, CudaPostprocess
 from fd_gpu_cuda.compilations import Compilations
+from fd_gpu_cuda.kernel_table import AdapterRoom
 from fd_gpu_cuda.ops import CudaOps
 from fd_gpu_cuda.providers import Providers, operations_on, wanted_providers
 

@@ -8,7 +8,7 @@ import capture
 import torch
 from fd_core.ops.contract import Array
 
-from fd_gpu_cuda.adapters import LoraTable
+from fd_gpu_cuda.kernel_table import LoraTable
 
 
 def plain_lora(y: Array, x: Array, table: LoraTable, places: Array) -> None:

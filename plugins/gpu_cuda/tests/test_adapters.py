@@ -19,7 +19,7 @@ from fd_core.testing.models.checkpoints import write_checkpoint  # noqa: E402
 from processor import Processor, make_ops  # noqa: E402
 from test_steps import LIMITS, MIXED, conversation, load  # noqa: E402
 
-from fd_gpu_cuda.adapters import AdapterRoom  # noqa: E402
+from fd_gpu_cuda.kernel_table import AdapterRoom  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3-yarn"])

@@ -18,7 +18,7 @@ from fd_core.testing.models.arrays import TOLERANCE, Values, assert_near, on_dev
 from interpreting import dots_in_order, integers_become_bfloat16  # noqa: E402, F401
 from processor import make_ops, plain_attention  # noqa: E402
 
-from fd_gpu_cuda.kernels.attention import DecodeWorkspace, PagedAttention  # noqa: E402
+from fd_gpu_cuda.kernels.attention import PagedAttention  # noqa: E402
 from fd_gpu_cuda.kv_cache import CudaKVCache  # noqa: E402
 
 TYPES = {torch.float32: "float32", torch.float16: "float32", torch.bfloat16: "bfloat16"}
@@ -173,7 +173,7 @@ def test_the_bound_of_a_graph_changes_nothing() -> None:
 def test_counters_are_left_at_zero() -> None:
     attend = attention((12, 99 * 1024))
     Batch([(1, 700), (1, 2100), (1, 3)], (2, 1, 16)).check(attend)
-    assert not attend._space.counters.any()
+    assert not attend._counters.any()
 
 
 @pytest.mark.parametrize(
@@ -182,20 +182,20 @@ def test_counters_are_left_at_zero() -> None:
 )
 def test_rows_are_divided_so_far_that_the_device_is_full(rows: int, context: int, splits: int) -> None:
     """Of Llama-3.1-8B on an H100."""
-    from fd_gpu_cuda.kernels.attention_tiles import most_chunks
+    from fd_gpu_cuda.kernels.attention import most_chunks
 
-    space = DecodeWorkspace(torch.device("meta"), 132)
+    space = PagedAttention(torch.device("meta"), 132, 0)
     assert space.splits(rows * 8, most_chunks(context, None, 1), 4 * 130) == splits
 
 
 def test_rows_are_not_divided_where_the_workspace_is_too_small() -> None:
-    space = DecodeWorkspace(torch.device("meta"), 132)
+    space = PagedAttention(torch.device("meta"), 132, 0)
     assert space.splits(64, 150, 130 * 4) > 1
     assert space.splits(64, 150, 130 * 32) == 1
 
 
 def test_chunks_lie_at_fixed_places_and_a_window_sees_few() -> None:
-    from fd_gpu_cuda.kernels.attention_tiles import chunk_of, most_chunks
+    from fd_gpu_cuda.kernels.attention import chunk_of, most_chunks
 
     places = [chunk_of(key) for key in range(20000)]
     starts = [key for key in range(20000) if key == 0 or places[key] != places[key - 1]]

@@ -7,7 +7,10 @@ from itertools import product
 
 import pytest
 
-from fd_gpu_cuda.kernels.attention_tiles import HeadSizes, Tile, decode_tile, prefill_tile
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from fd_gpu_cuda.kernels.attention import HeadSizes, Tile, decode_tile, prefill_tile
 
 FORMS = {"16 bits": (2, 2), "KV of 8 bits": (1, 2), "float32": (4, 4), "float32 with KV of 8 bits": (1, 4)}
 """Bytes of an element of keys and of queries."""

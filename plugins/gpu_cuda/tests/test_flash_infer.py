@@ -15,7 +15,7 @@ from fd_core.ops.torch.attention import TorchLayer  # noqa: E402
 from fd_core.testing.models.arrays import Values, step_input  # noqa: E402
 from processor import Processor, ids, plain_attention  # noqa: E402
 
-from fd_gpu_cuda.flash_infer import FlashInferAttention, page_lists  # noqa: E402
+from fd_gpu_cuda.providers import FlashInferAttention, page_lists  # noqa: E402
 
 
 class Wrapper:

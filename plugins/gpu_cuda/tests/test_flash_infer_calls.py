@@ -16,7 +16,7 @@ from fd_core.ops.contract import Heads, HostStep, Rope  # noqa: E402 - only wher
 from fd_core.ops.torch.attention import TorchLayer  # noqa: E402
 from processor import Processor, ids  # noqa: E402
 
-from fd_gpu_cuda.flash_infer import FlashInferAttention  # noqa: E402
+from fd_gpu_cuda.providers import FlashInferAttention  # noqa: E402
 
 GRAPH = (
     "qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf paged_kv_last_page_len_buf custom_mask_buf mask_indptr_buf"

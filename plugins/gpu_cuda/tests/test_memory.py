@@ -22,7 +22,7 @@ from fd_core.testing.models.checkpoints import write_checkpoint
 from processor import OnProcessor, Processor, make_ops
 
 from fd_gpu_cuda.backend import GRAPH_BYTES, NCCL_BYTES, calculated, measured, step_bytes
-from fd_gpu_cuda.sizes import GraphShapes
+from fd_gpu_cuda.graphs import GraphShapes
 
 MIB = 2**20
 LIMITS = Limits(

@@ -28,8 +28,15 @@ from test_steps import LIMITS, MIXED, conversation  # noqa: E402
 
 from fd_gpu_cuda.backend import CudaBackend  # noqa: E402
 from fd_gpu_cuda.kernel_table import Kernels, SamplingKernels  # noqa: E402
-from fd_gpu_cuda.providers import Operation, Provider, Providers, Untried, operations_on, wanted_providers  # noqa: E402
-from fd_gpu_cuda.trial import ModelTrial  # noqa: E402
+from fd_gpu_cuda.providers import (  # noqa: E402
+    ModelTrial,
+    Operation,
+    Provider,
+    Providers,
+    Untried,
+    operations_on,
+    wanted_providers,
+)
 
 Models = Callable[[str], DecoderModel]
 

@@ -7,7 +7,9 @@ from fd_core.config import Limits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_gpu_cuda.sizes import GraphShapes
+pytest.importorskip("torch")
+
+from fd_gpu_cuda.graphs import GraphShapes
 
 
 def shapes(max_num_seqs: int, budget: int, max_drafts: int = 0) -> GraphShapes:

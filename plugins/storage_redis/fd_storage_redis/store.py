@@ -11,9 +11,8 @@ from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, T
 from fd_core.kv.stores.location import StoreLocation
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from fd_storage_redis.routes import Routes, routes_for
 from fd_storage_redis.settings import Settings, Topology
-from fd_storage_redis.wire import Command, exchange, is_elsewhere, passes_over, store_error, within
+from fd_storage_redis.wire import Command, Routes, exchange, is_elsewhere, passes_over, routes_for, store_error, within
 
 _WINDOW: Final = 32 << 20
 """Bytes of values requested at once, which the server may have to buffer for this reader."""

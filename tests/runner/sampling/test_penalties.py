@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.ops.numpy.ops import NumpyOps
-from fd_core.runner.sampling.penalties import Penalties
+from fd_core.runner.sampling.sampler import Penalties
 from fd_core.types import Admission, SamplingParams
 
 VOCABULARY, SLOTS, WIDTH, LONGEST = 7, 12, 3, 60

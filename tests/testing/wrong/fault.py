@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from fd_core.backends.cpu import ReferenceBackend
 from fd_core.backends.null import NullBackend
-from fd_core.backends.reference import ReferenceBackend
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 

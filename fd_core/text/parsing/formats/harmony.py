@@ -41,7 +41,6 @@ class HarmonyTools(JsonCallReader):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        """Return the form of one message to a function, which ends the answer."""
         begin = f"{_CHANNEL}commentary{_TO}{_FUNCTION}{name} <|constrain|>json{_MESSAGE}"
         return CallForm(_CHANNEL, begin, "", None)
 

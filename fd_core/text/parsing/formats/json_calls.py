@@ -235,11 +235,9 @@ class HermesTools(JsonCallReader):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        """Return the form that Qwen's template writes."""
         return CallForm(_BEGIN, f'{_BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{_END}", "\n")
 
     def run(self) -> Steps[None]:
-        """Read content and calls in turn."""
         while marker := (yield from self.content_until(_BEGIN, *self.around)):
             if marker == _BEGIN:
                 yield from self.json_calls()
@@ -264,11 +262,9 @@ class LlamaJsonTools(JsonCallReader):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        """Return the form that Llama's prompt asks for."""
         return CallForm('{"name": ', f'{{"name": {json.dumps(name)}, "parameters": ', "}", "; ")
 
     def run(self) -> Steps[None]:
-        """Read content and calls in turn."""
         while marker := (yield from self.content_until(_TAG, *_OPENING, _FENCE)):
             if marker != _TAG:
                 self.skip(-len(marker))
@@ -293,7 +289,6 @@ class MistralTools(JsonCallReader):
         return CallForm(_TOOL_CALLS, f"{_TOOL_CALLS}{name}{_ARGS}", "", "")
 
     def run(self) -> Steps[None]:
-        """Read content and calls in turn."""
         while (yield from self.content_until(_TOOL_CALLS)):
             self.mark()
             yield from self.space()
@@ -333,12 +328,10 @@ class DeepSeekTools(JsonCallReader):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        """Return the form of V3 and R1."""
         begin = f"{_CALL}function{_SEP}{name}\n{_FENCE}json\n"
         return CallForm(_CALLS, begin, f"\n{_FENCE}{_CALL_END}", "\n", opening=_CALLS, closing=_CALLS_END)
 
     def run(self) -> Steps[None]:
-        """Read content and calls in turn."""
         while (yield from self.content_until(_CALL)):
             yield from self._call()
 
@@ -362,5 +355,4 @@ class DeepSeekV31Tools(DeepSeekTools):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        """Return the form of V3.1."""
         return CallForm(_CALLS, f"{_CALL}{name}{_SEP}", _CALL_END, "", opening=_CALLS, closing=_CALLS_END)

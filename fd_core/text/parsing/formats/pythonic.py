@@ -32,7 +32,6 @@ class PythonicTools(ToolReader):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        """Return the form of a list of calls."""
         return CallForm("[", f"{name}(", ")", ", ", opening="[", closing="]", arguments="python", anywhere=False)
 
     def run(self) -> Steps[None]:

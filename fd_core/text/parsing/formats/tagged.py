@@ -95,11 +95,9 @@ class GlmTools(TaggedCallReader):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        """Return the form that GLM's template writes."""
         return CallForm(_BEGIN, f"{_BEGIN}{name}\n", _END, "\n", arguments=cls.tagged)
 
     def run(self) -> Steps[None]:
-        """Read content and calls in turn."""
         while (yield from self.content_until(_BEGIN)):
             self.mark(self.space_before)
             yield from self.space()
@@ -141,12 +139,10 @@ class QwenCoderTools(TaggedCallReader):
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        """Return the form that the template asks for."""
         begin = f"{_BEGIN}\n{_CALL}{name}>\n"
         return CallForm(_BEGIN, begin, f"{_CALL_END}\n{_END}", "\n", arguments=cls.tagged)
 
     def run(self) -> Steps[None]:
-        """Read content and calls in turn."""
         while (yield from self.content_until(_CALL)):
             self.mark(self.space_before)
             name = yield from self.match(_NAME)

@@ -11,42 +11,166 @@ programs. Keys are cut into chunks at fixed positions. Each chunk is summed up f
 chunks are folded in their order, always: by the one program of a row that is not divided, or by that which comes last
 of several. So the bits of a row do not depend on the batch, nor on the number of programs or the device.
 
-The last program is found by a counter. A program's stores happen before the barrier, the barrier before the atomic
-addition of one of its threads, which releases: by cumulativity everything that the program stored is visible to whoever
-acquires through the same counter. The addition that finds the others' acquires, the barrier after it passes that on to
-the other threads, and they load afterwards (PTX ISA, memory consistency model: causality order). The last one leaves
-the counter at 0 for the next launch, which begins when this one has ended: launches that share a workspace are of one
-stream.
+The last program is found by a counter (`logits` says why it sees what the others stored), which is then 0 for the next
+launch. That one begins when this one has ended: launches that share a workspace are of one stream.
 
 Of prompts, one program computes one tile of queries of one row for one KV head; the query heads that share the KV head
 lie in the tile side by side. It walks over the keys in tiles and keeps a running softmax in float32 (Milakov and
 Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", NeurIPS 2022). Tiles of
 keys that all queries see wholly need no mask. A row is always walked in the same order, whatever else is in the batch.
+
+What decides bits depends on the model alone: which keys are summed up together. What fits a device, how many loads are
+under way and how many programs share a row, decides none.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from fd_core.ops.contract import Array, Heads, StepInput
 
-from fd_gpu_cuda.kernels.attention_tiles import (
-    CHUNK,
-    LARGE_CHUNK,
-    LARGE_FROM,
-    MOST_DRAFTED,
-    HeadSizes,
-    Tile,
-    decode_tile,
-    most_chunks,
-    prefill_tile,
-    splits_of,
-)
 from fd_gpu_cuda.kernels.entry import kernel
+from fd_gpu_cuda.kernels.logits import is_last
 from fd_gpu_cuda.kv_cache import CudaLayer
+
+CHUNK: Final = 256
+"""Keys that are summed up from scratch, by their positions."""
+LARGE_CHUNK: Final = 1024
+LARGE_FROM: Final = 8192
+"""Chunks are large from this position on: a row so long has enough of them, and there are fewer sums to fold."""
+MOST_DRAFTED: Final = 8
+"""Tokens of a row up to which it counts as a decode: its chunks are divided among programs."""
+
+_LINES: Final = 16
+"""Least lines that tensor cores multiply."""
+_DECODE_LINES: Final = 32
+_PREFILL_LINES: Final = 128
+_TILE_BYTES: Final = 16 * 1024
+"""Of one tile of keys, or of values, of a decode."""
+_MOST_KEYS: Final = 128
+_STAGES: Final = 4
+_HOPPER_BYTES: Final = 200 * 1024
+_RESERVED_BYTES: Final = 18 * 1024
+"""Shared memory that weights, reductions and scales take beside the tiles."""
+
+
+class Tile(NamedTuple):
+    """What one program holds at a time."""
+
+    queries: int
+    """Tokens of one row."""
+    lines: int
+    """Tokens times the query heads that share a KV head, rounded up to what is multiplied at once."""
+    keys: int
+    num_warps: int
+    num_stages: int
+    """Tiles of keys and values whose loads are under way at once, and the one that is computed."""
+
+
+class HeadSizes(NamedTuple):
+    """What a tile depends on."""
+
+    shared: int
+    """Query heads that share a KV head."""
+    width: int
+    kv_bytes: int
+    """Of an element of a key."""
+    q_bytes: int
+    windowed: bool = False
+
+    @property
+    def padded(self) -> int:
+        """Elements of a head in a tile."""
+        return max(_LINES, triton.next_power_of_2(self.width))
+
+    @property
+    def masked(self) -> bool:
+        """Whether a tile has elements beyond the head: what loads it holds a mask in registers."""
+        return self.padded != self.width
+
+    @property
+    def exact(self) -> bool:
+        """Whether products are of float32, for which there are no tensor cores."""
+        return self.q_bytes == 4
+
+    @property
+    def widened(self) -> bool:
+        """Whether keys are of fewer bits than queries."""
+        return self.kv_bytes < self.q_bytes
+
+
+@cache
+def decode_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
+    """Cut a row of few tokens; `shared_memory` is what a program can have.
+
+    Heads that are masked take fewer keys or lines, or more warps: what fits into registers was found by compiling.
+    """
+    most = _LINES if sizes.masked and sizes.exact else _DECODE_LINES
+    queries = max(1, min(MOST_DRAFTED, most // sizes.shared))
+    lines = max(_LINES, triton.next_power_of_2(queries * sizes.shared))
+    # Numbers of 8 bits become numbers of the queries' type before they are multiplied.
+    keys = min(max(_TILE_BYTES // (sizes.padded * max(sizes.kv_bytes, sizes.q_bytes)), _LINES), _MOST_KEYS)
+    warps = 8 if sizes.exact else 4
+    if sizes.exact:
+        keys = 32 if sizes.masked and not sizes.widened else _LINES
+    elif sizes.masked and lines > _LINES:
+        keys, warps = (min(keys, 32), 8) if sizes.widened else (keys // 2, 4)
+    return Tile(queries, lines, keys, warps, _stages(sizes, lines, keys, shared_memory))
+
+
+@cache
+def prefill_tile(sizes: HeadSizes, shared_memory: int) -> Tile:
+    """Cut a row of many tokens.
+
+    These are the largest tiles that stay in registers: narrow heads without a window, whose keys need no widening, take
+    more lines than others, and heads that are masked and widened fewer keys.
+    """
+    lines, keys = _PREFILL_LINES // 2, 32 if sizes.padded > 128 or (sizes.masked and sizes.widened) else 64
+    if sizes.exact:
+        lines, keys = 32, 16
+    elif sizes.padded <= 128 and not sizes.windowed and not sizes.widened:
+        lines = _PREFILL_LINES
+    lines = max(lines, triton.next_power_of_2(sizes.shared))
+    return Tile(lines // sizes.shared, lines, keys, 8, _stages(sizes, lines, keys, shared_memory))
+
+
+def _stages(sizes: HeadSizes, lines: int, keys: int, shared_memory: int) -> int:
+    """Return 4 if as many fit, else 1: fewer than 4 take no less, because blocks are looked up two stages ahead.
+
+    What is multiplied while the next tiles come needs a place of its own on Hopper, and so do the queries. Masked loads
+    of float32 are not ahead of anything: what waits for its mask would not stay in registers.
+    """
+    if sizes.exact and sizes.masked:
+        return 1
+    pair, queries = 2 * keys * sizes.padded * sizes.kv_bytes, lines * sizes.padded * sizes.q_bytes
+    needed = 3 * pair + queries if shared_memory >= _HOPPER_BYTES else max(2 * pair, queries)
+    return _STAGES if needed + _RESERVED_BYTES <= shared_memory else 1
+
+
+def chunk_of(key: int) -> int:
+    """Return which chunk a position lies in."""
+    if key < LARGE_FROM:
+        return key // CHUNK
+    return LARGE_FROM // CHUNK + (key - LARGE_FROM) // LARGE_CHUNK
+
+
+def most_chunks(max_context: int, window: int | None, queries: int) -> int:
+    """Return how many chunks some tokens of one row see at most."""
+    chunks = chunk_of(max_context - 1) + 1
+    return chunks if window is None else min(chunks, (window + queries - 2) // CHUNK + 2)
+
+
+def splits_of(units: int, chunks: int, multiprocessors: int) -> int:
+    """Return among how many programs the chunks of a row are divided, where there are `units` of rows and heads.
+
+    Two programs for each multiprocessor keep enough loads under way.
+    """
+    return max(1, min(chunks, 2 * multiprocessors // units))
+
 
 LOG2_E = 1.4426950408889634
 """What turns a score into an exponent of base 2."""
@@ -54,19 +178,10 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def load_tile(
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    table_at,
-    key,
-    kv_head,
-    block_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    width: tl.constexpr,
-    quantized: tl.constexpr,
-    d: tl.constexpr,
-):
+    keys_at, values_at, key_scales_at, value_scales_at, table_at,
+    key, kv_head,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
     """Load keys and values [n, d] of one KV head at positions [n], which must all be known, and their scales [n]."""
     block = tl.load(table_at + key // block_size).to(tl.int64)
     place = (block * block_size + key % block_size) * kv_heads + kv_head
@@ -79,37 +194,25 @@ def load_tile(
         inside = (column < width)[None, :]
         keys = tl.load(keys_at + at, mask=inside, other=0.0)
         values = tl.load(values_at + at, mask=inside, other=0.0)
-    key_scale = tl.load(key_scales_at + place) if quantized else 1.0
-    value_scale = tl.load(value_scales_at + place) if quantized else 1.0
+    key_scale = tl.load(key_scales_at + place) if key_scales_at is not None else 1.0
+    value_scale = tl.load(value_scales_at + place) if value_scales_at is not None else 1.0
     return keys, values, key_scale, value_scale
 
 
 @triton.jit
 def attend_tile(
-    largest,
-    total,
-    sums,
-    q,
-    keys,
-    values,
-    key_scale,
-    value_scale,
-    seen,
-    factor,
-    cap,
-    masked: tl.constexpr,
-    capped: tl.constexpr,
-    quantized: tl.constexpr,
-):
+    largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
+    masked: tl.constexpr, quantized: tl.constexpr,
+):  # fmt: skip
     """Take one tile into a running softmax: largest and total [m], sums [m, d].
 
     q: [m, d]; keys and values: [n, d]; seen: [m, n], read if `masked`. Scores are products of q and keys times
-    `factor`, an exponent of base 2. Or, capped, tanh(product * factor) times `cap`, which has the base in it.
+    `factor`, an exponent of base 2. Or, with `cap`, tanh(product * factor) times `cap`, which has the base in it.
     """
     scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
     if quantized:
         scores *= key_scale[None, :]
-    if capped:
+    if cap is not None:
         # tanh(x) = 2 sigmoid(2 x) - 1
         scores = 2.0 * tl.sigmoid(scores * (2.0 * factor)) - 1.0
         factor = cap
@@ -156,78 +259,26 @@ _LARGE_CHUNK = tl.constexpr(LARGE_CHUNK)
 _LARGE_FROM = tl.constexpr(LARGE_FROM)
 
 
-class DecodeWorkspace:
-    """Memory of one device for the sums of chunks, and counters that are 0 between launches; all of one size."""
-
-    def __init__(self, device: torch.device, multiprocessors: int) -> None:
-        self.multiprocessors = multiprocessors
-        self.sums = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(multiprocessors, dtype=torch.int32, device=device)
-
-    def splits(self, units: int, chunks: int, chunk_elements: int) -> int:
-        """Return among how many programs each of `units` is divided; 1 where its sums would not fit."""
-        if units > len(self.counters) or units * chunks * chunk_elements > len(self.sums):
-            return 1
-        return splits_of(units, chunks, self.multiprocessors)
+def _scaling(heads: Heads) -> tuple[float, float | None, int | None]:
+    """Return `factor` and `cap` of `attend_tile`, and the window."""
+    if heads.softcap is None:
+        return heads.scale * LOG2_E, None, heads.window
+    return heads.scale * (1 / heads.softcap), heads.softcap * LOG2_E, heads.window
 
 
-def decode_attention(
-    q: Array,
-    layer: CudaLayer,
-    heads: Heads,
-    step: StepInput,
-    output: Array,
-    tile: Tile,
-    most: int,
-    space: DecodeWorkspace,
-) -> None:
-    """Attend with contiguous q [T, nh, d] of rows that have at most `most` tokens, into `output` of the same shape."""
-    shared = heads.num_heads // heads.num_kv_heads
-    queries = min(step.max_query, most)
-    tiles = triton.cdiv(queries, tile.queries)
-    units = len(step.context_len) * tiles * heads.num_kv_heads
-    chunks = most_chunks(step.max_context, heads.window, tile.queries)
-    lines = min(queries, tile.queries) * shared
-    d = max(16, triton.next_power_of_2(heads.head_dim))
-    splits = space.splits(units, chunks, lines * (d + 2))
-    few = triton.next_power_of_2(shared)
-    _decode[(len(step.context_len) * tiles, heads.num_kv_heads, splits)](
-        q,
-        layer.keys,
-        layer.values,
-        layer.key_scales,
-        layer.value_scales,
-        output,
-        space.sums,
-        space.counters,
-        step.query_start,
-        step.context_len,
-        step.block_tables,
-        step.block_tables.stride(0),
-        tiles,
-        most,
-        chunks,
-        lines,
-        heads.scale * (LOG2_E if heads.softcap is None else 1 / heads.softcap),
-        (heads.softcap or 0.0) * LOG2_E,
-        heads.window or 0,
-        block_size=layer.block_size,
-        kv_heads=heads.num_kv_heads,
-        shared=shared,
-        width=heads.head_dim,
-        capped=heads.softcap is not None,
-        windowed=heads.window is not None,
-        quantized=layer.quantized,
-        divided=splits > 1,
-        tile=tile.queries,
-        m=tile.lines,
-        n=tile.keys,
-        d=d,
-        few=few,
-        folded=max(1, min(_MOST_FOLDED, _FOLDED_ELEMENTS // (few * d))),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+def _constants(layer: CudaLayer, heads: Heads, tile: Tile) -> dict[str, int]:
+    return {
+        "block_size": layer.block_size,
+        "kv_heads": heads.num_kv_heads,
+        "shared": heads.num_heads // heads.num_kv_heads,
+        "width": heads.head_dim,
+        "tile": tile.queries,
+        "m": tile.lines,
+        "n": tile.keys,
+        "d": max(16, triton.next_power_of_2(heads.head_dim)),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
 
 @triton.jit
@@ -247,40 +298,13 @@ def _chunk_start(chunk):
     do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
 )
 def _decode(
-    q_at,
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    output_at,
-    sums_at,
-    counters_at,
-    query_start_at,
-    context_at,
-    tables_at,
-    table_stride,
-    tiles,
-    most,
-    chunk_stride,
-    line_stride,
-    factor,
-    cap,
-    window,
-    block_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    shared: tl.constexpr,
-    width: tl.constexpr,
-    capped: tl.constexpr,
-    windowed: tl.constexpr,
-    quantized: tl.constexpr,
-    divided: tl.constexpr,
-    tile: tl.constexpr,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    d: tl.constexpr,
-    few: tl.constexpr,
+    q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at, sums_at, counters_at,
+    query_start_at, context_at, tables_at, table_stride,
+    tiles, most, chunk_stride, line_stride, factor, cap, window,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr,
+    divided: tl.constexpr, tile: tl.constexpr, m: tl.constexpr, n: tl.constexpr, d: tl.constexpr, few: tl.constexpr,
     folded: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) // tiles
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -290,7 +314,7 @@ def _decode(
     context = tl.load(context_at + row)
     # Keys that the tokens of this tile see between them: [first, last).
     last = tl.minimum(context, context - count + begin + tile)
-    first = tl.maximum(0, context - count + begin - window + 1) if windowed else 0
+    first = tl.maximum(0, context - count + begin - window + 1) if window is not None else 0
     first_chunk = _chunk_of(first)
     chunks = _chunk_of(last - 1) + 1 - first_chunk
     share = tl.cdiv(chunks, tl.num_programs(2))
@@ -327,14 +351,14 @@ def _decode(
             known = tl.minimum(tl.maximum(key, first), last - 1)
             keys, values, key_scale, value_scale = load_tile(
                 keys_at, values_at, key_scales_at, value_scales_at, table_at, known, kv_head,
-                block_size, kv_heads, width, quantized, d,
+                block_size, kv_heads, width, d,
             )  # fmt: skip
             seen = key[None, :] <= place[:, None]
-            if windowed:
+            if window is not None:
                 seen = seen & (place[:, None] - key[None, :] < window)
             largest, total, sums = attend_tile(
                 largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
-                True, capped, quantized,
+                True, key_scales_at is not None,
             )  # fmt: skip
             end = base + n
             if (end >= to_key) | (end % tl.where(end <= _LARGE_FROM, _CHUNK, _LARGE_CHUNK) == 0):
@@ -352,12 +376,8 @@ def _decode(
             result = all_sums / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
             tl.store(output_at + q_line[:, None] + column[None, :], result.to(output_at.dtype.element_ty), mask=q_mask)
         if divided:  # noqa: SIM102 - as above
-            if programs > 1:
-                tl.debug_barrier()
-                before = tl.atomic_add(counters_at + unit, 1, sem="acq_rel", scope="gpu")
-                tl.debug_barrier()
-                if before == programs - 1:
-                    tl.store(counters_at + unit, 0)
+            if programs > 1:  # noqa: SIM102 - counting is for rows that are divided
+                if is_last(counters_at, unit, programs):
                     for token in range(tl.minimum(tile, count - begin)):
                         token_line = (start + begin + token) * kv_heads + kv_head
                         _fold_chunks(
@@ -369,19 +389,9 @@ def _decode(
 
 @triton.jit
 def _fold_chunks(
-    sums_at,
-    ends_at,
-    output_at,
-    entry,
-    chunks,
-    line_stride,
-    output_line,
-    shared: tl.constexpr,
-    width: tl.constexpr,
-    d: tl.constexpr,
-    few: tl.constexpr,
-    folded: tl.constexpr,
-):
+    sums_at, ends_at, output_at, entry, chunks, line_stride, output_line,
+    shared: tl.constexpr, width: tl.constexpr, d: tl.constexpr, few: tl.constexpr, folded: tl.constexpr,
+):  # fmt: skip
     """Fold what the chunks of one token left, in their order, several loads at once, and write the result."""
     line = tl.arange(0, few)
     column = tl.arange(0, d)
@@ -404,46 +414,6 @@ def _fold_chunks(
     tl.store(output_at + at, result.to(output_at.dtype.element_ty), mask=mask)
 
 
-def prefill_attention(
-    q: Array, layer: CudaLayer, heads: Heads, step: StepInput, output: Array, tile: Tile, least: int
-) -> None:
-    """Attend with contiguous q [T, nh, d] of rows that have at least `least` tokens, into `output` of that shape."""
-    rows = len(step.context_len)
-    # A row of n tokens begins at tile query_start // tile + row, so tiles of two rows never meet, and the grid is
-    # known without a look at the lengths. Tiles that no row needs return at once.
-    tiles = len(q) // tile.queries + rows
-    _prefill[(tiles, heads.num_kv_heads)](
-        q,
-        layer.keys,
-        layer.values,
-        layer.key_scales,
-        layer.value_scales,
-        output,
-        step.query_start,
-        step.context_len,
-        step.block_tables,
-        step.block_tables.stride(0),
-        rows,
-        least,
-        heads.scale * (LOG2_E if heads.softcap is None else 1 / heads.softcap),
-        (heads.softcap or 0.0) * LOG2_E,
-        heads.window or 0,
-        block_size=layer.block_size,
-        kv_heads=heads.num_kv_heads,
-        shared=heads.num_heads // heads.num_kv_heads,
-        width=heads.head_dim,
-        capped=heads.softcap is not None,
-        windowed=heads.window is not None,
-        quantized=layer.quantized,
-        tile=tile.queries,
-        m=tile.lines,
-        n=tile.keys,
-        d=max(16, triton.next_power_of_2(heads.head_dim)),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
 @triton.jit
 def _row_of(program, query_start_at, rows, tile: tl.constexpr):
     """Return the last row that begins at this tile or before it."""
@@ -460,48 +430,26 @@ def _row_of(program, query_start_at, rows, tile: tl.constexpr):
 
 @triton.jit
 def _walk(
-    largest,
-    total,
-    sums,
-    q,
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    table_at,
-    kv_head,
-    place,
-    from_key,
-    to_key,
-    first,
-    last,
-    factor,
-    cap,
-    window,
-    block_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    width: tl.constexpr,
-    capped: tl.constexpr,
-    windowed: tl.constexpr,
-    quantized: tl.constexpr,
-    masked: tl.constexpr,
-    n: tl.constexpr,
+    largest, total, sums, q,
+    keys_at, values_at, key_scales_at, value_scales_at, table_at,
+    kv_head, place, from_key, to_key, first, last, factor, cap, window,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, masked: tl.constexpr, n: tl.constexpr,
     d: tl.constexpr,
-):
+):  # fmt: skip
     """Take the tiles of keys in [from_key, to_key); keys outside [first, last) are not read."""
     for base in range(from_key, to_key, n):
         key = base + tl.arange(0, n)
         known = tl.minimum(tl.maximum(key, first), last - 1) if masked else key
         keys, values, key_scale, value_scale = load_tile(
             keys_at, values_at, key_scales_at, value_scales_at, table_at, known, kv_head,
-            block_size, kv_heads, width, quantized, d,
+            block_size, kv_heads, width, d,
         )  # fmt: skip
         seen = key[None, :] <= place[:, None]
-        if windowed:
+        if window is not None:
             seen = seen & (place[:, None] - key[None, :] < window)
         largest, total, sums = attend_tile(
             largest, total, sums, q, keys, values, key_scale, value_scale, seen, factor, cap,
-            masked, capped, quantized,
+            masked, key_scales_at is not None,
         )  # fmt: skip
     return largest, total, sums
 
@@ -511,33 +459,12 @@ def _walk(
     do_not_specialize_on_alignment=["query_start_at", "context_at", "tables_at"],
 )
 def _prefill(
-    q_at,
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    output_at,
-    query_start_at,
-    context_at,
-    tables_at,
-    table_stride,
-    rows,
-    least,
-    factor,
-    cap,
-    window,
-    block_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    shared: tl.constexpr,
-    width: tl.constexpr,
-    capped: tl.constexpr,
-    windowed: tl.constexpr,
-    quantized: tl.constexpr,
-    tile: tl.constexpr,
-    m: tl.constexpr,
-    n: tl.constexpr,
-    d: tl.constexpr,
-):
+    q_at, keys_at, values_at, key_scales_at, value_scales_at, output_at,
+    query_start_at, context_at, tables_at, table_stride,
+    rows, least, factor, cap, window,
+    block_size: tl.constexpr, kv_heads: tl.constexpr, shared: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    m: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
     kv_head = tl.program_id(1)
     row = _row_of(tl.program_id(0), query_start_at, rows, tile)
     start = tl.load(query_start_at + row)
@@ -558,47 +485,46 @@ def _prefill(
 
         nearest = context - count + begin  # the place of the first query
         last = tl.minimum(context, nearest + tile)
-        first = tl.maximum(0, nearest - window + 1) if windowed else 0
+        first = tl.maximum(0, nearest - window + 1) if window is not None else 0
         whole = (nearest + 1) // n * n  # up to here all queries see all keys, but for the window
         largest = tl.full((m,), -float("inf"), tl.float32)
         total = tl.zeros((m,), tl.float32)
         sums = tl.zeros((m, d), tl.float32)
         table_at = tables_at + row.to(tl.int64) * table_stride
         from_key = first // n * n
-        if windowed:
+        if window is not None:
             # From here on every key is in the window of every query.
             open_key = tl.minimum(tl.cdiv(tl.maximum(0, last - window), n) * n, whole)
             open_key = tl.maximum(open_key, from_key)
             largest, total, sums = _walk(
                 largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head, place,
                 from_key, open_key, first, last, factor, cap, window,
-                block_size, kv_heads, width, capped, windowed, quantized, True, n, d,
+                block_size, kv_heads, width, True, n, d,
             )  # fmt: skip
             from_key = open_key
         largest, total, sums = _walk(
             largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head, place,
             from_key, whole, first, last, factor, cap, window,
-            block_size, kv_heads, width, capped, windowed, quantized, False, n, d,
+            block_size, kv_heads, width, False, n, d,
         )  # fmt: skip
         largest, total, sums = _walk(
             largest, total, sums, q, keys_at, values_at, key_scales_at, value_scales_at, table_at, kv_head, place,
             tl.maximum(from_key, whole), last, first, last, factor, cap, window,
-            block_size, kv_heads, width, capped, windowed, quantized, True, n, d,
+            block_size, kv_heads, width, True, n, d,
         )  # fmt: skip
         result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(output_at + q_line[:, None] + column[None, :], result.to(output_at.dtype.element_ty), mask=q_mask)
-
-
-_decode_tile, _prefill_tile = cache(decode_tile), cache(prefill_tile)
 
 
 class PagedAttention:
     """Attention on one device; one launch for decodes with or without drafts, and two where prompts are beside them."""
 
     def __init__(self, device: torch.device, multiprocessors: int, shared_memory: int) -> None:
-        """Take workspaces; `shared_memory` is the most that one program can have, in bytes."""
-        self._space = DecodeWorkspace(device, multiprocessors)
-        self._shared_memory = shared_memory
+        """Take memory for sums of chunks; `shared_memory` is the most that one program can have, in bytes."""
+        self._multiprocessors, self._shared_memory = multiprocessors, shared_memory
+        self._sums = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(multiprocessors, dtype=torch.int32, device=device)
+        """0 between launches."""
 
     def __call__(self, q: Array, layer: CudaLayer, heads: Heads, step: StepInput) -> Array:
         """Attend with q [T, nh, d] over each row's blocks; returns [T, nh * d]. Waits for nothing."""
@@ -606,11 +532,31 @@ class PagedAttention:
         output = torch.empty_like(q)
         shared, item = heads.num_heads // heads.num_kv_heads, layer.keys.element_size()
         sizes = HeadSizes(shared, heads.head_dim, item, q.element_size(), heads.window is not None)
-        prompts = step.max_query > MOST_DRAFTED
-        if not prompts or len(step.context_len) > 1:
-            tile = _decode_tile(sizes, self._shared_memory)
-            decode_attention(q, layer, heads, step, output, tile, MOST_DRAFTED, self._space)
+        arrays = q, *layer.arrays, output
+        rows = step.query_start, step.context_len, step.block_tables, step.block_tables.stride(0)
+        count, prompts = len(step.context_len), step.max_query > MOST_DRAFTED
+        if not prompts or count > 1:
+            tile = decode_tile(sizes, self._shared_memory)
+            queries = min(step.max_query, MOST_DRAFTED)
+            tiles, lines = triton.cdiv(queries, tile.queries), min(queries, tile.queries) * shared
+            chunks = most_chunks(step.max_context, heads.window, tile.queries)
+            constants, few = _constants(layer, heads, tile), triton.next_power_of_2(shared)
+            splits = self.splits(count * tiles * heads.num_kv_heads, chunks, lines * (constants["d"] + 2))
+            folded = max(1, min(_MOST_FOLDED, _FOLDED_ELEMENTS // (few * constants["d"])))
+            constants |= {"divided": splits > 1, "few": few, "folded": folded}
+            given = *arrays, self._sums, self._counters, *rows, tiles, MOST_DRAFTED, chunks, lines
+            _decode[(count * tiles, heads.num_kv_heads, splits)](*given, *_scaling(heads), **constants)
         if prompts:
-            tile = _prefill_tile(sizes, self._shared_memory)
-            prefill_attention(q, layer, heads, step, output, tile, MOST_DRAFTED + 1)
+            tile = prefill_tile(sizes, self._shared_memory)
+            # A row of n tokens begins at tile query_start // tile + row, so tiles of two rows never meet, and the grid
+            # is known without a look at the lengths. Tiles that no row needs return at once.
+            grid = len(q) // tile.queries + count, heads.num_kv_heads
+            given = *arrays, *rows, count, MOST_DRAFTED + 1
+            _prefill[grid](*given, *_scaling(heads), **_constants(layer, heads, tile))
         return output.flatten(1)
+
+    def splits(self, units: int, chunks: int, chunk_elements: int) -> int:
+        """Return among how many programs each of `units` is divided; 1 where its sums would not fit."""
+        if units > len(self._counters) or units * chunks * chunk_elements > len(self._sums):
+            return 1
+        return splits_of(units, chunks, self._multiprocessors)

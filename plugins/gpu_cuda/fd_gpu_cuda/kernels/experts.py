@@ -46,19 +46,10 @@ def choose(logits: Array, experts: Experts) -> tuple[Array, Array]:
     tokens, count = logits.shape
     chosen = torch.empty((tokens, experts.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, experts.top_k), dtype=torch.float32, device=logits.device)
-    _choose[(tokens,)](
-        logits,
-        experts.correction_bias,
-        chosen,
-        weights,
-        count,
-        experts.norm_floor,
-        corrected=experts.correction_bias is not None,
-        normalize=experts.normalize,
-        top_k=experts.top_k,
-        size=triton.next_power_of_2(count),
-        places=triton.next_power_of_2(experts.top_k),
-    )
+    size, places = triton.next_power_of_2(count), triton.next_power_of_2(experts.top_k)
+    constants = {"normalize": experts.normalize, "top_k": experts.top_k, "size": size, "places": places}
+    given = logits, experts.correction_bias, chosen, weights, count, experts.norm_floor
+    _choose[(tokens,)](*given, **constants)
     return chosen, weights
 
 
@@ -76,18 +67,10 @@ def order_by_expert(chosen: Array, experts: int) -> tuple[Array, Array]:
 
 @kernel(do_not_specialize=["floor"])
 def _choose(
-    logits_at,
-    bias_at,
-    chosen_at,
-    weights_at,
-    experts,
-    floor,
-    corrected: tl.constexpr,
-    normalize: tl.constexpr,
-    top_k: tl.constexpr,
-    size: tl.constexpr,
-    places: tl.constexpr,
-):
+    logits_at, bias_at, chosen_at, weights_at,
+    experts, floor,
+    normalize: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr, places: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, size)
     real = expert < experts
@@ -95,7 +78,7 @@ def _choose(
     scores = tl.exp(logits - tl.max(logits, 0))
     scores = scores / tl.sum(scores, 0)
     ranked = scores
-    if corrected:
+    if bias_at is not None:
         ranked += tl.load(bias_at + expert, mask=real, other=0.0)
     # Whole numbers in the order of the scores, NaN above all; behind each what prefers the lower expert.
     code = tl.where(ranked == 0.0, 0.0, ranked).to(tl.int32, bitcast=True)
@@ -188,103 +171,51 @@ def expert_mixture(device: ProductDevice, product: WeightProduct) -> ExpertsKern
         chosen, weights = choose(logits, experts)
         pairs = *order_by_expert(chosen, gate_up.experts), experts.top_k
         inner = x.new_empty(len(pairs[0]), gate_up.out // 2)
-        _multiply_experts(x, gate_up, pairs, inner, device, activation, compiled)
+        multiply(x, gate_up, pairs, inner, activation)
         each = x.new_empty(len(pairs[0]), down.out)
-        _multiply_experts(inner, down, pairs, each, device, None, compiled)
+        multiply(inner, down, pairs, each, None)
         y = x.new_empty(len(x), down.out)
-        _add_up[(len(x), triton.cdiv(down.out, _COLUMNS))](
-            each, weights, shared, y, down.out, shares=shared is not None, top_k=experts.top_k, tile=_COLUMNS
-        )
+        grid = len(x), triton.cdiv(down.out, _COLUMNS)
+        _add_up[grid](each, weights, shared, y, down.out, top_k=experts.top_k, tile=_COLUMNS)
         return y
+
+    def multiply(
+        x: Array, weight: StackedExperts, pairs: tuple[Array, Array, int], y: Array, activation: Activation | None
+    ) -> None:
+        """Multiply rows by the weight of their pair's expert; `pairs` are what `order_by_expert` returns, and top_k.
+
+        With an activation: rows of tokens [T, in] to activated rows [P, out / 2] by expert. Without: rows [P, in] by
+        expert to rows [P, out] of the pairs in the order of tokens.
+        """
+        operand, (order, counts, top_k) = operands(x, weight.weight), pairs
+        form = tuple(operand.form.items())
+        key = (x.dtype, weight.experts, weight.out, operand.inputs, operand.values.dtype, form, activation)
+        tiles = [grouped_tile(len(order), weight.experts, operand, device)]
+        if key not in compiled:
+            # Tiles for other numbers of pairs compile at the first product, or they would while requests are served.
+            compiled.add(key)
+            every = (grouped_tile(each * weight.experts, weight.experts, operand, device) for each in EVERY_TILE)
+            tiles = [*dict.fromkeys(every), *tiles]
+        given = *operand.arrays, order, counts, y, y.stride(0), weight.experts, weight.out, *operand.sizes
+        choice = {"activation": activation, "top_k": top_k, "size": triton.next_power_of_2(weight.experts)}
+        for tile in tiles:
+            grid = (triton.cdiv(weight.out, tile.outputs), most_tiles(len(order), weight.experts, tile.pairs))
+            cutting = {"n": tile.outputs, "m": tile.pairs}
+            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            _multiply_pairs[grid](*given, **operand.form, **choice, **cutting, **options)
 
     return mixture
 
 
-def _multiply_experts(
-    x: Array,
-    weight: StackedExperts,
-    pairs: tuple[Array, Array, int],
-    y: Array,
-    device: ProductDevice,
-    activation: Activation | None,
-    compiled: set[Any],
-) -> None:
-    """Multiply rows by the weight of their pair's expert; `pairs` are what `order_by_expert` returns, and top_k.
-
-    With an activation: rows of tokens [T, in] to activated rows [P, out / 2] by expert. Without: rows [P, in] by expert
-    to rows [P, out] of the pairs in the order of tokens.
-    """
-    operand, (order, counts, top_k) = operands(x, weight.weight), pairs
-    form = tuple(operand.form.items())
-    key = (x.dtype, weight.experts, weight.out, operand.inputs, operand.values.dtype, form, activation)
-    tiles = [grouped_tile(len(order), weight.experts, operand, device)]
-    if key not in compiled:
-        # Tiles for other numbers of pairs compile at the first product, or they would while requests are served.
-        compiled.add(key)
-        every = (grouped_tile(each * weight.experts, weight.experts, operand, device) for each in EVERY_TILE)
-        tiles = [*dict.fromkeys(every), *tiles]
-    for tile in tiles:
-        grid = (triton.cdiv(weight.out, tile.outputs), most_tiles(len(order), weight.experts, tile.pairs))
-        _multiply_pairs[grid](
-            operand.x,
-            operand.x.stride(0),
-            operand.x_scales,
-            operand.values,
-            operand.values.stride(0),
-            operand.scales,
-            operand.minima,
-            order,
-            counts,
-            y,
-            y.stride(0),
-            weight.experts,
-            weight.out,
-            operand.inputs,
-            operand.groups,
-            operand.group,
-            **operand.form,
-            activation=activation,
-            top_k=top_k,
-            size=triton.next_power_of_2(weight.experts),
-            n=tile.outputs,
-            m=tile.pairs,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-
-
 @kernel
 def _multiply_pairs(
-    x_at,
-    x_stride,
-    x_scales_at,
-    values_at,
-    values_stride,
-    scales_at,
-    minima_at,
-    order_at,
-    counts_at,
-    y_at,
-    y_stride,
-    experts,
-    out,
-    inputs,
-    groups,
-    group,
-    bits: tl.constexpr,
-    fp8: tl.constexpr,
-    eight: tl.constexpr,
-    middle: tl.constexpr,
-    grouped: tl.constexpr,
-    has_minima: tl.constexpr,
-    even: tl.constexpr,
-    activation: tl.constexpr,
-    top_k: tl.constexpr,
-    size: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-):
+    x_at, x_stride, x_scales_at, values_at, values_stride, scales_at, minima_at,
+    order_at, counts_at, y_at, y_stride,
+    experts, out, inputs, groups, group,
+    bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
+    has_minima: tl.constexpr, even: tl.constexpr, activation: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr,
+    n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(1)
     every = tl.arange(0, size)
     counts = tl.load(counts_at + every, mask=every < experts, other=0)
@@ -339,9 +270,7 @@ def _multiply_pairs(
 
 
 @kernel
-def _add_up(
-    each_at, weights_at, shared_at, y_at, hidden, shares: tl.constexpr, top_k: tl.constexpr, tile: tl.constexpr
-):
+def _add_up(each_at, weights_at, shared_at, y_at, hidden, top_k: tl.constexpr, tile: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     mask = column < hidden
@@ -350,6 +279,6 @@ def _add_up(
         pair = token * top_k + place
         y = tl.load(each_at + pair * hidden + column, mask=mask, other=0.0).to(tl.float32)
         total += tl.load(weights_at + pair) * y
-    if shares:
+    if shared_at is not None:
         total += tl.load(shared_at + token * hidden + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_at + token * hidden + column, total.to(y_at.dtype.element_ty), mask=mask)

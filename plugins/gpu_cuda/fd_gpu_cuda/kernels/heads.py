@@ -14,6 +14,7 @@ import triton.language as tl
 from fd_core.ops.contract import Array, Heads, StepInput
 
 from fd_gpu_cuda.kernels.entry import kernel
+from fd_gpu_cuda.kernels.norms import weight_and_eps
 from fd_gpu_cuda.kv_cache import CudaLayer
 
 
@@ -22,45 +23,17 @@ def write_kv(k: Array, v: Array, layer: CudaLayer, kv_slots: Array) -> None:
     tokens, num_kv_heads, width = k.shape
     if not tokens:
         return
-    _write_kv[(tokens, 2)](
-        k,
-        v,
-        layer.keys,
-        layer.values,
-        layer.key_scales,
-        layer.value_scales,
-        kv_slots,
-        k.stride(0),
-        v.stride(0),
-        k.stride(1),
-        v.stride(1),
-        kv_heads=num_kv_heads,
-        width=width,
-        quantized=layer.quantized,
-        m=triton.next_power_of_2(num_kv_heads),
-        d=triton.next_power_of_2(width),
-    )
+    strides = k.stride(0), v.stride(0), k.stride(1), v.stride(1)
+    m, d = triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(width)
+    _write_kv[(tokens, 2)](k, v, *layer.arrays, kv_slots, *strides, kv_heads=num_kv_heads, width=width, m=m, d=d)
 
 
 @kernel(do_not_specialize_on_alignment=["slots_at"])
 def _write_kv(
-    k_at,
-    v_at,
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    slots_at,
-    k_stride,
-    v_stride,
-    k_head_stride,
-    v_head_stride,
-    kv_heads: tl.constexpr,
-    width: tl.constexpr,
-    quantized: tl.constexpr,
-    m: tl.constexpr,
-    d: tl.constexpr,
-):
+    k_at, v_at, keys_at, values_at, key_scales_at, value_scales_at, slots_at,
+    k_stride, v_stride, k_head_stride, v_head_stride,
+    kv_heads: tl.constexpr, width: tl.constexpr, m: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_at + token).to(tl.int64)
     head = tl.arange(0, m)
@@ -69,35 +42,26 @@ def _write_kv(
     inside = live[:, None] & (column < width)[None, :]
     if tl.program_id(1) == 0:
         x = tl.load(k_at + token * k_stride + head[:, None] * k_head_stride + column[None, :], mask=inside, other=0.0)
-        store_kv(x.to(tl.float32), keys_at, key_scales_at, slot, head, live, inside, kv_heads, width, quantized, d)
+        store_kv(x.to(tl.float32), keys_at, key_scales_at, slot, head, live, inside, kv_heads, width, d)
     else:
         x = tl.load(v_at + token * v_stride + head[:, None] * v_head_stride + column[None, :], mask=inside, other=0.0)
-        store_kv(x.to(tl.float32), values_at, value_scales_at, slot, head, live, inside, kv_heads, width, quantized, d)
+        store_kv(x.to(tl.float32), values_at, value_scales_at, slot, head, live, inside, kv_heads, width, d)
 
 
 @triton.jit
 def store_kv(
-    x,
-    cache_at,
-    scales_at,
-    slot,
-    head,
-    live,
-    inside,
-    kv_heads: tl.constexpr,
-    width: tl.constexpr,
-    quantized: tl.constexpr,
-    d: tl.constexpr,
-):
+    x, cache_at, scales_at, slot, head, live, inside,
+    kv_heads: tl.constexpr, width: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
     """Keep what one token has for some KV heads, keys or values, as `Ops.write_kv` says.
 
     x: float32 [m, d], 0 where it is not inside. cache_at and scales_at: a layer's keys or its values, and their scales,
-    as `CudaLayer` has them; scales_at is not read unless quantized. slot: int64. head: int32 [m], which of `kv_heads`.
+    as `CudaLayer` has them. slot: int64. head: int32 [m], which of `kv_heads`.
     live: [m], whether the head is written; inside: [m, d], whether the element is one of `width` of a live head.
     """
     place = slot * kv_heads + head
     column = tl.arange(0, d)
-    if quantized:
+    if scales_at is not None:
         scale = kv_scale(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1))
         x = kv_steps(x, scale)
         tl.store(scales_at + place, scale, mask=live)
@@ -131,38 +95,18 @@ def rotate_and_store(qkv: Array, layer: CudaLayer, heads: Heads, step: StepInput
 
     Returns q [T, nh, d]; waits for nothing.
     """
-    q_norm, k_norm, rope = heads.q_norm, heads.k_norm, heads.rope
+    rope, (q_weight, q_eps), (k_weight, k_eps) = heads.rope, weight_and_eps(heads.q_norm), weight_and_eps(heads.k_norm)
     q = torch.empty((len(qkv), heads.num_heads, heads.head_dim), dtype=qkv.dtype, device=qkv.device)
     d = triton.next_power_of_2(heads.head_dim)
     lines = min(max(_ELEMENTS // d, 1), triton.next_power_of_2(heads.num_heads))
     groups = triton.cdiv(heads.num_heads, lines) + 2 * triton.cdiv(heads.num_kv_heads, lines)
     if len(qkv):
+        arrays = qkv.contiguous(), q, *layer.arrays, step.kv_slots, step.positions, rope.cos, rope.sin
+        norms = q_weight, k_weight, q_eps, k_eps
+        sizes = {"heads": heads.num_heads, "kv_heads": heads.num_kv_heads, "width": heads.head_dim}
+        turning = {"half": rope.cos.shape[1], "interleaved": rope.interleaved}
         _rotate_and_store[(len(qkv), groups)](
-            qkv.contiguous(),
-            q,
-            layer.keys,
-            layer.values,
-            layer.key_scales,
-            layer.value_scales,
-            step.kv_slots,
-            step.positions,
-            rope.cos,
-            rope.sin,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
-            0.0 if k_norm is None else k_norm.eps,
-            heads=heads.num_heads,
-            kv_heads=heads.num_kv_heads,
-            width=heads.head_dim,
-            half=rope.cos.shape[1],
-            interleaved=rope.interleaved,
-            q_normed=q_norm is not None,
-            k_normed=k_norm is not None,
-            quantized=layer.quantized,
-            lines=lines,
-            tile=max(d // 2, 1),
-            num_warps=_WARPS,
+            *arrays, *norms, **sizes, **turning, lines=lines, tile=max(d // 2, 1), num_warps=_WARPS
         )
     return q
 
@@ -204,9 +148,9 @@ def _store_pairs(heads_at, known, first, second, a, b, width: tl.constexpr):
 
 
 @triton.jit
-def _keep_pairs(cache_at, scales_at, place, known, first, second, a, b, width: tl.constexpr, quantized: tl.constexpr):
-    """Write keys or values to their places [lines] in the cache, in 8 bits if it is quantized; see `kv_write`."""
-    if quantized:
+def _keep_pairs(cache_at, scales_at, place, known, first, second, a, b, width: tl.constexpr):
+    """Write keys or values to their places [lines] in the cache, in 8 bits where there are scales."""
+    if scales_at is not None:
         largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
         scale = kv_scale(largest, tl.sum(a * 0.0, 1) + tl.sum(b * 0.0, 1))
         a = kv_steps(a, scale)
@@ -235,31 +179,11 @@ def _turn(a, b, cos_at, sin_at, half: tl.constexpr, tile: tl.constexpr):
 
 @kernel(do_not_specialize_on_alignment=["slots_at", "positions_at"])
 def _rotate_and_store(
-    qkv_at,
-    q_at,
-    keys_at,
-    values_at,
-    key_scales_at,
-    value_scales_at,
-    slots_at,
-    positions_at,
-    cos_at,
-    sin_at,
-    q_weight_at,
-    k_weight_at,
-    q_eps,
-    k_eps,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    width: tl.constexpr,
-    half: tl.constexpr,
-    interleaved: tl.constexpr,
-    q_normed: tl.constexpr,
-    k_normed: tl.constexpr,
-    quantized: tl.constexpr,
-    lines: tl.constexpr,
-    tile: tl.constexpr,
-):
+    qkv_at, q_at, keys_at, values_at, key_scales_at, value_scales_at, slots_at, positions_at,
+    cos_at, sin_at, q_weight_at, k_weight_at, q_eps, k_eps,
+    heads: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, half: tl.constexpr, interleaved: tl.constexpr,
+    lines: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     q_groups: tl.constexpr = (heads + lines - 1) // lines
@@ -273,7 +197,7 @@ def _rotate_and_store(
         head = group * lines + line
         known = head < heads
         a, b = _load_pairs(qkv_at + head * width, known, first, second, width)
-        if q_normed:
+        if q_weight_at is not None:
             a, b = _normalize(a, b, first, second, q_weight_at, q_eps, width, element)
         a, b = _turn(a, b, cos_at + angle, sin_at + angle, half, tile)
         _store_pairs(q_at + token * (heads * width) + head * width, known, first, second, a, b, width)
@@ -283,13 +207,13 @@ def _rotate_and_store(
             head = (group - q_groups) * lines + line
             known = head < kv_heads
             a, b = _load_pairs(qkv_at + (heads + head) * width, known, first, second, width)
-            if k_normed:
+            if k_weight_at is not None:
                 a, b = _normalize(a, b, first, second, k_weight_at, k_eps, width, element)
             a, b = _turn(a, b, cos_at + angle, sin_at + angle, half, tile)
             a, b = a.to(element).to(tl.float32), b.to(element).to(tl.float32)
-            _keep_pairs(keys_at, key_scales_at, place + head, known, first, second, a, b, width, quantized)
+            _keep_pairs(keys_at, key_scales_at, place + head, known, first, second, a, b, width)
         else:
             head = (group - q_groups - kv_groups) * lines + line
             known = head < kv_heads
             a, b = _load_pairs(qkv_at + (heads + kv_heads + head) * width, known, first, second, width)
-            _keep_pairs(values_at, value_scales_at, place + head, known, first, second, a, b, width, quantized)
+            _keep_pairs(values_at, value_scales_at, place + head, known, first, second, a, b, width)

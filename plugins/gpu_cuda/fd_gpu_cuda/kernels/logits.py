@@ -54,22 +54,11 @@ def logit_of(key):
 
 @kernel(do_not_specialize=["drafts"])
 def penalize(
-    logits_at,
-    stride,
-    rows_at,
-    counts_at,
-    counts_stride,
-    counts_rows_at,
-    draft_rows_at,
-    draft_ids_at,
-    repetition_at,
-    presence_at,
-    frequency_at,
-    vocabulary,
-    drafts,
-    tile: tl.constexpr,
-    chunk: tl.constexpr,
-):
+    logits_at, stride, rows_at, counts_at, counts_stride, counts_rows_at, draft_rows_at, draft_ids_at,
+    repetition_at, presence_at, frequency_at,
+    vocabulary, drafts,
+    tile: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
     """Apply the penalties of each row to the tokens it has seen. Grid: penalized rows, tiles.
 
     Launched without fused products and sums: the law rounds each.
@@ -158,23 +147,11 @@ def _id_of(key):
 
 @kernel(do_not_specialize=["wanted"])
 def score(
-    logits_at,
-    stride,
-    tokens_at,
-    part_peaks_at,
-    part_sums_at,
-    part_keys_at,
-    counters_at,
-    chosen_at,
-    top_ids_at,
-    top_at,
-    vocabulary,
-    wanted,
-    tile: tl.constexpr,
-    most_tiles: tl.constexpr,
-    most: tl.constexpr,
-    listed: tl.constexpr,
-):
+    logits_at, stride, tokens_at, part_peaks_at, part_sums_at, part_keys_at, counters_at,
+    chosen_at, top_ids_at, top_at,
+    vocabulary, wanted,
+    tile: tl.constexpr, most_tiles: tl.constexpr, most: tl.constexpr, listed: tl.constexpr,
+):  # fmt: skip
     """Score each row's token and its `wanted` most likely ones, at most `most`. Grid: rows, tiles.
 
     `part_keys_at` has room for `most` keys of each tile, of which `listed` hold those of the vocabulary.
@@ -215,17 +192,10 @@ def score(
 
 @kernel(do_not_specialize=["tiles"])
 def count_before(
-    logits_at,
-    stride,
-    tokens_at,
-    parts_at,
-    counters_at,
-    ranks_at,
-    vocabulary,
-    tiles,
-    tile: tl.constexpr,
-    most_spans: tl.constexpr,
-):
+    logits_at, stride, tokens_at, parts_at, counters_at, ranks_at,
+    vocabulary, tiles,
+    tile: tl.constexpr, most_spans: tl.constexpr,
+):  # fmt: skip
     """Count the tokens that come before each row's, itself included. Grid: rows, spans of `tiles` tiles."""
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_at += row * stride
@@ -261,21 +231,10 @@ def accept(sampled_at, stride, drafts_at, drafts_stride, num_drafts_at, accepted
 
 @kernel(do_not_specialize=["stride", "rows", "revoked"])
 def write_matrix(
-    sampled_at,
-    stride,
-    accepted_at,
-    slots_at,
-    revoked_at,
-    matrix_at,
-    rows,
-    revoked,
-    num_slots,
-    width,
-    empty: tl.constexpr,
-    preempted: tl.constexpr,
-    tile: tl.constexpr,
-    chunk: tl.constexpr,
-):
+    sampled_at, stride, accepted_at, slots_at, revoked_at, matrix_at,
+    rows, revoked, num_slots, width,
+    empty: tl.constexpr, preempted: tl.constexpr, tile: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
     """Write the token matrix [num_slots, width]. Grid: tiles of slots.
 
     Each slot looks for its row and for its revocation among all, so each cell is written once, by one program.

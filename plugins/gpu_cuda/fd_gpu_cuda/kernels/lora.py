@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array
 
-from fd_gpu_cuda.adapters import LoraTable
+from fd_gpu_cuda.kernel_table import LoraTable
 from fd_gpu_cuda.kernels.entry import kernel
 
 _RANK_TILE = 16
@@ -67,42 +67,16 @@ def _launch(y: Array, x: Array, table: LoraTable, places: Array, tokens: int, ti
     blocks, shares = max(triton.cdiv(tokens, tile.tokens), 1), max(min(tile.shares, tokens), 1)
     step = min(_LINE // x.element_size(), _CUT)
     sums = x.new_empty((cuts, max(tokens, 1), parts * width), dtype=torch.float32)
-    _shrink[(width // _RANK_TILE * parts * cuts, blocks, shares)](
-        x,
-        x.stride(0),
-        places,
-        table.entries,
-        sums,
-        tokens,
-        table.inputs,
-        parts=parts,
-        width=width,
-        split=tile.split,
-        even=table.inputs % step == 0,
-        cut=_CUT,
-        n=_RANK_TILE,
-        m=tile.tokens,
-        k=step,
-    )
+    found = places, table.entries, sums, tokens
+    constants = {"parts": parts, "width": width, "m": tile.tokens}
+    cutting = {"split": tile.split, "even": table.inputs % step == 0, "cut": _CUT, "n": _RANK_TILE, "k": step}
+    grid = width // _RANK_TILE * parts * cuts, blocks, shares
+    _shrink[grid](x, x.stride(0), *found, table.inputs, **constants, **cutting)
     n = _OUTPUT_TILE // 2 if exact else _OUTPUT_TILE
-    first, second, third = (*table.outs, 0, 0)[:3]
-    _expand[(sum(triton.cdiv(out, n) for out in table.outs), blocks, shares)](
-        y,
-        y.stride(0),
-        places,
-        table.entries,
-        sums,
-        tokens,
-        first,
-        second,
-        third,
-        cuts,
-        parts=parts,
-        width=width,
-        n=n,
-        m=tile.tokens,
-        k=min(triton.next_power_of_2(width), _LONGEST_RANK_STEP),
-    )
+    k = min(triton.next_power_of_2(width), _LONGEST_RANK_STEP)
+    outs = (*table.outs, 0, 0)[:3]
+    grid = sum(triton.cdiv(out, n) for out in table.outs), blocks, shares
+    _expand[grid](y, y.stride(0), *found, *outs, cuts, **constants, n=n, k=k)
 
 
 @triton.jit
@@ -113,22 +87,11 @@ def _next(places, above):
 
 @kernel(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places_at"])
 def _shrink(
-    x_at,
-    x_stride,
-    places_at,
-    entries_at,
-    sums_at,
-    tokens,
-    inputs,
-    parts: tl.constexpr,
-    width: tl.constexpr,
-    split: tl.constexpr,
-    even: tl.constexpr,
-    cut: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-):
+    x_at, x_stride, places_at, entries_at, sums_at,
+    tokens, inputs,
+    parts: tl.constexpr, width: tl.constexpr, split: tl.constexpr, even: tl.constexpr, cut: tl.constexpr,
+    n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
     """Write float32 sums [cuts, T, parts * width] of tokens that have adapters, as many of `width` as the ranks are."""
     part = tl.program_id(0) % parts
     piece = tl.program_id(0) // parts
@@ -182,22 +145,10 @@ def _products(x_rows, rows, begin, end, inputs, even: tl.constexpr, n: tl.conste
 
 @kernel(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["places_at"])
 def _expand(
-    y_at,
-    y_stride,
-    places_at,
-    entries_at,
-    sums_at,
-    tokens,
-    first,
-    second,
-    third,
-    cuts,
-    parts: tl.constexpr,
-    width: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    k: tl.constexpr,
-):
+    y_at, y_stride, places_at, entries_at, sums_at,
+    tokens, first, second, third, cuts,
+    parts: tl.constexpr, width: tl.constexpr, n: tl.constexpr, m: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
     """Add the cuts' sums, round them as activations are, multiply them back up, and add that to y."""
     tile = tl.program_id(0)
     part = 0

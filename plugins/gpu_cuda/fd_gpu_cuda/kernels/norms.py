@@ -52,6 +52,11 @@ def activated(x, activation: tl.constexpr, element: tl.constexpr):
     return x.to(element)
 
 
+def weight_and_eps(norm: Norm | None) -> tuple[Array | None, float]:
+    """Return what kernels take of a norm; without one its weight is None."""
+    return (None, 0.0) if norm is None else (norm.weight, norm.eps)
+
+
 _ELEMENTS_PER_THREAD = 8
 _MOST_WARPS = 16
 
@@ -71,61 +76,36 @@ def add_norm(
     out = x if norm is None and rows is None else torch.empty((count, width), dtype=x.dtype, device=x.device)
     if count:
         d = triton.next_power_of_2(width)
-        _add_norm[(count,)](
-            x,
-            None if y is None else y.contiguous(),
-            rows,
-            None if post_norm is None else post_norm.weight,
-            None if norm is None else norm.weight,
-            out,
-            0.0 if post_norm is None else post_norm.eps,
-            0.0 if norm is None else norm.eps,
-            width=width,
-            adds=y is not None,
-            post=post_norm is not None,
-            gathers=rows is not None,
-            normalizes=norm is not None,
-            d=d,
-            num_warps=min(max(d // (32 * _ELEMENTS_PER_THREAD), 1), _MOST_WARPS),
-        )
+        (weight, eps), (post_weight, post_eps) = weight_and_eps(norm), weight_and_eps(post_norm)
+        y, warps = None if y is None else y.contiguous(), min(max(d // (32 * _ELEMENTS_PER_THREAD), 1), _MOST_WARPS)
+        _add_norm[(count,)](x, y, rows, post_weight, weight, out, post_eps, eps, width=width, d=d, num_warps=warps)
     return out
 
 
 @kernel(do_not_specialize_on_alignment=["rows_at"])
 def _add_norm(
-    x_at,
-    y_at,
-    rows_at,
-    post_weight_at,
-    weight_at,
-    out_at,
-    post_eps,
-    eps,
-    width: tl.constexpr,
-    adds: tl.constexpr,
-    post: tl.constexpr,
-    gathers: tl.constexpr,
-    normalizes: tl.constexpr,
-    d: tl.constexpr,
-):
+    x_at, y_at, rows_at, post_weight_at, weight_at, out_at,
+    post_eps, eps,
+    width: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     row = line
-    if gathers:
+    if rows_at is not None:
         row = tl.load(rows_at + line).to(tl.int64)
     column = tl.arange(0, d)
     inside = column < width
     element = x_at.dtype.element_ty
     x = tl.load(x_at + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    if adds:
+    if y_at is not None:
         y = tl.load(y_at + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        if post:
+        if post_weight_at is not None:
             weight = tl.load(post_weight_at + column, mask=inside, other=0.0)
             y = (y * tl.rsqrt(tl.sum(y * y, 0) / width + post_eps) * weight).to(element).to(tl.float32)
         x = (x + y).to(element).to(tl.float32)
-        if not gathers:
+        if rows_at is None:
             tl.store(x_at + row * width + column, x.to(element), mask=inside)
-    if normalizes:
+    if weight_at is not None:
         weight = tl.load(weight_at + column, mask=inside, other=0.0)
         x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
-    if normalizes or gathers:
+    if (weight_at is not None) or (rows_at is not None):
         tl.store(out_at + line * width + column, x.to(element), mask=inside)

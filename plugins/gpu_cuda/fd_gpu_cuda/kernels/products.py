@@ -51,6 +51,16 @@ class Operands(NamedTuple):
         """Of a weight."""
         return int(self.form["bits"])
 
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What is multiplied, but for the bias, with the strides of rows."""
+        return self.x, self.x.stride(0), self.x_scales, self.values, self.values.stride(0), self.scales, self.minima
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Numbers that `span_products` takes."""
+        return self.inputs, self.groups, self.group
+
 
 def operands(x: Array, weight: PackedPart | Array) -> Operands:
     """Return x [T, in] and a weight as kernels read them.
@@ -66,13 +76,9 @@ def operands(x: Array, weight: PackedPart | Array) -> Operands:
     if part.eight:
         x, x_scales = quantize_rows(x, torch.float8_e4m3fn if part.fp8 else torch.int8)
         values = values.view(x.dtype)
-    form = _form(part.bits, part.span, part.inputs) | {
-        "fp8": part.fp8,
-        "eight": part.eight,
-        "middle": part.middle,
-        "grouped": groups > 1,
-        "has_minima": part.minima is not None,
-    }
+    form = _form(part.bits, part.span, part.inputs)
+    form |= {"fp8": part.fp8, "eight": part.eight, "middle": part.middle}
+    form |= {"grouped": groups > 1, "has_minima": part.minima is not None}
     return Operands(x, x_scales, values, part.scales, part.minima, part.bias, part.inputs, groups, part.group, form)
 
 
@@ -125,25 +131,10 @@ def _quantize(x_at, x_stride, values_at, scales_at, inputs, whole: tl.constexpr,
 
 @triton.jit
 def span_products(
-    sums,
-    x_rows,
-    values_rows,
-    scales_rows,
-    minima_rows,
-    begin,
-    end,
-    inputs,
-    groups,
-    group,
-    bits: tl.constexpr,
-    fp8: tl.constexpr,
-    eight: tl.constexpr,
-    middle: tl.constexpr,
-    grouped: tl.constexpr,
-    has_minima: tl.constexpr,
-    even: tl.constexpr,
-    k: tl.constexpr,
-):
+    sums, x_rows, values_rows, scales_rows, minima_rows, begin, end, inputs, groups, group,
+    bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
+    has_minima: tl.constexpr, even: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
     """Add the products of inputs `begin` to `end` to sums [n, m], span by span and in one order.
 
     `x_rows` [m], `values_rows` [n], `scales_rows` [n] and `minima_rows` [n] point to where rows begin; `begin` is a
@@ -294,72 +285,25 @@ def weight_product(device: ProductDevice) -> WeightProduct:
         split, places, partial = tile.splits > 1, counters(blocks, x.device), None
         if split:
             partial = x.new_empty((tile.splits, tokens, out), dtype=torch.float32)
-        _multiply[(blocks, triton.cdiv(tokens, tile.tokens), tile.splits)](
-            operand.x,
-            operand.x.stride(0),
-            operand.x_scales,
-            operand.values,
-            operand.values.stride(0),
-            operand.scales,
-            operand.minima,
-            operand.bias,
-            partial,
-            places if split else None,
-            y,
-            y.stride(0),
-            tokens,
-            out,
-            operand.inputs,
-            operand.groups,
-            operand.group,
-            tile.cut,
-            **operand.form,
-            split=split,
-            whole=tile.cut >= operand.inputs,
-            has_bias=operand.bias is not None,
-            n=tile.outputs,
-            m=tile.tokens,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+        grid = blocks, triton.cdiv(tokens, tile.tokens), tile.splits
+        given = *operand.arrays, operand.bias, partial, places if split else None, y, y.stride(0)
+        sizes = tokens, out, *operand.sizes, tile.cut
+        cutting = {"whole": tile.cut >= operand.inputs, "n": tile.outputs, "m": tile.tokens}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        _multiply[grid](*given, *sizes, **operand.form, **cutting, **options)
 
     return product
 
 
 @kernel(do_not_specialize=["tokens"])
 def _multiply(
-    x_at,
-    x_stride,
-    x_scales_at,
-    values_at,
-    values_stride,
-    scales_at,
-    minima_at,
-    bias_at,
-    partial_at,
-    counters_at,
-    y_at,
-    y_stride,
-    tokens,
-    out,
-    inputs,
-    groups,
-    group,
-    cut,
-    bits: tl.constexpr,
-    fp8: tl.constexpr,
-    eight: tl.constexpr,
-    middle: tl.constexpr,
-    grouped: tl.constexpr,
-    has_minima: tl.constexpr,
-    even: tl.constexpr,
-    split: tl.constexpr,
-    whole: tl.constexpr,
-    has_bias: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
+    x_at, x_stride, x_scales_at, values_at, values_stride, scales_at, minima_at, bias_at,
+    partial_at, counters_at, y_at, y_stride,
+    tokens, out, inputs, groups, group, cut,
+    bits: tl.constexpr, fp8: tl.constexpr, eight: tl.constexpr, middle: tl.constexpr, grouped: tl.constexpr,
+    has_minima: tl.constexpr, even: tl.constexpr, whole: tl.constexpr, n: tl.constexpr, m: tl.constexpr,
     k: tl.constexpr,
-):
+):  # fmt: skip
     output = tl.program_id(0) * n + tl.arange(0, n)
     token = tl.program_id(1) * m + tl.arange(0, m)
     # Outputs and tokens beyond the last repeat it, and are not written.
@@ -375,7 +319,7 @@ def _multiply(
     if has_minima:
         minima_rows += line * groups
     none = tl.zeros((n, m), tl.int32 if eight and not (fp8 or grouped) else tl.float32)
-    if split:
+    if partial_at is not None:
         begin = tl.program_id(2) * cut
         end = tl.minimum(begin + cut, inputs)
     else:
@@ -386,7 +330,7 @@ def _multiply(
         bits, fp8, eight, middle, grouped, has_minima, even, k,
     )  # fmt: skip
     total = sums.to(tl.float32)
-    if split:
+    if partial_at is not None:
         total = tl.trans(total)
         # The cuts' sums meet in memory. Whoever comes last reads all of them: its count is read after every other
         # program's sums were written, because a barrier is between the writes of a program's threads and its counting,
@@ -404,7 +348,7 @@ def _multiply(
             for other in range(1, splits):
                 total += tl.load(at + other * jump, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(count, 0)
-            _finish(total, x_scales_at, scales_rows, bias_at, y_at, y_stride, row, line, mask, eight, grouped, has_bias)
+            _finish(total, x_scales_at, scales_rows, bias_at, y_at, y_stride, row, line, mask, eight, grouped)
     else:
         if not whole:
             for later in range(cut, inputs, cut):
@@ -413,41 +357,19 @@ def _multiply(
                     groups, group, bits, fp8, eight, middle, grouped, has_minima, even, k,
                 )  # fmt: skip
                 total += more.to(tl.float32)
-        _finish(
-            tl.trans(total),
-            x_scales_at,
-            scales_rows,
-            bias_at,
-            y_at,
-            y_stride,
-            row,
-            line,
-            mask,
-            eight,
-            grouped,
-            has_bias,
-        )
+        total = tl.trans(total)
+        _finish(total, x_scales_at, scales_rows, bias_at, y_at, y_stride, row, line, mask, eight, grouped)
 
 
 @triton.jit
 def _finish(
-    total,
-    x_scales_at,
-    scales_rows,
-    bias_at,
-    y_at,
-    y_stride,
-    row,
-    line,
-    mask,
-    eight: tl.constexpr,
-    grouped: tl.constexpr,
-    has_bias: tl.constexpr,
-):
+    total, x_scales_at, scales_rows, bias_at, y_at, y_stride, row, line, mask,
+    eight: tl.constexpr, grouped: tl.constexpr,
+):  # fmt: skip
     if eight:
         if not grouped:
             total *= tl.load(scales_rows).to(tl.float32)[None, :]
         total *= tl.load(x_scales_at + row)[:, None]
-    if has_bias:
+    if bias_at is not None:
         total += tl.load(bias_at + line)[None, :]
     tl.store(y_at + row[:, None] * y_stride + line[None, :], total.to(y_at.dtype.element_ty), mask=mask)

@@ -81,76 +81,24 @@ class TritonSampling(SamplingKernels):
     def _sample(self, logits: Array, rows: SampleInput, chosen: Array, peaks: Array) -> None:
         vocabulary, stride = logits.shape[1], logits.stride(0)
         tiles, spans = self._spans(len(logits), vocabulary)
-        grid = len(logits), spans
-        find_peaks[grid](
-            logits,
-            stride,
-            self._peaks,
-            self._places,
-            self._part_lows,
-            self._counters,
-            peaks,
-            self._lows,
-            chosen,
-            vocabulary,
-            tiles,
-            tile=_TILE,
-            most_spans=_MOST_SPANS,
-        )
+        grid, size = (len(logits), spans), (vocabulary, tiles)
+        parts = self._peaks, self._places, self._part_lows, self._counters
+        find_peaks[grid](logits, stride, *parts, peaks, self._lows, chosen, *size, tile=_TILE, most_spans=_MOST_SPANS)
         if rows.all_greedy:
             return
         if rows.any_filter:
             # Where top_k and top_p cut each row.
             given = logits, stride, rows.temperature, rows.top_k, rows.top_p, peaks, self._lows
-            fill_bins[grid](
-                *given,
-                self._bin_counts,
-                self._bin_masses,
-                self._bounds,
-                self._counters,
-                vocabulary,
-                tiles,
-                tile=_TILE,
-                copies=_COPIES,
-            )
-            find_cuts[grid](
-                *given,
-                self._bounds,
-                self._listed,
-                self._lengths,
-                self._cuts,
-                self._ties,
-                self._counters,
-                vocabulary,
-                tiles,
-                room=_ROOM,
-                tile=_TILE,
-                chunk=512,
-                num_warps=8,
-            )
-        draw[grid](
-            logits,
-            stride,
-            rows.temperature,
-            rows.min_p,
-            rows.seeds,
-            rows.positions,
-            peaks,
-            self._cuts,
-            self._ties,
-            self._masses,
-            self._places,
-            self._counters,
-            chosen,
-            vocabulary,
-            tiles,
-            filtered=rows.any_filter,
-            tile=_TILE,
-            most_spans=_MOST_SPANS,
-        )
+            bins = self._bin_counts, self._bin_masses, self._bounds, self._counters
+            fill_bins[grid](*given, *bins, *size, tile=_TILE, copies=_COPIES)
+            found = self._bounds, self._listed, self._lengths, self._cuts, self._ties, self._counters
+            find_cuts[grid](*given, *found, *size, room=_ROOM, tile=_TILE, chunk=512, num_warps=8)
+        columns = rows.temperature, rows.min_p, rows.seeds, rows.positions
+        drawn = peaks, self._cuts, self._ties, self._masses, self._places, self._counters, chosen
+        constants = {"filtered": rows.any_filter, "tile": _TILE, "most_spans": _MOST_SPANS}
+        draw[grid](logits, stride, *columns, *drawn, *size, **constants)
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
-        """Add values to single cells, in place and in their order, with one launch."""
         x = _rows_of(x)
         if len(rows):
             grid = (triton.cdiv(len(rows), 128),)
@@ -158,32 +106,17 @@ class TritonSampling(SamplingKernels):
         return x
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
-        """Apply penalties, in place, with one launch."""
         logits, vocabulary = _rows_of(logits), logits.shape[1]
         if len(penalties.rows):
             grid = len(penalties.rows), triton.cdiv(vocabulary, _TILE)
-            penalize[grid](
-                logits,
-                logits.stride(0),
-                penalties.rows,
-                penalties.counts,
-                penalties.counts.stride(0),
-                penalties.counts_rows,
-                penalties.draft_rows,
-                penalties.draft_ids,
-                penalties.repetition,
-                penalties.presence,
-                penalties.frequency,
-                vocabulary,
-                len(penalties.draft_rows),
-                tile=_TILE,
-                chunk=128,
-                enable_fp_fusion=False,
-            )
+            counts = penalties.counts, penalties.counts.stride(0), penalties.counts_rows
+            drafts = penalties.draft_rows, penalties.draft_ids
+            columns = penalties.repetition, penalties.presence, penalties.frequency
+            given = logits, logits.stride(0), penalties.rows, *counts, *drafts, *columns
+            penalize[grid](*given, vocabulary, len(drafts[0]), tile=_TILE, chunk=128, enable_fp_fusion=False)
         return logits
 
     def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
-        """Forbid tokens by packed bits, in place, with one launch."""
         logits, vocabulary = _rows_of(logits), logits.shape[1]
         if len(rows):
             grid = len(rows), triton.cdiv(vocabulary, _TILE)
@@ -191,7 +124,6 @@ class TritonSampling(SamplingKernels):
         return logits
 
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
-        """Score tokens with one launch."""
         if top_n > _MOST_LISTED:
             return super().logprobs(logits, tokens, top_n)
         logits, (count, vocabulary) = _rows_of(logits), logits.shape
@@ -201,50 +133,25 @@ class TritonSampling(SamplingKernels):
         top = torch.empty(count, wanted, dtype=torch.float32, device=logits.device)
         tile = max(_TILE, triton.next_power_of_2(triton.cdiv(vocabulary, _MOST_TILES)))
         tiles = triton.cdiv(vocabulary, tile)
+        constants = {"tile": tile, "most_tiles": _MOST_TILES, "most": _MOST_LISTED, "num_warps": 8}
+        constants["listed"] = _MOST_LISTED * triton.next_power_of_2(tiles)
+        workspace = self._peaks, self._masses, self._listed.view(torch.int64), self._counters
         for part in self._parts(count):
-            score[len(chosen[part]), tiles](
-                logits[part],
-                logits.stride(0),
-                tokens[part],
-                self._peaks,
-                self._masses,
-                self._listed.view(torch.int64),
-                self._counters,
-                chosen[part],
-                top_ids[part],
-                top[part],
-                vocabulary,
-                wanted,
-                tile=tile,
-                most_tiles=_MOST_TILES,
-                most=_MOST_LISTED,
-                listed=_MOST_LISTED * triton.next_power_of_2(tiles),
-                num_warps=8,
-            )
+            found = chosen[part], top_ids[part], top[part]
+            given = logits[part], logits.stride(0), tokens[part]
+            score[len(found[0]), tiles](*given, *workspace, *found, vocabulary, wanted, **constants)
         return chosen, top_ids, top
 
     def ranks(self, logits: Array, tokens: Array) -> Array:
-        """Count the tokens that are more likely, and as likely with a lower id, with one launch."""
         logits, (count, vocabulary) = _rows_of(logits), logits.shape
         ranks = torch.empty(count, dtype=torch.int32, device=logits.device)
         for part in self._parts(count):
             tiles, spans = self._spans(len(ranks[part]), vocabulary)
-            count_before[len(ranks[part]), spans](
-                logits[part],
-                logits.stride(0),
-                tokens[part],
-                self._places,
-                self._counters,
-                ranks[part],
-                vocabulary,
-                tiles,
-                tile=_TILE,
-                most_spans=_MOST_SPANS,
-            )
+            given = logits[part], logits.stride(0), tokens[part], self._places, self._counters, ranks[part]
+            count_before[len(ranks[part]), spans](*given, vocabulary, tiles, tile=_TILE, most_spans=_MOST_SPANS)
         return ranks
 
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
-        """Count the drafts that equal what was sampled in their place, with one launch."""
         count, k = drafts.shape
         accepted = torch.empty(count, dtype=torch.int32, device=drafts.device)
         if count:
@@ -254,26 +161,12 @@ class TritonSampling(SamplingKernels):
         return accepted
 
     def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, num_slots: int) -> Array:
-        """Write the token matrix of a step with one launch."""
         sampled, width = _rows_of(sampled), sampled.shape[1]
         matrix = torch.empty(num_slots, width, dtype=torch.int32, device=sampled.device)
         grid = (triton.cdiv(num_slots, 32),)
-        write_matrix[grid](
-            sampled,
-            sampled.stride(0),
-            accepted,
-            slots,
-            revoked,
-            matrix,
-            len(sampled),
-            len(revoked),
-            num_slots,
-            width,
-            empty=EMPTY_TOKEN_ID,
-            preempted=PREEMPTED_TOKEN_ID,
-            tile=32,
-            chunk=128,
-        )
+        arrays = sampled, sampled.stride(0), accepted, slots, revoked, matrix
+        sizes = len(sampled), len(revoked), num_slots, width
+        write_matrix[grid](*arrays, *sizes, empty=EMPTY_TOKEN_ID, preempted=PREEMPTED_TOKEN_ID, tile=32, chunk=128)
         return matrix
 
     def _parts(self, count: int) -> Iterator[slice]:

@@ -61,22 +61,11 @@ def _bin(logit, peak, temperature, scale):
 
 @kernel(do_not_specialize=["tiles"])
 def fill_bins(
-    logits_at,
-    stride,
-    temperature_at,
-    top_k_at,
-    top_p_at,
-    peaks_at,
-    lows_at,
-    counts_at,
-    masses_at,
-    bounds_at,
+    logits_at, stride, temperature_at, top_k_at, top_p_at, peaks_at, lows_at, counts_at, masses_at, bounds_at,
     counters_at,
-    vocabulary,
-    tiles,
-    tile: tl.constexpr,
-    copies: tl.constexpr,
-):
+    vocabulary, tiles,
+    tile: tl.constexpr, copies: tl.constexpr,
+):  # fmt: skip
     """Fill the bins of rows that are cut, and find those that matter. Grid: rows, spans of `tiles` tiles.
 
     There are several copies of the bins, int32 and float64 [rows, copies, 256], because programs that add to one
@@ -144,19 +133,10 @@ def _candidates(logits_at, listed_at, listed, begin, count, low, high, chunk: tl
 
 @triton.jit
 def _reach(
-    logits_at,
-    listed_at,
-    listed,
-    count,
-    low,
-    high,
-    peak,
-    temperature,
-    before,
-    wanted,
-    weighs: tl.constexpr,
-    chunk: tl.constexpr,
-):
+    logits_at, listed_at,
+    listed, count, low, high, peak, temperature, before, wanted,
+    weighs: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
     """Return the largest key from which on the tokens, with those before all of these, make at least `wanted`."""
     ways = tl.arange(0, 16)
     lowest, highest = low, high
@@ -179,25 +159,11 @@ def _reach(
 
 @kernel(do_not_specialize=["tiles"])
 def find_cuts(
-    logits_at,
-    stride,
-    temperature_at,
-    top_k_at,
-    top_p_at,
-    peaks_at,
-    lows_at,
-    bounds_at,
-    listed_at,
-    lengths_at,
-    cuts_at,
-    ties_at,
-    counters_at,
-    vocabulary,
-    tiles,
-    room: tl.constexpr,
-    tile: tl.constexpr,
-    chunk: tl.constexpr,
-):
+    logits_at, stride, temperature_at, top_k_at, top_p_at, peaks_at, lows_at, bounds_at, listed_at, lengths_at,
+    cuts_at, ties_at, counters_at,
+    vocabulary, tiles,
+    room: tl.constexpr, tile: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
     """Find the logit at which each row is cut, and how many tokens that have it are kept. Grid: rows, spans.
 
     Rows that are not cut keep what is above -inf.
@@ -237,40 +203,21 @@ def find_cuts(
             listed = length <= room
             count = tl.where(listed, length, vocabulary)
             key, ties = _search(
-                logits_at,
-                listed_at,
-                listed,
-                count,
-                peak,
-                temperature,
-                scale,
-                top_k,
-                top_p,
-                bounds_at,
-                first,
-                last,
+                logits_at, listed_at, listed, count, peak, temperature, scale, top_k, top_p, bounds_at, first, last,
                 chunk,
-            )
+            )  # fmt: skip
             tl.store(cuts_at + row, logit_of(key))
             tl.store(ties_at + row, ties)
 
 
 @triton.jit
 def _search(
-    logits_at,
-    listed_at,
-    listed,
-    count,
-    peak,
-    temperature,
-    scale,
-    top_k,
-    top_p,
+    logits_at, listed_at,
+    listed, count, peak, temperature, scale, top_k, top_p,
     bounds_at,
-    first,
-    last,
+    first, last,
     chunk: tl.constexpr,
-):
+):  # fmt: skip
     """Return the key of the cut and how many tokens of that key are kept."""
     tokens_before = tl.load(bounds_at + 2)
     mass_before = tl.load(bounds_at + 3)
@@ -323,20 +270,10 @@ def _above(logits_at, listed_at, listed, count, cut, high, peak, temperature, ch
 
 @kernel(do_not_specialize=["tiles"])
 def find_peaks(
-    logits_at,
-    stride,
-    part_peaks_at,
-    part_places_at,
-    part_lows_at,
-    counters_at,
-    peaks_at,
-    lows_at,
-    chosen_at,
-    vocabulary,
-    tiles,
-    tile: tl.constexpr,
-    most_spans: tl.constexpr,
-):
+    logits_at, stride, part_peaks_at, part_places_at, part_lows_at, counters_at, peaks_at, lows_at, chosen_at,
+    vocabulary, tiles,
+    tile: tl.constexpr, most_spans: tl.constexpr,
+):  # fmt: skip
     """Find the largest logit of each row, the lowest id that has it, and the smallest logit that is not -inf.
 
     Grid: rows, spans of `tiles` tiles.
@@ -398,25 +335,11 @@ def _kept(logits_at, token, vocabulary, peak, temperature, cut, least):
 
 @kernel(do_not_specialize=["tiles"])
 def draw(
-    logits_at,
-    stride,
-    temperature_at,
-    min_p_at,
-    seeds_at,
-    positions_at,
-    peaks_at,
-    cuts_at,
-    ties_at,
-    part_masses_at,
-    part_ties_at,
-    counters_at,
-    chosen_at,
-    vocabulary,
-    tiles,
-    filtered: tl.constexpr,
-    tile: tl.constexpr,
-    most_spans: tl.constexpr,
-):
+    logits_at, stride, temperature_at, min_p_at, seeds_at, positions_at, peaks_at, cuts_at, ties_at, part_masses_at,
+    part_ties_at, counters_at, chosen_at,
+    vocabulary, tiles,
+    filtered: tl.constexpr, tile: tl.constexpr, most_spans: tl.constexpr,
+):  # fmt: skip
     """Draw a token for each row that is not greedy. Grid: rows, spans of `tiles` tiles.
 
     Where `filtered`, tokens above `cuts_at[row]` are drawn from, and of those at it the first `ties_at[row]`.
