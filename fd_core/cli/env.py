@@ -12,9 +12,11 @@ from typing import Final
 
 from fd_core.cli.report import reports_errors
 
-_LIBRARIES: Final = (
-    *("fd-core", "numpy", "msgspec", "pyzmq", "fastapi", "uvicorn", "tokenizers", "safetensors", "gguf"),
-    *("huggingface-hub", "torch", "paddlepaddle", "transformers"),
+_LIBRARIES: Final = tuple(
+    """
+    fd-core numpy msgspec pyzmq fastapi uvicorn tokenizers safetensors gguf huggingface-hub torch paddlepaddle
+    transformers
+    """.split()
 )
 _CPU_FEATURES: Final = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _GIBI: Final = 1 << 30

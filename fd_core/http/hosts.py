@@ -24,7 +24,9 @@ _NAME: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|[0-9a-f:.]+|\
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+|null|\*", re.IGNORECASE)
 _EXPOSED: Final = ", ".join(
     (
-        *("X-Request-Id", "X-Ignored-Fields", "Retry-After"),
+        "X-Request-Id",
+        "X-Ignored-Fields",
+        "Retry-After",
         *(f"x-ratelimit-{part}-{what}" for what in ("requests", "tokens") for part in ("limit", "remaining", "reset")),
     )
 )

@@ -92,8 +92,16 @@ class ContinuousBatchingScheduler(Scheduler):
         self._output_side = OutputSide(slots, pool, drafts, residencies, times, self._admissions.wait)
         self._requests: dict[str, Request] = {}
         self._probe = SchedulerProbe(
-            *(slots, pool, self._requests, waiting, prefixes, residencies),
-            *(self._operations, offloading, transferring, control),
+            slots=slots,
+            pool=pool,
+            requests=self._requests,
+            waiting=waiting,
+            prefixes=prefixes,
+            residencies=residencies,
+            operations=self._operations,
+            offloading=offloading,
+            transferring=transferring,
+            control=control,
         )
         self._arrivals = 0
         self._aborting: list[Request] = []

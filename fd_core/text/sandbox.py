@@ -51,21 +51,19 @@ _TEXT_FILTERS: Final = ("capitalize", "e", "escape", "forceescape", "lower", "sa
 _SLOW_FILTERS: Final = ("striptags", "title", "truncate", "urlencode", "wordcount")
 _ORDERING_FILTERS: Final = ("dictsort", "groupby", "max", "min", "sort", "unique")
 _LAZY_FILTERS: Final = ("map", "reject", "rejectattr", "select", "selectattr")
-_CHEAP_FILTERS: Final = (
-    *("abs", "attr", "count", "d", "default", "filesizeformat", "first", "last", "length", "random"),
-)
-_WALKING_TESTS: Final = (
-    *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ne", "lt", "lessthan", "le", "gt", "greaterthan", "ge"),
-    *("in", "divisibleby", "lower", "upper"),
+_CHEAP_FILTERS: Final = tuple("abs attr count d default filesizeformat first last length random".split())
+_WALKING_TESTS: Final = tuple(
+    """
+    != < <= == > >= eq equalto ne lt lessthan le gt greaterthan ge in divisibleby lower upper
+    """.split()
 )
 _STR_METHODS: Final = frozenset(
-    (
-        *("capitalize", "casefold", "center", "count", "endswith", "expandtabs", "find", "format", "format_map"),
-        *("index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric"),
-        *("isprintable", "isspace", "istitle", "isupper", "join", "ljust", "lower", "lstrip", "partition"),
-        *("removeprefix", "removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip"),
-        *("split", "splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill"),
-    )
+    """
+    capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha isascii
+    isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip
+    partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines
+    startswith strip swapcase title upper zfill
+    """.split()
 )
 _METHODS: Final[tuple[tuple[type, frozenset[str]], ...]] = (
     (str, _STR_METHODS),

@@ -22,10 +22,11 @@ app = typer.Typer(no_args_is_help=True, help="List models, or fetch them ahead o
 
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")]
 _TEMPLATES: Final = "additional_chat_templates"
-_COPIED: Final = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "generation_config.json", "chat_template.jinja", "chat_template.json"),
-    *("LICENSE", "LICENSE.txt", "README.md"),
+_COPIED: Final = tuple(
+    """
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json tokenizer.model vocab.json
+    merges.txt generation_config.json chat_template.jinja chat_template.json LICENSE LICENSE.txt README.md
+    """.split()
 )
 
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 _GIVEN: Final = frozenset(
-    {
-        *("max_model_len", "block_size", "num_kv_blocks", "kv_cache_memory", "enable_prefix_caching", "scheduler"),
-        *("scheduling_policy", "victim_policy", "pipeline_depth"),
-    }
+    """
+    max_model_len block_size num_kv_blocks kv_cache_memory enable_prefix_caching scheduler scheduling_policy
+    victim_policy pipeline_depth
+    """.split()
 )
 _ENGINE: Final = tuple(flag for flag in ENGINE_FLAGS if flag.field in _GIVEN)
 

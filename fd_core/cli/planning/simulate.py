@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 
 
 _STUDIED: Final = frozenset(
-    {
-        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory"),
-        *("enable_prefix_caching", "scheduler", "scheduling_policy", "victim_policy", "pipeline_depth", "speculative"),
-        *("save_preempted_kv", "host_kv_memory", "kv_store_timeout", "watchdog_seconds", "kv_events", "lease_seconds"),
-        *("trace", "trace_limit"),
-    }
+    """
+    max_model_len max_num_seqs max_num_batched_tokens block_size num_kv_blocks kv_cache_memory enable_prefix_caching
+    scheduler scheduling_policy victim_policy pipeline_depth speculative save_preempted_kv host_kv_memory
+    kv_store_timeout watchdog_seconds kv_events lease_seconds trace trace_limit
+    """.split()
 )
 _ENGINE: Final = tuple(flag for flag in ENGINE_FLAGS if flag.field in _STUDIED)
 _ROUTER: Final = tuple(flag for flag in ROUTER_FLAGS if "config" not in flag.field)

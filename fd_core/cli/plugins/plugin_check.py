@@ -21,10 +21,11 @@ from fd_core.errors import ConfigError, PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP
 from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, Plugins
 
-_FRAMEWORKS: Final = {
-    *("cupy", "flashinfer", "jax", "numba", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "transformers"),
-    *("triton", "vllm"),
-}
+_FRAMEWORKS: Final = set(
+    """
+    cupy flashinfer jax numba onnx onnxruntime paddle tensorflow torch transformers triton vllm
+    """.split()
+)
 
 
 class Finding(msgspec.Struct, frozen=True):

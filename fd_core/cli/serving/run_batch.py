@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from fd_core.server.batches.running import BatchProgress
 
 
-_SERVER: Final = (
-    *("served_model_names", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
-    *("engine", "log_level"),
+_SERVER: Final = tuple(
+    """
+    served_model_names chat_template trust_request_chat_template tool_call_parser reasoning_parser engine log_level
+    """.split()
 )
 """Settings of the server that matter where nobody connects."""
 

@@ -27,12 +27,16 @@ _CODES: Final = {"I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", FP8: "u1", 
 _LARGEST_FP8_SCALE: Final = np.finfo(np.float32).max / 448
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the columns of a word lie in it."""
-_FORMS: Final = (
-    *("dense", "int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
+_FORMS: Final = tuple(
+    """
+    dense int-quantized pack-quantized float-quantized naive-quantized mixed-precision
+    """.split()
 )
 """Values of `format`, which only compressed-tensors has."""
-_NOT_WEIGHTS: Final = (
-    *("input_scale", "input_scale_ub", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale"),
+_NOT_WEIGHTS: Final = tuple(
+    """
+    input_scale input_scale_ub input_zero_point output_scale k_scale v_scale q_scale
+    """.split()
 )
 """Scales of activations and KV that were measured ahead; here each row and block has its own."""
 

@@ -21,9 +21,11 @@ _CONTROL: Final = 3
 _HIGHEST_ID: Final = 2**31 - 1
 _TEMPLATE_LIMIT: Final = 1 << 20
 _MAX_TEMPLATES: Final = 64
-_TURN_ENDS: Final = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<|endofturn|>", "<|end_of_turn|>"),
-    *("</s>", "<|end|>", "<|return|>", "<|call|>"),
+_TURN_ENDS: Final = tuple(
+    """
+    <|im_end|> <|eot_id|> <|eom_id|> <|eot|> <end_of_turn> <|endofturn|> <|end_of_turn|> </s> <|end|> <|return|>
+    <|call|>
+    """.split()
 )
 """Tokens that end a turn; files do not always declare them as end-of-sequence tokens."""
 _MESSAGE_END: Final = "<|end|>"

@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILE_SECONDS = 300.0
 # Hidden, so that libraries of several instruction sets in one process keep their symbols apart.
-_COMMON_FLAGS = (
-    *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math"),
-    *("-fPIC", "-fvisibility=hidden", "-pthread"),
+_COMMON_FLAGS = tuple(
+    """
+    -std=c++17 -O3 -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden -pthread
+    """.split()
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")
 _AVX512_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")  # which come with each other

@@ -16,8 +16,12 @@ with warnings.catch_warnings():
 __all__ = ["free_device_memory", "paddle", "set_threads", "tensor_of"]
 
 _TAKEN_SIGNALS: Final = (
-    *(signal.SIGTERM, signal.SIGSEGV, signal.SIGILL),
-    *(signal.SIGFPE, signal.SIGABRT, signal.SIGBUS),
+    signal.SIGTERM,
+    signal.SIGSEGV,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGABRT,
+    signal.SIGBUS,
 )
 
 

@@ -250,7 +250,11 @@ class OutputSide:
             self.counters.finished[reason] += 1
             phases = self._times.told(request.times)
         return Delta(
-            *(request_id, token_ids, reason, logprobs, cached),
+            request_id=request_id,
+            token_ids=token_ids,
+            finish_reason=reason,
+            logprobs=logprobs,
+            cached_tokens=cached,
             prefill=prefill,
             prompt_logprobs=scores,
             pooled=pooled,

@@ -27,10 +27,10 @@ _GREEDY_BELOW: Final = 1e-5
 _MAX_BAD_CHARS: Final = 8192
 """Of all banned words together: they are made tokens while others wait."""
 _READ: Final = frozenset(
-    (
-        *("max_tokens", "min_tokens", "temperature", "top_k", "seed", "logit_bias", "logprobs", "stop_token_ids"),
-        *("allowed_token_ids", "bad_words_token_ids", "grammar", "prompt_logprobs", "reasoning"),
-    )
+    """
+    max_tokens min_tokens temperature top_k seed logit_bias logprobs stop_token_ids allowed_token_ids
+    bad_words_token_ids grammar prompt_logprobs reasoning
+    """.split()
 )
 """Sampling parameters that are not simply copied from the request's field of the same name."""
 _COPIED: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in _READ)

@@ -21,12 +21,12 @@ class Refusal(NamedTuple):
 
 
 HARMLESS: Final = frozenset(
-    (
-        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-        *("service_tier", "stream_options.include_obfuscation", "messages[].refusal", "messages[].annotations"),
-        *("collect_metrics", "trace_context", "max_streaming_response_tokens", "return_cached_tokens_details"),
-        *("stream_interval", "session_id", "routed_experts_start_len", "routed_experts_prompt_start", "cache_prompt"),
-    )
+    """
+    metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier
+    stream_options.include_obfuscation messages[].refusal messages[].annotations collect_metrics trace_context
+    max_streaming_response_tokens return_cached_tokens_details stream_interval session_id routed_experts_start_len
+    routed_experts_prompt_start cache_prompt
+    """.split()
 )
 
 _REASONING: Final = Refusal("use max_completion_tokens for the whole answer and reasoning_max_tokens for its reasoning")

@@ -90,10 +90,11 @@ FIGURES: Final = {
 """What is compared, by name, in the order of tables. A figure that a run does not have is None."""
 
 
-USUAL_FIGURES: Final = (
-    *("goodput", "attainment", "requests_per_s", "output_tokens_per_s", "ttft_p50", "ttft_p99", "tpot_p99", "e2e_p95"),
-    "lost",
-    *("waiting", "hit_rate", "preemptions", "fairness", "worker_seconds", "price"),
+USUAL_FIGURES: Final = tuple(
+    """
+    goodput attainment requests_per_s output_tokens_per_s ttft_p50 ttft_p99 tpot_p99 e2e_p95 lost waiting hit_rate
+    preemptions fairness worker_seconds price
+    """.split()
 )
 
 

@@ -95,10 +95,10 @@ async def read_body(request: web.BaseRequest, share: BodyShare) -> bytes:
 
 
 _HOP_BY_HOP: Final = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
-        *("trailer", "transfer-encoding", "upgrade"),
-    }
+    """
+    connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
+    upgrade
+    """.split()
 )
 """Headers that belong to one connection (RFC 9110, section 7.6.1)."""
 _ROUTERS_OWN: Final = frozenset(each.lower() for each in (TICKET_HEADER, OUTCOME_HEADER, USAGE_HEADER, TENANT_HEADER))

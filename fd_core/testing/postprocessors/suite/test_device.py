@@ -23,10 +23,11 @@ STEPS = [(3, 2), (6, 0), (0, 6), (0, 0), (1, 5)]
 """Rows and revoked slots of six."""
 
 
-_READS: Final = (
-    *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "__dlpack__", "__getitem__"),
-    *("__setitem__", "allclose", "argwhere", "cpu", "equal", "equal_all", "get", "is_nonzero", "item", "masked_select"),
-    *("nonzero", "numpy", "to", "tolist", "unique", "unique_consecutive", "where"),
+_READS: Final = tuple(
+    """
+    __array__ __bool__ __complex__ __float__ __index__ __int__ __dlpack__ __getitem__ __setitem__ allclose argwhere
+    cpu equal equal_all get is_nonzero item masked_select nonzero numpy to tolist unique unique_consecutive where
+    """.split()
 )
 """Methods of arrays and functions on them, whatever the framework, whose answer or whose size the host needs."""
 
