@@ -7,6 +7,7 @@ stale slot changes the text.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -83,8 +84,9 @@ class NullModel:
         if len(step.token_ids) == len(begins):
             result = next_hashes(before, step.token_ids)
         else:
-            rows = zip(before, np.split(step.token_ids, begins[1:]), strict=True)
-            result = np.concatenate([running_hashes(each, tokens) for each, tokens in rows])
+            bounds = step.query_start.tolist()
+            rows = zip(before, bounds, bounds[1:], strict=False)  # there is a bound more
+            result = np.concatenate([running_hashes(each, step.token_ids[row:end]) for each, row, end in rows])
         flat[step.kv_slots] = result
         return result[:, None]
 
@@ -102,18 +104,23 @@ class NullModel:
 
 def running_hashes(before: np.uint64, tokens: IntArray) -> npt.NDArray[np.uint64]:
     """Return the polynomial hash h[i] = h[i-1] * M + t[i] + 1 modulo 2^64 of each prefix, h[-1] = `before`."""
-    count = len(tokens)
-    with np.errstate(over="ignore"):
-        powers = np.cumprod(np.full(count, _MULTIPLIER), dtype=np.uint64)
-        inverses = np.cumprod(np.full(count, _INVERSE), dtype=np.uint64)
-        sums = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * inverses, dtype=np.uint64)
-        return powers * (before + sums)
+    powers, inverses = _powers(len(tokens))
+    hashes = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * inverses, dtype=np.uint64)
+    hashes += before
+    hashes *= powers
+    return hashes
+
+
+@functools.lru_cache(64)
+def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Return the first `count` powers of the multiplier and of its inverse."""
+    each = np.full(count, _MULTIPLIER), np.full(count, _INVERSE)
+    return np.cumprod(each[0], dtype=np.uint64), np.cumprod(each[1], dtype=np.uint64)
 
 
 def next_hashes(before: npt.NDArray[np.uint64], tokens: IntArray) -> npt.NDArray[np.uint64]:
     """Return uint64[n], the hash behind one more token of each of n texts, whose hashes so far are `before`."""
-    with np.errstate(over="ignore"):
-        return before * _MULTIPLIER + tokens.astype(np.uint64) + np.uint64(1)
+    return before * _MULTIPLIER + tokens.astype(np.uint64) + np.uint64(1)
 
 
 class NullBackend(ProcessorBackend):

@@ -142,8 +142,10 @@ def resolve_rows(
     that the runner knows.
     """
     slots, length = plan.slots, batch.length[plan.slots]
-    drafts = np.minimum(plan.num_drafts, batch.num_drafts[slots])
-    own = plan.num_tokens - plan.num_drafts
+    drafts, own = plan.num_drafts, plan.num_tokens
+    if np.count_nonzero(drafts):
+        own = own - drafts
+        drafts = np.minimum(drafts, batch.num_drafts[slots])
     counts = own + drafts
     starts = np.where(plan.samples, length - own, plan.starts)
     shape = padded(len(counts), int(counts.max())) if padded is not None and len(counts) else None

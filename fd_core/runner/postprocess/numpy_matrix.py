@@ -19,6 +19,9 @@ class NumpyPostprocess(Postprocess):
     def token_matrix(self, sampled: IntArray, accepted: IntArray, slots: IntArray, revoked: IntArray) -> IntArray:
         width = sampled.shape[1]
         matrix = np.full((self.limits.max_num_seqs, width), EMPTY_TOKEN_ID, np.int32)
-        matrix[slots] = np.where(np.arange(width) <= accepted[:, None], sampled, EMPTY_TOKEN_ID)
-        matrix[revoked, 0] = PREEMPTED_TOKEN_ID
+        if width > 1:
+            sampled = np.where(np.arange(width) <= accepted[:, None], sampled, EMPTY_TOKEN_ID)
+        matrix[slots] = sampled
+        if len(revoked):
+            matrix[revoked, 0] = PREEMPTED_TOKEN_ID
         return matrix

@@ -289,7 +289,9 @@ class Sampler:
         if self.penalties.num_rows:
             penalties = self.penalties.gather(slots, positions, columns, tokens)
             counting = None if drafted else self.penalties.counting(slots)
-        scored = (self._logprobs[slots] >= 0).nonzero()[0]
+        wanted = self._logprobs[slots]
+        scored = (wanted >= 0).nonzero()[0]
+        all_greedy = not np.count_nonzero(random)
         return SamplingWork(
             key=b"" if drafted else key,
             rows=SampleInput(
@@ -299,8 +301,8 @@ class Sampler:
                 min_p=min_p,
                 seeds=self._seeds[slots],
                 positions=positions,
-                all_greedy=not random.any(),
-                any_filter=bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()),
+                all_greedy=all_greedy,
+                any_filter=not all_greedy and bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()),
             ),
             penalties=penalties,
             counting=counting,
@@ -308,7 +310,7 @@ class Sampler:
             allowed=self._bits(slots) if self._allowed else None,
             scored=scored.astype(np.int32) if len(scored) else None,
             scored_rows=scored.tolist(),
-            top_n=int(self._logprobs[slots].max()),
+            top_n=int(wanted.max()),
         )
 
     def sample(self, logits: Array, work: SamplingWork, masks: Masks | None = None) -> Sampled:
