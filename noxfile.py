@@ -184,7 +184,7 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session
 def kit(session: nox.Session) -> None:
-    """The conformance kit on every backend that is wrong in one thing; the default run takes every twenty-fourth."""
+    """The conformance kit on every backend that is wrong in one thing; the default run takes three."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
     session.run("pytest", "tests/testing/test_wrong_backends.py", *session.posargs, env={"FD_WRONG_BACKENDS": "1"})
