@@ -54,3 +54,8 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter's end free what was left out."""
+    gc.unfreeze()
