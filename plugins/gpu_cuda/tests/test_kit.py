@@ -29,7 +29,7 @@ else:  # of what engines do with any backend one test, of what depends on this o
 
 @pytest.mark.parametrize(
     ("chosen", "least"),
-    [(("-m", WIDELY, "-k", NOT_HERE), 350 if everything() else 220), (("-m", "fd_scale", "-k", AT_SIZE), 15)],
+    [(("-m", WIDELY, "-k", NOT_HERE), 350 if everything() else 210), (("-m", "fd_scale", "-k", AT_SIZE), 15)],
 )
 def test_the_kit_passes_with_the_processor_in_the_device_s_place(
     tmp_path: Path, chosen: tuple[str, ...], least: int
