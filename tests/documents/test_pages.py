@@ -30,9 +30,9 @@ LATER = (
 """Pages that a model without numbers does not have the settings of, or, the last one, whose commands examples/README.md
 has as well: only `nox -s guides` follows them."""
 LONGER = (
-    *("docs/scale/cluster.md", "docs/scale/data-parallel.md", "docs/serve/batches.md", "docs/serve/evaluation.md"),
-    *("docs/serve/speculative-decoding.md", "docs/study/study-a-policy.md", "docs/study/traces.md"),
-    *("examples/README.md", "plugins/storage_redis/README.md"),
+    *("docs/scale/cluster.md", "docs/scale/data-parallel.md", "docs/scale/routers.md", "docs/serve/batches.md"),
+    *("docs/serve/evaluation.md", "docs/serve/speculative-decoding.md", "docs/study/study-a-policy.md"),
+    *("docs/study/traces.md", "examples/README.md", "plugins/storage_redis/README.md"),
 )
 """Pages that take seconds each: `nox -s guides` follows them with `null` as well, the default run the others."""
 SHORTER: Mapping[str, str] = {

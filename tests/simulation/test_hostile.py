@@ -1,4 +1,4 @@
-"""A hundred hostile worlds; `nox -s simulate` runs twenty thousand."""
+"""Forty hostile worlds; `nox -s simulate` runs twenty thousand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.simulation.hostile.plans import draw_plan, without
 from tests.simulation.hostile.session import command_of, run_session, run_world
 from tests.simulation.hostile.world import HostileWorld, run_plan
 
-WORLDS = int(os.environ.get("FD_HOSTILE_WORLDS", "100"))
+WORLDS = int(os.environ.get("FD_HOSTILE_WORLDS", "40"))
 FIRST = int(os.environ.get("FD_HOSTILE_FIRST", "0"))
 
 
