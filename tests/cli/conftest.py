@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from fd_core.cli.main import main
+from fd_core.config.logs import ACCESS_LOGGER
 
 
 @pytest.fixture
 def entered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Return a function that runs `main` with arguments, as the script does, and returns what the process would show.
 
     A process imports the core for each message, 0.5 to 2 CPU seconds; what ends the process itself still needs one.
     """
+
+    levels = {name: logging.getLogger(name).level for name in (ACCESS_LOGGER, "uvicorn")}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["fdcore", *arguments])
@@ -30,4 +34,6 @@ def entered(
         shown = capsys.readouterr()
         return subprocess.CompletedProcess(arguments, ended.value.code or 0, shown.out, shown.err)
 
-    return run
+    yield run
+    for name, level in levels.items():  # commands that serve change them
+        logging.getLogger(name).setLevel(level)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,6 +18,13 @@ from tests.simulation.hostile.world import HostileWorld, run_plan
 
 WORLDS = int(os.environ.get("FD_HOSTILE_WORLDS", "40"))
 FIRST = int(os.environ.get("FD_HOSTILE_FIRST", "0"))
+
+
+@pytest.fixture(autouse=True)
+def _logs_for_later_tests() -> Iterator[None]:
+    """A session switches warnings off for its process."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.law("1.1", "1.2", "1.4", "1.5", "1.7", "1.8", "1.9", "2", "3.2", "3.6", "4", "5.3", "5.5")
