@@ -27,6 +27,7 @@ else:  # of what engines do with any backend one test, of what depends on this o
     NOT_HERE += " and not (test_golden and not preemption) and not (test_budget and not padding)"
 
 
+@pytest.mark.timeout(600)  # 120 s is too little beside other programs
 @pytest.mark.parametrize(
     ("chosen", "least"),
     [(("-m", WIDELY, "-k", NOT_HERE), 350 if everything() else 210), (("-m", "fd_scale", "-k", AT_SIZE), 15)],
