@@ -25,6 +25,11 @@ def fresh_seed() -> int:
     return random.SystemRandom().randrange(2**32)
 
 
+def timed() -> list[str]:
+    """Return the files with tests whose verdict depends on elapsed time: collecting all files takes half a minute."""
+    return sorted(str(path) for path in Path("tests").rglob("test_*.py") if "mark.timing" in path.read_text())
+
+
 CHECKED = ("fd_core", "tests", "benchmarks", "plugins", "examples", "noxfile.py")
 PLUGINS = tuple(sorted(str(found.parent) for found in Path("plugins").glob("*/pyproject.toml")))
 """Each a distribution of its own, with its own settings for mypy and pytest."""
@@ -96,7 +101,7 @@ def tests(session: nox.Session) -> None:
     else:
         session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak and not guide and not timing")
         # A verdict that depends on elapsed time needs a machine with nothing else to do.
-        session.run("pytest", "-m", "timing and not soak and not guide")
+        session.run("pytest", "-m", "timing and not soak and not guide", *timed())
         # What a plugin computes with a framework, its kernels included, needs more than its own session has.
         session.install("-e", "plugins/gpu_cuda[kernels]")
         with session.chdir("plugins/gpu_cuda"):
@@ -184,7 +189,7 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session
 def kit(session: nox.Session) -> None:
-    """The conformance kit on every backend that is wrong in one thing; the default run takes every twenty-fourth."""
+    """The conformance kit on every backend that is wrong in one thing; the default run takes three."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
     session.run("pytest", "tests/testing/test_wrong_backends.py", *session.posargs, env={"FD_WRONG_BACKENDS": "1"})
@@ -304,13 +309,19 @@ def notebook(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """The real model under memory pressure, drafts and aborts, for minutes; FD_SOAK_SEED chooses another run."""
+    """Long runs and repetitions that the default run leaves out, for minutes; FD_SOAK_SEED chooses another run."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
-    folders = ("tests/soak", "tests/faults", "tests/cluster", "tests/engine", "tests/server")
-    session.run(
-        "pytest", *folders, "-m", "soak", "--timeout=900", f"--hypothesis-seed={fresh_seed()}", *session.posargs
-    )
+    session.run("pytest", "-m", "soak", "--timeout=900", f"--hypothesis-seed={fresh_seed()}", *session.posargs)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Every case of the CUDA plugin's tests, and its kernels compiled for each device; needs no GPU: half an hour."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]", "-e", "plugins/gpu_cuda[kernels,test]")
+    with session.chdir("plugins/gpu_cuda"):
+        session.run("pytest", *SIDE_BY_SIDE, "--timeout=3000", *session.posargs, env={"FD_GPU_ALL": "1"})
 
 
 @nox.session

@@ -1,5 +1,6 @@
 """Settings for every test."""
 
+import gc
 import os
 import random
 from typing import Any
@@ -44,3 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and items of all tests out of later collections of garbage.
+
+    There are millions of objects: each `gc.collect()`, such as that of an engine that starts, takes 0.7 s with them.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter's end free what was left out."""
+    gc.unfreeze()

@@ -1,4 +1,4 @@
-"""The commonest mistakes, through the real command: one line that says which setting it is and what to do."""
+"""The commonest mistakes, through the entrance of the command: one line says which setting it is and what to do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from fd_core.http.connections import listening
 from fd_core.http.connections.listening import bind_socket
 from fd_core.models.catalog import resolve_model
 from tests.server.fakes import FakeClient, byte_tokenizer, live
+
+Entered = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def fdcore(*arguments: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,8 +49,8 @@ def assert_told(ended: subprocess.CompletedProcess[str], code: int, *words: str)
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_a_wrong_name_gets_the_right_one() -> None:
-    assert_told(fdcore("serve", "smolm2"), 3, "no such model: 'smolm2'; did you mean smollm2?", "a .gguf file")
+def test_a_wrong_name_gets_the_right_one(entered: Entered) -> None:
+    assert_told(entered("serve", "smolm2"), 3, "no such model: 'smolm2'; did you mean smollm2?", "a .gguf file")
 
 
 def test_a_wrong_name_of_a_hub_gets_the_one_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +145,9 @@ def test_a_wrong_key_is_told_with_the_flag_that_takes_one() -> None:
     assert_told(ended, ServerAnswer.exit_code, "answered 401", "--api-key-file FILE or in FD_API_KEY")
 
 
-def test_a_context_that_is_too_long_is_told_with_both_lengths() -> None:
+def test_a_context_that_is_too_long_is_told_with_both_lengths(entered: Entered) -> None:
     with live(lambda: FakeClient("From afar")) as server:
-        ended = fdcore("complete", "x" * 1000, "--url", server.url)
+        ended = entered("complete", "x" * 1000, "--url", server.url)
     assert_told(ended, FdError.exit_code, "the prompt has 1000 tokens, but the context holds 400", "shorten")
 
 
@@ -162,8 +165,11 @@ def test_a_model_that_cannot_chat_is_told_before_it_is_loaded(monkeypatch: pytes
     "flag, value",
     [("--backend", "cuda"), ("--scheduler", "best"), ("--kv-store", "redsi:x"), ("--scheduling-policy", "lifo")],
 )
-def test_a_plugin_that_is_missing_is_told_with_those_that_are_there(flag: str, value: str, tmp_path: Path) -> None:
-    ended = fdcore("serve", "smollm2", "--port", "0", flag, value, FD_CACHE=str(tmp_path))
+def test_a_plugin_that_is_missing_is_told_with_those_that_are_there(
+    flag: str, value: str, tmp_path: Path, entered: Entered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FD_CACHE", str(tmp_path))
+    ended = entered("serve", "smollm2", "--port", "0", flag, value)
     assert_told(ended, 4, f"{flag}: there is no ", f"called '{value.partition(':')[0]}' (there are: ")
     assert list(tmp_path.iterdir()) == [], "nothing is fetched or compiled in vain"
 

@@ -205,7 +205,10 @@ def test_one_name_shows_one_plugin_and_all_clear_is_short(tmp_path):
         ("nosuch", 4, "no plugin called 'nosuch' is installed (there are: "),
         ("cpu", 2, "cpu comes with fd_core itself"),
         ("forgetful", 4, "fd-forgetful 2.5: it is installed but has no entry point in group fd_core"),
-        ("elsewhere", 4, "fd-elsewhere 2.5: it is installed but has no entry point in group fd_core"),
+        pytest.param(
+            *("elsewhere", 4, "fd-elsewhere 2.5: it is installed but has no entry point in group fd_core"),
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_name_that_is_no_plugin_is_explained(tmp_path, name, code, words):

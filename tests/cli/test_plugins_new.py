@@ -110,7 +110,14 @@ def test_the_plugins_are_in_order(projects, monkeypatch):
             assert f"backend {name} can run here: emulated" in said
 
 
-@pytest.mark.parametrize("framework", [each for each in Framework if importlib.util.find_spec(ROOTS[each])])
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param(each, marks=() if each is Framework.NUMPY else pytest.mark.soak)
+        for each in Framework
+        if importlib.util.find_spec(ROOTS[each])
+    ],
+)
 def test_operations_and_fusions_conform(projects, framework):
     project, name = projects[PluginKind.BACKEND, framework], name_of(PluginKind.BACKEND, framework)
     card = run(project, "-m", "fd_core.cli", "conformance", name, "--quick", "-k", "operations or fusions")

@@ -220,5 +220,11 @@ def chosen(several: Iterable[T], which: int) -> list[T]:
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestLeases.settings = settings(max_examples=70, stateful_step_count=60, deadline=None)
 TestLeases = pytest.mark.timeout(120)(TestLeases)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+class TestLeasesAtLength(Leases.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

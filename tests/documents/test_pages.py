@@ -19,16 +19,22 @@ from tests.models.test_smollm2 import network_is_there
 
 DONE = ("sh", "bash", "console", "python")
 """Languages of blocks that a reader does something with; test_blocks.py reads the others."""
-REAL = ("docs/serve/kv-cache-dtype.md",)
-"""Pages whose model computes in every run, as their settings need it."""
+REAL = "docs/serve/kv-cache-dtype.md"
+"""The page whose settings need a model that computes: only `nox -s guides` follows it."""
 STORES = "docs/serve/kv-stores.md"
 """The page whose blocks a test of its own does, store by store."""
 LATER = (
     *("docs/scale/parallelism.md", "plugins/metax/README.md", "plugins/xpu/README.md"),
     "examples/vendor-plugin/README.md",
 )
-"""Pages that only `nox -s guides` follows: a model without numbers does not have their settings, or, of the last one,
-examples/README.md says the same commands."""
+"""Pages that a model without numbers does not have the settings of, or, the last one, whose commands examples/README.md
+has as well: only `nox -s guides` follows them."""
+LONGER = (
+    *("docs/scale/cluster.md", "docs/scale/data-parallel.md", "docs/scale/routers.md", "docs/serve/batches.md"),
+    *("docs/serve/evaluation.md", "docs/serve/speculative-decoding.md", "docs/study/study-a-policy.md"),
+    *("docs/study/traces.md", "examples/README.md", "plugins/storage_redis/README.md"),
+)
+"""Pages that take seconds each: `nox -s guides` follows them with `null` as well, the default run the others."""
 SHORTER: Mapping[str, str] = {
     "-m venv venv": "-m venv --without-pip venv",
     r"(fdcore conformance --scheduler \w+)$": r"\1 --quick -k signals",
@@ -121,21 +127,24 @@ def follow(reader: Reader, document: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", [each for each in PAGES if name_of(each) not in (*REAL, *LATER, STORES)], ids=name_of
+    "document",
+    [
+        pytest.param(each, marks=pytest.mark.guide if name_of(each) in LONGER else (), id=name_of(each))
+        for each in PAGES
+        if name_of(each) not in (REAL, *LATER, STORES)
+    ],
 )
 def test_every_command_and_script_of_a_page_works(document: Path, null: Reader) -> None:
     follow(null, document)
 
 
-@pytest.mark.parametrize(
-    "document",
-    [pytest.param(each, marks=() if name_of(each) in REAL else pytest.mark.guide, id=name_of(each)) for each in PAGES],
-)
+@pytest.mark.guide
+@pytest.mark.parametrize("document", PAGES, ids=name_of)
 def test_every_command_and_script_of_a_page_works_with_the_model_that_it_names(document: Path, real: Reader) -> None:
     follow(real, document)
 
 
-@pytest.mark.parametrize("store", ["disk", "redis"])
+@pytest.mark.parametrize("store", ["disk", pytest.param("redis", marks=pytest.mark.guide)])
 def test_a_prompt_comes_back_from_the_store_behind_a_restart(store: str, null: Reader) -> None:
     said, again = what_is_cached(ROOT / STORES, null, store)
     (prompt, nothing), (same, cached) = (list(map(int, each.split())) for each in (said[-1], again))

@@ -40,12 +40,14 @@ def test_unknown_ids_are_ignored() -> None:
     assert null_engine().abort(["nobody"]) == []
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    depth=st.integers(1, 3),
-    aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 11)), max_size=12),
-)
-def test_survivors_keep_their_text_whoever_is_aborted_when(depth: int, aborts: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("examples", [12, pytest.param(40, marks=pytest.mark.soak)])
+def test_survivors_keep_their_text_whoever_is_aborted_when(examples: int) -> None:
+    abort = st.tuples(st.integers(0, 40), st.integers(0, 11))
+    aborted = given(depth=st.integers(1, 3), aborts=st.lists(abort, max_size=12))(survivors_keep_their_text)
+    settings(max_examples=examples, deadline=None)(aborted)()
+
+
+def survivors_keep_their_text(depth: int, aborts: list[tuple[int, int]]) -> None:
     engine = null_engine(num_kv_blocks=25, max_num_batched_tokens=48, pipeline_depth=depth, max_num_seqs=6)
     texts = Texts()
     for spec in SPECS:

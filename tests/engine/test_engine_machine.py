@@ -171,5 +171,11 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=35, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
 TestEngine = pytest.mark.timeout(120)(TestEngine)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+class TestEngineAtLength(EngineMachine.TestCase):
+    settings = settings(max_examples=35, stateful_step_count=40, deadline=None)

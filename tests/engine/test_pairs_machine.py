@@ -207,5 +207,11 @@ class PairMachine(RuleBasedStateMachine):
 
 
 TestPairs = PairMachine.TestCase
-TestPairs.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestPairs.settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 TestPairs = pytest.mark.timeout(120)(TestPairs)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+class TestPairsAtLength(PairMachine.TestCase):
+    settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

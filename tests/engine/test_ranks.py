@@ -76,7 +76,7 @@ def test_ranks_make_the_texts_of_one_under_pressure(k: int) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"backend": "reference"},
+        pytest.param({"backend": "reference"}, marks=pytest.mark.soak),
         {"backend": "cpu", "dtype": "float32", "quantization": "int8"},
     ],
     ids=lambda settings: "-".join(settings.values()),

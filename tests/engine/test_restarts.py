@@ -128,9 +128,19 @@ def run_test(test: Callable[[], Awaitable[None]]) -> None:
 # Every way to die ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("transport", ["memory", "zmq"])
-@pytest.mark.parametrize("hows", [("kill", "exit"), ("raise", "stall")])
+@pytest.mark.parametrize(
+    ("hows", "transport", "depth"),
+    [
+        pytest.param(("kill", "exit"), "memory", 1, id="hows0-memory-1"),
+        pytest.param(("raise", "stall"), "zmq", 2, id="hows1-zmq-2"),
+        pytest.param(("kill", "exit"), "zmq", 1, id="hows0-zmq-1", marks=pytest.mark.soak),
+        pytest.param(("kill", "exit"), "memory", 2, id="hows0-memory-2", marks=pytest.mark.soak),
+        pytest.param(("kill", "exit"), "zmq", 2, id="hows0-zmq-2", marks=pytest.mark.soak),
+        pytest.param(("raise", "stall"), "memory", 1, id="hows1-memory-1", marks=pytest.mark.soak),
+        pytest.param(("raise", "stall"), "zmq", 1, id="hows1-zmq-1", marks=pytest.mark.soak),
+        pytest.param(("raise", "stall"), "memory", 2, id="hows1-memory-2", marks=pytest.mark.soak),
+    ],
+)
 def test_texts_survive_an_engine_that_dies_twice(
     faults: Faults, undisturbed: Texts, hows: tuple[str, str], transport: str, depth: int
 ) -> None:

@@ -181,9 +181,10 @@ async def workers_in_turn(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_workers_are_restarted_one_after_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_workers_are_restarted_one_after_the_other(tmp_path: Path, workers: int) -> None:
     async def scenario() -> None:
-        async with cluster_of(tmp_path, ("mixed",) * 3, serve=SERVE, pair=(), route=ROUTE) as cluster:
+        async with cluster_of(tmp_path, ("mixed",) * workers, serve=SERVE, pair=(), route=ROUTE) as cluster:
             await workers_in_turn(cluster)
 
     asyncio.run(asyncio.wait_for(scenario(), 240))

@@ -61,7 +61,7 @@ def payloads(place: Place) -> dict[bytes, bytes]:
 
 
 @pytest.mark.law("5.4")
-@pytest.mark.parametrize("rounds", [8, pytest.param(40, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.soak)])
 def test_no_corrupted_value_is_used(place: Place, secret: Path, rounds: int) -> None:
     print(f"seed {SEED}")
     rng = np.random.default_rng(SEED)
@@ -88,7 +88,8 @@ def test_no_corrupted_value_is_used(place: Place, secret: Path, rounds: int) -> 
     engine.close()
 
 
-def test_texts_under_pressure_stay_golden_while_values_are_damaged(place: Place, secret: Path) -> None:
+@pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=pytest.mark.soak)])
+def test_texts_under_pressure_stay_golden_while_values_are_damaged(place: Place, secret: Path, rounds: int) -> None:
     print(f"seed {SEED}")
     rng = np.random.default_rng(SEED)
     earlier = Pressed(place.location, secret)
@@ -102,7 +103,7 @@ def test_texts_under_pressure_stay_golden_while_values_are_damaged(place: Place,
             if index % 2:
                 place.door.write(key, WAYS[int(rng.integers(len(WAYS)))](rng, value, list(values.values())[index - 1]))
 
-    for _ in range(8):
+    for _ in range(rounds):
         engine.round(busy=damage)
     tiers = engine.calm()
     assert tiers.loaded_blocks_store > 0 < sum(tiers.damaged.values())

@@ -72,7 +72,7 @@ def texts(loaded: Engine, requests: list[RequestSpec], *, eager: bool = False) -
     return run(loaded, requests)
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.soak), 3, pytest.param(5, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("pack", PACKS)
 def test_another_architecture_drafts_and_no_text_changes(tiny, pack: str, k: int) -> None:
     requests = specs(temperature=1.0)
@@ -127,6 +127,7 @@ def smollm2() -> str:
         pytest.skip(f"no network: {error}")
 
 
+@pytest.mark.soak
 def test_a_named_model_drafts_for_itself(smollm2: str) -> None:
     settings = {"max_model_len": 128, "max_num_seqs": 2, "backend": "cpu", "dtype": "float32", "num_threads": 2}
     greedy = SamplingParams(max_tokens=12, temperature=0)

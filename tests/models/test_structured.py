@@ -75,7 +75,7 @@ def test_texts_are_the_same_alone_with_drafts_and_preempted(llm: LLM) -> None:
         other.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.law("4")
 def test_another_backend_says_the_same(llm: LLM) -> None:
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, grammar=grammar.choice(["a cat", "a car", "a dog"]))

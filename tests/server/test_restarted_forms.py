@@ -113,11 +113,14 @@ def check_nothing_leaks(server: LiveServer, deaths: int) -> None:
     assert (counts["fdcore_requests_requeued_total"] > 0) is bool(deaths)
 
 
-@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["forced", "ngram"])
 @pytest.mark.parametrize(
-    ("form", "budget", "positions"),
-    [(FORM, 8, (60, 60)), (CALL, 40, (20, 100))],
-    ids=["schema", "call behind reasoning"],
+    ("form", "budget", "positions", "speculative"),
+    [
+        pytest.param(FORM, 8, (60, 60), None, id="schema-forced"),
+        pytest.param(FORM, 8, (60, 60), NGRAM, id="schema-ngram", marks=pytest.mark.soak),
+        pytest.param(CALL, 40, (20, 100), None, id="call behind reasoning-forced", marks=pytest.mark.soak),
+        pytest.param(CALL, 40, (20, 100), NGRAM, id="call behind reasoning-ngram"),
+    ],
 )
 @pytest.mark.law("1.1", "4")
 def test_an_answer_is_whole_though_its_engine_was_killed(

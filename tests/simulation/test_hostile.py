@@ -1,10 +1,12 @@
-"""A hundred hostile worlds; `nox -s simulate` runs twenty thousand."""
+"""Forty hostile worlds; `nox -s simulate` runs twenty thousand."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,8 +16,15 @@ from tests.simulation.hostile.plans import draw_plan, without
 from tests.simulation.hostile.session import command_of, run_session, run_world
 from tests.simulation.hostile.world import HostileWorld, run_plan
 
-WORLDS = int(os.environ.get("FD_HOSTILE_WORLDS", "100"))
+WORLDS = int(os.environ.get("FD_HOSTILE_WORLDS", "40"))
 FIRST = int(os.environ.get("FD_HOSTILE_FIRST", "0"))
+
+
+@pytest.fixture(autouse=True)
+def _logs_for_later_tests() -> Iterator[None]:
+    """A session switches warnings off for its process."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.law("1.1", "1.2", "1.4", "1.5", "1.7", "1.8", "1.9", "2", "3.2", "3.6", "4", "5.3", "5.5")

@@ -13,9 +13,10 @@ CASES = {str(case): case for case in kit_cases()}
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("examples", [5, pytest.param(15, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", CASES)
-def test_the_continuous_scheduler_passes(name: str) -> None:
-    CASES[name].check(find_scheduler("continuous"), examples=15)
+def test_the_continuous_scheduler_passes(name: str, examples: int) -> None:
+    CASES[name].check(find_scheduler("continuous"), examples=examples)
 
 
 def test_every_rule_of_a_scheduler_is_looked_at() -> None:

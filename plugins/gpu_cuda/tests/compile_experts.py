@@ -18,7 +18,7 @@ from fd_gpu_cuda.kernels.products import ProductDevice, weight_product
 from fd_gpu_cuda.packed import StackedExperts
 
 COUNT, HIDDEN, INNER, TOP_K = 128, 2048, 768, 8
-SAMPLE = (None, "int4 of 32, minima", "fp8 of 128")
+SAMPLE = ("int4 of 32, minima",)
 
 
 def stacked(form: str | None, out: int, inputs: int, dtype: torch.dtype) -> StackedExperts:

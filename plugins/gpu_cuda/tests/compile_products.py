@@ -28,7 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp8, rows, by fp8": {"bits": 8, "group": 0, "span": 128, "fp8": True, "eight": True},
     "fp8 of 128, by fp8": {"bits": 8, "group": 128, "span": 128, "fp8": True, "eight": True},
 }
-SAMPLE = ("int4 of 32, minima", "int8, rows, by int8", "fp8 of 128, by fp8", "fp8, rows")
+SAMPLE = ("int4 of 32, minima", "fp8 of 128, by fp8")
 
 
 def part(out: int, inputs: int, form: dict[str, Any]) -> PackedPart:

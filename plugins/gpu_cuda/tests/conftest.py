@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import gc
 import os
 from importlib.util import find_spec
 
 import pytest
+from extent import everything
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "at_length: repeats another test with other numbers; runs with FD_GPU_ALL=1")
     # Triton reads this when its kernels are defined. Without a GPU they run in its interpreter.
     if config.getoption("-m") != "hardware":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -14,3 +17,21 @@ def pytest_configure(config: pytest.Config) -> None:
             from interpreting import hasten
 
             hasten()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests at length out of a sample."""
+    if not everything():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("at_length")])
+        items[:] = [item for item in items if item.get_closest_marker("at_length") is None]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is loaded by now out of later collections of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter's end free what was left out."""
+    gc.unfreeze()

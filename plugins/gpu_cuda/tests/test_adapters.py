@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from extent import AT_LENGTH  # noqa: E402
 from fd_core.models.loading.adapter import read_adapter  # noqa: E402 - only where torch is installed
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
@@ -22,7 +23,7 @@ from test_steps import LIMITS, MIXED, conversation, load  # noqa: E402
 from fd_gpu_cuda.kernel_table import AdapterRoom  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-yarn"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3-yarn", marks=AT_LENGTH)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(request.param, tmp_path_factory.mktemp(request.param) / "model")
 

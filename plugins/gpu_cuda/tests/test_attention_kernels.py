@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from extent import AT_LENGTH  # noqa: E402
 from fd_core.ops.contract import Heads, KVShape, Rope, StepInput  # noqa: E402 - only where both are installed
 from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
@@ -95,7 +96,16 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 2.0}, {"window": 300, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"window": 40}, marks=AT_LENGTH),
+        pytest.param({"softcap": 2.0}, marks=AT_LENGTH),
+        {"window": 300, "softcap": 5.0},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_kind_of_step(batch: str, options: dict[str, Any]) -> None:
     Batch(BATCHES[batch], **options).check(attention())
@@ -123,7 +133,7 @@ def test_heads_that_share_a_masked_tile_of_8_bits() -> None:
     Batch([(1, 290), (9, 37)], (8, 2, 96), torch.float16, "int8").check(attention())
 
 
-@pytest.mark.parametrize(("width", "options"), [(24, {}), (16, {"window": 1100})], ids=str)
+@pytest.mark.parametrize(("width", "options"), [pytest.param(24, {}, marks=AT_LENGTH), (16, {"window": 1100})], ids=str)
 def test_a_context_of_thousands_has_the_same_bits_on_every_device(width: int, options: dict[str, Any]) -> None:
     """Over small and large chunks: by one program, by two, and by one for each chunk.
 

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from extent import AT_LENGTH  # noqa: E402
 from fd_core.config import EngineConfig  # noqa: E402 - only where torch and Triton are installed
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
@@ -56,7 +57,7 @@ def test_auto_asks_the_device(
     assert reason in backend.dtype_reason
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3"])
+@pytest.mark.parametrize("case", ["llama", pytest.param("gemma3", marks=AT_LENGTH)])
 def test_whole_steps_on_a_device_without_bfloat16_are_float16_by_the_kernels(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

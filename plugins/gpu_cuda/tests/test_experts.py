@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from extent import AT_LENGTH  # noqa: E402
 from fd_core.config import Limits  # noqa: E402 - only where both are installed
 from fd_core.ops.contract import Experts, Ops  # noqa: E402 - only where both are installed
 from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
@@ -78,19 +79,26 @@ def experts() -> tuple[Experts, Experts]:
     return block(NumpyOps()), block(make_ops())
 
 
-@pytest.mark.parametrize("count", [1, 7, 64, 300])
+@pytest.mark.parametrize("count", [1, 7, 64, pytest.param(300, marks=AT_LENGTH)])
 def test_steps_of_any_size_are_what_the_oracle_makes_of_them(count: int, experts: tuple[Experts, Experts]) -> None:
     x = tokens(count)
     near(make_ops().moe(torch.from_numpy(x), experts[1], "silu"), NumpyOps().moe(x, experts[0], "silu"))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", [pytest.param("gelu", marks=AT_LENGTH), "gelu_tanh"])
 def test_other_activations(activation: Any, experts: tuple[Experts, Experts]) -> None:
     x = tokens(5)
     near(make_ops().moe(torch.from_numpy(x), experts[1], activation), NumpyOps().moe(x, experts[0], activation))
 
 
-@pytest.mark.parametrize("favoured", [1, 8, 63], ids=["one expert of all", "the same experts", "one left out"])
+@pytest.mark.parametrize(
+    "favoured",
+    [
+        pytest.param(1, id="one expert of all"),
+        pytest.param(8, id="the same experts", marks=AT_LENGTH),
+        pytest.param(63, id="one left out", marks=AT_LENGTH),
+    ],
+)
 def test_skewed_choices(favoured: int) -> None:
     """A tile's experts are found from the counts: all pairs with few of them, most experts with none."""
     bias = np.zeros(COUNT, np.float32)
@@ -106,7 +114,9 @@ def test_the_routing_and_the_shared_experts_of_ernie() -> None:
     near(make_ops().moe(torch.from_numpy(x), found, "silu"), NumpyOps().moe(x, right, "silu"))
 
 
-@pytest.mark.parametrize("kind", ["int4", "Q4_1", "int8", FP8, "Q6_K"])
+@pytest.mark.parametrize(
+    "kind", ["int4", pytest.param("Q4_1", marks=AT_LENGTH), pytest.param("int8", marks=AT_LENGTH), FP8, "Q6_K"]
+)
 def test_packed_experts_stay_packed(kind: str) -> None:
     x = tokens(20)
     right, found = (block(ops, kind, count=16, top_k=4) for ops in (NumpyOps(), make_ops()))
@@ -123,8 +133,15 @@ def test_experts_that_are_packed_in_different_ways_are_expanded() -> None:
 
 
 @pytest.mark.usefixtures("dots_in_order")
-@pytest.mark.parametrize("kind", [None, "int4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        pytest.param("float32", None, marks=AT_LENGTH),
+        pytest.param("float32", "int4", marks=AT_LENGTH),
+        pytest.param("bfloat16", None, marks=AT_LENGTH),
+        ("bfloat16", "int4"),
+    ],
+)
 def test_a_token_has_the_same_bits_alone_and_in_every_batch(dtype: str, kind: str | None) -> None:
     """The tiles of the largest step have four times as many pairs as those of the smallest."""
     ops = make_ops(dtype)

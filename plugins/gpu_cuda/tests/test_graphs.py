@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from extent import AT_LENGTH  # noqa: E402
 from fd_core.backends.contract import Model  # noqa: E402 - only where torch is installed
 from fd_core.config import EngineConfig, Limits  # noqa: E402
 from fd_core.ops.contract import Ops, StepInput  # noqa: E402
@@ -118,7 +119,7 @@ def drafted_texts(runner: Runner, wanted: dict[int, list[int]], seed: int) -> di
     return texts
 
 
-@pytest.mark.parametrize("quantization", ["auto", "int8"])
+@pytest.mark.parametrize("quantization", ["auto", pytest.param("int8", marks=AT_LENGTH)])
 def test_drafted_decodes_are_replayed_and_deliver_the_same_texts(folder: Path, quantization: str) -> None:
     processor = Processor()
     ops = make_ops(processor)

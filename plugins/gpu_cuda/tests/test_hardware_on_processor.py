@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from extent import AT_LENGTH
 
 pytest.importorskip("torch")
 
@@ -17,6 +18,7 @@ ONLY_THERE = "not synchronises and not two_ranks and not same_bits"
 """What looks at the device's own switches, needs two of them, or holds for the kernels alone."""
 
 
+@AT_LENGTH
 def test_the_tests_for_hardware_pass_with_the_processor_in_its_place(tmp_path: Path) -> None:
     words = ["-q", "-m", "hardware", "-k", ONLY_THERE, "-p", "kit_on_processor", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *words, str(FOLDER / "test_hardware.py")]

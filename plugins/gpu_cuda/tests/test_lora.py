@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from extent import AT_LENGTH  # noqa: E402
 from fd_core.ops.contract import Lora  # noqa: E402 - only where both are installed
 from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
 from fd_core.ops.weights import LowRank  # noqa: E402
@@ -74,7 +75,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 64, 70])
+@pytest.mark.parametrize("tokens", [1, 7, pytest.param(64, marks=AT_LENGTH), 70])
 @pytest.mark.parametrize("case", CASES)
 def test_each_token_gets_what_its_adapter_adds(case: str, tokens: int) -> None:
     """Up to 64 tokens are computed as decodes are, more as prompts are; some have no adapter."""

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from extent import AT_LENGTH  # noqa: E402
 from fd_core.ops.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor  # noqa: E402
 from fd_core.testing.models.arrays import packed_weight  # noqa: E402 - only where both are installed
 from interpreting import dots_in_order  # noqa: E402, F401 - a fixture
@@ -142,8 +143,19 @@ def test_short_groups_and_minima_are_widened(kind: str, group: int) -> None:
 
 
 @pytest.mark.usefixtures("dots_in_order")
-@pytest.mark.parametrize(("kind", "eight"), [("Q4_1", False), ("int8", True), (FP8, False), (FP8, True)])
-@pytest.mark.parametrize("inputs", [256, 2048])
+@pytest.mark.parametrize(
+    ("inputs", "kind", "eight"),
+    [
+        (256, "Q4_1", False),
+        (256, "int8", True),
+        (256, FP8, False),
+        (256, FP8, True),
+        (2048, "Q4_1", False),
+        pytest.param(2048, "int8", True, marks=AT_LENGTH),
+        pytest.param(2048, FP8, False, marks=AT_LENGTH),
+        (2048, FP8, True),
+    ],
+)
 def test_a_row_has_the_same_bits_alone_and_in_every_batch(inputs: int, kind: str, eight: bool) -> None:
     """The longer rows are cut: some programs share the cuts of few tokens, one has all of many."""
     weight, x = linear([packed_weight(kind, 70, inputs)], eight=eight), rows_of(130, inputs, torch.float16)

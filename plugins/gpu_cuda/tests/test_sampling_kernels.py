@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from extent import AT_LENGTH, everything  # noqa: E402
 from fd_core.ops.contract import SampleInput  # noqa: E402 - only where both are installed
 from fd_core.ops.numpy.ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch.ops import TorchOps  # noqa: E402
@@ -60,8 +61,19 @@ def hostile_rows(vocabulary: int, seed: int) -> Floats:
     return rows
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 132])
-@pytest.mark.parametrize("vocabulary", [1, 7, 1024, 3001])
+@pytest.mark.parametrize(
+    ("vocabulary", "multiprocessors"),
+    [
+        (1, 1),
+        (7, 132),
+        (1024, 1),
+        (3001, 132),
+        pytest.param(1, 132, marks=AT_LENGTH),
+        pytest.param(7, 1, marks=AT_LENGTH),
+        pytest.param(1024, 132, marks=AT_LENGTH),
+        pytest.param(3001, 1, marks=AT_LENGTH),
+    ],
+)
 def test_hostile_rows_with_every_filter(vocabulary: int, multiprocessors: int) -> None:
     by = kernels(multiprocessors)
     rng = np.random.default_rng(vocabulary)
@@ -84,7 +96,12 @@ def test_hostile_rows_with_every_filter(vocabulary: int, multiprocessors: int) -
 LOGITS = st.sampled_from([-2.5, -0.0, 0.0, 0.5, 0.75, 3.0, 11.0, -np.inf])
 
 
-@settings(max_examples=40, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=40 if everything() else 15,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(st.data())
 def test_any_small_row_is_chosen_as_the_oracle_does(data: Any) -> None:
     rows, vocabulary = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))

@@ -1,6 +1,7 @@
 import ctypes
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ RUNNABLE = [isa for isa in build.INSTRUCTION_SETS if not build.missing(isa)]
 # The sets are listed from the newest to the oldest, so the second one that runs here is what `native` comes to.
 SETS = [RUNNABLE[0], *RUNNABLE[2:]]
 """Instruction sets that this processor runs or emulates; test_build.py names the others and compiles them."""
+COMPOSED = ("test_attention.py", "test_fusions.py", "test_models.py", "test_ranks.py")
+"""Whole models, layers and ranks."""
 
 
 @pytest.fixture(scope="session", params=[SETS[0], *(pytest.param(isa, marks=pytest.mark.slow) for isa in SETS[1:])])
@@ -65,3 +68,18 @@ def one_torch_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave two thirds of what composes operations to `nox -s soak`, on all instruction sets but the newest.
+
+    The tests of single operations and formats run on every set; each set takes another third of the compositions.
+    """
+    turns: Counter[tuple[str, str, str]] = Counter()
+    for item in items:
+        isa = item.callspec.params.get("isa") if hasattr(item, "callspec") else None
+        if isa in SETS[1:] and item.path.parent == Path(__file__).parent and item.path.name in COMPOSED:
+            test = item.path.name, item.originalname, isa
+            turns[test] += 1
+            if turns[test] % 3 != SETS.index(isa) % 3:
+                item.add_marker(pytest.mark.soak)

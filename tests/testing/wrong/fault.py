@@ -12,7 +12,7 @@ from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 
 FAULTS: dict[str, Fault] = {}
-_BASES = {"null": NullBackend, "reference": ReferenceBackend}
+BASES = {"null": NullBackend, "reference": ReferenceBackend}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = (), **of_th
 
     def register(methods: type) -> type:
         name = "wrong" + "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in methods.__name__)
-        right, postprocess, framework = _BASES[base], None, "numpy"
+        right, postprocess, framework = BASES[base], None, "numpy"
         if hasattr(methods, "token_matrix"):
             body = {"serves": (name,), "__module__": __name__}
             postprocess = type(methods.__name__ + "Postprocess", (methods, NumpyPostprocess), body)

@@ -1,25 +1,39 @@
 """A pytest plugin: a fault that shows at size runs the tests that have to notice it, the oracle all of those.
 
-Other wrong backends leave the section `scale` out, which takes minutes.
+Other wrong backends leave the section `scale` out, which takes minutes. With FD_WRONG_TRIED, names of faults, each
+backend runs only the sections of its own fault, and a right one those of the faults in backends like it.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
 from fd_core.testing.report.recorder import identity_of
 from tests.testing.wrong import plugin
-from tests.testing.wrong.fault import FAULTS, matches
+from tests.testing.wrong.fault import BASES, FAULTS, matches
 
 assert plugin.MODULES
 NAMED = {name: fault.noticed_by for name, fault in FAULTS.items() if fault.shows_at_size}
-BY_ANY = tuple(pattern for patterns in NAMED.values() for pattern in patterns)
+TRIED = tuple(filter(None, os.environ.get("FD_WRONG_TRIED", "").split(",")))
+BY_ANY = tuple(pattern for name, patterns in NAMED.items() if name in (TRIED or NAMED) for pattern in patterns)
+
+
+def sections_of(name: str) -> set[str]:
+    """Return the sections of the kit in which a fault may show, or those in which a backend without any is tried."""
+    if name in FAULTS:
+        return {test.partition(":")[0] for test in (*FAULTS[name].noticed_by, *FAULTS[name].spreads_to)}
+    same = (each for each in TRIED if issubclass(FAULTS[each].backend, BASES[name]))
+    return {"scale"}.union(*map(sections_of, same))
 
 
 def is_wanted(item: pytest.Item) -> bool:
     """Whether a test says something about its backend that no cheaper one does."""
     target, section, test = identity_of(item)
     name, case = target.partition(":")[0], f"{section}:{test}"
+    if TRIED and section not in sections_of(name):
+        return False
     if section == "scale":
         return any(matches(case, pattern) for pattern in NAMED.get(name, BY_ANY if name == "reference" else ()))
     return name not in NAMED and item.get_closest_marker("fd_thorough") is None
