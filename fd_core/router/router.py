@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -106,6 +106,14 @@ class Router:
         if worker != after:
             self._forget(worker)
         return after
+
+    def leaving(self, worker: RouterWorker) -> None:
+        """Note that `worker` shuts down, see `Registry.leaving`."""
+        self.registry.leaving(worker)
+
+    def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
+        """Note the models that `worker` serves, see `Registry.serves`."""
+        self.registry.serves(worker, models, adapters)
 
     def emptied(self, worker: RouterWorker) -> None:
         """Forget the prefixes that `worker` served: its cache is empty, while its requests stay with it."""

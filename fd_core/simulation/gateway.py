@@ -151,7 +151,7 @@ class SimulatedGateway:
         now, ok = self._timeline.now, health.role is not None
         after = self.router.health(known, ok, now, instance=health.instance, role=health.role, kv_port=health.kv_port)
         if health.leaving:
-            self.router.registry.leaving(after)
+            self.router.leaving(after)
         if health.instance is not None:
             self._unreached.reached(after.url)
             return

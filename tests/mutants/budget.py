@@ -146,8 +146,8 @@ MUTANTS = (
         "2.3: what a preempted request was charged in the same pass is refunded",
         (
             PLANNER,
-            "            self._decode(rows, draft)\n",
-            "            draft.budget.take(int(self._slots.draining.sum()))\n            self._decode(rows, draft)\n",
+            _DECODES,
+            "                draft.budget.take(int(self._slots.draining.sum()))\n" + _DECODES,
         ),
     ),
     mutant(

@@ -8,22 +8,22 @@ from tests.router.helpers import add, place, router_of
 def test_who_leaves_gets_nothing_while_another_one_stays() -> None:
     router = router_of(mixed=2, policy="round_robin")
     leaves, stays = router.workers()
-    router.registry.leaving(leaves)
+    router.leaving(leaves)
     assert {place(router).decode for _ in range(4)} == {stays}
     assert {each.circuit for each in router.snapshot().workers} == {"closed"}
 
 
 def test_the_only_worker_serves_as_long_as_it_takes_requests() -> None:
     router = router_of(mixed=1)
-    router.registry.leaving(router.workers()[0])
+    router.leaving(router.workers()[0])
     assert place(router).decode == router.workers()[0] and router.ready()
 
 
 def test_a_side_of_a_pair_that_leaves_is_replaced_alone() -> None:
     router = router_of(prefill=2, decode=2, decode_policy="round_robin", prefill_policy="round_robin")
     p, q, d, e = router.workers()
-    router.registry.leaving(p)
-    router.registry.leaving(e)
+    router.leaving(p)
+    router.leaving(e)
     pairs = {(each.prefill, each.decode) for each in (place(router) for _ in range(4))}
     assert pairs == {(q, d)}
 
@@ -31,7 +31,7 @@ def test_a_side_of_a_pair_that_leaves_is_replaced_alone() -> None:
 def test_the_process_that_follows_is_not_leaving() -> None:
     router = router_of()
     worker = add(router, "http://a", instance="one")
-    router.registry.leaving(worker)
+    router.leaving(worker)
     add(router, "http://b")
     after = router.health(worker, True, 1.0, instance="two")
     assert {place(router).decode.url for _ in range(8)} <= {"http://a", "http://b"}

@@ -176,7 +176,7 @@ def test_one_check_that_failed_does_not_make_up_for_a_port() -> None:
 def test_prompts_of_an_adapter_share_nothing_with_others() -> None:
     router = router_of(mixed=1, policy="cache_aware", cache_block_size=4)
     (worker,) = router.workers()
-    router.registry.serves(worker, ["base", "alias", "sql", "chat"], ["sql", "chat"])
+    router.serves(worker, ["base", "alias", "sql", "chat"], ["sql", "chat"])
     found = {}
     for name in ("base", "alias", "sql", "chat", "sql"):
         with chosen(router.select(request(range(16), model=name), 0.0, 0.0)) as selection:
@@ -188,9 +188,9 @@ def test_prompts_of_an_adapter_share_nothing_with_others() -> None:
 def test_who_serves_another_model_is_not_asked() -> None:
     router = router_of(mixed=2)
     one, other = router.workers()
-    router.registry.serves(one, ["a", "b"])
+    router.serves(one, ["a", "b"])
     assert {chosen(router.select(request(model="b"), 0.0, rng)).decode for rng in (0.0, 0.9)} == {one, other}
-    router.registry.serves(other, ["c"])
+    router.serves(other, ["c"])
     assert {chosen(router.select(request(model="b"), 0.0, rng)).decode for rng in (0.0, 0.9)} == {one}
     asked = [chosen(router.select(request(model="unknown"), 0.0, 0.0)).decode for _ in range(8)]
     assert set(asked) == {one, other}, "a worker has to refuse it"
@@ -198,7 +198,7 @@ def test_who_serves_another_model_is_not_asked() -> None:
     assert refused(router.select(request(model="a"), 0.0, 0.0)).status == 503, "it is served, but not at this moment"
     assert chosen(router.select(request(), 0.0, 0.0)).decode == other
     back = router.health(one, True, 0.0)
-    router.registry.serves(one, ["c"])
+    router.serves(one, ["c"])
     assert {chosen(router.select(request(model="a"), 0.0, 0.9)).decode for _ in range(8)} <= {back, other}
 
 
@@ -206,10 +206,10 @@ def test_a_prefill_worker_may_have_the_model_under_another_name() -> None:
     router = router_of(prefill=2, decode=2)
     p, q, d, e = router.workers()
     for worker, name in ((p, "x"), (q, "y"), (d, "a"), (e, "b")):
-        router.registry.serves(worker, [name])
+        router.serves(worker, [name])
     pairs = [chosen(router.select(request(model="a"), 0.0, 0.0)) for _ in range(4)]
     assert {each.decode for each in pairs} == {d} and {each.prefill for each in pairs} == {p, q}
-    router.registry.serves(q, ["a"])
+    router.serves(q, ["a"])
     assert {chosen(router.select(request(model="a"), 0.0, 0.0)).prefill for _ in range(4)} == {q}
 
 

@@ -60,7 +60,7 @@ def operations(router: Router) -> int:
 def fleet(count: int, policy: str, *, told: bool) -> Router:
     router = router_of(mixed=count, policy=policy, cache_block_size=4)
     for worker in router.workers():
-        router.registry.serves(worker, ["m"])
+        router.serves(worker, ["m"])
         if told:
             router.reported_kv.begin(worker, 4, "p")
             event = Stored(BEGINNING, tuple(b"%d" % block for block in range(8)), np.arange(32, dtype="<i4").tobytes())
@@ -102,14 +102,14 @@ def test_every_change_of_a_worker_is_seen_by_the_next_request() -> None:
     one, two = router.workers()
     both = {one.url, two.url}
     assert choices(0.0) == both
-    router.registry.leaving(one)
+    router.leaving(one)
     assert choices(0.0) == {two.url}
     one = add(router, one.url, instance="again")
     assert choices(0.0) == both
-    router.registry.serves(one, ["m"])
-    router.registry.serves(two, ["other"])
+    router.serves(one, ["m"])
+    router.serves(two, ["other"])
     assert choices(0.0) == {one.url} and choices(0.0, "other") == {two.url}
-    router.registry.serves(two, ["m", "other"])
+    router.serves(two, ["m", "other"])
     assert choices(0.0) == both
     with chosen(router.select(request(), 0.0, 0.0)) as selection:
         failed = selection.decode

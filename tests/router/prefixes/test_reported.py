@@ -148,7 +148,7 @@ def test_prompts_of_adapters_are_not_compared_with_what_is_told() -> None:
     router = router_of(mixed=1, **SETTINGS)
     (worker,) = router.workers()
     prompt = list(range(16))
-    router.registry.serves(worker, ["base", "sql"], ["sql"])
+    router.serves(worker, ["base", "sql"], ["sql"])
     telling(router, worker, 4, stored(prompt, 4))
     assert (hits(router, prompt, model="sql"), hits(router, prompt, model="base")) == (0, 4)
     with chosen(router.select(request(prompt, model="sql"), 0.0, 0.0)) as selection:

@@ -270,7 +270,7 @@ class Exchange:
                 async with self.state.timeouts.first_bytes(worker):
                     response = await self._send(selection, headers)
                     if DRAINING_HEADER in response.headers:
-                        self.state.router.registry.leaving(worker)
+                        self.state.router.leaving(worker)
                     if selection.mode == "pd":
                         outcome = outcome_of(response.headers)
                         self.state.metrics.counts.transfers[outcome] += 1

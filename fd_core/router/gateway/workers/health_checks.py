@@ -151,7 +151,7 @@ class HealthChecks:
         member = self._router.registry.member(after)
         state = _state(member)
         if ok and leaving and member is not None and not member.leaving:
-            self._router.registry.leaving(after)
+            self._router.leaving(after)
             log.info("worker %s is shutting down", after.url)
         if offers:
             self._on_offer(after)
@@ -166,7 +166,7 @@ class HealthChecks:
                 self._asked[after] = now
                 models = await served(self._state, after)
                 if models is not None:
-                    self._router.registry.serves(after, *models)
+                    self._router.serves(after, *models)
             return
         if state is WorkerState.UNHEALTHY:
             # Requests that wait for their first byte are better served elsewhere.
