@@ -266,7 +266,7 @@ class WrongKV(RuntimeError):
 
 
 class KVCheckedComputer(PlanComputer):
-    """Returns the outputs of another computer; keeps in blocks what the null backend keeps: a hash of all tokens so far.
+    """Returns another computer's outputs; blocks hold the contents of the null backend: a hash of all tokens so far.
 
     Before a row is computed, the blocks of its slot must hold the hashes of its request, whatever their source.
     """

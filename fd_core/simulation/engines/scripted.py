@@ -70,7 +70,7 @@ class ScriptedEngine:
         return plan
 
     def answer(self, plan: StepPlan) -> StepOutput:
-        """Return the device's output: every row that samples delivers its token and, but for an occasional rejected one,
+        """Return the device's output: every row that samples delivers its token and, but for an occasional rejection,
         its drafts; every slot holds new drafts."""
         count, width = self.limits.max_num_seqs, 1 + self.limits.max_drafts
         self._gens[plan.slots] = plan.gens
