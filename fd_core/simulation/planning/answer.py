@@ -57,7 +57,7 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
     checked: bool
     """True if it met the SLO on the whole workload with every seed."""
     seeds: int
-    """Number of runs behind the figures."""
+    """Number of runs that the figures cover."""
     whole: bool
     """True if these runs used the whole workload, False for its first requests."""
     limits: tuple[PlanLimit, ...]

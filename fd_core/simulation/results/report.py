@@ -224,7 +224,7 @@ def reported(
 
 
 def is_calculated(summary: RunSummary) -> bool:
-    """Return True if no cost behind the times of a run was measured."""
+    """Return True if the times of a run depend on no measured cost."""
     return "calculated" in summary.profile
 
 
