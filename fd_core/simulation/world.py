@@ -228,7 +228,7 @@ class World:
     def _outside(
         self, group: SimulatedPool, place: str, timeline: Timeline, queue: CompletionQueue, cache: KVCache
     ) -> OutsideParts:
-        """Return the tiers and pairs that `config` requests, with the deployment's store instead of `config.kv_store`."""
+        """Return the tiers and pairs that `config` requests, with the deployment's store for `config.kv_store`."""
         config, costs, threads = group.config, group.costs, VirtualThreads(timeline)
         keep, offload = None, None
         if group.block_bytes is not None and config.enable_prefix_caching:

@@ -73,7 +73,7 @@ class WaitAccount:
         self._seconds[RETRY] = self._since - self._sent
 
     def tell(self, phases: tuple[float, ...] | None, at: float) -> None:
-        """Record the phases of the request as the client reads them at a time; None gives it all to one reason."""
+        """Record the phases as the client reads them at time `at`; None adds the elapsed time to the current reason."""
         elapsed = max(at - self._since, 0.0)
         if phases is None:
             self._seconds[self._reason] += elapsed
@@ -81,7 +81,7 @@ class WaitAccount:
             told = self._told or (0.0,) * len(phases)
             for number, (seconds, before) in enumerate(zip(phases, told, strict=True)):
                 if seconds > before:
-                    # Phases that the engine reported but the client has not read yet are no time of the client.
+                    # Exclude phases that the engine reported but the client has not read yet.
                     spent = min(seconds - before, elapsed)
                     self._seconds[number] += spent
                     elapsed -= spent

@@ -250,7 +250,7 @@ class StepBench:
         return step_features(plan)
 
     def _guess(self, case: fitting.StepCase, plan: StepPlan) -> None:
-        """Make the runner verify synthetic drafts, whatever its drafter would have found in a synthetic text."""
+        """Make the runner verify synthetic drafts instead of those that its drafter finds in a synthetic text."""
         counts = np.array([row.drafts for row in case.rows], np.int32)
         if counts.any():
             drafts = self._draw.integers(1, self._limits.vocab_size, (len(counts), int(counts.max())), np.int32)

@@ -38,7 +38,7 @@ class MeasuredStep(NamedTuple):
 
 
 def fit_steps(steps: Sequence[MeasuredStep]) -> StepTerms:
-    """Return the best-fitting terms; every step weighs the same whatever its time. Raises `ValueError` for none."""
+    """Return the best-fitting terms, with equal weights for steps of any length. Raises `ValueError` for none."""
     if not steps:
         raise ValueError("no steps were measured")
     seconds = np.array([step.seconds for step in steps])

@@ -183,7 +183,7 @@ def wrong_profile(what: str, hint: str | None = None) -> ConfigError:
 
 
 def read_profile(path: Path) -> CostProfile:
-    """Read a file that `write_profile` wrote. Raises `ConfigError` that names the file and what is wrong in it."""
+    """Read a file that `write_profile` wrote. Raises `ConfigError` that names the file and the error in it."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
@@ -195,7 +195,7 @@ def read_profile(path: Path) -> CostProfile:
 
 
 def parse_profile(content: bytes, where: str) -> CostProfile:
-    """Return the profile that a file's content holds. Raises `ConfigError` that names `where` and what is wrong."""
+    """Return the profile in a file's content. Raises `ConfigError` that names `where` and the error."""
     try:
         profile = msgspec.json.decode(content, type=CostProfile)
     except msgspec.MsgspecError as error:

@@ -72,7 +72,7 @@ class ScriptedComputer(PlanComputer):
         """Index into `coming` of each slot's next token."""
         self._ends = self._next + _AHEAD
         self._steps = 0
-        """Steps for which the drawn tokens are enough, whatever slots they compute."""
+        """Steps for which the drawn tokens are enough, for any slots that they compute."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Return the output of a plan. Raises `RuntimeError` if it computes tokens that no slot has, or too many."""
@@ -268,7 +268,7 @@ class WrongKV(RuntimeError):
 class KVCheckedComputer(PlanComputer):
     """Returns another computer's outputs; blocks hold the contents of the null backend: a hash of all tokens so far.
 
-    Before a row is computed, the blocks of its slot must hold the hashes of its request, whatever their source.
+    Before a row is computed, the blocks of its slot must hold the hashes of its request, from any source.
     """
 
     def __init__(self, limits: Limits, computer: PlanComputer) -> None:

@@ -72,7 +72,7 @@ class SimulatedPool:
     shares_processor: bool = False
     """True if serving, copies and transfers take time of the processor that computes steps."""
     block_bytes: int | None = None
-    """Bytes of a KV block of the simulated model; None keeps no KV outside the device, whatever `config` requests."""
+    """Bytes of a KV block of the simulated model; None keeps no KV outside the device, regardless of `config`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Lower bounds for every deployment: from a workload's tokens and a profile's terms, without any simulation.
 
 A request alone on its worker is as fast as possible; a worker whose steps are all as full as possible has the highest
-throughput. Both omit all other overheads, so what they exclude cannot meet an SLO, while what they do not
+throughput. Both omit all other overheads, so plans that they exclude cannot meet an SLO, while those that they do not
 exclude may still fail.
 """
 

@@ -58,7 +58,7 @@ class Draws:
     """
 
     def __init__(self, seed: int, *path: int) -> None:
-        """`path`: the owner, such as the number of a user; such draws come from one generator and in small chunks."""
+        """`path`: the owner, such as the number of a user; such draws share one generator, in small chunks."""
         self._seed = (seed, *path)
         self.seed = seed
         self._shared = self._make(0) if path else None
