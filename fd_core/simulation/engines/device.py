@@ -31,7 +31,7 @@ AnswerOf = Callable[[str], Piece | None]
 
 
 class PlanComputer(Protocol):
-    """Computes outputs from plans, in order: `ScriptedComputer`, or a production `Runner` with a separate model."""
+    """Computes outputs from plans, in order: `ScriptedComputer`, or a production `Runner` with its own model."""
 
     cache: KVCache
 

@@ -270,7 +270,7 @@ class SimulatedEngineClient(SingleEngineClient):
         self._dispatch(message)
 
     def _turn(self) -> None:
-        """Run `serve_engine` until it waits for the device or for messages."""
+        """Do the work of `serve_engine` up to its next wait, for the device or for messages."""
         self._next = None
         self._occupied, self._woken = True, False
         inbox, self._inbox = self._inbox, []
@@ -352,7 +352,7 @@ def _info(pool: SimulatedPool, epoch: int, outside: OutsideParts) -> EngineInfo:
 
 
 class WorkerCaller(Protocol):
-    """Sender of a request to a worker. Calls are made when the worker sends; network delays are added by the callee."""
+    """Sender of a request to a worker. Calls are made when the worker sends; the callee adds network delays."""
 
     def answered(self, delta: Delta) -> None:
         """The worker sends a part of the answer."""
