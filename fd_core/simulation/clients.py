@@ -1,4 +1,4 @@
-"""Simulated clients: each goes through its conversation, keeps what it was answered, and checks it."""
+"""Simulated clients: each runs one conversation, records the answers and verifies them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fd_core.simulation.workloads.conversations import Conversation, Piece, User
 from fd_core.types import Delta, IntArray, RequestSpec, SamplingParams
 
 _kept_tokens: Final = lru_cache(256)(tokens_of)
-"""Keeps the tokens of pieces that many conversations share."""
+"""Cache of the tokens of pieces that many conversations share."""
 
 
 class WrongAnswer(RuntimeError):
-    """A token was lost, repeated or wrong: a law is broken."""
+    """A token was lost, repeated or wrong: an invariant is violated."""
 
 
 @dataclass(slots=True)
 class _Reading:
-    """What came of one request so far. Times in seconds."""
+    """Progress of one request. Times in seconds."""
 
     arrived: float = 0.0
     prompt_tokens: int = 0
@@ -44,7 +44,7 @@ class _Reading:
 
 
 class SimulatedClient:
-    """One conversation: a request after the other, as long as they are answered."""
+    """One conversation: sends its requests one after the other, as long as they are answered."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class SimulatedClient:
         """`leave` closes a request's connection. `delay`: seconds from a worker's engine to the client."""
         self.conversation = conversation
         self.wanted: tuple[Sequence[int], str] | None = None
-        """The answer to the request in progress and how it ends, where another model gives it than the turn. Set by the
-        door, for every request."""
+        """Expected answer to the request in progress and its finish reason, where a model other than the turn's gives
+        it. Set by the endpoint, for every request."""
         self._timeline = timeline
         self._send, self._hang_up = ask, leave
         self._vocab_size = vocab_size
@@ -83,21 +83,21 @@ class SimulatedClient:
 
     @property
     def gone(self) -> bool:
-        """Whether the request in progress is over for the client."""
+        """Return True if the request in progress is over for the client."""
         return self._now.over
 
     @property
     def request_id(self) -> str:
-        """Id of the request in progress."""
+        """ID of the request in progress."""
         return f"{self.conversation.name}/{self._number}"
 
     @property
     def answer(self) -> Piece:
-        """What the model says to the request in progress."""
+        """Expected answer of the model to the request in progress."""
         return self._turn.answer
 
     def next_request(self) -> None:
-        """Send the next request of the conversation, which there has to be."""
+        """Send the next request of the conversation, which must exist."""
         self._number += 1
         turns = self.conversation.turns
         self._turn = turn = turns[self._number]
@@ -126,7 +126,7 @@ class SimulatedClient:
         self._send(spec, asked, self)
 
     def leave(self) -> None:
-        """Leave before the request in progress has ended; the conversation is over."""
+        """Disconnect before the request in progress has ended; the conversation is over."""
         if self._now.over:
             return
         request_id = self.request_id
@@ -134,7 +134,7 @@ class SimulatedClient:
         self._hang_up(request_id)
 
     def tried(self) -> None:
-        """A worker was asked."""
+        """Record that the request was sent to a worker."""
         if self._check and self._now.count and not self._now.over:
             raise WrongAnswer(f"request {self.request_id} was given to another worker after its first token")
         self._now.attempts += 1
@@ -142,7 +142,7 @@ class SimulatedClient:
             self.account.begin_again()
 
     def read(self, delta: Delta, worker: int) -> None:
-        """Take a part of the answer; it reaches the client a moment later."""
+        """Receive a part of the answer; it reaches the client after the network delay."""
         now = self._now
         if now.over:
             return
@@ -172,7 +172,7 @@ class SimulatedClient:
             self._timeline.at(at, lambda: self._whole(now, reason))
 
     def broken(self, status: int, reason: str) -> None:
-        """The request ends without an answer, or without the rest of one."""
+        """End the request without an answer, or with an incomplete one."""
         now = self._now
         if not now.over:
             self._timeline.after(self._delay, lambda: self._end(now, "failed" if now.count else "refused", reason))
@@ -180,7 +180,7 @@ class SimulatedClient:
     def _whole(self, now: _Reading, end: str) -> None:
         if now.over:
             return
-        if self._check and end != "abort":  # somebody else ended it: what came is right, and more would have
+        if self._check and end != "abort":  # aborted by a third party: the tokens so far are right
             self._check_answer(now, end)
         self._end(now, end, "")
 
@@ -189,7 +189,7 @@ class SimulatedClient:
             return
         now.over = True
         if now.first is not None and now.first > self._timeline.now:
-            now.first, now.count = None, 0  # it was on its way
+            now.first, now.count = None, 0  # it was still on the network
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
@@ -216,14 +216,14 @@ class SimulatedClient:
         if self._more and answered:
             self._text = np.concatenate([self._text, np.array(now.tokens, np.int32)])
         while not answered and self._number + 1 < len(turns) and not turns[self._number + 1].fresh:
-            self._number += 1  # needs what was said
+            self._number += 1  # needs the history
         if self._number + 1 < len(turns):
             self._timeline.after(turns[self._number + 1].think, self.next_request)
         else:
             self._done(self)
 
     def _check_answer(self, now: _Reading, end: str) -> None:
-        """Raise `WrongAnswer` unless the answer is the one that the model gives."""
+        """Raise `WrongAnswer` unless the answer is the expected one."""
         if self.wanted is not None:
             whole, wanted_end = self.wanted
             if (now.count, end) != (len(whole), wanted_end):

@@ -1,4 +1,4 @@
-"""Faults of a simulated deployment: a schedule is plain data, made from a seed, that any world can be given."""
+"""Faults of a simulated deployment: a schedule is plain data, generated from a seed, that applies to any world."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _OF_TRANSFERS: Final = ("transfers_lost", "transfers_repeated")
 
 
 _Acts = tuple[Callable[[], None], Callable[[], None] | None]
-"""What begins a fault, and what ends it."""
+"""Start and end of a fault."""
 
 
 class SimulatedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One fault. What it means is in the code of `apply`, kind by kind."""
+    """One fault. Its meaning is in the code of `apply`, kind by kind."""
 
     at: float
-    """Seconds from the begin of the run."""
+    """Seconds from the start of the run."""
     kind: FaultKind
     target: tuple[str, ...] = ()
-    """A worker, a router, or the two places between which the network is at fault."""
+    """A worker, a router, or the two endpoints of the faulty link."""
     seconds: float = 0.0
-    """How long it lasts: until the process, the way or the store is as before. 0 for what is over at once."""
+    """Duration: until the process, the link or the store is restored. 0 for instantaneous faults."""
     amount: float = 0.0
-    """How bad it is: a factor for what is slow, the share of clients, every how many-th value or message, seconds of a
-    delay or of a clock."""
+    """Severity: a slowdown factor, the share of clients, every how many-th value or message, seconds of a delay or of a
+    clock offset."""
 
 
 def draw_faults(
@@ -69,7 +69,7 @@ def draw_faults(
     pairs: bool = False,
     kinds: Sequence[FaultKind] = FAULT_KINDS,
 ) -> tuple[SimulatedFault, ...]:
-    """Return `count` faults within `seconds`, in order of time, of the kinds that there is a target for."""
+    """Return `count` faults within `seconds`, in order of time, of the kinds that have a target."""
     possible = [
         kind
         for kind in kinds
@@ -94,7 +94,7 @@ def _drawn(
     if kind in _OF_WORKERS:
         target = (draw.choice(workers),)
     elif kind in _OF_PLACES:
-        # Mostly a router and a worker; pairs of workers speak to each other as well.
+        # Mostly a router and a worker; pairs of workers communicate as well.
         one = draw.choice(routers) if routers and (len(workers) < 2 or draw.random() < 0.7) else draw.choice(workers)
         target = one, draw.choice([name for name in workers if name != one])
     elif kind == "router_restarted":
@@ -118,12 +118,12 @@ def _drawn(
 
 
 def over_at(schedule: Sequence[SimulatedFault]) -> float:
-    """Return when the last fault is over, in seconds from the begin of the run; what it began may still last."""
+    """Return the end of the last fault, in seconds from the start of the run; its consequences may last longer."""
     return max((fault.at + fault.seconds for fault in schedule), default=0.0)
 
 
 def apply(schedule: Sequence[SimulatedFault], world: World) -> None:
-    """Have every fault happen at its time. Raises `ValueError` for one whose target is not in the world."""
+    """Schedule every fault. Raises `ValueError` for one whose target is not in the world."""
     for fault in schedule:
         begin, end = _performed(fault, world)
         world.timeline.at(fault.at, begin)
@@ -207,7 +207,7 @@ def _of_worker(fault: SimulatedFault, worker: SimulatedWorker) -> _Acts:
         case "device_slow":
             return at_engine(partial(slow, fault.amount)), at_engine(partial(slow, 1.0))
         case _:
-            # A drift of a thousandth is ten times that of a bad clock, and enough to order deadlines otherwise.
+            # A drift of a thousandth is ten times that of a bad clock, and enough to reorder deadlines.
             return partial(worker.timeline.set_clock, fault.amount, 1e-3 * fault.amount), None
 
 

@@ -1,4 +1,4 @@
-"""A simulated gateway: carries requests and answers; whom it asks and tells what, the production router decides."""
+"""A simulated gateway: carries requests and answers; the production router makes every routing decision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fd_core.types import Delta, FinishReason, RequestSpec
 
 
 class SimulatedGateway:
-    """One router process: it chooses workers, follows their health and passes answers on."""
+    """One router process: it selects workers, checks their health and forwards answers."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SimulatedGateway:
         network: Network,
         draw: random.Random,
     ) -> None:
-        """Know `workers` from the start and take them for healthy."""
+        """Register `workers` at the start and treat them as healthy."""
         self.name = name
         self.checks = 0
         self._make_router = make_router
@@ -49,7 +49,7 @@ class SimulatedGateway:
     def _start(self) -> None:
         self.router = self._make_router()
         self._asked: set[RouterWorker] = set()
-        """Incarnations whose answer to a health check is on its slow way."""
+        """Incarnations with a health check in flight on a slow link."""
         self._following: dict[RouterWorker, tuple[str, int | None]] = {}
         """The process whose KV events count, by incarnation, and the number of the next event."""
         self._unreached = Unreached(30.0)  # seconds, the default of the gateway
@@ -59,7 +59,7 @@ class SimulatedGateway:
         self.check()
 
     def restart(self) -> None:
-        """End the process, and with it every connection to clients and workers; begin anew with an empty memory."""
+        """End the process, and with it every connection to clients and workers; restart with empty state."""
         for attempts in self._attempts.values():
             for attempt in [*attempts]:
                 attempt.leave()
@@ -72,17 +72,17 @@ class SimulatedGateway:
         return sum(map(len, self._attempts.values()))
 
     def ask(self, spec: RequestSpec, asked: RouteRequest, reader: SimulatedClient) -> None:
-        """Take a client's request, which has come over the network."""
+        """Receive a client's request from the network."""
         exchange = _Exchange(self, spec, reader, Attempts(self.router, asked))
         exchange.go(exchange.attempts.first(self._timeline.now, self._draw.random()))
 
     def leave(self, request_id: str) -> None:
-        """The client of a request has left: so does the gateway, from the worker."""
+        """The client of a request has disconnected: disconnect from the worker too."""
         if (attempt := self._by_request.get(request_id)) is not None:
             attempt.leave()
 
     def learn(self, worker: SimulatedWorker) -> None:
-        """Take in what a worker has to say of the prefixes that its device holds, where the policy can use it."""
+        """Apply a worker's events of the prefixes on its device, where the policy can use them."""
         known = self.router.registry.at(worker.url)
         client, reported = worker.client, self.router.reported_kv
         if known is None or client is None or client.kv_log is None or not self.router.uses_prefix(known):
@@ -97,18 +97,18 @@ class SimulatedGateway:
         try:
             for event in events:
                 reported.apply(known, event)
-        except ValueError:  # as more blocks than the router keeps: what the worker served counts instead
+        except ValueError:  # more blocks than the router tracks: the worker's routed prompts count instead
             reported.end(known)
             del self._following[known]
 
     def register(self, worker: SimulatedWorker) -> None:
-        """Take the word of a worker's process that it is there; it is checked before it gets requests."""
+        """Register a worker's process; it is checked before it gets requests."""
         instance = worker.instance if worker.up else None
         self.router.register(worker.url, worker.role, self._timeline.now, instance=instance)
         self.check()
 
     def check(self) -> None:
-        """Ask every worker how it is, and draw the consequences for requests that wait for its answer."""
+        """Check the health of every worker, and apply the results to requests that wait for its answer."""
         for known in self.router.workers():
             worker = self._workers[known.url]
             self.checks += 1
@@ -118,7 +118,7 @@ class SimulatedGateway:
                 self._take(known, worker, self._look(worker))
 
     def _check_slowly(self, known: RouterWorker, worker: SimulatedWorker, delay: float) -> None:
-        """Ask over a slow way, one question at a time; the answer may come when another process is known there."""
+        """Check health over a slow link, one check at a time; another process may be registered before the reply."""
         if known in self._asked:
             return
         self._asked.add(known)
@@ -147,7 +147,7 @@ class SimulatedGateway:
         return _Health(worker.instance, worker.role, client.info.kv_port, worker.leaving)
 
     def _take(self, known: RouterWorker, worker: SimulatedWorker, health: _Health) -> None:
-        """Draw the consequences of an answer, or of none, to a health check."""
+        """Apply the reply, or the failure, of a health check."""
         now, ok = self._timeline.now, health.role is not None
         after = self.router.health(known, ok, now, instance=health.instance, role=health.role, kv_port=health.kv_port)
         if health.leaving:
@@ -166,11 +166,11 @@ class SimulatedGateway:
 
 
 class _Health(NamedTuple):
-    """The answer to a health check; nothing for one that came to nobody."""
+    """Reply to a health check; empty if the check did not reach a process."""
 
     instance: str | None = None
     role: str | None = None
-    """What it says it is, if it is well."""
+    """Role that the worker reports, if it is healthy."""
     kv_port: int | None = None
     leaving: bool = False
 
@@ -187,7 +187,7 @@ class _Exchange(NamedTuple):
     attempts: Attempts[tuple[int, str]]
 
     def go(self, chosen: Selection | None) -> None:
-        """Try the workers that were chosen, or tell the client why there are none."""
+        """Try the selected workers, or report to the client why there are none."""
         if chosen is not None:
             _Attempt(self, chosen).begin()
             return
@@ -233,16 +233,16 @@ class _Attempt:
             gateway._timeline.after(3.0, give_up)  # the default of the gateway
 
     def leave(self) -> None:
-        """The client is gone; the worker learns of it over the network."""
+        """The client disconnected; the worker is notified over the network."""
         self._end()
         worker, request_id = self._worker, self.exchange.spec.request_id
         gateway = self.exchange.gateway
         gateway._network.send(gateway.name, worker.name, lambda: worker.leave(request_id))
 
-    # What the worker says, at the time at which it says it ---------------------------------------------------
+    # Events of the worker, at the time at which it sends them ------------------------------------------------
 
     def answered(self, delta: Delta) -> None:
-        """Pass a part of the answer on; only its first and its last change what is counted here."""
+        """Forward a part of the answer; only its first and its last change what is counted here."""
         network = self._network
         if network.healthy and delta.finish_reason is None and self.selection.started:  # nearly always
             if not self._over:
@@ -258,7 +258,7 @@ class _Attempt:
         if self._over:
             return
         if delta.finish_reason is FinishReason.ERROR:
-            # A server says so in place of an answer, or at the end of what it has said of it.
+            # A server reports this in place of an answer, or at the end of a partial one.
             reason = delta.error or "the engine failed"
             self._hear(lambda: self._lost(reason) if self.selection.started else self._refused(500, reason))
             return
@@ -271,14 +271,14 @@ class _Attempt:
             self._hear(self._served)
 
     def refused(self, status: int, reason: str) -> None:
-        """The worker does not take the request: another one may, unless the request itself is wrong."""
+        """The worker rejects the request: another one may accept it, unless the request itself is invalid."""
         self._hear(lambda: self._refused(status, reason))
 
     def lost(self, reason: str) -> None:
         severe = not self._worker.up
         self._hear(lambda: self._lost(reason, severe=severe))
 
-    # The same, when it has come to the gateway -----------------------------------------------------------------
+    # The same events, when they have reached the gateway -------------------------------------------------------
 
     def _hear(self, then: Callable[[], None]) -> None:
         gateway = self.exchange.gateway

@@ -1,4 +1,4 @@
-"""From settings that people give to a deployment that can be simulated."""
+"""From user settings to a deployment that can be simulated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_ROUTERS: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is to be simulated, in the words of the command line; the rest is as `SimulatedDeployment` has it."""
+    """Settings of a simulation, in the terms of the command line; the rest is as in `SimulatedDeployment`."""
 
     profile: CostProfile
     workers: int = 1
@@ -29,13 +29,13 @@ class Setup:
     prefill: int = 0
     decode: int = 0
     routers: int | None = None
-    """None takes one, and none for a worker alone."""
+    """None takes one, or none for a single worker."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `EngineConfig` that were given; the profile says what others are."""
+    """Fields of `EngineConfig` that were given; the profile sets the others."""
     router: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `RouterConfig` that were given."""
     acceptance: float = 0.7
-    """Chance of a draft to be kept, if those before it were; for engines that draft."""
+    """Probability that a draft is accepted, if those before it were; for engines that draft."""
     shared_store: bool = False
     spare_processors: int | None = None
     """Processors that a worker's steps leave to its server; None takes the profile's."""

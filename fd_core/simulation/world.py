@@ -44,42 +44,42 @@ from fd_core.types.kv_events import KVEvent
 from fd_core.types.metrics import read_metrics
 
 _MAX_SAMPLES: Final = 20_000
-"""Samples of workers that are kept; beyond, every second one goes and the next ones are taken half as often."""
+"""Samples of workers that are kept; beyond, every second one is dropped and the sampling rate is halved."""
 
 
 class Stuck(RuntimeError):
-    """Requests have not ended by the time at which a run had to be over."""
+    """Requests have not ended by the deadline of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedDeployment:
-    """What is simulated, but for the load."""
+    """A simulated deployment, without the load."""
 
     label: str
     groups: tuple[SimulatedPool, ...]
     routers: int = 1
-    """Gateways that clients use in turn; 0 is for one worker alone, which clients speak to."""
+    """Gateways that clients use in turn; 0 is for a single worker that clients connect to directly."""
     router: RouterConfig = field(default_factory=RouterConfig)
     store: Callable[[Timeline], SharedStore] | None = None
-    """Makes the KV store of all workers; None has none."""
+    """Creates the KV store of all workers; None has none."""
     latency: float = 0.0002
-    """Seconds that anything takes from one place to another."""
+    """Seconds of any message from one endpoint to another."""
     relay: float = 0.0
     """Processor seconds of routers and clients for each part of an answer, where they run on the first worker's
     processor; 0 where they have others."""
     crowding: tuple[float, float] | None = None
-    """How many times as long a step that only decodes, and any other step, takes while another worker computes, where
-    workers share memory and caches; None where each has a machine of its own."""
+    """Slowdown factors of a step that only decodes, and of any other step, while another worker computes, where
+    workers share memory and caches; None if each has a separate machine."""
     sample_seconds: float = 1.0
-    """Time between two looks at what workers hold; grows in long runs."""
+    """Time between two samples of the workers; grows in long runs."""
     check: bool = True
-    """Whether every answer is compared, token by token, with what the model says."""
+    """True to compare every answer, token by token, with the expected one."""
     audit: bool = False
-    """Whether every engine is audited after every turn, and the KV of every request before every step."""
+    """True to audit every engine after every turn, and the KV of every request before every step."""
 
 
 class World:
-    """One run: make it, let clients in, read what came of it. Equal arguments give equal runs, byte for byte."""
+    """One run: create it, run the clients, read the results. Equal arguments give equal runs, byte for byte."""
 
     def __init__(self, deployment: SimulatedDeployment, plugins: Plugins, seed: int = 0) -> None:
         """`seed` decides every random choice of routers and the secret of prefix names."""
@@ -94,15 +94,15 @@ class World:
         self.clients: dict[str, SimulatedClient] = {}
         """Conversations in progress, by name."""
         self.on_event: Callable[[], None] = lambda: None
-        """Called after each outcome, for whoever shows progress."""
+        """Called after each outcome, to show progress."""
         self._plugins = plugins
         self._counters: defaultdict[str, float] = defaultdict(float)
-        """Of engines that are over, by metric."""
+        """Counters of ended engines, by metric."""
         self._waits = array("f")
-        """Where the time of each outcome's request went, see `Run.waits`."""
+        """Time of each outcome's request by reason, see `Run.waits`."""
         self._absences: list[Absence] = []
         self._states: dict[int, tuple[str, float]] = {}
-        """What each worker is, `up`, `restarts` or `away`, and since when."""
+        """State of each worker, `up`, `restarts` or `away`, and its start."""
         self._accounts: dict[str, WaitAccount] = {}
         self._answers: dict[str, Piece] = {}
         self._every = deployment.sample_seconds
@@ -138,14 +138,14 @@ class World:
 
     @property
     def busy(self) -> bool:
-        """Whether a client has not got all that it wants, or is still to come."""
+        """True if a client is not done, or has yet to arrive."""
         return self._more_to_come or bool(self.clients)
 
     def run(self, conversations: Iterable[Conversation], until: float = math.inf) -> Run:
-        """Let the clients of `conversations`, which come in order of time, do what they want; return what came of it.
+        """Run the clients of `conversations`, which are in order of time; return the results.
 
-        Raises `Stuck` if requests are left at time `until`, `WrongAnswer` for a token that is not the model's, and what
-        an engine or a router raises: none of it may happen in a healthy world.
+        Raises `Stuck` if requests are left at time `until`, `WrongAnswer` for an unexpected token, and the
+        errors of engines and routers: none of them may happen in a healthy world.
         """
         began = time.perf_counter()
         self._coming, self._more_to_come = iter(conversations), True
@@ -160,7 +160,7 @@ class World:
         return self._result(time.perf_counter() - began)
 
     def ask(self, spec: RequestSpec, asked: RouteRequest, client: SimulatedClient) -> None:
-        """Carry a client's request to a router, or to the one worker."""
+        """Send a client's request to a router, or to the only worker."""
         name = spec.request_id
         self._answers[name] = client.answer
         self._accounts[name] = client.account
@@ -181,7 +181,7 @@ class World:
         self.network.send("clients", worker.name if gateway is None else gateway.name, arrive)
 
     def leave(self, request_id: str) -> None:
-        """Carry the end of a connection."""
+        """Send the end of a connection."""
         if not self.gateways:
             worker = self.workers[0]
             self.network.send("clients", worker.name, partial(worker.leave, request_id))
@@ -192,7 +192,7 @@ class World:
         return TransferNetwork(self.network)
 
     def _make_router(self, _name: str) -> Router:
-        """Return a router that knows nothing yet, for the gateway of this name."""
+        """Return a router with empty state, for the gateway of this name."""
         return Router(self.deployment.router, partial(self._plugins.load, ROUTER_POLICY))
 
     def _parts(self, group: SimulatedPool, name: str, process: int) -> EngineParts:
@@ -228,7 +228,7 @@ class World:
     def _outside(
         self, group: SimulatedPool, place: str, timeline: Timeline, queue: CompletionQueue, cache: KVCache
     ) -> OutsideParts:
-        """Return tiers and pairs as `config` asks, with the deployment's store in place of `config.kv_store`."""
+        """Return the tiers and pairs that `config` requests, with the deployment's store for `config.kv_store`."""
         config, costs, threads = group.config, group.costs, VirtualThreads(timeline)
         keep, offload = None, None
         if group.block_bytes is not None and config.enable_prefix_caching:
@@ -262,7 +262,7 @@ class World:
         client.on_kv_events = tell
 
     def _note_state(self, worker: SimulatedWorker) -> None:
-        """Note whether a worker is there, and the absence that is over."""
+        """Record the state of a worker, and the absence that is over."""
         client = worker.client
         state = "away" if client is None else "up" if client.alive else "restarts" if client.restarts else "away"
         before, since = self._states.get(worker.index, (state, self.timeline.now))
@@ -282,7 +282,7 @@ class World:
             first.device.work_beside(self.deployment.relay)
 
     def _next_client(self) -> None:
-        """Have the next client come at its time; those behind it are not made before."""
+        """Schedule the next client for its time; those after it are not created before."""
         conversation = next(self._coming, None)
         if conversation is None:
             self._more_to_come = False
@@ -325,7 +325,7 @@ class World:
         self.timeline.after(self.deployment.router.health_check_interval_secs, self._check)
 
     def _sample(self) -> None:
-        """Look at what every worker holds, now and every `sample_seconds`, as long as there is a client."""
+        """Sample every worker, now and every `sample_seconds`, as long as there is a client."""
         if not self.busy:
             return
         for worker in self.workers:
@@ -343,7 +343,7 @@ class World:
         self.timeline.after(self._every, self._sample)
 
     def _count(self, client: SimulatedEngineClient) -> None:
-        """Add the counters of an engine, which then ends or is not asked again."""
+        """Add the counters of an engine, which then ends or is not read again."""
         for spec, samples in read_metrics(client.engine.stats().scheduler):
             if spec.kind == "counter":
                 self._counters[spec.name] += sum(value for _, value in samples)
@@ -377,7 +377,7 @@ class World:
 
 
 class _Direct:
-    """A client at a worker without a router in between."""
+    """A client of a worker without a router in between."""
 
     def __init__(self, client: SimulatedClient) -> None:
         self._client = client

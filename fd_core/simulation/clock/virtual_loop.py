@@ -1,9 +1,9 @@
-"""Threads under the virtual clock: their jobs are appointments, and what a job does takes time of its own loop only.
+"""Threads under the virtual clock: their jobs are events, and the time of a job delays its own loop only.
 
-A job runs as a whole at the time when it begins. Its clock runs ahead of everybody else's as it spends time: what it
-tells others reaches them when their clock shows the same, and the next job of its loop begins no earlier. So a job
-cannot be disturbed while it copies or calls a store; production's can, between two blocks. An operation that somebody
-else ends meanwhile is completed when the copy is over, as production's is.
+A job runs as a whole at its start time. Its clock runs ahead of the shared one as it spends time: its messages
+reach others when their clocks show the same time, and the next job of its loop starts no earlier. So a job
+cannot be interrupted while it copies or calls a store; production's can, between two blocks. An operation that another
+party ends meanwhile is completed after the copy, as in production.
 """
 
 from __future__ import annotations
@@ -19,74 +19,74 @@ from fd_core.simulation.clock.timeline import Appointment, Timeline
 
 
 class VirtualThreads:
-    """The threads of one simulated process, and the clock that they and its engine read."""
+    """Threads of one simulated process, and the clock that they and its engine read."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.alive = True
         self._copies_until = 0.0
         self._timeline = timeline
         self._ahead: float | None = None
-        """The time for the job that runs; None while none does."""
+        """Time of the running job; None if none runs."""
         self._at_end: list[Callable[[], None]] = []
         self._work: Callable[[float], float] | None = None
 
     def share(self, work: Callable[[float], float]) -> None:
-        """Have `work` told processor seconds of jobs from here on; it returns how long they take."""
+        """Report processor seconds of jobs to `work` from here on; it returns how long they take."""
         self._work = work
 
     def clock(self) -> float:
-        """Return the time in seconds for whoever asks: the job that runs, or the engine."""
+        """Return the caller's time in seconds: that of the running job, or of the engine."""
         return self._timeline.now if self._ahead is None else self._ahead
 
     @property
     def ahead(self) -> float:
-        """Seconds that the job which runs has taken so far."""
+        """Seconds that the running job has taken so far."""
         return self.clock() - self._timeline.now
 
     @property
     def copying(self) -> float:
-        """Seconds until the copies are over that have begun; none for a job, which does not wait for its own."""
+        """Seconds until the copies in progress are over; 0 for a job, which does not wait for its own."""
         return max(0.0, self._copies_until - self._timeline.now) if self._ahead is None else 0.0
 
     def copy(self, seconds: float) -> None:
-        """Let a copy of KV blocks take time, see `spend`."""
+        """Account for the time of a copy of KV blocks, see `spend`."""
         self.spend(seconds)
         self._copies_until = max(self._copies_until, self.clock())
 
     def spend(self, seconds: float, *, waits: bool = False) -> None:
-        """Spend time of the running job, if one runs: of a processor unless it `waits` for somebody outside."""
+        """Spend time of the running job, if one runs: processor time unless it `waits` for an external event."""
         if self._ahead is not None:
             self._ahead += seconds if waits or self._work is None else self._work(seconds)
 
     def spend_beside(self, seconds: float) -> None:
-        """Spend time of the processor that computes steps, if there is no other; where there is one, nobody waits."""
+        """Spend time of the processor that computes steps, if it is the only one; otherwise nothing is delayed."""
         if self._work is not None:
             self.spend(seconds)
 
     def tell(self, call: Job, seconds: float = 0.0) -> None:
-        """Have `call` called `seconds` after the time that it is for the caller, unless the process was killed."""
+        """Schedule `call` `seconds` after the caller's time, unless the process was killed."""
         if self._ahead is None and not seconds:
             call()
         else:
             self._timeline.at(self.clock() + seconds, lambda: self._reach(call))
 
     def kill(self) -> None:
-        """End the process: none of its jobs is done, nothing that was under way is heard of."""
+        """End the process: pending jobs are dropped, operations in progress never complete."""
         if self.alive:
             self.alive = False
             for call in self._at_end:
                 call()
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Have `call` called when the process is killed."""
+        """Register `call` to run when the process is killed."""
         self._at_end.append(call)
 
     def make_loop(self, name: str, turn: Callable[[], float] | None = None, end: Job | None = None, /) -> VirtualLoop:
-        """Return a loop of this process that was not started, as `ThreadLoop` makes it."""
+        """Return a loop of this process that is not started, as `ThreadLoop` makes it."""
         return VirtualLoop(self, self._timeline, turn, end)
 
     def run(self, when: float, work: Callable[[], None]) -> float:
-        """Do some of a loop's work, begun at time `when`; return when it ended."""
+        """Run part of a loop's work from time `when`; return its end time."""
         if self._ahead is not None:
             raise RuntimeError("a job of a simulated thread runs within another")
         self._ahead = when
@@ -102,7 +102,7 @@ class VirtualThreads:
 
 
 class VirtualLoop(ThreadLoop):
-    """One thread: the next job begins once it was posted and the one before is over. An exception ends the run."""
+    """One thread: a job starts once it was posted and the previous one is over. An exception ends the run."""
 
     def __init__(
         self, threads: VirtualThreads, timeline: Timeline, turn: Callable[[], float] | None, end: Job | None
@@ -112,24 +112,24 @@ class VirtualLoop(ThreadLoop):
         self._turn = turn
         self._end = end
         self._queue: list[tuple[float, int, Job]] = []
-        """With the time when each was posted; a heap, because clocks of loops differ."""
+        """Jobs with their post times; a heap, because clocks of loops differ."""
         self._count = 0
         self._free = 0.0
-        """When the last work was over."""
+        """End time of the last work."""
         self._due = math.inf
-        """When `turn` wants to be called again."""
+        """Time at which `turn` is due again."""
         self._state = "new"
         self._stopping = False
         self._next: Appointment | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the loop."""
         self._state = "idle"
         self._free = self._due = self._threads.clock()
         self._book()
 
     def post(self, job: Job) -> bool:
-        """Have `job` done at the time that it is for the caller, or later."""
+        """Queue `job` for the caller's time, or later."""
         if self._stopping or not self._threads.alive:
             return False
         heapq.heappush(self._queue, (self._threads.clock(), self._count, job))
@@ -138,12 +138,12 @@ class VirtualLoop(ThreadLoop):
         return True
 
     def stop(self) -> None:
-        """End after the jobs that were posted."""
+        """End after the queued jobs."""
         self._stopping = True
         self._book()
 
     def join(self, seconds: float) -> bool:
-        """Do at once what would be done within `seconds`; the caller's clock stands still meanwhile."""
+        """Run at once the jobs due within `seconds`; the caller's clock stands still meanwhile."""
         until = self._threads.clock() + seconds
         while self._threads.alive and self._state == "idle" and self._stopping and (when := self._when()) <= until:
             self._work(when)
@@ -172,7 +172,7 @@ class VirtualLoop(ThreadLoop):
             self._book()
 
     def _work(self, when: float) -> None:
-        """Do the next job and, unless another is due, what lies between jobs."""
+        """Run the next job and, unless another is due, the work between jobs."""
         self._state = "busy"
         self._free = self._threads.run(when, lambda: self._do_next(when))
         if self._state == "busy":
@@ -191,7 +191,7 @@ class VirtualLoop(ThreadLoop):
 
 
 class VirtualCompletions(CompletionQueue):
-    """An engine's queue, which completions reach when its clock shows the time of the job that put them."""
+    """Completion queue of an engine; a completion is visible once the clock shows the time of the job that put it."""
 
     def __init__(self, threads: VirtualThreads, queue: CompletionQueue) -> None:
         super().__init__()
@@ -208,5 +208,5 @@ class VirtualCompletions(CompletionQueue):
         return self._engines.take()
 
     def wait(self, seconds: float) -> None:
-        """Refuse: whoever waits would wait for ever, for time passes only between appointments."""
+        """Raise: waiting would block for ever, because time advances only between events."""
         raise RuntimeError("an engine under the virtual clock waits for no completion, it is woken")

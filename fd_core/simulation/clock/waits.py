@@ -1,6 +1,6 @@
-"""Where the time of one request goes, from its client's sending to its end: every second has one reason.
+"""Breakdown of the time of one request, from the client's send to its end: every second has one reason.
 
-The engine's own scheduler tells what happens inside it (`fd_core.scheduling.phases`); what is around it is told here.
+The engine's own scheduler reports the time inside it (`fd_core.scheduling.phases`); the rest is recorded here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from fd_core.types import PHASE_NAMES
 
 _AROUND: Final = ("network", "retry", "front", "step", "restart", "engine")
 WAITS: Final = (*PHASE_NAMES, *_AROUND)
-"""Reasons by number: phases of the scheduler first, `computing` the first of them, then what is around the engine."""
+"""Reasons by number: phases of the scheduler first, `computing` the first of them, then those around the engine."""
 NETWORK, RETRY, FRONT, STEP, RESTART, ENGINE = (WAITS.index(name) for name in _AROUND)
-"""Messages under way; attempts that came to nothing; the front of a server, which takes requests one after the other;
-the step in progress, after which an engine looks at what came; another engine in place of one that died; an engine
-whose scheduler does not tell."""
+"""Messages on the network; attempts that failed; the front of a server, which receives requests one after the other;
+the step in progress, after which an engine reads its messages; another engine in place of a dead one; an engine
+whose scheduler does not report phases."""
 
 WAIT_TITLES: Final = {
     "computing": "computing",
@@ -40,40 +40,40 @@ WAIT_TITLES: Final = {
 
 
 class WaitAccount:
-    """Where the time of one request went so far, as its client sees it, which reads later than engines tell."""
+    """Time of one request by reason as its client sees it, which reads later than engines report."""
 
     __slots__ = ("_ask", "_before", "_clock", "_first", "_reason", "_seconds", "_sent", "_since", "_told")
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """The client sends the request; `clock` is not that of a worker, which may be wrong."""
+        """Start with the client's send; `clock` is not that of a worker, which may be wrong."""
         self._clock = clock
         self._sent = self._since = clock()
         self._reason = NETWORK
         self._seconds = [0.0] * len(WAITS)
         self._before: list[float] | None = None
-        """What the seconds were at the first token."""
+        """Seconds by reason at the first token."""
         self._first = math.inf
         self._ask: Callable[[], tuple[float, ...] | None] | None = None
         self._told: tuple[float, ...] | None = None
 
     def wait_for(self, reason: int) -> None:
-        """The request waits for something around engines from now on."""
+        """Account for a wait outside engines from now on."""
         self._close(self._clock())
         self._ask, self._reason = None, reason
 
     def enter(self, ask: Callable[[], tuple[float, ...] | None]) -> None:
-        """An engine takes the request in; it tells what `Engine.phases` does if it is asked."""
+        """Record that an engine received the request; `ask` returns its `Engine.phases`."""
         self.wait_for(ENGINE)
         self._ask, self._told = ask, None
 
     def begin_again(self) -> None:
-        """Another worker is tried, before any token: all time so far was for nothing."""
+        """Start a retry at another worker, before any token: all time so far counts as lost to retries."""
         self.wait_for(NETWORK)
         self._seconds = [0.0] * len(WAITS)
         self._seconds[RETRY] = self._since - self._sent
 
     def tell(self, phases: tuple[float, ...] | None, at: float) -> None:
-        """The client reads, at a time, what the engine that holds the request told; None gives it all to one reason."""
+        """Record the phases as the client reads them at time `at`; None adds the elapsed time to the current reason."""
         elapsed = max(at - self._since, 0.0)
         if phases is None:
             self._seconds[self._reason] += elapsed
@@ -81,7 +81,7 @@ class WaitAccount:
             told = self._told or (0.0,) * len(phases)
             for number, (seconds, before) in enumerate(zip(phases, told, strict=True)):
                 if seconds > before:
-                    # What the engine has told and the client not read yet is no time of the client.
+                    # Exclude phases that the engine reported but the client has not read yet.
                     spent = min(seconds - before, elapsed)
                     self._seconds[number] += spent
                     elapsed -= spent
@@ -90,12 +90,12 @@ class WaitAccount:
         self._since = max(at, self._since)
 
     def first_token(self, at: float) -> None:
-        """The client reads the first token at a time; behind it are waits between tokens."""
+        """Record the time of the first token; waits after it are waits between tokens."""
         self._close(at)
         self._before, self._first = [*self._seconds], at
 
     def end(self) -> tuple[list[float], list[float]]:
-        """Return the seconds by number of the reason, before the first token and behind it; together all time."""
+        """Return the seconds by number of the reason, before and after the first token; they add up to all time."""
         now = self._clock()
         self._close(now)
         unread = self._since - now
@@ -111,5 +111,5 @@ class WaitAccount:
         return before, [after - early for after, early in zip(seconds, before, strict=True)]
 
     def _close(self, at: float) -> None:
-        """Give what passed until then to its reason."""
+        """Add the time since the last change to its reason."""
         self.tell(None if self._ask is None else self._ask(), at)

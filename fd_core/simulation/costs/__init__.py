@@ -1,1 +1,1 @@
-"""How long things take: fitted to what was measured on a device, or calculated from a device's numbers."""
+"""Cost models: fitted to measurements of a device, or calculated from its data sheet."""

@@ -1,8 +1,8 @@
-"""Profiles of hardware that is not here, from a device's numbers and a model's sizes: calculated, never measured.
+"""Profiles of absent hardware, from a device's numbers and a model's sizes: calculated, never measured.
 
-A step takes the longer of two times, that of reading weights and that of multiplying them; keys and values are read,
-and attention is multiplied, on top. So do the rooflines of InferSim and of vLLM's documentation on performance; what
-kernels reach of a maker's numbers is a factor that has a name here and may be set.
+A step takes the longer of two times, that of reading weights and that of multiplying them; reading keys and values,
+and the products of attention, are added. So do the rooflines of InferSim and of vLLM's documentation on performance;
+the share of a vendor's numbers that kernels reach is a factor that has a name here and can be set.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fd_core.simulation.costs.profile import (
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a maker's numbers that good kernels reach; all are assumptions, and may be set."""
+    """Shares of a vendor's numbers that good kernels reach; all are assumptions and can be set."""
 
     bandwidth: float = 0.85
-    """Of memory, where weights and KV are read in long runs."""
+    """Of memory bandwidth, where weights and KV are read sequentially."""
     compute: float = 0.65
     """Of operations, in products with weights."""
     attention: float = 0.45
@@ -37,12 +37,12 @@ class Efficiency:
     link: float = 0.7
     """Of links between devices, and of those to the host."""
     memory: float = 0.9
-    """Of memory that weights and KV may take together."""
+    """Of memory available to weights and KV together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What a maker promises of one device; sizes are in bytes, rates per second."""
+    """Data sheet of one device; sizes in bytes, rates per second."""
 
     title: str
     memory: float
@@ -52,16 +52,16 @@ class Accelerator:
     link: float
     """Bytes to other devices of the machine, one direction."""
     link_latency: float
-    """Seconds of an all-reduce of few bytes."""
+    """Seconds of a small all-reduce."""
     host_link: float
     """Bytes to the host's memory, one direction."""
     step_overhead: float
-    """Seconds of a step beside its kernels: launching a graph, sampling, one transfer to the host."""
+    """Seconds of a step besides its kernels: launching a graph, sampling, one transfer to the host."""
     layer_overhead: float
-    """Seconds that the kernels of a layer lose at their beginnings and ends."""
+    """Seconds that the kernels of a layer lose at their starts and ends."""
     source: str
     efficiency: Efficiency | None = None
-    """Where the usual shares do not fit."""
+    """Overrides for devices that the usual shares do not fit."""
     most_ranks: int = 8
 
 
@@ -102,7 +102,7 @@ ACCELERATORS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder with grouped-query attention and gated feed-forward layers, dense or of experts."""
+    """A decoder with grouped-query attention and gated feed-forward layers, dense or mixture of experts."""
 
     title: str
     layers: int
@@ -115,7 +115,7 @@ class ModelShape:
     vocab_size: int
     max_model_len: int
     tied: bool = False
-    """Whether embedding and output projection are one weight."""
+    """True if embedding and output projection share one weight."""
     experts: int = 0
     """Experts of a layer; 0 for a dense model."""
     experts_per_token: int = 0
@@ -144,7 +144,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Parameters in all, without norms and biases."""
+        """Total parameters, without norms and biases."""
         feed_forward = self.expert_weights * max(self.experts, 1) + self.hidden * self.experts
         return self.layers * (self.attention_weights + feed_forward) + self.head_weights * (1 if self.tied else 2)
 
@@ -163,14 +163,14 @@ ARCHITECTURES: Final = {
 
 _MOST_TOKENS: Final = 1 << 20
 KV_DTYPES: Final = {"bf16": ("bfloat16", 2), "fp8": ("float8", 1), "int8": ("int8", 1)}
-"""Name and bytes of a number, by what is written for it."""
+"""Name and bytes of a number, by its key in options."""
 _RESERVE: Final = 2e9
 """Bytes of each device for activations and the framework."""
 
 ASSUMED_REQUEST: Final = RequestTerms(
     turn=150e-6, turn_per_row=3e-6, receive=1.5e-3, receive_per_token=2e-6, delivery=300e-6
 )
-"""This engine's own times beside steps, rounded, as they were seen on a server's processor."""
+"""Overheads of this engine outside steps, rounded, as measured on a server processor."""
 ASSUMED_STORE_READ: Final = KVLink(latency=200e-6, bandwidth=3e9, source="assumed: a local NVMe disk, 3 GB/s")
 ASSUMED_STORE_WRITE: Final = KVLink(latency=200e-6, bandwidth=1.5e9, source="assumed: a local NVMe disk, 1.5 GB/s")
 _NETWORK: Final = KVLink(latency=100e-6, bandwidth=0.8 * 50e9, source="calculated: 400 Gbit/s network, four fifths")
@@ -192,7 +192,7 @@ def calculated_profile(
         what = f"{model.title} with {model.heads} heads and {model.kv_heads} of keys and values is not calculated on"
         raise wrong_profile(f"{what} {ranks} x {device.title}", f"tp may be {', '.join(map(str, fits))}")
     kv_token = 2 * model.layers * model.kv_heads * model.head_dim * KV_DTYPES[kv_dtype][1]
-    # Each rank keeps whole heads, so heads are kept twice where there are more ranks than heads.
+    # Each rank holds whole heads, so heads are replicated where there are more ranks than heads.
     kv_rank_token = kv_token * max(1, ranks // model.kv_heads) / ranks
     weights = 2 * model.parameters
     block_size = 32
@@ -212,7 +212,7 @@ def calculated_profile(
     active = model.layers * (model.attention_weights + max(1, model.experts_per_token) * model.expert_weights)
 
     def layers(tokens: float) -> float:
-        experts = model.experts_hit(tokens) * model.expert_weights  # of experts only those that some token goes to
+        experts = model.experts_hit(tokens) * model.expert_weights  # only experts that some token is routed to
         read = 2 * model.layers * (model.attention_weights + experts + model.hidden * model.experts)
         return max(read / bandwidth, 2 * tokens * active / operations) / ranks
 
@@ -286,9 +286,9 @@ def _roofline(seconds: Callable[[float], float], corners: list[float]) -> CostCu
 
 
 def _ridge(layers: Callable[[float], float]) -> list[float]:
-    """Return where multiplying begins to take longer than reading: the last place where the time grows slower."""
+    """Return the ridge point, beyond which multiplying takes longer than reading: the last point of a lower slope."""
     low, high = 1.0, float(_MOST_TOKENS)
-    slope = (layers(2 * high) - layers(high)) / high  # all of it is multiplying there
+    slope = (layers(2 * high) - layers(high)) / high  # compute-bound throughout
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if layers(middle) > slope * middle * (1 + 1e-9) else (low, middle)

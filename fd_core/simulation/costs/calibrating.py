@@ -1,8 +1,8 @@
-"""Measures an engine that runs here, in this process, and how fast KV travels, and makes a profile of what it took.
+"""Measures an engine in this process and the speed of KV transfers, and makes a profile of the measurements.
 
-Steps are handed to the engine's device as plans, without a scheduler, so that any context costs one admission. All
-steps are run once unmeasured, then in rounds, each round in another order, until the time is spent. What counts is the
-lower quartile of each: whatever else a machine does only ever adds time. The time beside steps is that of the engine's
+Steps are submitted to the engine's device as plans, without a scheduler, so that any context costs one admission. All
+steps are run once unmeasured, then in rounds, each in another order, until the time is used up. The result is the
+lower quartile of each step: interference only ever adds time. The overhead outside steps is that of the engine's
 own loop with a few requests.
 """
 
@@ -45,7 +45,7 @@ from fd_core.types import IntArray, RequestSpec, SamplingParams, StepPlan
 
 _ROUNDS: Final = 15
 MOST_SPREAD: Final = 0.2
-"""Beyond it the figures say more about what else ran than about the steps."""
+"""Above it the figures reflect interference more than the steps."""
 _SEED: Final = 17
 _LOOP_STEPS: Final = 16
 _LOOP_ROUNDS: Final = 4
@@ -55,24 +55,24 @@ _ASSUMED_TRANSFER: Final = KVLink(
 
 ASSUMED_SERVING: Final = "Reading a request over HTTP and delivery are assumed but for the tokens of its text."
 ASSUMED_LINKS: Final = "Store and transfers between workers are assumed."
-"""Notes of a profile until what they say is measured."""
+"""Notes of a profile until the values are measured."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is measured, how much of it is done, and how much there is."""
+"""Called with the name of the measurement, the number of done parts and their total."""
 
 
 class MachineTooNoisy(FdError):
-    """Repetitions of the same step were so far apart that a fit would say nothing."""
+    """Repetitions of the same step differ too much for a meaningful fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """How an engine is measured."""
+    """Settings of a calibration."""
 
     name: str
     machine: str
     seconds: float = 25.0
-    """Time for the rounds of steps; five rounds are made however long they take."""
+    """Time for the rounds of steps; at least five rounds are run however long they take."""
     most_spread: float = MOST_SPREAD
     date: str = ""
     """In ISO form."""
@@ -83,13 +83,13 @@ class Calibration:
 def calibrate(
     engine: Engine, encode: Callable[[str], Sequence[int]], how: Calibration, progress: Progress
 ) -> CostProfile:
-    """Measure an idle engine and return its profile; `encode` finds the tokens of a text.
+    """Measure an idle engine and return its profile; `encode` tokenizes a text.
 
-    The engine's prefix cache must hold nothing, and holds nothing usable afterwards. Raises `MachineTooNoisy`.
+    The engine's prefix cache must be empty, and holds nothing usable afterwards. Raises `MachineTooNoisy`.
     """
     probe = engine.probe()
     limits = probe.runner.limits
-    if probe.runner.drafter is None:  # what grammars force is no draft that a simulation plans
+    if probe.runner.drafter is None:  # tokens forced by grammars are not drafts that a simulation plans
         limits = msgspec.structs.replace(limits, max_drafts=0)
     cases = fitting.cases_of(limits, np.random.default_rng(_SEED))
     request = _loop_times(engine, encode, progress)
@@ -137,7 +137,7 @@ def calibrate(
 
 
 def require_alone(config: EngineConfig) -> EngineConfig:
-    """Return settings of an engine that is measured by itself. Raises `ConfigError` for what is not measured."""
+    """Return the settings of a standalone engine to measure. Raises `ConfigError` for features not measured."""
     for name, usual in (("role", "mixed"), ("kv_store", None), ("pipeline_parallel_size", 1), ("lora_modules", ())):
         if getattr(config, name) != usual:
             raise ConfigError(
@@ -158,7 +158,7 @@ def _versions() -> dict[str, str]:
 
 
 class StepBench:
-    """Runs cases on an engine's device and keeps what each took."""
+    """Runs cases on an engine's device and records their times."""
 
     def __init__(self, engine: Engine, cases: Sequence[fitting.StepCase]) -> None:
         probe = engine.probe()
@@ -173,7 +173,7 @@ class StepBench:
         self._features: dict[fitting.StepCase, list[tuple[int, int, int, int, float, int]]] = {}
 
     def measure(self, seconds: float, progress: Progress) -> float:
-        """Run rounds; return how far half of the repetitions are from their median, as a share."""
+        """Run rounds; return the median deviation of repetitions from their median, as a share."""
         took = []
         for index, case in enumerate(self._cases):
             progress("steps, unmeasured", index, len(self._cases))
@@ -182,7 +182,7 @@ class StepBench:
             took.append(time.perf_counter() - begun)
         self._times.clear()
         self._processor_seconds = 0.0
-        # Each case gets the same time, so that short steps, which waver more, are repeated more often.
+        # Each case gets the same time, so that short steps, which vary more, are repeated more often.
         share = seconds / len(self._cases)
         repeats = np.clip(share / np.array(took), 5, _ROUNDS).astype(int)
         done, total = 0, int(repeats.sum())
@@ -196,7 +196,7 @@ class StepBench:
         return median(_spread(times) for times in self._times.values())
 
     def steps(self) -> Iterable[tuple[fitting.StepCase, fitting.MeasuredStep]]:
-        """Return each case with what it usually takes."""
+        """Return each case with its usual time."""
         for case, times in self._times.items():
             means = np.mean(self._features[case], axis=0).tolist()
             tokens, sampled, rows, read, pairs, drafts = means
@@ -204,19 +204,19 @@ class StepBench:
             yield case, fitting.MeasuredStep(case.kind, features, usual(times))
 
     def processors(self) -> int:
-        """Return how many processors this process keeps busy while it computes a step; at least one, which waits."""
+        """Return the number of processors that this process uses while it computes a step; at least one."""
         return max(1, round(self._processor_seconds / sum(map(sum, self._times.values()))))
 
     def usual(self, case: fitting.StepCase) -> float:
-        """Return what a case usually takes, in seconds."""
+        """Return the usual time of a case, in seconds."""
         return usual(self._times[case])
 
     def mean(self, case: fitting.StepCase) -> float:
-        """Return what a case takes on average, whatever disturbs it, in seconds."""
+        """Return the mean time of a case, interference included, in seconds."""
         return float(np.mean(self._times[case]))
 
     def shared_saving(self) -> float:
-        """Return what a position saves that another row reads as well, in seconds."""
+        """Return the seconds saved for each position that another row reads as well."""
         pair = fitting.shared_pair(self._limits)
         if any(case not in self._times for case in pair) or not pair:
             return 0.0
@@ -250,7 +250,7 @@ class StepBench:
         return step_features(plan)
 
     def _guess(self, case: fitting.StepCase, plan: StepPlan) -> None:
-        """Have the runner verify made-up drafts, whatever its drafter would have found in a made-up text."""
+        """Make the runner verify synthetic drafts instead of those that its drafter finds in a synthetic text."""
         counts = np.array([row.drafts for row in case.rows], np.int32)
         if counts.any():
             drafts = self._draw.integers(1, self._limits.vocab_size, (len(counts), int(counts.max())), np.int32)
@@ -262,7 +262,7 @@ class StepBench:
 
 
 def usual(times: Sequence[float]) -> float:
-    """Return what something takes when nothing else runs, from repetitions of which some were disturbed."""
+    """Return the time without interference, from repetitions of which some were disturbed."""
     return float(np.percentile(times, 25))
 
 
@@ -272,7 +272,7 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def _loop_times(engine: Engine, encode: Callable[[str], Sequence[int]], progress: Progress) -> RequestTerms:
-    """Time the engine's own loop, and what comes before it, with a few requests."""
+    """Time the engine's own loop, and the work before it, with a few requests."""
     limits = engine.probe().runner.limits
     room = limits.num_kv_blocks * limits.block_size // (2 * (_LOOP_STEPS + 16))
     most = max(1, min(limits.max_num_seqs, room, limits.max_num_batched_tokens // 8))
@@ -294,7 +294,7 @@ def _loop_times(engine: Engine, encode: Callable[[str], Sequence[int]], progress
 
 
 def _turns(engine: Engine, service: EngineService, batch: int, limits: Limits) -> list[float]:
-    """Return the seconds beside steps of each turn of the loop with a batch, without those that admit it."""
+    """Return the seconds outside steps of each turn of the loop with a batch, without the turns that admit it."""
     probe, steps = engine.probe(), max(2, min(_LOOP_STEPS, limits.max_model_len - 10))
     params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
     requests = []
@@ -321,12 +321,12 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 def _encoded(message: EngineMessage) -> None:
-    """Do what sending does on this side."""
+    """Encode a message as a send does."""
     _ENCODER.encode(message)
 
 
 def _line(values: dict[int, float]) -> tuple[float, float]:
-    """Return slope and value at zero, neither of them negative, of the straight line nearest to the points."""
+    """Return the slope and intercept, both at least 0, of the straight line nearest to the points."""
     if len(values) < 2:
         return 0.0, next(iter(values.values()))
     slope = max(0.0, float(np.polyfit(list(values), list(values.values()), 1)[0]))
@@ -349,7 +349,7 @@ def _host_copy(engine: Engine) -> KVLink:
 
 
 def _link_of(times: dict[int, list[float]], source: str) -> KVLink:
-    """Return the link that takes such times by bytes; what does not grow with their number is the latency."""
+    """Return the link that fits these times by bytes; the constant part is the latency."""
     slope, latency = _line({size: usual(values) for size, values in times.items()})
     return KVLink(latency=latency, bandwidth=1 / slope if slope else 1e12, source=source)
 
@@ -358,7 +358,7 @@ _LINK_ROUNDS: Final = 24
 _MOST_BYTES: Final = 64 * 2**20
 _TIMEOUT: Final = 30.0
 _SMALL: Final = 8
-"""The small values are so many times as small as a block."""
+"""The small values are smaller than a block by this factor."""
 
 
 def transfer_link(block_bytes: int) -> KVLink:
@@ -378,7 +378,7 @@ def transfer_link(block_bytes: int) -> KVLink:
 
 
 def disk_links(block_bytes: int) -> tuple[KVLink, KVLink]:
-    """Return how a disk store in the cache folder is read and written; what is read was written just before."""
+    """Return the read and write links of a disk store in the cache folder; values are read right after their write."""
     cache = find_cache_dir()
     cache.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="calibrate-", dir=cache))
@@ -410,7 +410,7 @@ def disk_links(block_bytes: int) -> tuple[KVLink, KVLink]:
 
 
 def _link(move: Callable[[bytes], None], block_bytes: int, source: str) -> KVLink:
-    """Time blocks and parts of blocks."""
+    """Time transfers of blocks and of parts of blocks."""
     small, whole = (np.random.default_rng(7).bytes(size) for size in (max(1, block_bytes // _SMALL), block_bytes))
     times: dict[int, list[float]] = {len(small): [], len(whole): []}
     for _ in range(min(_LINK_ROUNDS, max(3, _MOST_BYTES // block_bytes))):

@@ -1,8 +1,8 @@
-"""Terms of a step's cost from steps that were measured: a sum in which nothing is negative, by least squares.
+"""Terms of a step's cost from measured steps: a sum of nonnegative terms, by least squares.
 
 Vidur trains a forest for each operation from tokens, rows and context; InferSim and rooflines calculate. This is in
-between: what they found to matter, as few terms of one sum, so that some seconds of steps are enough and each term can
-be read, changed and reasoned about.
+between: the inputs that they found relevant, as few terms of one sum, so that some seconds of steps are enough and each
+term can be read, changed and reasoned about.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ StepKind = Literal["decode", "prefill", "mixed", "drafts"]
 Matrix = npt.NDArray[np.float64]
 
 _REWEIGHTED: Final = 8
-"""Rounds in which steps that are far off lose weight, as Huber proposed: something else ran beside them."""
+"""Rounds in which outliers lose weight, as Huber proposed: other work disturbed them."""
 _KNOTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens between which the time of the products is a straight line."""
+"""Tokens between which the time of the products is linear."""
 
 
 class MeasuredStep(NamedTuple):
-    """One step, by what its cost depends on, with what it takes."""
+    """One step: its features and its time."""
 
     kind: StepKind
     features: tuple[int, int, int, int, float, int]
-    """What `step_features` says of its plan."""
+    """`step_features` of its plan."""
     seconds: float
 
 
 def fit_steps(steps: Sequence[MeasuredStep]) -> StepTerms:
-    """Return the terms nearest to the steps, each weighing the same whatever it took. Raises `ValueError` for none."""
+    """Return the best-fitting terms, with equal weights for steps of any length. Raises `ValueError` for none."""
     if not steps:
         raise ValueError("no steps were measured")
     seconds = np.array([step.seconds for step in steps])
@@ -82,7 +82,7 @@ def predict(terms: StepTerms, features: npt.ArrayLike) -> Matrix:
 
 
 def errors_of(terms: StepTerms, steps: Sequence[MeasuredStep]) -> tuple[FitError, ...]:
-    """Return how far the terms are from steps, by kind."""
+    """Return the relative errors of the terms on steps, by kind."""
     found = []
     for kind in ("decode", "prefill", "mixed", "drafts"):
         some = [step for step in steps if step.kind == kind]
@@ -120,7 +120,7 @@ def nonnegative_least_squares(a: Matrix, b: Matrix) -> Matrix:
 
 
 def _columns(features: Matrix, knots: Sequence[float] | Matrix) -> Matrix:
-    """Return what the unknowns are multiplied with: a constant, slopes between knots, and the other terms."""
+    """Return the design matrix: a constant, slopes between knots, and the other terms."""
     tokens, sampled, rows, read, pairs, drafts = features.T
     ends = [*knots[1:-1], np.inf]
     segments = [np.clip(tokens, a, b) - a for a, b in zip(knots[:-1], ends, strict=True)]
@@ -136,13 +136,13 @@ _MAX_PAIRS: Final = 1 << 19
 _DRAWN: Final = 12
 """Steps of each kind that are held out."""
 LEAD_IN: Final = 2
-"""Steps of decoding that are not timed: the first ones behind another case find its data in the caches."""
+"""Steps of decoding that are not timed: the first ones after another case find its data in the caches."""
 _STEPS: Final = 4
 """Steps in which a case decodes and is timed, one after the other."""
 
 
 class CaseRow(NamedTuple):
-    """One row: its first position, how many tokens it computes, how many of these are drafts, and if it samples."""
+    """One row: its first position, the tokens it computes, how many of these are drafts, and if it samples."""
 
     start: int
     tokens: int = 1
@@ -158,11 +158,11 @@ class StepCase:
     rows: tuple[CaseRow, ...]
     held_out: bool = False
     shared: int = 0
-    """Positions at the front that all rows have in common, in the blocks of the first one."""
+    """Positions of the prefix that all rows share, in the blocks of the first one."""
 
     @property
     def repeats(self) -> int:
-        """Steps that can be taken one after the other, each a position further on; a chunk is computed once."""
+        """Steps that can follow one another, each a position further on; a chunk is computed once."""
         return _STEPS if all(row.samples and row.tokens == 1 + row.drafts for row in self.rows) else 1
 
     def blocks(self, limits: Limits) -> int:
@@ -170,7 +170,7 @@ class StepCase:
         return sum(-(-self._length(row) // limits.block_size) for row in self.rows)
 
     def fits(self, limits: Limits) -> bool:
-        """Whether an engine with these limits could plan such a step."""
+        """Return True if an engine with these limits could plan such a step."""
         return (
             len(self.rows) <= limits.max_num_seqs
             and sum(row.tokens for row in self.rows) <= limits.max_num_batched_tokens
@@ -200,7 +200,7 @@ def cases_of(limits: Limits, draw: np.random.Generator) -> list[StepCase]:
 
 
 def shared_pair(limits: Limits) -> tuple[StepCase, ...]:
-    """Return a step whose rows share what they read, and the same step with rows that share nothing."""
+    """Return a step whose rows share the positions that they read, and the same step with rows that share nothing."""
     context = min(256, limits.max_model_len // 2) // limits.block_size * limits.block_size
     alone = StepCase("decode", (CaseRow(context),) * limits.max_num_seqs)
     return (replace(alone, shared=context), alone) if context and limits.max_num_seqs > 1 else ()
@@ -219,7 +219,7 @@ def _grid(limits: Limits, drafts: int) -> Iterator[StepCase]:
                 continue
             yield StepCase("prefill", (CaseRow(start, chunk, samples=start == 0),))
     for chunk in chunks[-2:0:-2]:
-        # Several prompts in one step, and the tail of one beside the head of the next.
+        # Several prompts in one step, and the tail of one alongside the head of the next.
         if chunk >= 32:
             yield StepCase("prefill", (CaseRow(0, chunk // 4),) * 4)
             yield StepCase("prefill", (CaseRow(256, chunk // 2), CaseRow(0, chunk // 2, samples=False)))
@@ -236,7 +236,7 @@ def _grid(limits: Limits, drafts: int) -> Iterator[StepCase]:
 
 def _drawn(kind: StepKind, limits: Limits, drafts: int, draw: np.random.Generator) -> StepCase:
     def number(low: int, high: int) -> int:
-        """Draw so that each order of magnitude is as likely."""
+        """Draw uniformly over orders of magnitude."""
         return int(low * (max(high, low) / low) ** draw.random())
 
     batch = number(1, limits.max_num_seqs)
@@ -265,10 +265,10 @@ def _powers(limit: int) -> list[int]:
 
 
 def first_plan(case: StepCase, step: int, first_block: int, vocab_size: int, block_size: int) -> StepPlan:
-    """Return the plan that admits each row of a case to a slot and computes it, with keys and values that stand there.
+    """Return the plan that admits each row of a case to a slot and computes it, with the KV that is already there.
 
-    Rows have their blocks one after the other from `first_block` on, as an engine grants them at first. What KV holds
-    does not change how long it takes to read.
+    Rows have consecutive blocks from `first_block` on, as an engine first grants them. The contents of KV do not change
+    the time to read it.
     """
     count, taken = len(case.rows), first_block
     admissions, grants = [], []
@@ -307,5 +307,5 @@ def first_plan(case: StepCase, step: int, first_block: int, vocab_size: int, blo
 
 
 def next_plan(plan: StepPlan, lengths: IntArray) -> StepPlan:
-    """Return the step behind a step of decoding: `lengths` are the tokens that the runner knows of each slot."""
+    """Return the next step of decoding; `lengths` are the tokens that the runner holds for each slot."""
     return replace(plan, step=plan.step + 1, starts=lengths[plan.slots] - 1, admissions=(), grants=())

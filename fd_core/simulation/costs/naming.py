@@ -1,4 +1,4 @@
-"""Profiles by name: a file, a profile that comes with the package or was calibrated here, or DEVICE:MODEL."""
+"""Profiles by name: a file, a profile that ships with the package or was calibrated here, or DEVICE:MODEL."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SUFFIX: Final = ".json"
 def profile_named(text: str) -> CostProfile:
     """Return the profile that a text names.
 
-    `smollm2-cpu` comes with the package or was calibrated here, `folder/mine.json` is a file, and
+    `smollm2-cpu` ships with the package or was calibrated here, `folder/mine.json` is a file, and
     `h100:llama-70b:tp=8,kv=fp8,bandwidth=0.8` is calculated; its options are tp, kv and the fields of `Efficiency`.
-    Raises `ConfigError` that lists what there is.
+    Raises `ConfigError` that lists the choices.
     """
     if text.endswith(_SUFFIX) or "/" in text:
         return read_profile(user_path(text, "PROFILE"))
@@ -46,12 +46,12 @@ def profile_named(text: str) -> CostProfile:
 
 
 def calibrated_folder() -> Path:
-    """Return where `fdcore calibrate` keeps profiles."""
+    """Return the folder of the profiles that `fdcore calibrate` writes."""
     return find_cache_dir() / "profiles"
 
 
 def calibrated_path(name: str) -> Path:
-    """Return where a profile of that name is kept. Raises `ConfigError` for what cannot be a name."""
+    """Return the path of a calibrated profile. Raises `ConfigError` for an invalid name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r:.80} is no name for a profile", field="--name", hint="use letters, digits, dots, - and _"
@@ -60,7 +60,7 @@ def calibrated_path(name: str) -> Path:
 
 
 def packaged_profiles() -> tuple[str, ...]:
-    """Return the names of the profiles that come with the package, all of them measured."""
+    """Return the names of the profiles that ship with the package, all of them measured."""
     folder = resources.files(__package__) / "profiles"
     return tuple(sorted(file.name.removesuffix(_SUFFIX) for file in folder.iterdir() if file.name.endswith(_SUFFIX)))
 

@@ -1,6 +1,6 @@
-"""A profile, one JSON file that says what a step, a request and a copy of KV cost on one device, and times by it.
+"""A profile: one JSON file with the costs of a step, a request and a copy of KV on one device, and `Costs` from it.
 
-Measured and calculated profiles have the same form, so whatever is simulated with one can be simulated with the other.
+Measured and calculated profiles have the same format, so any simulation can use either.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Line = Annotated[str, Meta(min_length=1, max_length=500)]
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything in a file: what is not known is refused."""
+    """Base of every structure in a file: unknown fields are rejected."""
 
 
 class CostCurve(_Strict, frozen=True, kw_only=True):
-    """Seconds by a count: straight between points, on beyond the last with the slope before it. It never falls."""
+    """Seconds by a count: linear between points, extrapolated with the last slope. It never falls."""
 
     counts: Annotated[tuple[Annotated[float, Meta(ge=0, le=1e12)], ...], Meta(min_length=1, max_length=256)]
-    """Rising."""
+    """Ascending."""
     seconds: tuple[Seconds, ...]
     """One for each count, never falling."""
 
@@ -50,26 +50,26 @@ class CostCurve(_Strict, frozen=True, kw_only=True):
 
 
 class StepTerms(_Strict, frozen=True, kw_only=True):
-    """What a step costs the device: the sum of these terms, in seconds."""
+    """Device time of a step: the sum of these terms, in seconds."""
 
     constant: Seconds
     by_tokens: CostCurve
     """By tokens computed: reading weights, then multiplying them, and collectives."""
     by_sampled_rows: CostCurve
-    """By rows that sample: the output projection and the choice of a token."""
+    """By rows that sample: the output projection and sampling."""
     per_row: Seconds
     per_context_token: Seconds
-    """For each position whose keys and values a row reads: of a row that decodes, its context."""
+    """For each position whose keys and values a row reads: for a decoding row, its context."""
     per_query_key: Seconds
     """For each pair of a token computed and a position that it attends to."""
     per_draft: Seconds
-    """For each draft that is verified, beside its token: guessing it."""
+    """For each draft that is verified, besides its token: proposing it."""
     per_shared_position: Seconds = 0.0
-    """What is saved for each position that another row of the step reads as well, since a prefix is shared."""
+    """Savings for each position that another row of the step reads as well, because a prefix is shared."""
 
 
 class RequestTerms(_Strict, frozen=True, kw_only=True):
-    """What the processor does beside steps, in seconds."""
+    """Processor time outside steps, in seconds."""
 
     turn: Seconds
     """Plan and commit of one step."""
@@ -77,27 +77,27 @@ class RequestTerms(_Strict, frozen=True, kw_only=True):
     receive: Seconds
     """Reading a request and handing it to the engine."""
     receive_per_token: Seconds
-    """For each token of its prompt: reading text, finding its tokens, and keys of its blocks."""
+    """For each token of its prompt: reading text, tokenizing it, and hashing its blocks."""
     delivery: Seconds
     """From a commit to the client's socket."""
 
 
 class KVLink(_Strict, frozen=True, kw_only=True):
-    """How KV blocks travel one way."""
+    """Cost of moving KV blocks in one direction."""
 
     latency: Seconds
     bandwidth: Annotated[float, Meta(gt=0, le=1e15)]
     """Bytes a second."""
     source: Line
-    """Measured how, or calculated from what."""
+    """Method of the measurement, or inputs of the calculation."""
 
     def seconds(self, size: float) -> float:
-        """Return how long `size` bytes take."""
+        """Return the seconds that `size` bytes take."""
         return self.latency + size / self.bandwidth
 
 
 class ProfiledModel(_Strict, frozen=True, kw_only=True):
-    """The model that was measured, or whose sizes were calculated with."""
+    """The measured model, or the one whose sizes the calculation used."""
 
     name: Line
     layers: Positive
@@ -111,11 +111,11 @@ class ProfiledModel(_Strict, frozen=True, kw_only=True):
 
 
 class FitError(_Strict, frozen=True, kw_only=True):
-    """How far the terms are from steps that were not fitted, as shares of the step's measured time."""
+    """Errors of the terms on held-out steps, as shares of the step's measured time."""
 
     kind: Literal["decode", "prefill", "mixed", "drafts"]
     steps: Positive
-    """Different steps that were compared, each by what it usually takes."""
+    """Distinct steps that were compared, each by its usual time."""
     mean: Annotated[float, Meta(ge=0)]
     p99: Annotated[float, Meta(ge=0)]
 
@@ -134,10 +134,10 @@ class CostProfile(_Strict, frozen=True, kw_only=True):
     when: str = ""
     """Date of the measurement, in ISO form."""
     notes: tuple[Line, ...] = ()
-    """What a reader has to know: factors and sources of a calculation, terms that were assumed."""
+    """Notes for the reader: factors and sources of a calculation, assumed terms."""
     model: ProfiledModel
     limits: Limits
-    """What the engine runs with unless it is told otherwise."""
+    """Default limits of the engine."""
     step: StepTerms
     request: RequestTerms
     host_copy: KVLink
@@ -145,9 +145,9 @@ class CostProfile(_Strict, frozen=True, kw_only=True):
     store_write: KVLink
     transfer: KVLink
     error: tuple[FitError, ...] = ()
-    """Of steps that were held out; none for a calculation, of which nobody knows the error."""
+    """Errors on held-out steps; empty for a calculation, whose error is unknown."""
     spread: Annotated[float, Meta(ge=0)] | None = None
-    """How far repetitions of the same step were apart, as a share: half of them are within."""
+    """Spread of repetitions of the same step, as a share: half of them are within."""
 
     def __post_init__(self) -> None:
         if self.origin == "calculated" and self.error:
@@ -178,12 +178,12 @@ _LEAST_LIMITS: Final = {
 
 
 def wrong_profile(what: str, hint: str | None = None) -> ConfigError:
-    """Return the error of a profile that cannot be used."""
+    """Return the error of an unusable profile."""
     return ConfigError(what, field="PROFILE", hint=hint)
 
 
 def read_profile(path: Path) -> CostProfile:
-    """Read a file that `write_profile` wrote. Raises `ConfigError` that names the file and what is wrong in it."""
+    """Read a file that `write_profile` wrote. Raises `ConfigError` that names the file and the error in it."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
@@ -195,7 +195,7 @@ def read_profile(path: Path) -> CostProfile:
 
 
 def parse_profile(content: bytes, where: str) -> CostProfile:
-    """Return the profile that a file's content holds. Raises `ConfigError` that names `where` and what is wrong."""
+    """Return the profile in a file's content. Raises `ConfigError` that names `where` and the error."""
     try:
         profile = msgspec.json.decode(content, type=CostProfile)
     except msgspec.MsgspecError as error:
@@ -211,7 +211,7 @@ def parse_profile(content: bytes, where: str) -> CostProfile:
 
 
 def write_profile(profile: CostProfile, path: Path) -> None:
-    """Write a profile at once or not at all. Raises `ConfigError` if the file cannot be written."""
+    """Write a profile atomically. Raises `ConfigError` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -226,7 +226,7 @@ def step_features(plan: StepPlan) -> tuple[int, int, int, int, float, int]:
     """Return tokens, sampling rows, rows, positions read, pairs of a token and a position it attends to, drafts."""
     lengths, starts = plan.num_tokens.astype(np.float64), plan.starts.astype(np.float64)
     rows = len(lengths)
-    # Sums as products with ones take a third of the time that reductions take; they are exact below 2**53.
+    # Dot products with ones take a third of the time of reductions; they are exact below 2**53.
     ones = _ONES[:rows] if rows <= len(_ONES) else np.ones(rows)
     tokens = int(lengths.dot(ones))
     read = int(starts.dot(ones)) + tokens
@@ -238,17 +238,17 @@ def step_features(plan: StepPlan) -> tuple[int, int, int, int, float, int]:
 
 
 class Costs:
-    """Times of one worker in seconds, each computed from the terms of one profile."""
+    """Times of one worker in seconds, computed from one profile."""
 
     def __init__(self, profile: CostProfile, *, block_size: int | None = None) -> None:
-        """`block_size`: tokens in a KV block, where they are not the profile's."""
+        """`block_size`: tokens in a KV block, where it differs from the profile's."""
         step, self._profile = profile.step, profile
         self._by_tokens, self._by_sampled = curve_function(step.by_tokens), curve_function(step.by_sampled_rows)
         self._per = (step.per_row, step.per_context_token, step.per_query_key, step.per_draft)
         self._block_bytes = profile.model.kv_bytes_per_token * (block_size or profile.limits.block_size)
 
     def step(self, plan: StepPlan) -> float:
-        """Return how long the device computes a plan: nothing for one without a token, which holds only revocations."""
+        """Return the device time of a plan; 0 for one without tokens, which only holds preemptions."""
         tokens, sampled, rows, read, pairs, drafts = step_features(plan)
         if not tokens:
             return 0.0
@@ -264,46 +264,46 @@ class Costs:
         )
 
     def shared_read(self, positions: int) -> float:
-        """Return how much less a step takes if `positions` of what its rows read were read by another row before.
+        """Return the time a step saves if `positions` of those that its rows read were read by another row before.
 
-        Rows that begin with the same prefix have its blocks in common, and find them in the device's caches.
+        Rows with the same prefix share its blocks, and find them in the device's caches.
         """
         return self._profile.step.per_shared_position * positions
 
     def turn(self, plan: StepPlan) -> float:
-        """Return how long the engine's loop takes for a plan and its answer while the device need not wait for it.
+        """Return the loop's time for a plan and its output that the device does not have to wait for.
 
-        With one plan in flight the device waits for the loop; with two the loop's time is hidden behind the device.
+        With one plan in flight the device waits for the loop; with two the loop's time overlaps with the device's.
         """
         return self._profile.request.turn + self._profile.request.turn_per_row * len(plan.slots)
 
     def request(self, tokens: int) -> float:
-        """Return how long a server takes with a request of `tokens` tokens before its engine has it."""
+        """Return the server's time for a request of `tokens` tokens before the engine receives it."""
         return self._profile.request.receive + self._profile.request.receive_per_token * tokens
 
     def delivery(self) -> float:
-        """Return how long a token takes from the engine to the client, without the network."""
+        """Return the time of a token from the engine to the client, without the network."""
         return self._profile.request.delivery
 
     def host_copy(self, blocks: int) -> float:
-        """Return how long copying KV blocks between device and host takes."""
+        """Return the time to copy KV blocks between device and host."""
         return self._profile.host_copy.seconds(blocks * self._block_bytes)
 
     def store_read(self, blocks: int) -> float:
-        """Return how long reading KV blocks from the store takes, the question included."""
+        """Return the time to read KV blocks from the store, lookup included."""
         return self._profile.store_read.seconds(blocks * self._block_bytes)
 
     def store_write(self, blocks: int) -> float:
-        """Return how long writing KV blocks to the store takes."""
+        """Return the time to write KV blocks to the store."""
         return self._profile.store_write.seconds(blocks * self._block_bytes)
 
     def transfer(self, blocks: int) -> float:
-        """Return how long a prefill worker takes to hand KV blocks to a decode worker."""
+        """Return the time to transfer KV blocks from a prefill worker to a decode worker."""
         return self._profile.transfer.seconds(blocks * self._block_bytes)
 
 
 def curve_function(curve: CostCurve) -> Callable[[float], float]:
-    """Return a curve as a function: by bisection, which takes less time than arrays do."""
+    """Return a curve as a function: by bisection, which is faster than arrays here."""
     counts, seconds = (0.0, *curve.counts), (curve.seconds[0], *curve.seconds)
     if curve.counts[0] == 0:
         counts, seconds = curve.counts, curve.seconds

@@ -1,4 +1,4 @@
-"""The simulated device: it answers the plans of a production engine, when costs say, with made-up tokens."""
+"""The simulated device: completes the plans of a production engine at modelled times, with synthetic tokens."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ AnswerOf = Callable[[str], Piece | None]
 
 
 class PlanComputer(Protocol):
-    """What turns plans into outputs, in order: `ScriptedComputer`, or a production `Runner` with a model of its own."""
+    """Computes outputs from plans, in order: `ScriptedComputer`, or a production `Runner` with its own model."""
 
     cache: KVCache
 
     def announce(self, plan: StepPlan) -> None:
-        """Be told of a plan when it is submitted, while others may not have been answered."""
+        """Receive a plan when it is submitted, while earlier ones may still be in flight."""
         return
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Answer a plan."""
+        """Return the output of a plan."""
 
 
 class ScriptedComputer(PlanComputer):
-    """Answers with the tokens of each request's answer, by the place that the engine's own bookkeeping leads to.
+    """Returns the tokens of each request's answer, at the position that the engine's own bookkeeping leads to.
 
-    A token that was lost or repeated anywhere shifts or ends what follows, so that whoever reads the answer can tell.
+    A token that was lost or repeated anywhere shifts or ends what follows, so that the reader of the answer detects it.
     """
 
     def __init__(self, limits: Limits, answer_of: AnswerOf, acceptance: float = 0.0) -> None:
-        """`acceptance`: chance of each draft to be kept, if those before it were."""
+        """`acceptance`: probability that a draft is accepted, if those before it were."""
         slots = limits.max_num_seqs
         self.cache: KVCache = BlankKVCache(limits.num_kv_blocks, limits.block_size)
         self._limits = limits
@@ -59,23 +59,23 @@ class ScriptedComputer(PlanComputer):
         self._gens = np.zeros(slots, np.int32)
         self._length = np.zeros(slots, np.int32)
         self._prompt = np.zeros(slots, np.int32)
-        """Tokens among them that are the client's prompt."""
+        """Number of tokens among them that belong to the client's prompt."""
         self._seeds = np.zeros(slots, np.uint64)
         self._answers = np.zeros(slots, np.int64)
         self._drafts = np.zeros(slots, np.int32)
         self._columns = np.arange(1 + limits.max_drafts)
         self._nothing = np.full((slots, len(self._columns)), EMPTY_TOKEN_ID, np.int32)
         self._drawn = np.full((slots, _AHEAD), END, np.int32)
-        """The part of each answer that its next token is in; it begins at a multiple of its length."""
+        """The part of each answer that contains its next token; it begins at a multiple of its length."""
         self._coming = self._drawn.reshape(-1)
         self._next = np.arange(slots) * _AHEAD
-        """Place in `coming` of each slot's next token."""
+        """Index into `coming` of each slot's next token."""
         self._ends = self._next + _AHEAD
         self._steps = 0
-        """Steps for which what was drawn will do, whatever slots they compute."""
+        """Steps for which the drawn tokens are enough, for any slots that they compute."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Answer a plan. Raises `RuntimeError` for one that computes tokens which no slot has, or too many."""
+        """Return the output of a plan. Raises `RuntimeError` if it computes tokens that no slot has, or too many."""
         for admission in plan.admissions:
             self._admit(admission)
         tokens = self._nothing.copy()
@@ -132,7 +132,7 @@ class ScriptedComputer(PlanComputer):
         return self._coming[places]
 
     def _draw_ahead(self, slot: int) -> None:
-        """Draw the part of an answer that its next token is in."""
+        """Draw the part of an answer that contains its next token."""
         index = int(self._length[slot]) - int(self._prompt[slot])
         first = index - index % _AHEAD
         self._next[slot] = slot * _AHEAD + index - first
@@ -144,7 +144,7 @@ class ScriptedComputer(PlanComputer):
     def _kept(
         self, slots: npt.NDArray[np.intp], places: npt.NDArray[np.intp], drafts: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """Return int32[n], how many drafts are kept: by a chance of each place, however often it is drafted."""
+        """Return int32[n], the number of accepted drafts: by a chance of each position, however often it is drafted."""
         luck = stirred(~self._seeds[slots][:, None], places[:, :-1]) >> np.uint64(11)
         kept = (luck * 2.0**-53 < self._acceptance) & (self._columns[:-1] < drafts[:, None])
         counts: npt.NDArray[np.int32] = np.logical_and.accumulate(kept, axis=1).sum(axis=1, dtype=np.int32)
@@ -158,7 +158,7 @@ class ScriptedComputer(PlanComputer):
         if total > budget:
             raise RuntimeError(f"step {plan.step} computes {total} tokens, the step token budget is {budget}")
         last = self._length[slots] - own
-        if np.count_nonzero(last - plan.starts):  # else every row computes what its slot has, up to its last token
+        if np.count_nonzero(last - plan.starts):  # else every row computes the tokens of its slot, up to its last token
             early = np.where(plan.samples, last, plan.starts)
             late = np.where(plan.samples, plan.starts, last)
             if np.count_nonzero((early > late) | (early < 0)):
@@ -177,7 +177,7 @@ class _SharedReads:
         self._columns = np.arange(limits.blocks_per_seq + 1)
 
     def count(self, plan: StepPlan) -> int:
-        """Take in the plan's grants; return how many positions of its rows are not read for the first time."""
+        """Record the plan's grants; return how many positions of its rows are not read for the first time."""
         for admission in plan.admissions:
             self._held[admission.slot] = 0
         for grant in plan.grants:
@@ -198,7 +198,7 @@ class SimulatedDevice(Device):
         self.slowness = 1.0
         """Factor of the time of each step that is submitted from now on."""
         self.beside: Callable[[StepPlan], float] = lambda _: 1.0
-        """Factor of the time of a plan, by what else computes on the machine when it is submitted."""
+        """Factor of the time of a plan, by the other steps on the machine when it is submitted."""
         self.busy_seconds = 0.0
         self._timeline = timeline
         self._costs = costs
@@ -207,16 +207,16 @@ class SimulatedDevice(Device):
         self._plans: deque[tuple[StepPlan, float]] = deque()
         self._busy_until = 0.0
         self._free_at = 0.0
-        """When the processor is through with what it does beside steps."""
+        """Time at which the processor has finished its work outside steps."""
         self._hangs = False
 
     @property
     def ready_at(self) -> float:
-        """When the oldest plan is answered; infinite if it never is."""
+        """Completion time of the oldest plan; infinite if it never completes."""
         return math.inf if self._hangs else self._plans[0][1]
 
     def submit(self, plan: StepPlan) -> None:
-        """Begin to compute once the engine's loop is done with the plan and the device with those before it."""
+        """Start to compute once the engine's loop is done with the plan and the device with those before it."""
         begins = max(max(self._timeline.now, self._free_at) + self._costs.turn(plan), self._busy_until)
         seconds = self._costs.step(plan)
         if self._shared is not None:
@@ -229,13 +229,13 @@ class SimulatedDevice(Device):
 
     @property
     def computing(self) -> bool:
-        """Whether a step is being computed."""
+        """True if a step is being computed."""
         return self._busy_until > self._timeline.now
 
     def work_beside(self, seconds: float) -> float:
-        """Let the processor that computes do something else; return how long that takes.
+        """Run other work on the processor that computes steps; return how long that takes.
 
-        Steps in flight share the processor with it and are answered later by its time; so does the next one begin.
+        Steps in flight share the processor with it and complete later by its time; so does the next one start.
         """
         if not self.computing:
             self._free_at = max(self._free_at, self._timeline.now) + seconds
@@ -245,30 +245,30 @@ class SimulatedDevice(Device):
         return 2 * seconds
 
     def collect(self, timeout: float) -> StepOutput:
-        """Answer the oldest plan; the caller has waited until `ready_at`."""
+        """Return the output of the oldest plan; the caller has waited until `ready_at`."""
         return self._computer.execute(self._plans.popleft()[0])
 
     def hang(self) -> None:
-        """Answer nothing from now on."""
+        """Complete no plan from now on."""
         self._hangs = True
 
     def perform(self, change: Callable[[Runner], None]) -> None:
-        """Nothing can be changed: there is no runner with adapters."""
+        """Nothing to change: there is no runner with adapters."""
         raise NotImplementedError("a simulated device holds no adapters")
 
     def close(self) -> None:
-        """Forget what was not computed."""
+        """Drop the plans that were not computed."""
         self._plans.clear()
 
 
 class WrongKV(RuntimeError):
-    """A step would compute with KV that is not that of its request: lost, stale or another's."""
+    """A step would compute with KV that does not belong to its request: lost, stale or another request's."""
 
 
 class KVCheckedComputer(PlanComputer):
-    """Answers as another computer does, and has in each block what the null backend has: a hash of all tokens so far.
+    """Returns another computer's outputs; blocks hold the contents of the null backend: a hash of all tokens so far.
 
-    Before a row is computed, the blocks of its slot must hold the hashes of its request, wherever they came from.
+    Before a row is computed, the blocks of its slot must hold the hashes of its request, from any source.
     """
 
     def __init__(self, limits: Limits, computer: PlanComputer) -> None:
@@ -280,12 +280,12 @@ class KVCheckedComputer(PlanComputer):
         self._tables = np.zeros((slots, blocks), np.int32)
         self._blocks = np.arange(blocks)
         self._hashes = np.zeros((slots, blocks * self._size), np.uint64)
-        """The hash at each position of the text in each slot."""
+        """Hash at each position of the text in each slot."""
         self._length = np.zeros(slots, np.int32)
         self._names = [""] * slots
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Answer a plan. Raises `WrongKV`."""
+        """Return the output of a plan. Raises `WrongKV`."""
         for admission in plan.admissions:
             slot, count = admission.slot, len(admission.token_ids)
             self._names[slot], self._length[slot] = admission.request_id, count
@@ -302,7 +302,7 @@ class KVCheckedComputer(PlanComputer):
             places = slots[said], self._length[slots[said]]
             self._hashes[places] = next_hashes(self._hashes[places[0], places[1] - 1], column[said])
             self._length[places[0]] += 1
-        # The last token that was said has no KV yet; rejected drafts leave nothing that anybody reads.
+        # The last emitted token has no KV yet; rejected drafts leave nothing that is read later.
         ends = begins + own + np.maximum(0, self._length[slots] - before - 1)
         single = ends - begins == 1
         self._write(slots[single], begins[single])
@@ -311,7 +311,7 @@ class KVCheckedComputer(PlanComputer):
         return output
 
     def _require(self, plan: StepPlan, counts: IntArray) -> None:
-        """Look at the last of the first `counts` positions, and at the last position of each block in front of it."""
+        """Check the last of the first `counts` positions, and the last position of each block before it."""
         slots, size = plan.slots, self._size
         last = np.maximum(counts - 1, 0)
         wrong = self.cache.hashes[self._tables[slots], size - 1] != self._hashes[slots, size - 1 :: size]

@@ -1,4 +1,4 @@
-"""A production engine and its client under the virtual clock, and the worker whose server is in front of them."""
+"""A production engine and its client under the virtual clock, and the simulated server process around them."""
 
 from __future__ import annotations
 
@@ -41,73 +41,73 @@ from fd_core.types.kv_events import KVEvent
 
 @dataclass(frozen=True, slots=True)
 class OutsideParts:
-    """What keeps and moves KV outside the device, made anew for each epoch of an engine."""
+    """Components that keep and move KV outside the device, created anew for each epoch of an engine."""
 
     port: EnginePort
     keep: KeepKV | None = None
     kv_port: int | None = None
     kill: Callable[[], None] = lambda: None
-    """Ends what is under way there, as the death of the process does."""
+    """Ends operations in progress there, as the death of the process does."""
     share: Callable[[Callable[[float], float]], None] = lambda _: None
-    """Has a function told what processor time is spent there."""
+    """Registers a function that receives the processor time spent there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedPool:
-    """Workers that are alike, as a pool of a deployment."""
+    """Identical workers, as a pool of a deployment."""
 
     config: EngineConfig
     limits: Limits
     costs: Costs
     profile: str
-    """Which costs these are, and whether they were measured or calculated."""
+    """Label of the costs with their origin, measured or calculated."""
     count: int = 1
     acceptance: float = 0.0
-    """Chance of a draft to be kept, if those before it were."""
+    """Probability that a draft is accepted, if those before it were."""
     max_queued_requests: int = 1024
     restart_seconds: float | None = 10.0
-    """Time to load another engine in place of one that died; None has the server end with its engine."""
+    """Time to load another engine in place of a dead one; None makes the server exit with its engine."""
     computer: Callable[[Limits, AnswerOf], PlanComputer] | None = None
-    """Makes what answers plans; None takes `ScriptedComputer`."""
+    """Creates the computer of plans; None takes `ScriptedComputer`."""
     shares_processor: bool = False
-    """Whether serving, copies and transfers take time of the processor that computes steps."""
+    """True if serving, copies and transfers take time of the processor that computes steps."""
     block_bytes: int | None = None
-    """Bytes of a KV block of the simulated model; None keeps no KV outside the device, whatever `config` says."""
+    """Bytes of a KV block of the simulated model; None keeps no KV outside the device, regardless of `config`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What every epoch of one simulated engine is made from."""
+    """Parts from which every epoch of one simulated engine is created."""
 
     pool: SimulatedPool
     plugins: Plugins
     computer: Callable[[], PlanComputer]
-    """Makes what answers the plans of one epoch, with an empty KV cache."""
+    """Creates the computer of one epoch, with an empty KV cache."""
     outside: Callable[[Timeline, CompletionQueue, KVCache], OutsideParts] | None = None
-    """Makes what is outside the device, from its process's time and the blocks on it; None has nothing there."""
+    """Creates the parts outside the device, from its process's time and the blocks on it; None creates none."""
     hasher: PrefixHasher | None = None
-    """Names prefixes; None turns prefix caching off."""
+    """Hashes prefixes; None turns prefix caching off."""
     check: bool = False
-    """Whether slots and blocks are audited after every turn."""
+    """True to audit slots and blocks after every turn."""
     adapters: Callable[[EngineConfig, None], EngineAdapters] = EngineAdapters
-    """Makes what knows the adapters that requests may ask for; there is no folder to read one for a model from."""
+    """Creates the registry of adapters that requests may select; there is no folder to read one for a model from."""
     trace: Path | None = None
     beside: Callable[[StepPlan], float] | None = None
     account_of: Callable[[str], WaitAccount | None] = lambda _: None
-    """Finds where the time of a request is noted."""
+    """Finds the time account of a request."""
 
 
 class SimulatedEngineClient(SingleEngineClient):
-    """The production client of one engine, which it runs on the virtual clock in place of a process."""
+    """Production client of one engine, which it runs on the virtual clock in place of a process."""
 
     def __init__(self, timeline: Timeline, parts: EngineParts) -> None:
         """Start the engine at once."""
         super().__init__(parts.pool.config)
         self.deaths = 0
         self.on_kv_events: Callable[[Sequence[KVEvent]], None] = lambda _: None
-        """Called with what prefixes the device came to hold and lost."""
+        """Called with the prefixes that the device stored and evicted."""
         self.on_over: Callable[[], None] = lambda: None
-        """Called when an epoch is about to end, with its engine still there."""
+        """Called when an epoch is about to end, while its engine still exists."""
         self.on_state: Callable[[], None] = lambda: None
         self._timeline = timeline
         self._parts = parts
@@ -115,21 +115,21 @@ class SimulatedEngineClient(SingleEngineClient):
         self._epoch = 0
         self._inbox: list[ClientMessage] = []
         self._next: Appointment | None = None
-        """The next turn, or the answer to the step in flight."""
+        """The next turn, or the completion of the step in flight."""
         self._occupied = False
-        """Whether the loop is within a turn, or waits for the step in flight."""
+        """True if the loop is within a turn, or waits for the step in flight."""
         self._woken = False
         self._kept: list[Delta] = []
         """Last deltas of requests that ended before the step in flight."""
         self._start()
 
     def end_trace(self) -> None:
-        """Write what is left of this epoch's trace."""
+        """Write the rest of this epoch's trace."""
         if self._trace is not None:
             self._trace.close(self._nanoseconds())
 
     def _over(self) -> None:
-        """This epoch ends: nothing of it is heard of any more."""
+        """End this epoch: no more of its output is delivered."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -142,7 +142,7 @@ class SimulatedEngineClient(SingleEngineClient):
             self.end_trace()
 
     def die(self, reason: str) -> None:
-        """End this epoch in whatever it does; another one begins later, if any is to be started."""
+        """End this epoch at once; another one starts later, if restarts are enabled."""
         if not self.alive:
             return
         self.deaths += 1
@@ -173,7 +173,7 @@ class SimulatedEngineClient(SingleEngineClient):
         self._wake()
 
     def _wake(self) -> None:
-        """Have the engine look at its messages and completions, unless a step is computed: then it looks afterwards."""
+        """Make the engine read its messages and completions, unless a step is in flight: then after the step."""
         if not self.alive:
             return
         if self._occupied:
@@ -206,7 +206,7 @@ class SimulatedEngineClient(SingleEngineClient):
             outside.port,
             parts.adapters(pool.config, None),
             watchdog_seconds=pool.config.watchdog_seconds,
-            prefill_token=1e-4,  # seconds, believed before any was measured
+            prefill_token=1e-4,  # seconds, estimate before any was measured
             admitted=tells_admissions(self._deliver, self._epoch),
             trace=self._trace,
             clock=timeline.clock,
@@ -270,7 +270,7 @@ class SimulatedEngineClient(SingleEngineClient):
         self._dispatch(message)
 
     def _turn(self) -> None:
-        """Do what `serve_engine` does until it waits: for the device, or for news."""
+        """Do the work of `serve_engine` up to its next wait, for the device or for messages."""
         self._next = None
         self._occupied, self._woken = True, False
         inbox, self._inbox = self._inbox, []
@@ -287,10 +287,10 @@ class SimulatedEngineClient(SingleEngineClient):
             self._next = self._timeline.at(stalls if late else ready, self._stalled if late else self._answered)
             return
         self._tell(self._kept)
-        self._rest(0.005)  # all requests wait for something outside steps: look at their deadlines again
+        self._rest(0.005)  # all requests wait for events outside steps: check their deadlines again
 
     def _answered(self) -> None:
-        """The oldest step in flight is computed, unless it shared its processor: commit it, and begin the next turn."""
+        """Commit the oldest step in flight, unless sharing its processor delays it, and begin the next turn."""
         ready = self.device.ready_at
         if self._timeline.now + 1e-9 < ready < math.inf:  # clocks of workers may differ in the last digits
             self._next = self._timeline.at(ready, self._answered)
@@ -303,7 +303,7 @@ class SimulatedEngineClient(SingleEngineClient):
             self._rest(0.0)
 
     def _rest(self, seconds: float) -> None:
-        """End the turn; the next one is due at once after news, in `seconds` if there is work, else with news."""
+        """End the turn; the next one is due at once on messages, in `seconds` if there is work, else on messages."""
         self._occupied, self._next = False, None
         if not self.alive:
             return
@@ -352,16 +352,16 @@ def _info(pool: SimulatedPool, epoch: int, outside: OutsideParts) -> EngineInfo:
 
 
 class WorkerCaller(Protocol):
-    """Who sent a request to a worker. Calls are made when the worker says it; the network takes time of its own."""
+    """Sender of a request to a worker. Calls are made when the worker sends; the callee adds network delays."""
 
     def answered(self, delta: Delta) -> None:
         """The worker sends a part of the answer."""
 
     def refused(self, status: int, reason: str) -> None:
-        """The worker does not take the request, or cannot go on with it, and says so."""
+        """The worker rejects the request, or cannot continue it, and reports why."""
 
     def lost(self, reason: str) -> None:
-        """The connection breaks off: nothing more comes."""
+        """The connection breaks: nothing more arrives."""
 
 
 class _BadTicket(FdError):
@@ -369,7 +369,7 @@ class _BadTicket(FdError):
 
 
 class SimulatedWorker:
-    """One server process, or none between its death and its return."""
+    """One server process, or none between its death and its restart."""
 
     def __init__(
         self, timeline: LocalTimeline, index: int, pool: SimulatedPool, make_parts: Callable[[str, int], EngineParts]
@@ -382,12 +382,12 @@ class SimulatedWorker:
         self.processes = 0
         self.client: SimulatedEngineClient | None = None
         self.leaving = False
-        """Whether it takes no more requests, because it is to end."""
+        """True if it accepts no more requests, because it is shutting down."""
         self.on_start: Callable[[SimulatedEngineClient], None] = lambda _: None
         self.on_answer: Callable[[], None] = lambda: None
         """Called with each part of an answer that leaves the worker."""
         self.timeline = timeline
-        """Time as whatever runs at this address sees it; standing still and wrong clocks are faults of it."""
+        """Clock of this address; freezes and wrong clocks are faults of it."""
         self._pool = pool
         self._make_parts = make_parts
         self._busy_until = 0.0
@@ -401,17 +401,17 @@ class SimulatedWorker:
 
     @property
     def up(self) -> bool:
-        """Whether there is a process."""
+        """True if the process exists."""
         return self.client is not None
 
     @property
     def healthy(self) -> bool:
-        """What `/health` says: a worker that shuts down still does what it took."""
+        """State of `/health`: a draining worker still completes the requests that it accepted."""
         return self.client is not None and self.client.alive
 
     @property
     def num_open(self) -> int:
-        """Requests that were taken and have not ended."""
+        """Requests that were accepted and have not ended."""
         return len(self._callers)
 
     def start(self) -> None:
@@ -424,13 +424,13 @@ class SimulatedWorker:
         self.on_start(self.client)
 
     def drain(self) -> None:
-        """Take no more requests, as before an orderly end; go on with those that were taken."""
+        """Accept no more requests, as before an orderly shutdown; complete those that were accepted."""
         if self.client is not None:
             self.leaving = True
             self.client.engine.stop()
 
     def kill(self) -> None:
-        """End the process at once: whoever waits for an answer is left without one."""
+        """End the process at once: callers in progress get no answer."""
         if self.client is None:
             return
         client, self.client = self.client, None
@@ -440,7 +440,7 @@ class SimulatedWorker:
             caller.lost("the worker's process ended")
 
     def take(self, spec: RequestSpec, caller: WorkerCaller) -> None:
-        """Take a request from the network; the caller learns all of it. `prefill_at` is the ticket of the router."""
+        """Receive a request from the network; `caller` gets its events. `prefill_at` is the ticket of the router."""
         client = self.client
         if client is None:
             caller.lost("no process listens at the worker's address")
@@ -455,7 +455,7 @@ class SimulatedWorker:
         self.timeline.at(self._busy_until, lambda: self._submit(client, spec, caller))
 
     def leave(self, request_id: str) -> None:
-        """The client of a request is gone: its connection was closed."""
+        """Disconnect the client of a request: its connection was closed."""
         _, stream = self._callers.pop(request_id, (None, None))
         if stream is not None:
             stream.leave()
@@ -463,7 +463,7 @@ class SimulatedWorker:
     def _submit(self, client: SimulatedEngineClient, spec: RequestSpec, caller: WorkerCaller) -> None:
         name = spec.request_id
         if self.client is not client or name not in self._callers:
-            return  # the process ended, or the client left
+            return  # the process ended, or the client disconnected
         answered = caller.answered
 
         def news(delta: Delta | None) -> None:

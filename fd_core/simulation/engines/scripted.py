@@ -1,6 +1,6 @@
-"""Workloads for the scheduler alone: requests that decode steadily, and a burst of long prompts that begin alike.
+"""Workloads for the scheduler alone: requests that decode steadily, and a burst of long prompts with a common prefix.
 
-There is no device and no model: made-up tokens answer at once, so a step costs its plan and its commit, nothing else.
+There is no device and no model: synthetic tokens are returned at once, so a step costs its plan and its commit only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fd_core.signals import EMPTY_TOKEN_ID
 from fd_core.types import Delta, RequestSpec, SamplingParams, StepOutput, StepPlan
 
 EOS: Final = 2
-"""Token that ends a request. No answer holds it, but every token is compared with it."""
+"""Token that ends a request. No answer contains it, but every token is compared with it."""
 REJECT_EVERY: Final = 8
-"""In one of so many steps a request has its last draft rejected; the steps differ between requests."""
+"""Every so many steps a request has its last draft rejected; the steps differ between requests."""
 _OUTPUT_TOKENS: Final = 256
 """Enough for every request to decode until the last of them was admitted."""
 
 
 class ScriptedEngine:
-    """The production scheduler under the policies `fcfs` and `cheapest`, and answers to its plans."""
+    """The production scheduler under the policies `fcfs` and `cheapest`, with synthetic outputs for its plans."""
 
     def __init__(self, limits: Limits, draw: np.random.Generator) -> None:
-        """`draw` makes up the tokens and the secret of the prefix keys."""
+        """`draw` generates the tokens and the secret of the prefix keys."""
         self.limits = limits
         count, width = limits.max_num_seqs, 1 + limits.max_drafts
         # Drafts of the whole batch count as cheap, so that each request verifies as many as it may.
@@ -47,12 +47,12 @@ class ScriptedEngine:
 
     @property
     def num_running(self) -> int:
-        """Requests that compute."""
+        """Number of running requests."""
         return self._scheduler.held().running
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of waiting requests."""
         return self._scheduler.held().waiting
 
     def add(self, prompt: Sequence[int], max_tokens: int) -> None:
@@ -70,8 +70,8 @@ class ScriptedEngine:
         return plan
 
     def answer(self, plan: StepPlan) -> StepOutput:
-        """Play the device: every row that samples delivers its token and, but for a rejected one now and then, its
-        drafts; every slot holds new drafts."""
+        """Return the device's output: every row that samples delivers its token and, but for an occasional rejection,
+        its drafts; every slot holds new drafts."""
         count, width = self.limits.max_num_seqs, 1 + self.limits.max_drafts
         self._gens[plan.slots] = plan.gens
         rejected = ((plan.slots + plan.step) % REJECT_EVERY == 0) & (plan.num_drafts > 0)
@@ -87,7 +87,7 @@ class ScriptedEngine:
         )
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        """Commit the answer; returns what the clients would be told."""
+        """Commit the output; return the deltas for the clients."""
         deltas, _ = self._scheduler.commit(plan, output)
         return deltas
 
@@ -110,13 +110,13 @@ class SteadyDecode(ScriptedEngine):
         vocab_size: int = 32000,
         draw: np.random.Generator,
     ) -> None:
-        """Compute the prompts in one step, with room for `steps` more; `draw` makes up the tokens.
+        """Compute the prompts in one step, with room for `steps` more; `draw` generates the tokens.
 
         `waiting_tokens`: length of the prompts that `queue` takes later; 0 takes none. They fit into an empty pool and
-        into a free slot, but not beside the running requests. Raises `ValueError` if they are too short for that.
+        into a free slot, but not alongside the running requests. Raises `ValueError` if they are too short for that.
         """
         count, per_step = len(prompts), 1 + num_drafts
-        # One more step than asked for: the last may not be cut short by the length limit.
+        # One more step than requested: the last must not be cut short by the length limit.
         self.max_tokens = (steps + 2) * per_step
         self._waiting_tokens = waiting_tokens
         longest = max(map(len, prompts)) + self.max_tokens
@@ -157,7 +157,7 @@ class SteadyDecode(ScriptedEngine):
 
 
 class PrefillBurst(ScriptedEngine):
-    """Prompts of one length that differ in their last block only: the first computes the prefix, the others use it."""
+    """Prompts of one length that differ in their last block only: the first computes the prefix, the others hit it."""
 
     def __init__(
         self, count: int, tokens: int, *, block_size: int = 32, vocab_size: int = 32000, draw: np.random.Generator

@@ -1,1 +1,1 @@
-"""Finds the cheapest deployment that holds an SLO: what to simulate next, and what the answer rests on."""
+"""Search for the cheapest deployment that meets an SLO: the next plans to simulate, and the evidence of the answer."""

@@ -20,33 +20,33 @@ from fd_core.simulation.results.tables import duration_text
 
 
 class PlanAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer is about."""
+    """Subject of the answer."""
 
     slo: str
     workload: str
     workload_text: str
     command: str
     priced: bool
-    """Whether costs are money; they count devices if not."""
+    """True if costs are money; otherwise they count devices."""
     left_out: dict[str, str]
-    """Profiles that cannot be, and why."""
+    """Excluded profiles, with the reason."""
     calculated: bool
     seeds: tuple[int, ...]
 
 
 class PlanLimit(msgspec.Struct, frozen=True):
-    """A limit of the SLO, and what a plan gets."""
+    """A limit of the SLO, and the value that a plan reaches."""
 
     name: str
     limit: float
     value: SeedInterval | None
-    """Over seeds; None if too many requests never came to it with one of them."""
+    """Over seeds; None if too many requests never reached it with one of them."""
     margin: float
     """Of the worst seed, as a share of the limit."""
 
 
 class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan."""
+    """Figures of one plan."""
 
     plan: str
     shape: DeploymentShape
@@ -55,11 +55,11 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     cost_per_hour: float
     checked: bool
-    """Whether it held the whole workload with every seed."""
+    """True if it met the SLO on the whole workload with every seed."""
     seeds: int
-    """Runs that its figures are of."""
+    """Number of runs that the figures cover."""
     whole: bool
-    """Whether these met the whole workload, or its first requests."""
+    """True if these runs used the whole workload, False for its first requests."""
     limits: tuple[PlanLimit, ...]
     margin: float
     kv_peak: float | None
@@ -74,30 +74,30 @@ class LoadTried(msgspec.Struct, frozen=True):
     load: float
     margin: float
     nearest: str
-    """The limit that is nearest or most broken."""
+    """The limit with the least margin."""
 
 
 class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is known; the form of the JSON is this."""
+    """Complete result of a search; also the schema of its JSON."""
 
     fdcore_plan: int
     asked: PlanAsked
     best: PlanFigures | None
     runners_up: tuple[PlanFigures, ...]
     below: PlanFigures | None
-    """The chosen plan with one unit less, which breaks the SLO."""
+    """The chosen plan with one unit less, which violates the SLO."""
     closest: PlanFigures | None
-    """Where no plan holds it, the one that comes nearest."""
+    """The closest plan, if none meets the SLO."""
     holds_load: float | None
     breaks_load: float | None
     loads: tuple[LoadTried, ...]
     limit: LimitFound | None
     unfinished: str
-    """Why the search ended early; empty if it did not."""
+    """Reason for an early end of the search; empty if it completed."""
     runs: int
     shapes: int
     shapes_excluded: int
-    """Beside these: they cannot hold it by what a request alone takes, or by the devices that there are."""
+    """Further shapes: a request alone already exceeds a limit, or they need more devices than available."""
 
 
 def answer_of(
@@ -111,7 +111,7 @@ def answer_of(
     excluded: int,
     runners_up: int,
 ) -> PlanAnswer:
-    """Return what a search found so far."""
+    """Return the current result of a search."""
     ranking = search.ranking()
 
     def figures(shape: int, units: int, trials: Sequence[PlanTrial]) -> PlanFigures:
@@ -174,7 +174,7 @@ def answer_json(answer: PlanAnswer) -> bytes:
 
 
 def page_report(asked: PlanAsked, runs: Mapping[PlanTrial, ReportedRun], answer: PlanAnswer, slo: Slo) -> Report:
-    """Return the runs for a page: the plans beside one another, and the chosen one under other loads."""
+    """Return the runs as a report for a page: the plans compared, and the chosen one under other loads."""
     best = answer.best
     shown = {plan.plan for plan in (best, *answer.runners_up, answer.closest) if plan is not None}
     kept = [run for trial, run in runs.items() if trial.whole and run.setting in shown]
@@ -192,7 +192,7 @@ def page_report(asked: PlanAsked, runs: Mapping[PlanTrial, ReportedRun], answer:
 
 
 def print_answer(answer: PlanAnswer, console: Console) -> None:
-    """Print the plans, then what they rest on in sentences."""
+    """Print the plans, then their evidence in sentences."""
     asked = answer.asked
     if asked.calculated:
         warning = (
@@ -208,7 +208,7 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
     if plans:
         table = Table(title=f"Plans for {asked.slo}", title_justify="left", box=None, padding=(0, 1, 0, 0))
         names = [each.name for each in plans[0].limits]
-        # Without prices devices are what plans cost.
+        # Without prices the cost of a plan is its devices.
         costs = ("Cost\nan hour",) if asked.priced else ()
         for name in ("Workers", "Batch,\nbudget", "Devices", *costs, *names, "Margin", "Seeds"):
             workers = name == "Workers"

@@ -1,7 +1,7 @@
-"""What no deployment can do better: from a workload's tokens and a profile's terms, without any simulation.
+"""Lower bounds for every deployment: from a workload's tokens and a profile's terms, without any simulation.
 
-A request alone on its worker is as fast as one gets; a worker whose every step is as full as may be serves as many as
-one can. Both leave out whatever else takes time, so what they exclude cannot hold an SLO, while what they do not
+A request alone on its worker is as fast as possible; a worker whose steps are all as full as possible has the highest
+throughput. Both omit all other overheads, so plans that they exclude cannot meet an SLO, while those that they do not
 exclude may still fail.
 """
 
@@ -21,17 +21,17 @@ from fd_core.simulation.results.summary import Numbers, percentiles
 from fd_core.simulation.workloads.workload import Workload
 
 _MOST_REQUESTS: Final = 100_000
-"""Requests that are looked at; the rest of a longer workload counts as nothing."""
+"""Requests that are considered; the rest of a longer workload is ignored."""
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What clients want. Entries belong to requests, in the order of conversations."""
+    """Demand of the clients. Entries belong to requests, in the order of conversations."""
 
     new_tokens: Numbers
-    """Tokens of prompts that no request before had: the others may be found in a cache."""
+    """Prompt tokens that no earlier request had: the others may hit a cache."""
     prompt_tokens: Numbers
     output_tokens: Numbers
-    """0 where a client may leave before."""
+    """0 where a client may disconnect before."""
     first_turn: Numbers
     """1 for the first request of a conversation, whose time is known, 0 for the others."""
     span: float
@@ -39,12 +39,12 @@ class Demand(msgspec.Struct, frozen=True):
 
     @property
     def rate(self) -> float | None:
-        """Requests a second; None if all come at once."""
+        """Requests per second; None if all arrive at once."""
         return len(self.new_tokens) / self.span if self.span > 0 else None
 
 
 def demand_of(workload: Workload) -> Demand:
-    """Return what the clients of a workload want; of its first 100,000 requests, if there are more."""
+    """Return the demand of a workload; of its first 100,000 requests, if there are more."""
     seen: set[int] = set()
     rows: list[tuple[float, float, float, float]] = []
     begin: float | None = None
@@ -75,10 +75,10 @@ def demand_of(workload: Workload) -> Demand:
 def least_possible(
     each: Objective, profile: CostProfile, demand: Demand, budget: int, attainment: float, longest: float = math.inf
 ) -> float:
-    """Return the least value of a limit that requests alone on their workers get; seconds.
+    """Return the least value of a limit for requests that are alone on their workers; seconds.
 
-    `budget`: tokens of a step. `attainment`: the share that a limit of each request is for. `longest`: tokens that
-    prompt and answer may have together; whoever has more is refused, which is later than any limit.
+    `budget`: tokens of a step. `attainment`: the share that a limit of each request is for. `longest`: limit of
+    the tokens of prompt and answer together; longer requests are rejected, which is later than any limit.
     """
     step = profile.step
     one = curve_function(step.by_tokens)(1.0) + curve_function(step.by_sampled_rows)(1.0) + step.constant + step.per_row
@@ -105,20 +105,20 @@ def least_possible(
 def fewest_workers(
     profile: CostProfile, demand: Demand, slo: Slo, max_num_seqs: int, budget: int
 ) -> tuple[int, int, int]:
-    """Return how many mixed, prefill and decode workers are needed at the very least, each at least 1."""
+    """Return lower bounds for the numbers of mixed, prefill and decode workers, each at least 1."""
     limits: dict[str, float] = {}
     shares = []
     for each in slo.objectives:
         if each.statistic != "mean":
             limits[each.measure] = min(each.limit, limits.get(each.measure, math.inf))
             shares.append((slo.attainment or 0.0) if each.percentile is None else each.percentile / 100)
-    # Every limit is kept by all but so many; together they may leave out the sum of them.
+    # Each limit may be missed by some requests; all limits together by the sum of these numbers.
     share = max(1 - math.fsum(1 - share for share in shares), 0.0)
     ttft = min(limits.get("ttft", math.inf), limits.get("e2e", math.inf))
     tpot = min(limits.get("tpot", math.inf), limits.get("gap", math.inf))
     if not math.isfinite(ttft) or not len(demand.new_tokens):
         return 1, 1, 1
-    late = math.ceil((1 - share) * len(demand.new_tokens)) + 1  # as a percentile is between two values
+    late = math.ceil((1 - share) * len(demand.new_tokens)) + 1  # a percentile is interpolated between two values
     first = demand.first_turn > 0
     step = profile.step
     token = _least_share(curve_function(step.by_tokens), step.by_tokens, budget, step.constant)
@@ -138,19 +138,19 @@ def fewest_workers(
 
 
 def _workers(work: Numbers, late: int, seconds: float) -> int:
-    """Return the workers that all but the `late` longest pieces of work take, if all of it is done in time."""
+    """Return the workers that complete all but the `late` longest pieces of work within `seconds`."""
     needed = math.fsum(np.sort(work)[: max(len(work) - late, 0)])
     return max(math.ceil(needed / seconds - 1e-9), 1) if seconds > 0 else 1
 
 
 def _least_share(look_up: Callable[[float], float], curve: CostCurve, most: int, constant: float) -> float:
-    """Return the least time of one of `most` tokens of a step: where the step is full, or at a corner of its curve."""
+    """Return the least time per token of steps of up to `most` tokens: in a full step, or at a corner of its curve."""
     counts = [float(most), *(count for count in curve.counts if 1 <= count < most)]
     return min((constant + look_up(count)) / count for count in counts)
 
 
 def _prefill_alone(profile: CostProfile, tokens: float, budget: int) -> float:
-    """Return when a prompt's first token arrives, if nobody else is there; the network is left out."""
+    """Return the time of a prompt's first token on an idle worker; the network is left out."""
     step, request = profile.step, profile.request
     full, rest = divmod(max(tokens, 1.0), budget)
     by_tokens = curve_function(step.by_tokens)

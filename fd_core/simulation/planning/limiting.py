@@ -1,4 +1,4 @@
-"""How near a run is to an SLO, and what holds it back: decided from the run's own figures, by rules that are short."""
+"""Margin of a run to an SLO, and its bottleneck: decided from the run's own figures, by short rules."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from fd_core.simulation.results.summary import ObjectiveCheck, RunSummary
 from fd_core.simulation.results.tables import duration_text
 
 _NEVER: Final = -1e9
-"""Margin of a limit that too many requests never came to."""
+"""Margin of a limit that too many requests never reached."""
 _MOST: Final = 0.5
 _GROUPS: Final = {"preempted": "blocks"} | dict.fromkeys(
     ("budget", "scheduler", "prefix", "step", "engine"), "computing"
 )
-"""Reasons of time that mean the same for a plan: what waits for a step waits for what devices compute."""
+"""Reasons of time that mean the same for a plan: waiting for a step is waiting for the compute of devices."""
 
 
 class LimitFound(msgspec.Struct, frozen=True):
-    """What a run would need more of."""
+    """The resource that a run lacks."""
 
     what: str
     words: str
-    """A sentence with the figures that it rests on."""
+    """A sentence with the supporting figures."""
 
 
 def check_margin(check: ObjectiveCheck) -> float:
-    """Return the share of a limit, or of the requests that may miss an attainment, that is left; below 0: broken."""
+    """Return the remaining share of a limit, or of the requests that may miss an attainment; below 0 if violated."""
     if check.value is None:
         return 0.0 if check.held else _NEVER
     if check.name == "attainment":
@@ -48,14 +48,14 @@ def slo_margin(run: ReportedRun) -> float:
 
 
 def check_text(check: ObjectiveCheck) -> str:
-    """Return a figure beside its limit."""
+    """Return a figure and its limit as text."""
     if check.name == "attainment":
         return f"attainment {check.value or 0:.1%}, limit {check.limit:.1%}"
     return f"{check.name} {duration_text(check.value)}, limit {duration_text(check.limit)}"
 
 
 def limit_of(run: ReportedRun, shape: DeploymentShape, profile: CostProfile, when: str) -> LimitFound:
-    """Return what limits a run that breaks its SLO, or would break it first. `when` says at which load or size."""
+    """Return the bottleneck of a run that violates its SLO, or would do so first. `when`: at which load or size."""
     summary = run.summary
     worst = min(summary.slo.checks if summary.slo else (), key=check_margin)
     seen = _Seen(run, shape, profile)
@@ -71,7 +71,7 @@ def limit_of(run: ReportedRun, shape: DeploymentShape, profile: CostProfile, whe
 
 
 class _Seen:
-    """What the rules look at."""
+    """Inputs of the rules."""
 
     def __init__(self, run: ReportedRun, shape: DeploymentShape, profile: CostProfile) -> None:
         summary, step, bins = run.summary, profile.step, run.bins
@@ -105,12 +105,12 @@ class _Seen:
         self.hand_over = profile.transfer.seconds(summary.prompt_tokens / completed * profile.model.kv_bytes_per_token)
 
     def stalls(self, measure: str, seconds: float | None) -> bool:
-        """Whether most of the time of a token is not that of a step that only decodes."""
+        """Return True if most of the time of a token is not spent in steps that only decode."""
         return measure == "tpot" and seconds is not None and self.step < _MOST * seconds
 
 
 def _lost(summary: RunSummary, worst: ObjectiveCheck) -> tuple[str, str] | None:
-    """Return what to say where the limit is broken since requests were refused or failed; None if it is not."""
+    """Return the explanation if the limit is violated because requests were rejected or failed; None if not."""
     lost = summary.refused + summary.failed
     missed = worst.value is None
     if worst.name == "attainment":
@@ -124,12 +124,12 @@ def _lost(summary: RunSummary, worst: ObjectiveCheck) -> tuple[str, str] | None:
 
 
 def _measured(summary: RunSummary, worst: ObjectiveCheck) -> tuple[str, float | None]:
-    """Return the latency behind a limit, `ttft` or `tpot`, and its seconds if the limit is one of it."""
+    """Return the latency that a limit is about, `ttft` or `tpot`, and its seconds if the limit is one of it."""
     measure, found = worst.name.split("_")[0], summary.latencies
     value = worst.value
     if measure == "attainment":
         limits = parse_slo(summary.slo.slo).request_limits() if summary.slo else {}
-        # Which limit more requests are beyond, or nearest to: what as many as may miss it took, as shares of it.
+        # Take the limit that most requests exceed or approach, at the percentile that the attainment allows.
         share = next((name for name in ("p50", "p90", "p95", "p99") if float(name[1:]) >= 100 * worst.limit), "max")
         shares = {name: getattr(found[name], share) / limit for name, limit in limits.items() if name in found}
         measure = max(shares, key=shares.__getitem__, default="ttft")
@@ -141,7 +141,7 @@ def _measured(summary: RunSummary, worst: ObjectiveCheck) -> tuple[str, float | 
 
 
 def _decided(seen: _Seen, measure: str, seconds: float | None) -> tuple[str, str]:
-    """Return what holds back first tokens or further ones, by the first rule that fits, and what it rests on."""
+    """Return the bottleneck of first or further tokens, by the first rule that applies, and its evidence."""
     spent = seen.before if measure == "ttft" else seen.between
     groups: dict[str, float] = {}
     for reason, took in spent.items():

@@ -1,7 +1,7 @@
-"""Which plans to simulate next: pure, margins of simulated plans in, plans to simulate out.
+"""Search for the next plans to simulate: pure, margins of simulated plans in, plans to simulate out.
 
 A *shape* is everything about a deployment but its size; a *unit* of it is one worker, or the prefill and decode workers
-of one ratio. More units are taken never to break an SLO that fewer hold, up to noise: the answer is tried with every
+of one ratio. More units are assumed never to violate an SLO that fewer meet, up to noise: the answer runs with every
 seed, and so is the plan with one unit less, which must fail.
 """
 
@@ -13,22 +13,22 @@ from collections.abc import Generator, Sequence
 import msgspec
 
 _AT_ONCE = 4
-"""Shapes of which a run is asked for together. The answer must not depend on how many processes there are."""
+"""Shapes that are run in parallel. The answer must not depend on the number of processes."""
 LOADS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-"""Loads with which the chosen plan is tried, as a factor of what was asked for."""
+"""Loads at which the chosen plan is tried, as a factor of the requested load."""
 _NEARLY = -0.5
 """Margin on the first requests from which a shape is tried on all of them, whose percentiles may be better."""
 _LOAD_STEP = 1.05
-"""How near the load that holds and the one that breaks have to be."""
+"""Largest ratio of the violating load to the load that is met."""
 
 
 class PlanShape(msgspec.Struct, frozen=True):
-    """What the search knows of a shape."""
+    """A shape, as the search sees it."""
 
     cost: float
-    """Of a unit, above 0."""
+    """Cost of a unit, above 0."""
     least: int
-    """Units below which it cannot hold the SLO, at least 1."""
+    """Units below which it cannot meet the SLO, at least 1."""
     most: int
 
 
@@ -36,16 +36,16 @@ class PlanTrial(msgspec.Struct, frozen=True):
     """A plan to simulate."""
 
     shape: int
-    """Its place among the shapes."""
+    """Its index among the shapes."""
     units: int
     seed: int
     whole: bool
-    """Whether it meets the whole workload, or its first requests."""
+    """True for the whole workload, False for its first requests."""
     load: float = 1.0
 
 
 class PlanSearch:
-    """One search. `trials` yields plans and is sent their margins, of which one below 0 breaks the SLO."""
+    """One search. `trials` yields plans and is sent their margins; a margin below 0 violates the SLO."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class PlanSearch:
         runners_up: int = 3,
         most_load: float = math.inf,
     ) -> None:
-        """`shortened`: if the first requests are not all. `most_load`: largest factor of the load that there can be."""
+        """`shortened`: if the first requests are not all. `most_load`: largest possible factor of the load."""
         self.shapes = tuple(shapes)
         self.seeds = tuple(seeds)
         self.margins: dict[PlanTrial, float] = {}
         self.units: dict[int, int] = {}
-        """By shape, the fewest units that are known to hold it so far."""
+        """By shape, the fewest units that are known to meet it so far."""
         self.holds_load: float | None = None
-        """Largest factor of the load that the chosen plan holds; None if it was not tried."""
+        """Largest factor of the load that the chosen plan sustains; None if it was not tried."""
         self.breaks_load: float | None = None
-        """Smallest factor that breaks it; None if none did."""
+        """Smallest factor that violates the SLO; None if none did."""
         self.finished = False
         self._failed = [shape.least - 1 for shape in self.shapes]
-        """By shape, the most units that are known to break it so far."""
+        """By shape, the most units that are known to violate it so far."""
         self._shortened = shortened
         self._runners_up = runners_up
         self._most_load = most_load
@@ -77,7 +77,7 @@ class PlanSearch:
         """Yield plans to simulate together; send their margins, in the same order."""
         settled = False
         while not settled:
-            # What was too dear may no longer be so, once the best turns out to need more.
+            # A shape that was too expensive may be competitive again once the best turns out to need more.
             yield from self._size()
             settled = yield from self._settle()
             if settled and self._shortened:
@@ -87,11 +87,11 @@ class PlanSearch:
         self.finished = True
 
     def ranking(self) -> list[int]:
-        """Return the shapes that hold the SLO so far: the cheapest first, of equal ones that with the most margin."""
+        """Return the shapes that meet the SLO so far: the cheapest first, of equal ones that with the most margin."""
         return sorted(self.units, key=lambda shape: (round(self.cost(shape), 9), -self.margin(shape), shape))
 
     def cost(self, shape: int) -> float:
-        """Return what the fewest units that hold it cost."""
+        """Return the cost of the fewest units that meet it."""
         return self.shapes[shape].cost * self.units[shape]
 
     def margin(self, shape: int) -> float:
@@ -100,12 +100,12 @@ class PlanSearch:
         return min(whole.values(), default=self.margins.get(self._short(shape, self.units[shape]), -math.inf))
 
     def breaks_below(self, shape: int) -> PlanTrial | None:
-        """Return the trial in which one unit less broke the SLO; None if that was not tried or there is none."""
+        """Return the trial in which one unit less violated the SLO; None if that was not tried or there is none."""
         trials = (trial for trial in self._whole(shape, self.units[shape] - 1) if self.margins.get(trial, 0) < 0)
         return next(trials, None)
 
     def _size(self) -> Generator[list[PlanTrial], Sequence[float], None]:
-        """Find the fewest units of each shape on the first requests, as far as it is not dearer than the best."""
+        """Find the fewest units of each shape on the first requests, as long as it costs no more than the best."""
         order = sorted(range(len(self.shapes)), key=lambda each: self.shapes[each].cost * self.shapes[each].least)
         while True:
             best = min((self.cost(shape) for shape in self.units), default=math.inf)
@@ -122,7 +122,7 @@ class PlanSearch:
                     self._failed[trial.shape] = trial.units
 
     def _next(self, shape: int, failed: int, best: float) -> int | None:
-        """Return the units to try next: double until they hold it, then halve; at once the most that is not dearer."""
+        """Return the units to try next: double until they meet it, then bisect; at once the most that costs no more."""
         about = self.shapes[shape]
         most = about.most if best == math.inf else min(about.most, math.floor(best / about.cost + 1e-9))
         held = self.units.get(shape)
@@ -135,14 +135,14 @@ class PlanSearch:
         return min(max(2 * failed, about.least), most)
 
     def _settle(self) -> Generator[list[PlanTrial], Sequence[float], bool]:
-        """Ask once for the best with every seed, one unit less of it, or runners-up; return True if none is left."""
+        """Request runs of the best with every seed, one unit less of it, or runners-up; return True if none is left."""
         ranking = self.ranking()
         if not ranking:
             return True
         best, *others = ranking
         batch = self._unknown(best, self.units[best])
         if self.units[best] > 1:
-            # One seed that breaks it is enough.
+            # One violating seed is enough.
             batch += self._unknown(best, self.units[best] - 1)[:1]
         if not batch:
             batch = [each for shape in others[: self._runners_up] for each in self._unknown(shape, self.units[shape])]
@@ -150,7 +150,7 @@ class PlanSearch:
             return True
         yield from self._ask(batch)
         for shape in {trial.shape: None for trial in batch}:
-            # More units where these break the whole workload, and fewer where fewer hold it with every seed.
+            # More units where these fail on the whole workload, and fewer where fewer meet it with every seed.
             units = self.units[shape]
             while self._breaks(shape, units):
                 units += 1
@@ -163,7 +163,7 @@ class PlanSearch:
         return False
 
     def _challenge(self) -> Generator[list[PlanTrial], Sequence[float], bool]:
-        """Ask once for cheaper shapes that nearly held the first requests, on all; return True if none is left."""
+        """Request runs on all requests of cheaper shapes that nearly met the first; return True if none is left."""
         best = min((self.cost(shape) for shape in self.units), default=math.inf)
         batch: list[PlanTrial] = []
         for shape, about in enumerate(self.shapes):
@@ -183,7 +183,7 @@ class PlanSearch:
         return False
 
     def _load(self, shape: int) -> Generator[list[PlanTrial], Sequence[float], None]:
-        """Find the factor of the load at which the plan breaks."""
+        """Find the factor of the load at which the plan violates the SLO."""
         self.holds_load = 1.0
         loads = [load for load in LOADS if load <= self._most_load]
         while loads and self.breaks_load is None:

@@ -1,4 +1,4 @@
-"""What may be chosen of a deployment, as plain values: profiles, roles, batches and step token budgets."""
+"""Choices of a deployment as plain values: profiles, roles, batches and step token budgets."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _profile: Final = lru_cache(maxsize=64)(profile_named)
 
 
 class DeploymentShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A deployment but for its size. A unit is one mixed worker, or `prefill` and `decode` workers together."""
+    """A deployment without its size. A unit is one mixed worker, or `prefill` and `decode` workers together."""
 
     profile: str
-    """As `profile_named` takes it."""
+    """Name for `profile_named`."""
     ranks: int
     """Devices of a worker."""
     prefill: int
@@ -62,7 +62,7 @@ class DeploymentShape(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def flags(self, units: int) -> list[str]:
-        """Return the flags of `fdcore simulate` that make a plan."""
+        """Return the flags of `fdcore simulate` that reproduce a plan."""
         roles = {"--prefill": self.prefill * units, "--decode": self.decode * units}
         return [
             *("--profile", self.profile),
@@ -99,7 +99,7 @@ def shapes_of(
     max_num_seqs: Sequence[int],
     budgets: Sequence[int],
 ) -> list[DeploymentShape]:
-    """Return every combination, with the profile's batch and budget if none is given. Raises `ConfigError` for many."""
+    """Return every combination, with the profile's batch and budget by default. Raises `ConfigError` for too many."""
     made = [
         DeploymentShape(
             profile=name,
@@ -123,7 +123,7 @@ def shapes_of(
 
 
 def setup_of(shape: DeploymentShape, units: int, profile: CostProfile, given: Mapping[str, Any]) -> Setup:
-    """Return what is simulated; `given` are other fields of engines."""
+    """Return the setup to simulate; `given` are other fields of engines."""
     return Setup(
         profile=profile,
         workers=0 if shape.prefill else units,
@@ -134,23 +134,23 @@ def setup_of(shape: DeploymentShape, units: int, profile: CostProfile, given: Ma
 
 
 class PlanJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What to simulate."""
+    """One simulation to run."""
 
     shape: DeploymentShape
     units: int
     engine: dict[str, Any]
     """Other fields of engines."""
     workload: str
-    """As `read_workload` takes it."""
+    """Text for `read_workload`."""
     seed: int
     requests: int | None
-    """The first so many; None takes all."""
+    """Limit of the number of requests; None takes all."""
     load: float
     rate: float
-    """Arrivals a second, for whoever draws it."""
+    """Arrivals per second, for workloads that draw them."""
     slo: Slo
     price: float
-    """Of a worker for an hour."""
+    """Price of a worker per hour."""
 
 
 def do_job(job: PlanJob, plugins: Plugins) -> ReportedRun:

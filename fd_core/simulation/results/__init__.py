@@ -1,1 +1,1 @@
-"""What came of a run: the outcome of each request, how workers were used, and what to read from both."""
+"""Results of a run: the outcome of each request, the use of workers, and the figures computed from both."""

@@ -1,4 +1,4 @@
-"""Settings beside one another over several seeds: what they differ by, and whether that is more than noise.
+"""Compares settings over several seeds: their differences, and if these are more than noise.
 
 The same seed gives every setting the same requests, so settings are compared seed by seed: the differences of a pair
 have a mean and a t-interval of 95 %. With one seed there is a difference and no interval.
@@ -21,17 +21,17 @@ CONFIDENCE: Final = 0.95
 
 
 class ComparedFigure(msgspec.Struct, frozen=True):
-    """A figure of a run, and which way is better."""
+    """A figure of a run, and which direction is better."""
 
     name: str
     title: str
     unit: str
     """`s`, `/s`, `share` or empty."""
     more_is_better: bool | None
-    """None where neither is."""
+    """None if neither is."""
     of: Callable[[RunSummary], float | None]
     rare: bool = False
-    """Whether it is left out where it is 0 in all runs."""
+    """True if the figure is omitted when it is 0 in all runs."""
 
 
 def _latency(measure: str, statistic: str) -> ComparedFigure:
@@ -87,7 +87,7 @@ FIGURES: Final = {
         ComparedFigure("price", "Price of 1M tokens", "", False, lambda each: each.cost.price_per_million),
     )
 }
-"""What is compared, by name, in the order of tables. A figure that a run does not have is None."""
+"""Compared figures by name, in the order of tables. None for a figure that a run does not have."""
 
 
 USUAL_FIGURES: Final = tuple(
@@ -99,11 +99,11 @@ USUAL_FIGURES: Final = tuple(
 
 
 VERDICTS: Final = ("better", "worse", "different", "noise", "one seed")
-"""`different` is for a figure that has no better; `noise` says that the interval holds 0."""
+"""`different` is for a figure without a better direction; `noise` means that the interval contains 0."""
 
 
 class SeedInterval(msgspec.Struct, frozen=True):
-    """A mean over seeds, and where the true one is with the confidence that was asked for."""
+    """A mean over seeds, and the interval of the true one at the requested confidence."""
 
     mean: float
     low: float | None
@@ -113,7 +113,7 @@ class SeedInterval(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """What a figure of one setting has more than that of another one, seed by seed."""
+    """Difference of a figure between two settings, seed by seed."""
 
     figure: str
     setting: str
@@ -124,7 +124,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class SettingsComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings beside one another."""
+    """Comparison of settings."""
 
     by: str
     """Figure that decides."""
@@ -132,18 +132,18 @@ class SettingsComparison(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, dict[str, SeedInterval]]
     """By setting and figure."""
     differences: tuple[Difference, ...]
-    """Of every setting but the first against the first."""
+    """Every setting but the first against the first."""
     best: str | None
     """Setting with the best mean of `by`, over seeds that all have; None if nothing can be compared."""
     lead: tuple[Difference, ...]
-    """Of the best against each other one; their intervals hold all at once (Bonferroni, over all pairs)."""
+    """The best against each other one; their intervals hold simultaneously (Bonferroni, over all pairs)."""
     wins: bool
-    """Whether the best is better than every other one by more than noise, and not by completing fewer requests."""
+    """True if the best beats every other one by more than noise, and not by completing fewer requests."""
     words: str
 
 
 def figure_named(name: str, flag: str = "--by", *, slo: bool = True, price: bool = True) -> ComparedFigure:
-    """Return a figure; raises `ConfigError` that names those that there are, or what is missing for this one."""
+    """Return a figure; raises `ConfigError` that lists the figures, or names the option that this one requires."""
     if name not in FIGURES:
         raise ConfigError(f"{flag}: {name!r} is no figure: there are {', '.join(FIGURES)}", field=flag)
     if name in ("goodput", "attainment") and not slo:
@@ -183,7 +183,7 @@ def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None 
     deciding = {setting: found[setting].get(by.name, {}) for setting in settings}
     common = set.intersection(*(set(values) for values in deciding.values())) if deciding else set()
     best, lead = None, []
-    # Who is best and by how much is asked of the same seeds.
+    # The best and its lead are decided on the same seeds.
     deciding = {setting: {seed: values[seed] for seed in sorted(common)} for setting, values in deciding.items()}
     if common:
         means = {name: math.fsum(values.values()) for name, values in deciding.items()}

@@ -1,6 +1,6 @@
-"""Several runs as one value: settings, rates and seeds, what to read from them, and the JSON that others read.
+"""Several runs as one value: settings, rates and seeds, the figures of each, and the JSON for other tools.
 
-A report holds what was read from runs and not the runs, so a sweep over many of them needs memory for one at a time.
+A report holds figures and not the runs, so a sweep over many of them needs memory for one run at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fd_core.simulation.results.slo import Slo
 from fd_core.simulation.results.summary import Numbers, Run, RunSummary, column, latencies_of, percentiles, summarize
 
 SHARES: Final = (*map(float, range(1, 99)), 99.0, 99.5, 99.9, 99.99)
-"""Percentiles that stand for a distribution."""
+"""Percentiles that represent a distribution."""
 _BINS: Final = 160
 _MOST_ROWS: Final = 32
 
@@ -29,21 +29,21 @@ class TimeBins(msgspec.Struct, frozen=True, kw_only=True):
     start: float
     end: float
     arrivals: tuple[float, ...]
-    """A second."""
+    """Per second."""
     completions: tuple[float, ...]
-    """A second; requests that were completed."""
+    """Completed requests per second."""
     waiting: tuple[float, ...]
-    """In all workers together, as is `running`."""
+    """Total over all workers, as is `running`."""
     running: tuple[float, ...]
     kv_use: tuple[float, ...]
     """Share of KV blocks that requests hold, mean of the workers that serve."""
     rows: tuple[str, ...]
-    """Workers, at most 32: beyond that each row is the mean of some that follow one another."""
+    """Workers, at most 32: beyond that each row is the mean of several consecutive ones."""
     row_waiting: tuple[tuple[float, ...], ...]
     row_running: tuple[tuple[float, ...], ...]
     row_kv_use: tuple[tuple[float, ...], ...]
     row_absent: tuple[tuple[float, ...], ...]
-    """Share of the time in which nobody was served: there was no process, or an engine was loaded."""
+    """Share of the time without service: there was no process, or an engine was loading."""
 
 
 def distributions(run: Run) -> dict[str, tuple[float, ...]]:
@@ -52,7 +52,7 @@ def distributions(run: Run) -> dict[str, tuple[float, ...]]:
 
 
 def over_time(run: Run) -> TimeBins | None:
-    """Return how a run went over time; None if nothing was sampled or no time passed."""
+    """Return a run over time; None if nothing was sampled or no time passed."""
     arrived, ended = column(run.outcomes, "arrived"), column(run.outcomes, "ended")
     at, worker = column(run.samples, "at"), column(run.samples, "worker").astype(np.int64)
     if not len(at):
@@ -112,20 +112,20 @@ def _plain(values: Numbers) -> tuple[float, ...]:
 
 
 REPORT_VERSION: Final = 1
-"""Of the JSON. A field that is new leaves it; one that goes or means something else raises it."""
+"""Version of the JSON schema. Added fields keep it; removed or redefined ones raise it."""
 LOAD: Final = "rate"
-"""Axis that says how many requests arrive in a second."""
+"""Axis of the request rate, per second."""
 
 Values = dict[str, float | str]
 
 
 class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a report keeps of a run."""
+    """Figures of a run that a report keeps."""
 
     setting: str
-    """What is compared: a policy, a kind of machine. Runs that differ in seed or `values` alone have the same one."""
+    """Compared setting: a policy, a kind of machine. Runs that differ only in seed or `values` share it."""
     values: Values
-    """Where on each axis it was made, such as `rate` and `max_num_seqs`; numbers stand in order."""
+    """Position on each axis, such as `rate` and `max_num_seqs`; numbers are sorted."""
     summary: RunSummary
     curves: dict[str, tuple[float, ...]]
     """Percentiles at `shapes.SHARES` of each latency, seconds."""
@@ -133,20 +133,20 @@ class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a table, a file or a page shows."""
+    """Content of a table, a file or a page."""
 
     title: str
     runs: tuple[ReportedRun, ...]
-    """With one seed or several for each setting and its values."""
+    """One seed or several for each setting and its values."""
     slo: Slo | None = None
     settings: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """What all runs share: model, workload, limits; plain values."""
+    """Settings that all runs share: model, workload, limits; plain values."""
     command: str = ""
-    """What makes it again."""
+    """Command that reproduces the report."""
     by: str | None = None
     """Figure of `comparing.FIGURES` that decides; goodput or the mean of whole requests if None."""
     traces: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Name of each trace that was written, and its path or its page's as seen from this report."""
+    """Name of each written trace, and its path or its page's, relative to this report."""
 
 
 class ReportCase(msgspec.Struct, frozen=True):
@@ -158,7 +158,7 @@ class ReportCase(msgspec.Struct, frozen=True):
 
     @property
     def summaries(self) -> tuple[RunSummary, ...]:
-        """Of each run."""
+        """Summary of each run."""
         return tuple(run.summary for run in self.runs)
 
     @property
@@ -168,7 +168,7 @@ class ReportCase(msgspec.Struct, frozen=True):
 
     @property
     def held(self) -> bool | None:
-        """Whether the SLO is held with every seed; None without one."""
+        """True if the SLO is met with every seed; None without one."""
         held = [summary.slo.held for summary in self.summaries if summary.slo]
         return all(held) if held else None
 
@@ -180,28 +180,28 @@ class ReportCase(msgspec.Struct, frozen=True):
 
 
 class LoadPoint(msgspec.Struct, frozen=True):
-    """What a rate of arrivals leads to; means over seeds."""
+    """Result of an arrival rate; means over seeds."""
 
     rate: float
     requests_per_s: comparing.SeedInterval | None
-    """That were completed."""
+    """Completed requests per second."""
     ttft_p99: comparing.SeedInterval | None
     goodput: comparing.SeedInterval | None
     held: bool | None
-    """Whether the SLO is held with every seed; None without one."""
+    """True if the SLO is met with every seed; None without one."""
 
 
 class LoadCurve(msgspec.Struct, frozen=True):
-    """What one setting does as the load grows."""
+    """Figures of one setting as the load grows."""
 
     setting: str
     values: Values
-    """Of the other axes."""
+    """Values on the other axes."""
     points: tuple[LoadPoint, ...]
     knee: float | None
-    """The last rate before it bends, of the rates that were tried."""
+    """The last rate before the bend, of the rates that were tried."""
     words: str
-    """How the knee was found, or why there is none."""
+    """Explanation of the knee, or of its absence."""
 
 
 def reported(
@@ -213,7 +213,7 @@ def reported(
     price_per_worker_hour: float | None = None,
     devices_per_worker: int = 1,
 ) -> ReportedRun:
-    """Return what a report keeps of a run; `setting` is the run's label if it is not given."""
+    """Return the report's entry of a run; `setting` is the run's label by default."""
     return ReportedRun(
         setting=setting or run.label,
         values=dict(values or {}),
@@ -224,14 +224,14 @@ def reported(
 
 
 def is_calculated(summary: RunSummary) -> bool:
-    """Whether nothing that the times of a run rest on was measured."""
+    """Return True if the times of a run depend on no measured cost."""
     return "calculated" in summary.profile
 
 
 def cases_of(report: Report) -> tuple[ReportCase, ...]:
     """Return the runs by setting and values, in the order of settings, then of values; seeds in their order.
 
-    Raises `ConfigError` if a seed is there twice, or if some runs lack an axis that others have.
+    Raises `ConfigError` if a seed occurs twice, or if some runs lack an axis that others have.
     """
     settings = list(dict.fromkeys(run.setting for run in report.runs))
     axes = list(report.runs[0].values) if report.runs else []
@@ -252,7 +252,7 @@ def cases_of(report: Report) -> tuple[ReportCase, ...]:
 
 
 def axes_of(cases: Sequence[ReportCase]) -> dict[str, list[float | str]]:
-    """Return the axes on which there is more than one value, with their values in order."""
+    """Return the axes with more than one value, with their values in order."""
     axes: dict[str, list[float | str]] = {}
     for name in cases[0].values if cases else ():
         values = sorted({case.values[name] for case in cases}, key=_order)
@@ -262,7 +262,7 @@ def axes_of(cases: Sequence[ReportCase]) -> dict[str, list[float | str]]:
 
 
 def comparisons_of(report: Report, cases: Sequence[ReportCase]) -> list[tuple[Values, comparing.SettingsComparison]]:
-    """Return the settings beside one another, for each place on the axes at which there are several."""
+    """Return the comparison of settings for each point on the axes that has several."""
     places: dict[tuple[Any, ...], list[ReportCase]] = {}
     for case in cases:
         places.setdefault(tuple(map(_order, case.values.values())), []).append(case)
@@ -275,7 +275,7 @@ def comparisons_of(report: Report, cases: Sequence[ReportCase]) -> list[tuple[Va
 
 
 def load_curves_of(cases: Sequence[ReportCase]) -> list[LoadCurve]:
-    """Return a curve for each setting and place on the other axes, if there are several rates."""
+    """Return a curve for each setting and point on the other axes, if there are several rates."""
     if LOAD not in axes_of(cases):
         return []
     lines: dict[tuple[Any, ...], list[ReportCase]] = {}
@@ -299,7 +299,7 @@ def report_json(report: Report) -> bytes:
     """Return the report as JSON, the same bytes for the same runs.
 
     `cases` holds the figures of every run, as `summary.RunSummary` describes them, and the distributions of latencies
-    at `shares`; `comparisons` and `load_curves` are what the tables and the page show.
+    at `shares`; `comparisons` and `load_curves` are those of the tables and the page.
     """
     cases = cases_of(report)
     document: dict[str, Any] = {
@@ -326,7 +326,7 @@ def report_json(report: Report) -> bytes:
 
 
 def _order(value: float | str) -> tuple[float, str]:
-    """Return what sorts numbers before texts."""
+    """Return a key that sorts numbers before texts."""
     return (math.inf, value) if isinstance(value, str) else (float(value), "")
 
 
@@ -336,7 +336,7 @@ def shown(value: float | str) -> str:
 
 
 def _knee(points: Sequence[LoadPoint]) -> tuple[float | None, str]:
-    """Return the knee and how it was found."""
+    """Return the knee and its explanation."""
     if points[0].held is not None:
         last = None
         for point in points:

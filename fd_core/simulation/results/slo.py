@@ -1,4 +1,4 @@
-"""What is promised to users, a service level objective: limits of latencies, as people write them."""
+"""Service level objectives: limits of latencies, as users write them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MEASURES: Final = {
     "gap": "longest time between two deliveries",
     "e2e": "time of the whole request",
 }
-"""Name of each latency in SLOs and files, and what it is. All are in seconds."""
+"""Name of each latency in SLOs and files, and its description. All are in seconds."""
 
 _USUAL_ATTAINMENT: Final = 0.9
-"""What DistServe asks for: so many requests of all keep every limit."""
+"""DistServe's default: this share of all requests meets every limit."""
 
 _EXAMPLE: Final = "for example ttft_p99=0.5,tpot_p99=0.05, or ttft=0.5,tpot=0.05,attainment=0.95 for each request"
 
@@ -29,30 +29,30 @@ class Objective(msgspec.Struct, frozen=True):
     measure: str
     """A name of `MEASURES`."""
     statistic: str
-    """`p` with a number or `mean`, over all requests; empty if the limit is one of each request."""
+    """`p` with a number or `mean`, over all requests; empty if the limit applies to each request."""
     limit: float
     """Seconds."""
 
     @property
     def name(self) -> str:
-        """As it is written, without the limit."""
+        """Text form without the limit."""
         return f"{self.measure}_{self.statistic}" if self.statistic else self.measure
 
     @property
     def percentile(self) -> float | None:
-        """The number of the percentile; None if the statistic is none."""
+        """Number of the percentile; None if the statistic is not a percentile."""
         return float(self.statistic[1:]) if self.statistic.startswith("p") else None
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Everything that is promised."""
+    """All limits of an SLO."""
 
     objectives: tuple[Objective, ...]
     attainment: float | None = None
-    """Share of all requests that must keep the limits of each request, 0 to 1; None asks for no share."""
+    """Share of all requests that must meet the limits of each request, 0 to 1; None requires no share."""
 
     def request_limits(self) -> dict[str, float]:
-        """Return seconds by measure in which a request is good: limits of each, else the loosest of the percentiles."""
+        """Return the limits in seconds by measure for a good request: those of each, else the loosest percentile."""
         own = {each.measure: each.limit for each in self.objectives if not each.statistic}
         shared: dict[str, float] = {}
         for each in self.objectives:
@@ -68,8 +68,8 @@ class Slo(msgspec.Struct, frozen=True):
 def parse_slo(text: str, flag: str = "--slo") -> Slo:
     """Read limits in seconds such as `ttft_p99=0.5,tpot_p99=0.05`, or of each request such as `ttft=0.5,tpot=0.05`.
 
-    `attainment=0.95` is the share of requests that must keep the limits of each request, 0.9 if it is not said. Raises
-    `ConfigError` that names the part at fault and what there is.
+    `attainment=0.95` is the share of requests that must meet the limits of each request, 0.9 by default. Raises
+    `ConfigError` that names the invalid part and lists the choices.
     """
     objectives: dict[str, Objective] = {}
     attainment: float | None = None

@@ -1,7 +1,7 @@
-"""The figures of one run: latencies, rates, goodput, KV use, fairness and cost. Pure, from outcomes to numbers.
+"""Figures of one run: latencies, rates, goodput, KV use, fairness and cost. Pure, from outcomes to numbers.
 
 Latencies are those of completed requests. A percentile is the linear interpolation between the two values nearest to
-its rank (type 7 of Hyndman and Fan, the default of numpy, and what `fdcore bench` shows); none is estimated. Sums are
+its rank (type 7 of Hyndman and Fan, the default of numpy and of `fdcore bench`); none is estimated. Sums are
 rounded once, so that figures do not depend on the processor.
 """
 
@@ -24,25 +24,25 @@ from fd_core.simulation.results.slo import Slo
 
 
 class RequestOutcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What became of one request. Times are seconds from the begin of the run."""
+    """Outcome of one request. Times are seconds from the start of the run."""
 
     request_id: str
     tenant: str
     priority: int
     prompt_tokens: int
     cached_tokens: int
-    """Tokens of the prompt that were found in a prefix cache."""
+    """Prompt tokens that hit a prefix cache."""
     output_tokens: int
     """Tokens that reached the client."""
     arrived: float
     first_token: float | None
-    """When the first token reached the client; None if none did."""
+    """Arrival of the first token at the client; None if none arrived."""
     ended: float
     end: str
-    """`stop` or `length`; `left` if the client left, `refused` if nobody took it, `failed` if the answer broke off,
-    `abort` if an operator ended it."""
+    """`stop` or `length`; `left` if the client disconnected, `refused` if no worker accepted it, `failed` if the answer
+    broke off, `abort` if an operator ended it."""
     reason: str
-    """Why it was refused or failed; empty otherwise."""
+    """Reason of a rejection or failure; empty otherwise."""
     longest_gap: float
     """Longest time between two deliveries of tokens to the client."""
     worker: int
@@ -51,7 +51,7 @@ class RequestOutcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class WorkerSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one worker held at one time."""
+    """State of one worker at one time."""
 
     at: float
     worker: int
@@ -62,13 +62,13 @@ class WorkerSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Absence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Some time in which a worker served nobody. Times are seconds from the begin of the run."""
+    """An interval in which a worker was out of service. Times are seconds from the start of the run."""
 
     worker: int
     begin: float
     end: float
     restarts: bool
-    """Whether its process was there and loaded another engine; else there was no process."""
+    """True if its process existed and loaded another engine; False if there was no process."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Virtual time from the first arrival to the last end."""
     wall_seconds: float
-    """What the run took; left out of comparisons."""
+    """Wall time of the run; excluded from comparisons."""
     workers: tuple[str, ...]
     """Name of each worker, with its role."""
     blocks: tuple[int, ...]
@@ -89,12 +89,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float]
     """Sums over workers and routers, by metric name."""
     profile: str
-    """Which costs were used, and whether they were measured or calculated."""
+    """Label of the costs with their origin, measured or calculated."""
     waits: bytes = b""
-    """Where the time of each request went: float32[requests, 2, reasons], seconds, in the order of `outcomes`, before
-    the first token and behind it, by `fd_core.simulation.clock.waits.WAITS`. Empty if nothing tells."""
+    """Time of each request by reason: float32[requests, 2, reasons], seconds, in the order of `outcomes`, before
+    and after the first token, by `fd_core.simulation.clock.waits.WAITS`. Empty if not recorded."""
     absences: tuple[Absence, ...] = ()
-    """In the order of their ends; those of the end of the run are there too."""
+    """In the order of their ends, including those cut off by the end of the run."""
 
 
 PERCENTILES: Final = (50.0, 90.0, 95.0, 99.0)
@@ -118,31 +118,31 @@ class LatencyFigures(msgspec.Struct, frozen=True):
 
 
 class ObjectiveCheck(msgspec.Struct, frozen=True):
-    """A limit over all requests, and what came of it."""
+    """A limit over all requests, and its value in the run."""
 
     name: str
     limit: float
     value: float | None
-    """Seconds, or a share for `attainment`. None is without end: too many requests were never completed."""
+    """Seconds, or a share for `attainment`. None is infinite: too many requests were never completed."""
     held: bool
 
 
 class SloFigures(msgspec.Struct, frozen=True):
-    """How a run keeps what was promised."""
+    """Compliance of a run with its SLO."""
 
     slo: str
     good: int
-    """Requests that were completed within every limit of a request; a latency that one has not cannot fail it."""
+    """Requests that were completed within every limit of a request; a missing latency violates no limit."""
     attainment: float | None
     """Share of all requests that are good, 0 to 1; None without a request."""
     goodput: float
     checks: tuple[ObjectiveCheck, ...]
-    """Every limit over all requests. One that was refused, failed or left counts as later than any limit."""
+    """Every limit over all requests. A request that was rejected, failed or left counts as later than any limit."""
     held: bool
 
 
 class TenantFigures(msgspec.Struct, frozen=True):
-    """What one tenant got."""
+    """Figures of one tenant."""
 
     tenant: str
     requests: int
@@ -160,28 +160,28 @@ class WaitFigures(msgspec.Struct, frozen=True):
     reason: str
     """Of `fd_core.simulation.clock.waits.WAITS`, `computing` among them."""
     before: float
-    """Of completed requests before their first tokens; over all reasons that is the mean TTFT."""
+    """Of completed requests before their first tokens; the sum over all reasons is the mean TTFT."""
     before_slowest: float
-    """The same of the hundredth of them whose first tokens came latest."""
+    """The same for the hundredth of them with the latest first tokens."""
     between: float
-    """Of completed requests behind their first tokens."""
+    """Of completed requests after their first tokens."""
     between_slowest: float
-    """The same of the hundredth of them that took longest there."""
+    """The same for the hundredth of them that took longest there."""
     lost: float
     """Of requests that were not completed, in all their time."""
 
 
 class WorkerFigures(msgspec.Struct, frozen=True):
-    """How one worker was used; means are over time."""
+    """Use of one worker; means are over time."""
 
     worker: str
     requests: int
-    """That it answered, whole or in part."""
+    """Requests that it answered, in whole or in part."""
     output_tokens: int
     running: float
     waiting: float
     kv_use: float | None
-    """Share of its KV blocks that requests held while it served; None where nothing was sampled."""
+    """Share of its KV blocks that requests held while it served; None if nothing was sampled."""
     kv_peak: float | None
     away: float
     """Seconds without a process."""
@@ -190,22 +190,22 @@ class WorkerFigures(msgspec.Struct, frozen=True):
 
 
 class WorkerCost(msgspec.Struct, frozen=True):
-    """Cost of workers from the first arrival to the last end, while their processes are there, whatever they do."""
+    """Cost of workers from the first arrival to the last end, while their processes exist, idle or not."""
 
     worker_seconds: float
     worker_seconds_per_million: float | None
-    """For a million output tokens; None without any."""
+    """For a million output tokens; None if there are none."""
     device_hours_per_million: float | None
     price_per_million: float | None
-    """In the currency of the price of a worker's hour; None without a price."""
+    """In the currency of the hourly price of a worker; None without a price."""
     away_seconds: float
     """Worker-seconds without a process, which cost nothing."""
     restarting_seconds: float
-    """Those among `worker_seconds` in which engines were loaded anew."""
+    """Part of `worker_seconds` in which engines were reloaded."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures of a run. The form of the JSON is this: fields in this order, entries of mappings by name."""
+    """All figures of a run. Also the schema of the JSON: fields in this order, entries of mappings by name."""
 
     label: str
     seed: int
@@ -217,9 +217,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     refused: int
     failed: int
     reasons: dict[str, int]
-    """Why requests were refused or failed, with N for numbers, the most frequent first; at most twenty and the rest."""
+    """Reasons of rejections and failures, with N for numbers, the most frequent first; at most twenty and the rest."""
     retried: int
-    """Requests that more than one worker was tried for."""
+    """Requests that were tried on more than one worker."""
     prompt_tokens: int
     """Of completed requests, as are the next two."""
     cached_tokens: int
@@ -232,9 +232,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """By the names of `slo.MEASURES`; without those that no completed request has."""
     slo: SloFigures | None
     hit_rate: float | None
-    """Share of the prompts' tokens that were found in a prefix cache; None without a completed request."""
+    """Share of prompt tokens that hit a prefix cache; None without a completed request."""
     kv_use: float | None
-    """Mean over time and workers, while they served, of the share of KV blocks that requests held; None where nothing
+    """Mean over time and workers, while they served, of the share of KV blocks that requests held; None if nothing
     was sampled."""
     kv_peak: float | None
     """Largest of these of one worker."""
@@ -243,16 +243,16 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     waiting: float
     preemptions: int
     waiting_seconds: dict[str, float]
-    """Summed over all requests, by reason, without what they computed."""
+    """Summed over all requests, by reason, without compute time."""
     waits: tuple[WaitFigures, ...]
-    """Where the time of requests went, reasons that none had left out, those first that took most of it."""
+    """Time of requests by reason, those that took most of it first; reasons that no request had are omitted."""
     fairness_service: float | None
     """Jain's index of the tokens that each tenant got: 1 is equal, 1/n is one that got all. None with one tenant."""
     fairness_speed: float | None
-    """Jain's index of tokens a second while the requests of each tenant were under way; unlike the other it does not
-    ask whether all wanted equally much."""
+    """Jain's index of tokens per second while the requests of each tenant were in progress; unlike the other it does
+    not depend on equal demand."""
     tenants: tuple[TenantFigures, ...]
-    """The fifty with most requests, if there are several."""
+    """The fifty with the most requests, if there are several."""
     workers: tuple[WorkerFigures, ...]
     cost: WorkerCost
     counters: dict[str, float]
@@ -292,7 +292,7 @@ def latencies_of(run: Run) -> dict[str, Numbers]:
 
 
 def percentiles(values: Numbers, shares: Sequence[float]) -> list[float]:
-    """Return the percentiles of at least one value, infinite behind the last finite one; see the module for ranks."""
+    """Return the percentiles of at least one value, infinite after the last finite one; see the module for ranks."""
     ranks = [(len(values) - 1) * share / 100 for share in shares]
     near = sorted({edge for rank in ranks for edge in (math.floor(rank), math.ceil(rank))})
     placed = np.partition(values, near)
@@ -321,7 +321,7 @@ def summarize(
     if slo is not None:
         good = done.copy()
         for name, limit in slo.request_limits().items():
-            good &= ~(columns.latencies[name] > limit)  # what is not a number is not above
+            good &= ~(columns.latencies[name] > limit)  # NaN is not above
     gone = _absent(run, columns)
     use = _WorkerUse(run, float(columns.ended.max(initial=0.0)), gone.sum(0))
     service, speed, tenants = _tenants(run, columns, good)
@@ -382,7 +382,7 @@ def column(rows: Sequence[Any], name: str) -> Numbers:
 
 
 def _reasons(run: Run) -> dict[str, int]:
-    # Reasons that differ in a number alone are one.
+    # Reasons that differ in a number alone are merged.
     counts = Counter(_NUMBER.sub("N", each.reason) for each in run.outcomes if each.reason)
     in_order = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     rest = sum(count for _, count in in_order[_MOST_REASONS:])
@@ -473,7 +473,7 @@ def _tenants(
 
 
 def _waits(run: Run, columns: _Columns) -> tuple[dict[str, float], tuple[WaitFigures, ...]]:
-    """Return what all requests waited, summed by reason, and where their time went."""
+    """Return the waits of all requests, summed by reason, and the breakdown of their time."""
     table = np.frombuffer(run.waits, np.float32).reshape(-1, 2, len(WAITS))
     if not len(table):
         return {}, ()
@@ -510,7 +510,7 @@ def _absent(run: Run, columns: _Columns) -> Numbers:
 
 
 class _WorkerUse:
-    """Means over time of what workers held: each sample holds until the next of its worker, the last to the end."""
+    """Means over time of the samples of workers: each holds until the next of its worker, the last to the end."""
 
     def __init__(self, run: Run, last: float, absent: Numbers) -> None:
         names = ("at", "worker", "waiting", "running", "used_blocks")

@@ -1,4 +1,4 @@
-"""Runs as tables of a terminal: the figures of one case, cases beside one another, and who wins."""
+"""Runs as tables of a terminal: the figures of one case, a comparison of cases, and the best of them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fd_core.simulation.results.summary import RunSummary
 
 _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "gap": "Longest gap", "e2e": "End to end"}
 _NOTHING: Final = 5e-7
-"""Seconds below which a wait is none: what sums of rounded numbers leave."""
+"""Seconds below which a wait counts as zero: the residue of sums of rounded numbers."""
 _STYLES = {"better": "green", "worse": "red", "noise": "dim", "one seed": "yellow", "different": ""}
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print one case in full, several as one table, then settings beside one another and the knees of load curves."""
+    """Print one case in full, several as one table, then comparisons of settings and the knees of load curves."""
     cases = cases_of(report)
     for profile in dict.fromkeys(run.summary.profile for run in report.runs if is_calculated(run.summary)):
         console.print(Text(f"CALCULATED, NEVER MEASURED: the times of steps rest on {profile}", "bold yellow"))
@@ -45,7 +45,7 @@ def print_report(report: Report, console: Console) -> None:
     table = Table(title=report.title, title_justify="left")
     table.add_column("", min_width=min(24, max(len(case.name) for case in cases)), overflow="fold")
     names = [name for name in USUAL_FIGURES[:9] if _is_shown(FIGURES[name], [case.figure(name) for case in cases])]
-    # Names that cannot be read tell no cases apart: a narrow terminal gets fewer figures.
+    # Truncated names do not distinguish cases: a narrow terminal gets fewer figures.
     names = names[: max(3, (console.width - 28) // 14)]
     for name in names:
         table.add_column(FIGURES[name].title, justify="right")
@@ -63,7 +63,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def duration_text(seconds: float | None) -> str:
-    """Return seconds in the unit that suits them."""
+    """Return seconds in a suitable unit."""
     if seconds is None:
         return "never"
     size = abs(seconds)

@@ -1,1 +1,1 @@
-"""KV outside the device in virtual time: tiers, stores, transfers, and a check of what they hold."""
+"""KV outside the device in virtual time: tiers, stores, transfers, and a check of their contents."""

@@ -1,6 +1,6 @@
 """KV outside the device under the virtual clock: production's tiers and pairs.
 
-Copies and the store take made-up time; the links of pairs are broken by a schedule.
+Copies and the store take modelled time; the links of pairs are broken by a schedule.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from fd_core.types import IntArray
 
 
 class BlankKVCache(KVCache):
-    """Blocks without content, for worlds in which nobody looks at it: one byte each."""
+    """Blocks without content, for worlds that never read it: one byte each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size)
         self.num_blocks = num_blocks
 
     def layer(self, index: int) -> Any:
-        """There is nothing to compute with."""
+        """Return a placeholder: there is nothing to compute with."""
         raise NotImplementedError("blank blocks hold no KV")
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
@@ -59,22 +59,22 @@ class BlankKVCache(KVCache):
 
 
 class SharedStore:
-    """What the store holds for all workers. It may change at any time; calls that have begun end as before."""
+    """Store contents shared by all workers. They may change at any time; calls in progress end as before."""
 
     def __init__(self, timeline: Timeline, value_seconds: float = 0.0) -> None:
-        """`timeline` is the store's own; clocks of workers may show something else.
+        """`timeline` is the store's clock; clocks of workers may differ.
 
-        `value_seconds` is what the store needs for each value, one after the other for all workers together; a worker
+        `value_seconds` is the store's time for each value, one after the other for all workers together; a worker
         that has the store for itself waits for the longer of that and of its own costs.
         """
-        # The bound is one of sealed values as they are simulated, not as they would be.
+        # The bound applies to sealed values as they are simulated, not to real sizes.
         self.values = MemoryStore(parse_location(f"memory:?max_bytes={2**30}"))
         self.trouble: Trouble | None = None
-        """How calls fail; with `TIMEOUT` each takes as long as it may."""
+        """Failure of calls; with `TIMEOUT` each takes its full timeout."""
         self.write_trouble: Trouble | None = None
-        """How calls that change something fail, such as `FULL`."""
+        """Failure of calls that write, such as `FULL`."""
         self.slowness = 1.0
-        """How many times as long calls take."""
+        """Factor of the time of calls."""
         self._timeline = timeline
         self._value_seconds = value_seconds
         self._free = 0.0
@@ -91,14 +91,14 @@ class SharedStore:
                 self.values.put([(key, (bytes(value[:-1]), bytes([value[-1] ^ 1])))], math.inf)
 
     def serve(self, ahead: float, values: int, seconds: float) -> float:
-        """Take a call in that begins `ahead` seconds from now and would take `seconds`; return how long it takes."""
+        """Accept a call that begins `ahead` seconds from now and would take `seconds`; return how long it takes."""
         begin = self._timeline.now + ahead
         self._free = max(self._free, begin) + values * self._value_seconds
         return max(seconds, self._free - begin) * self.slowness
 
 
 class _SharedStoreClient(KVStore):
-    """The store contract for one worker: calls take time of their job, and read what is there when they begin."""
+    """Store contract for one worker: calls take time of their job, and read the contents at their start."""
 
     name = "simulated"
     shared = True
@@ -118,7 +118,7 @@ class _SharedStoreClient(KVStore):
         return found
 
     def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
-        """Store values; others find them when the call is over."""
+        """Store values; other workers find them when the call is over."""
         self._call(timeout, self._costs.store_write(len(values)), len(values), writes=True)
         store = self._store.values
         self._threads.tell(lambda: store.put(values, math.inf))
@@ -138,10 +138,10 @@ class _SharedStoreClient(KVStore):
         return self._store.values.stats(timeout)
 
     def close(self) -> None:
-        """Leave the store to the other workers."""
+        """Close this client; the store stays open for the other workers."""
 
     def _call(self, timeout: float, seconds: float, values: int, *, writes: bool = False) -> None:
-        """Let a call take its time. Raises `StoreError` as the schedule has it, or if the time is more than it may."""
+        """Spend the time of a call. Raises `StoreError` for a scheduled failure, or if the time exceeds `timeout`."""
         store, threads = self._store, self._threads
         trouble = store.trouble or (store.write_trouble if writes else None)
         taken = timeout if trouble is Trouble.TIMEOUT else store.serve(threads.ahead, values, seconds)
@@ -151,14 +151,14 @@ class _SharedStoreClient(KVStore):
 
 
 SECRET: Final = bytes(range(32))
-"""Every simulated worker's: nobody outside sees anything that is sealed with it."""
+"""Shared by all simulated workers: values sealed with it never leave the simulation."""
 
 
 class TimedKVCache(KVCache):
-    """A cache whose copies take time of the job that makes them; what the blocks hold is another cache's business.
+    """A cache whose copies take time of the job that makes them; another cache keeps the contents of the blocks.
 
-    Blocks are written when the copy is over, and a block that changes while it is read ends the run, so that whoever
-    gives a block away too early is found out.
+    Blocks are written when the copy is over, and a block that changes while it is read ends the run, so that
+    releasing a block too early is detected.
     """
 
     def __init__(self, cache: KVCache, threads: VirtualThreads, costs: Costs) -> None:
@@ -195,7 +195,7 @@ class TimedKVCache(KVCache):
 
 
 def _envelope() -> Envelope:
-    """Return an envelope whose random bytes are a count, so that no two are equal and every run has the same."""
+    """Return an envelope whose random bytes are a counter, so that they are unique and every run has the same."""
     numbers = itertools.count()
     return Envelope(SECRET, draw=lambda count: next(numbers).to_bytes(count, "little"))
 
@@ -213,8 +213,8 @@ def simulated_storage(
 ) -> KVOffload:
     """Return the tiers of one worker, see `KVOffload`. `queue` is the engine's.
 
-    `block_bytes`: what a block of the simulated model takes, in which `host_bytes` are counted; the blocks of `cache`
-    may be of any size. So the port's own gauges of bytes are those of `cache`.
+    `block_bytes`: size of a block of the simulated model, in which `host_bytes` are counted; the blocks of `cache`
+    may have any size. The port's own byte gauges refer to `cache`.
     """
     timed = TimedKVCache(cache, threads, costs)
     timed.block.batch = BlockFormat.batch_of(block_bytes)
@@ -237,46 +237,46 @@ _BROKE: Final = "the connection to the prefill worker broke"
 
 
 Message = tuple[FromDecode | FromPrefill, Sequence[Bytes]]
-"""What one side says, and the frames of KV behind it."""
+"""A message of one side, and its frames of KV."""
 Arrive = Callable[[Message], None]
 
 
 class TransferNetwork:
-    """What lies between the prefill and the decode workers of a world: links over its network, and who listens."""
+    """Links between the prefill and the decode workers of a world over its network, and their listeners."""
 
     def __init__(self, network: Network) -> None:
         self.fate: Callable[[int], Sequence[float]] = lambda _: (0.0,)
-        """What becomes of a message, by its number: how much later than usual each of its copies leaves; none is lost.
+        """Delays of the copies of a message, by its number, in addition to the usual one; no message is lost.
 
-        A message that holds KV is none the less heard whole or not at all.
+        A message with KV is still received whole or not at all.
         """
         self.said = 0
         self.listening: dict[str, _SimulatedDecodeLinks] = {}
         """Prefill workers by address."""
         self.window = 8
-        """Pieces of a lease that may be on their way at once, for receivers that start from here on."""
+        """Pieces of a lease that may be in flight at once, for receivers that start from here on."""
         self.longest = 600.0
-        """Seconds after which a lease is over in any case, for sides that start from here on."""
+        """Maximum duration of a lease in seconds, for sides that start from here on."""
         self.network = network
         self._leases = 0
         self._ports = 9000
 
     def name_lease(self) -> str:
-        """Return a name that no lease of this world has."""
+        """Return a lease name that is unique in this world."""
         self._leases += 1
         return f"{self._leases:032x}"
 
     def take_port(self) -> int:
-        """Return a port that nobody had."""
+        """Return a port that was never used."""
         self._ports += 1
         return self._ports
 
     def carry(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
-        """Send a message from one place to another once it is that time for the job that says it."""
+        """Send a message from one endpoint to another at the time of the sending job."""
         threads.tell(partial(self._leave, threads, origin, target, message, arrive))
 
     def heard(self, place: str, message: Message) -> None:
-        """Take note that the worker at `place` is about to take a message in."""
+        """Record that the worker at `place` is about to receive a message."""
 
     def _leave(self, threads: VirtualThreads, origin: str, target: str, message: Message, arrive: Arrive) -> None:
         self.said += 1
@@ -285,14 +285,14 @@ class TransferNetwork:
 
 
 class _SimulatedPrefillLink(PrefillLink):
-    """One prefill worker, as a decode worker reaches it: as long as the same process listens there."""
+    """Link to one prefill worker at a decode worker: valid as long as the same process listens there."""
 
     def __init__(self, links: _SimulatedPrefillLinks, address: str) -> None:
         super().__init__()
         self.address = address
         self.links = links
         self.route = b""
-        """How the prefill worker names this link; empty until it heard something."""
+        """The prefill worker's name of this link; empty until it received a message."""
         self._place, _ = split_address(address)
         self._heard_by: _SimulatedDecodeLinks | None = None
 
@@ -301,11 +301,11 @@ class _SimulatedPrefillLink(PrefillLink):
         links.transfers.carry(links.threads, links.place, self._place, (message, ()), self._arrive)
 
     def hear(self, message: Message) -> None:
-        """Take a message and the frames behind it, at the decode worker."""
+        """Receive a message and its frames, at the decode worker."""
         self.links.loop.post(partial(self.links.take, self, message))
 
     def _arrive(self, message: Message) -> None:
-        """Reach the prefill worker, or learn that there is none, or another one than before."""
+        """Deliver to the prefill worker, or detect that there is none, or another one than before."""
         transfers = self.links.transfers
         there = transfers.listening.get(self.address)
         if self._heard_by is None and there is not None:
@@ -316,12 +316,12 @@ class _SimulatedPrefillLink(PrefillLink):
             there.hear(self.route, message)
 
     def lose(self) -> None:
-        """Learn, at the decode worker, that the link is lost."""
+        """Detect, at the decode worker, that the link is lost."""
         self.links.loop.post(partial(self.links.lost, self, _BROKE if self.route else _UNREACHABLE))
 
 
 class _SimulatedPrefillLinks(PrefillConnections):
-    """The prefill workers of one decode worker, reached over a simulated network."""
+    """Prefill workers of one decode worker, reached over a simulated network."""
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class _SimulatedPrefillLinks(PrefillConnections):
         reopen: Callable[[str], None],
         gone: Callable[[str, str], None],
     ) -> None:
-        """`place`: what the network calls the decode worker. No `Open` has to be said again."""
+        """`place`: network name of the decode worker. No `Open` has to be repeated."""
         self.transfers = transfers
         self.threads = threads
         self.place = place
@@ -362,7 +362,7 @@ class _SimulatedPrefillLinks(PrefillConnections):
         self._links.clear()
 
     def take(self, link: _SimulatedPrefillLink, message: Message) -> None:
-        """Take a message in, on the loop; reading the KV behind it is work of the processor, if steps wait for that."""
+        """Receive a message on the loop; reading its KV takes processor time if steps share the processor."""
         self.transfers.heard(self.place, message)
         if message[1]:
             self.threads.spend_beside(self._costs.transfer(1))
@@ -379,7 +379,7 @@ class _SimulatedPrefillLinks(PrefillConnections):
 
 
 class _SimulatedDecodeLinks(DecodeConnections):
-    """The decode workers of one prefill worker, reached over a simulated network."""
+    """Decode workers of one prefill worker, reached over a simulated network."""
 
     def __init__(
         self,
@@ -395,7 +395,7 @@ class _SimulatedDecodeLinks(DecodeConnections):
         hear: Callable[[bytes, FromDecode], object],
         turn_down: Callable[[bytes, str, str], object],
     ) -> None:
-        """`place`: what the network calls the prefill worker. No process gets a port that another had."""
+        """`place`: network name of the prefill worker. No process gets a port that another had."""
         self.port = transfers.take_port()
         self._transfers = transfers
         self._threads = threads
@@ -416,18 +416,18 @@ class _SimulatedDecodeLinks(DecodeConnections):
         self._loop.post(partial(self._take, route, message))
 
     def say(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
-        """Send a message; the KV behind it takes its time of the job that sends it."""
+        """Send a message; its KV takes time of the job that sends it."""
         if frames:
             self._threads.spend(self._costs.transfer(1))
         link = self._links[route]
         if not link.links.knows(link):
-            # A connection that is gone does not show as long as nothing gets through.
+            # A lost connection is not detected as long as nothing gets through.
             return not self._transfers.network.reaches(self._place, link.links.place)
         self._transfers.carry(self._threads, self._place, link.links.place, (message, frames), link.hear)
         return True
 
     def close(self) -> None:
-        """Stop listening; decode workers see that, unless the network keeps it from them."""
+        """Stop listening; decode workers detect that, unless the network is partitioned."""
         if self._transfers.listening.get(f"{self._place}:{self.port}") is self:
             del self._transfers.listening[f"{self._place}:{self.port}"]
             for link in self._links.values():
@@ -448,7 +448,7 @@ def simulated_transfer(
     config: EngineConfig,
     limits: Limits,
 ) -> Receiver | Sender | None:
-    """Return the side of transfers of the worker at `place`, None for a mixed one. `queue` is the engine's."""
+    """Return the transfer side of the worker at `place`, None for a mixed one. `queue` is the engine's."""
     timed, shape = TimedKVCache(cache, threads, costs), cache.shape
     compatibility = KVCompatibility(
         model="simulated",

@@ -1,4 +1,4 @@
-"""What clients want: conversations of one turn or several, whose texts are made from numbers."""
+"""Demand of clients: conversations of one turn or several, whose texts are generated from seeds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fd_core.simulation.workloads.settings import GOLDEN, Draws, Floats, Workloa
 from fd_core.types import IntArray
 
 _FIRST_TOKEN = 16
-"""Tokens below are never in a text: the end of an answer is one of them."""
+"""Smaller tokens never occur in a text: the end of an answer is one of them."""
 _STATES = np.arange(1, 4097, dtype=np.uint64) * GOLDEN
-"""What the first places add to a seed."""
+"""Increments of a seed for the first positions."""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -31,31 +31,31 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class UserTurn(msgspec.Struct, frozen=True, gc=False):
-    """A request: what the client adds to the conversation, and how long the model's answer is."""
+    """A request: the client's addition to the conversation, and the length of the model's answer."""
 
     adds: tuple[Piece, ...]
-    """Behind everything that was said before, answers included."""
+    """Appended to the whole history, answers included."""
     answer: Piece
-    """The model ends its answer behind these tokens, unless `max_tokens` ends it before."""
+    """The model ends its answer after these tokens, unless `max_tokens` ends it before."""
     think: float = 0.0
-    """Seconds from the end of the answer before to this request; of the first turn nothing, see `Conversation.at`."""
+    """Seconds from the end of the previous answer to this request; unused in the first turn, see `Conversation.at`."""
     max_tokens: int | None = None
-    """What the client asks for at most; None leaves it to the model's length limit."""
+    """Limit that the client sends; None leaves it to the model's length limit."""
     patience: float | None = None
-    """Seconds after which a client that has not got the whole answer leaves; None stays."""
+    """Seconds after which a client without the whole answer disconnects; None waits for ever."""
     fresh: bool = False
-    """Forget what was said before: the prompt is `adds` alone. Users of a closed loop begin again so."""
+    """Drop the history: the prompt is `adds` alone. Users of a closed loop start over this way."""
 
 
 class Conversation(msgspec.Struct, frozen=True, gc=False):
-    """The requests of one client in turn. One that fails or is left ends them, up to the next that begins anew."""
+    """The requests of one client in turn. One that fails or is left ends them, up to the next `fresh` one."""
 
     name: str
-    """Unique in a workload; also what a router is told as the session."""
+    """Unique in a workload; also the session key for routers."""
     at: float
-    """Seconds from the begin of the run to the first request."""
+    """Seconds from the start of the run to the first request."""
     turns: Sequence[UserTurn]
-    """Some are made only when they are asked for, in this order."""
+    """Some are generated lazily, in this order."""
     tenant: str = ""
     priority: int = 0
 
@@ -66,7 +66,7 @@ def tokens_of(piece: Piece, vocab_size: int) -> IntArray:
 
 
 def tokens_from(piece: Piece, first: int, count: int, vocab_size: int) -> IntArray:
-    """Return `count` tokens of a piece from place `first` on, int32[count], as if it were long enough."""
+    """Return `count` tokens of a piece from position `first` on, int32[count], as if it were long enough."""
     if first + count <= len(_STATES):
         states = _STATES[first : first + count]
     else:
@@ -75,7 +75,7 @@ def tokens_from(piece: Piece, first: int, count: int, vocab_size: int) -> IntArr
 
 
 def stirred(seeds: npt.NDArray[np.uint64], places: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Return a number for each seed and place, as SplitMix64 stirs its states."""
+    """Return a number for each seed and position, by the mixing function of SplitMix64."""
     return stir_states(seeds + (places.astype(np.uint64) + np.uint64(1)) * GOLDEN)
 
 
@@ -88,20 +88,20 @@ def to_tokens(numbers: npt.NDArray[np.uint64], vocab_size: int) -> IntArray:
 Ints = npt.NDArray[np.int64]
 
 _MARK_TOKENS = 8
-"""Where a repeated conversation parts from the first: behind its first text, as if a name stood there."""
+"""Length of the mark that distinguishes a repeated conversation, after its first text, as if a name stood there."""
 
 
 class Contents(abc.ABC):
     """A source of conversations."""
 
     notes: tuple[str, ...]
-    """What whoever reads the results has to know of it."""
+    """Notes for the reader of the results."""
     times: Floats | None
-    """When each conversation begins, in seconds, ascending; None leaves that to the arrivals."""
+    """Start time of each conversation, in seconds, ascending; None leaves that to the arrivals."""
 
     @property
     def requests(self) -> int | None:
-        """How many it has; None if it never ends."""
+        """Number of requests; None if it is infinite."""
         return None
 
     @abc.abstractmethod
@@ -110,7 +110,7 @@ class Contents(abc.ABC):
     ) -> Iterator[tuple[UserTurn, ...]]:
         """Yield the turns of each conversation, in the order of the file if there is one.
 
-        `user`: a user of a closed loop, whose conversations alone are yielded, the same whatever other users do.
+        `user`: a user of a closed loop, whose conversations alone are yielded, independent of other users.
         Contents with `times` are never replayed in a closed loop and ignore it.
         """
 
@@ -186,7 +186,7 @@ class MadeContents(Contents):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequests(Contents):
-    """Requests of a trace as columns, each a conversation of its own: 24 bytes for a request, and 8 for a hash id."""
+    """Requests of a trace as columns, each a separate conversation: 24 bytes for a request, and 8 for a hash ID."""
 
     notes: tuple[str, ...]
     times: Floats
@@ -194,15 +194,15 @@ class RecordedRequests(Contents):
     prompts: Ints
     outputs: Ints
     blocks: npt.NDArray[np.uint64]
-    """Seeds of the blocks of all prompts, one behind the other; equal hash ids have equal seeds."""
+    """Seeds of the blocks of all prompts, concatenated; equal hash IDs have equal seeds."""
     ends: Ints
-    """Behind the last block of each request; empty if there are none."""
+    """End index of the blocks of each request; empty if there are none."""
     block: int
     """Tokens of a block."""
 
     @property
     def requests(self) -> int:
-        """How many there are."""
+        """Number of requests."""
         return len(self.times)
 
     def conversations(
@@ -236,7 +236,7 @@ class TextContents(Contents):
 
     @property
     def requests(self) -> int:
-        """How many requests all conversations have together."""
+        """Number of requests of all conversations together."""
         return self.repeat * sum(map(len, self.told))
 
     def conversations(

@@ -52,19 +52,19 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def wrong_file(what: str, hint: str | None = None) -> ConfigError:
-    """Return the error of a file that cannot be used."""
+    """Return the error of an unusable file."""
     return ConfigError(what, field="file", hint=hint)
 
 
 def wrong_line(path: Path, number: int, phrase: str) -> ConfigError:
-    """Return the error that says what is wrong with a line."""
+    """Return the error of an invalid line."""
     return wrong_file(f"{path}, line {number:,}: {phrase}")
 
 
 def number_rows(path: Path, columns: int, most: float) -> npt.NDArray[np.float64]:
-    """Return float64[lines, columns] of a file with so many numbers, 0 to `most`, in each line. Raises `ConfigError`.
+    """Return float64[lines, columns] of a file with `columns` numbers, 0 to `most`, in each line. Raises `ConfigError`.
 
-    Commas or blanks stand between them; lines that begin with `#` are left out.
+    Commas or blanks separate them; lines that begin with `#` are skipped.
     """
     rows: list[list[float]] = []
     for number, raw in lines_of(path):
@@ -85,7 +85,7 @@ def number_rows(path: Path, columns: int, most: float) -> npt.NDArray[np.float64
 
 
 def require_writable(path: Path, flag: str) -> None:
-    """Raise `ConfigError` that names `flag` if no file can be made there, before anything is computed for it."""
+    """Raise `ConfigError` that names `flag` if no file can be created there, before anything is computed for it."""
     folder = path.absolute().parent
     reason = "it is a folder" if path.is_dir() else None if folder.is_dir() else f"there is no folder {folder}"
     if reason is None and not os.access(folder, os.W_OK):
@@ -95,9 +95,9 @@ def require_writable(path: Path, flag: str) -> None:
 
 
 def write_whole(path: Path, content: bytes, flag: str) -> None:
-    """Write a file as a whole; what stood there before stays if that is not possible, and nothing is left of the try.
+    """Write a file atomically; on failure the previous file stays and no temporary file is left.
 
-    Raises `ConfigError` that names the file and `flag`. What is no regular file, such as a pipe, is written as it is.
+    Raises `ConfigError` that names the file and `flag`. A file that is not regular (a pipe) is written directly.
     """
     try:
         if path.exists() and not path.is_file():

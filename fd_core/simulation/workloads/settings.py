@@ -1,4 +1,4 @@
-"""Every kind of workload and key, once: for the parser, the command's help and the documents; and seeded draws."""
+"""Single definition of every kind of workload and key, for the parser, the help and the docs; and seeded draws."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Floats = npt.NDArray[np.float64]
 _CHUNK: Final = 1024
 _MASK: Final = 2**64 - 1
 GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-"""By which the states of SplitMix64 follow one another."""
+"""Increment between the states of SplitMix64."""
 _MAX_RANGE: Final = 1 << 20
 
 
 def stir(numbers: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """Return seeds that look like chance and are the same for the same numbers, as SplitMix64 stirs them."""
+    """Return pseudo-random seeds that depend on the numbers alone, by the mixing function of SplitMix64."""
     return stir_states(np.atleast_1d(np.asarray(numbers, np.uint64)) + GOLDEN)
 
 
 def stir_states(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return states of SplitMix64 stirred, in their own place (Steele, Lea, Flood 2014)."""
+    """Mix states of SplitMix64 in place and return them (Steele, Lea, Flood 2014)."""
     for shift, factor in ((30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB133111EB))):
         state ^= state >> np.uint64(shift)
         state *= factor
@@ -41,24 +41,24 @@ def stir_states(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Numbers at or above 0 and how often each comes."""
+    """A distribution of numbers at or above 0."""
 
     text: str
-    """As it was written."""
+    """Its text as given."""
     mean: float
     draw: Callable[[np.random.Generator, int], Floats] = field(compare=False)
     fixed: float | None = None
-    """The number, if there is but one."""
+    """The number, if it is constant."""
 
 
 class Draws:
-    """Endless iterators of drawn numbers, a generator for each purpose, so that the draws of one never move another's.
+    """Endless iterators of drawn numbers, one generator per purpose, so that the draws of one never affect another's.
 
-    Times are whole microseconds and lengths whole tokens: what a processor's last bit of a logarithm is does not show.
+    Times are whole microseconds and lengths whole tokens, which hides last-bit differences of logarithms.
     """
 
     def __init__(self, seed: int, *path: int) -> None:
-        """`path`: of whom, such as the number of a user; such draws come from one generator and in small chunks."""
+        """`path`: the owner, such as the number of a user; such draws share one generator, in small chunks."""
         self._seed = (seed, *path)
         self.seed = seed
         self._shared = self._make(0) if path else None
@@ -81,12 +81,12 @@ class Draws:
         return self._values(purpose, of, lambda drawn: np.rint(drawn * 1e6) / 1e6)
 
     def seeds(self, purpose: str) -> Iterator[int]:
-        """Yield seeds of texts, none twice but by a chance of 2**-64 each."""
+        """Yield seeds of texts; two are equal with a probability of 2**-64."""
         generator = self.generator(purpose)
         return self._chunks(lambda count: generator.integers(0, _MASK, count, np.uint64, endpoint=True))
 
     def indices(self, purpose: str, cumulative: Floats) -> Iterator[int]:
-        """Yield indices into `cumulative`, the chances summed up."""
+        """Yield indices into `cumulative`, the cumulative probabilities."""
         if len(cumulative) == 1:
             return itertools.repeat(0)
         generator = self.generator(purpose)
@@ -107,7 +107,7 @@ class Draws:
 
 
 def chances(weights: npt.ArrayLike) -> Floats:
-    """Return the chances of weighted things, summed up: float64[n], the last one exactly 1."""
+    """Return the cumulative probabilities of weights: float64[n], the last one exactly 1."""
     summed = np.cumsum(np.asarray(weights, np.float64))
     summed /= summed[-1]
     summed[-1] = 1.0
@@ -115,7 +115,7 @@ def chances(weights: npt.ArrayLike) -> Floats:
 
 
 def distribution(text: str, folder: Path, most: float) -> Distribution:
-    """Read `128`, `uniform:100:200` and so on; paths begin at `folder`. Raises `ValueError` with a phrase of why."""
+    """Read `128`, `uniform:100:200` and so on; paths are relative to `folder`. Raises `ValueError` with the reason."""
     name, _, rest = text.partition(":")
     if not rest:
         name, rest = "fixed", text
@@ -199,13 +199,13 @@ DISTRIBUTION_FORMS: Final = (
     *(f"{name}:{':'.join(labels)}" for name, (labels, _) in _FORMS.items() if name != "fixed"),
     "file:PATH",
 )
-"""How distributions are written."""
+"""Forms of distributions."""
 
 
 MAX_REQUESTS: Final = 100_000_000
 MAX_TOKENS: Final = 1 << 24
 MAX_SECONDS: Final = 1e7
-"""Of one time: health checks go on through an idle year, and whoever asked would wait for them."""
+"""Upper bound of a time: in a longer idle period, simulated health checks would keep the caller waiting."""
 _MAX_NAMED: Final = 10_000
 
 Parser = Callable[[str, Path], Any]
@@ -213,7 +213,7 @@ Parser = Callable[[str, Path], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSettings:
-    """The values of all keys; None where a key was not given and has no default. `KEYS` describes them."""
+    """Values of all keys; None for a key that was not given and has no default. `KEYS` describes them."""
 
     arrivals: str
     rate: float
@@ -251,10 +251,10 @@ class WorkloadKey:
     """A key of a workload."""
 
     form: str
-    """What its value looks like."""
+    """Form of its value."""
     described: str
     parse: Parser
-    """Takes the text and the folder where paths begin; raises `ValueError` with a phrase that completes "KEY: ..."."""
+    """Takes the text and the folder of relative paths; raises `ValueError` with a phrase that completes "KEY: ..."."""
     default: str | None = None
 
 
@@ -265,7 +265,7 @@ class WorkloadKind:
     described: str
     keys: tuple[str, ...]
     file: bool = False
-    """Whether it reads a file, which stands behind the kind."""
+    """True if it reads a file, which follows the kind."""
 
 
 def _number(low: float, high: float) -> Parser:
@@ -340,7 +340,7 @@ _TOKENS = _distribution(MAX_TOKENS)
 _SECONDS = _distribution(MAX_SECONDS)
 
 ARRIVALS: Final = ("poisson", "gamma", "bursts", "diurnal", "constant", "closed")
-"""How conversations begin."""
+"""Arrival processes of conversations."""
 
 KEYS: Final[dict[str, WorkloadKey]] = {
     "rate": WorkloadKey("NUMBER", "conversations that begin in a second, on average", _number(1e-6, 1e6), "1"),

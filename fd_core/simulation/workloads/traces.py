@@ -1,4 +1,4 @@
-"""Traces of requests with times: Mooncake's JSON lines, Azure's CSV, and what fd_core's servers write."""
+"""Traces of requests with times: Mooncake's JSON lines, Azure's CSV, and the traces of fd_core's servers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fd_core.simulation.workloads.files import lines_of, opened, wrong_file, wro
 from fd_core.simulation.workloads.settings import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, WorkloadSettings, stir
 
 _MAX_HASH_IDS: Final = 1 << 27
-"""Of a trace: a gibibyte while it is read."""
+"""Limit of a trace: a gibibyte while it is read."""
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
 class _TraceColumns:
-    """Requests as they are read, in whatever order."""
+    """Requests as they are read, in any order."""
 
     def __init__(self) -> None:
         self._times, self._prompts, self._outputs = array("d"), array("q"), array("q")
@@ -41,7 +41,7 @@ class _TraceColumns:
         self._ends.append(len(self.hash_ids))
 
     def requests(self, path: Path, speed: float, block: int, *notes: str) -> RecordedRequests:
-        """Return them in order of time, equal times in that of the file. Raises `ConfigError` if there is none."""
+        """Return them in order of time, equal times in that of the file. Raises `ConfigError` if there are none."""
         if not self._times:
             raise wrong_file(f"{path} holds no request", "name a trace that is not empty")
         times, ends = np.array(self._times), np.array(self._ends)
@@ -78,7 +78,7 @@ def read_mooncake(path: Path, settings: WorkloadSettings) -> RecordedRequests:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise wrong_line(path, number, f"is no request of a Mooncake trace: {error}") from error
         shared = shared or bool(line.hash_ids)
-        # More blocks than the prompt has are nobody's.
+        # Ignore more blocks than the prompt has.
         ids = [*map(_hash_id, line.hash_ids[: -(-line.input_length // settings.block)])]
         columns.add(line.timestamp / 1000, line.input_length, line.output_length, ids)
         if len(columns.hash_ids) > _MAX_HASH_IDS:
@@ -99,7 +99,7 @@ def read_azure(path: Path, settings: WorkloadSettings) -> RecordedRequests:
     columns = _TraceColumns()
     wanted = ("timestamp", "contexttokens", "generatedtokens")
     places: list[int] = []
-    # The heading is no request.
+    # Skip the heading.
     for number, raw in _first(path, settings, 1):
         try:
             cells = next(csv.reader([raw.decode("utf-8-sig").strip()]))
@@ -120,7 +120,7 @@ def read_azure(path: Path, settings: WorkloadSettings) -> RecordedRequests:
 
 def _seconds(text: str) -> float:
     moment = datetime.fromisoformat(text.strip())
-    # Whatever the zone of this machine is.
+    # Independent of this machine's time zone.
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
@@ -132,7 +132,7 @@ def _tokens(text: str) -> int:
 
 
 def _first(path: Path, settings: WorkloadSettings, headings: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield as many lines as requests are wanted, and the headings before them."""
+    """Yield the headings, and as many lines after them as requests are wanted."""
     return itertools.islice(lines_of(path), None if settings.requests is None else headings + settings.requests)
 
 
@@ -140,7 +140,7 @@ def read_own_trace(path: Path, settings: WorkloadSettings) -> RecordedRequests:
     """Read a trace that a server wrote with `--trace`.
 
     Traces before format version 3 have neither arrivals nor lengths of answers: a request counts from its admission,
-    and its answer has a token for each of its decodes, as far as the lines are there. Raises `ConfigError`.
+    and its answer has a token for each of its decodes, as far as the lines exist. Raises `ConfigError`.
     """
     opened(path).close()
     replay = _OwnTrace()
@@ -158,13 +158,13 @@ def read_own_trace(path: Path, settings: WorkloadSettings) -> RecordedRequests:
 
 
 class _OwnTrace:
-    """Follows a trace of fd_core from line to line."""
+    """Parser state of an fd_core trace."""
 
     def __init__(self) -> None:
         self.came: dict[str, tuple[float, int]] = {}
-        """When each request came, in seconds, and the tokens of its prompt."""
+        """Arrival of each request, in seconds, and the tokens of its prompt."""
         self.got: dict[str, int] = {}
-        """Tokens of its answer, as far as is known."""
+        """Tokens of its answer, as far as known."""
         self._ended: set[str] = set()
         self._version = FORMAT_VERSION
         self._started = 0.0

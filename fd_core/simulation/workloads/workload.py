@@ -1,4 +1,4 @@
-"""Workloads: what `read_workload` makes of a text or of a settings file."""
+"""Workloads, as `read_workload` builds them from a text or a settings file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHUNK: Final = 1024
 
 
 def arrival_times(settings: WorkloadSettings, draws: Draws) -> Iterator[float]:
-    """Yield times in seconds without end. A greater rate shortens the same gaps, so load curves compare."""
+    """Yield times in seconds without end. A higher rate shortens the same gaps, so load curves compare."""
     generator, shape = draws.generator("arrivals"), settings.cv**-2
     # Seconds of a period, moments in it, and the share of its arrivals up to each; 0 if there is none.
     period, times, shares = 0.0, np.empty(0), np.empty(0)
@@ -72,7 +72,7 @@ _READERS: Final[dict[str, Callable[[Path, WorkloadSettings], Contents]]] = {
 
 
 class Workload:
-    """Conversations in order of their begin, made while they are asked for: the same for the same seed, every time."""
+    """Conversations in order of their start, generated lazily: the same for the same seed, every time."""
 
     def __init__(self, kind: str, given: Mapping[str, str], settings: WorkloadSettings, contents: Contents, seed: int):
         self.kind = kind
@@ -83,7 +83,7 @@ class Workload:
 
     @property
     def description(self) -> str:
-        """One line: what was asked for, how much that is, and what whoever reads the results has to know."""
+        """One line: the request, its size, and notes for the reader of the results."""
         file = self._given.get("file")
         given = (f"{key}={text}" for key, text in self._given.items() if key != "file")
         keys = ",".join([file, *given] if file else given)
@@ -93,12 +93,12 @@ class Workload:
 
     @property
     def num_requests(self) -> int | None:
-        """Requests of all conversations; None if only the draws tell."""
+        """Number of requests of all conversations; None if it depends on the draws."""
         bounds = [bound for bound in (self.settings.requests, self._contents.requests) if bound is not None]
         return min(bounds) if bounds and self.settings.duration is None else None
 
     def scaled(self, factor: float) -> Workload:
-        """Return the conversations under `factor` times the load. Raises `ConfigError` if there cannot be so many."""
+        """Return the conversations under `factor` times the load. Raises `ConfigError` if that exceeds the limits."""
         settings = self.settings
         if self._contents.times is not None:
             key, value = "speed", settings.speed * factor
@@ -113,14 +113,14 @@ class Workload:
         return Workload(self.kind, given, settings, self._contents, self.seed)
 
     def shortened(self, requests: int) -> Workload:
-        """Return the first conversations of the same ones, with so many requests at most."""
+        """Return the first conversations of this workload, with at most `requests` requests."""
         if self.settings.requests is not None and self.settings.requests <= requests:
             return self
         settings = dataclasses.replace(self.settings, requests=requests)
         return Workload(self.kind, {**self._given, "requests": str(requests)}, settings, self._contents, self.seed)
 
     def __iter__(self) -> Iterator[Conversation]:
-        """Yield conversations; every call begins anew."""
+        """Yield conversations; every call starts over."""
         settings, draws = self.settings, Draws(self.seed)
         clients = clients_of(settings, draws)
         if self._contents.times is None and settings.arrivals == "closed":
@@ -153,7 +153,7 @@ class Workload:
 
 
 class _LateTurns(Sequence[UserTurn]):
-    """The turns of a user of a closed loop, made one conversation at a time; whoever goes back pays for it."""
+    """The turns of a user of a closed loop, generated one conversation at a time; going back regenerates them."""
 
     def __init__(self, contents: Contents, user: int, settings: WorkloadSettings, draws: Draws, count: int) -> None:
         self._contents = contents
@@ -186,7 +186,7 @@ class _LateTurns(Sequence[UserTurn]):
 
 
 def _joined(conversations: Iterator[tuple[UserTurn, ...]]) -> Iterator[UserTurn]:
-    """Yield the turns of conversations, one behind the other; each but the first begins anew after a pause."""
+    """Yield the turns of consecutive conversations; each but the first starts over after a pause."""
     for number, turns in enumerate(conversations):
         first = msgspec.structs.replace(turns[0], **({"fresh": True} if number else {"think": 0.0}))
         yield from (first, *turns[1:])
@@ -196,9 +196,9 @@ def read_workload(text: str, seed: int, folder: Path = Path()) -> Workload:
     """Return the workload that a text describes: `KIND:key=value,key=value`, or a TOML or JSON file with the same keys.
 
     A kind that reads a file has it first: `mooncake:trace.jsonl,speed=2`. `workload_table` lists kinds and keys.
-    `seed`: 0 to 2**63 - 1. `folder`: where relative paths begin; of a file's keys, the file's own folder.
+    `seed`: 0 to 2**63 - 1. `folder`: base of relative paths; for a file's keys, the file's own folder.
 
-    Raises `ConfigError` that names the key, its limit and what to do.
+    Raises `ConfigError` that names the key, its limit and the remedy.
     """
     if not 0 <= seed < 2**63:
         raise ConfigError(f"seed: {seed} is out of range; give 0 to 2**63 - 1", field="seed")
@@ -229,7 +229,7 @@ def read_workload(text: str, seed: int, folder: Path = Path()) -> Workload:
 
 
 def _require_bounded(settings: WorkloadSettings, contents: Contents) -> None:
-    """Raise `ConfigError` for more requests than there can be."""
+    """Raise `ConfigError` if there are more requests than the limit."""
     if settings.requests is None and (contents.requests or 0) > MAX_REQUESTS:
         raise ConfigError(
             f"repeat: {contents.requests:,} requests would come; {MAX_REQUESTS:,} can", field="repeat", hint="lower it"

@@ -1,1 +1,1 @@
-"""The page of a report: what packs runs into it, and its template, style and scripts."""
+"""The page of a report: the packer, and its template, style and scripts."""

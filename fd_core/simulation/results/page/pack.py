@@ -1,4 +1,4 @@
-"""Packs a report into one self-contained HTML page, in a size that grows neither with requests nor with workers."""
+"""Packs a report into one self-contained HTML page, whose size grows neither with requests nor with workers."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _MOST_WORKERS: Final = 64
 
 
 def write_page(path: Path, report: Report) -> None:
-    """Write the page. Raises `ConfigError` if it cannot be written or the report has too many cases to be looked at."""
+    """Write the page. Raises `ConfigError` if it cannot be written or the report has too many cases to display."""
     write_whole(path, page_of(report).encode(), "--page")
 
 
 def page_of(report: Report) -> str:
     """Return the page as HTML text; raises `ConfigError` as `write_page` does."""
-    # What people named must not end the element that carries it.
+    # User-supplied names must not end the element that carries them.
     facts = msgspec.json.encode(facts_of(report)).decode().replace("<", "\\u003c")
     scripts = ("plots.js", "view.js")
     return assemble(__package__, shared=("theme.css", "curves.js"), own=("page.css", *scripts), values={"facts": facts})
 
 
 def facts_of(report: Report) -> dict[str, Any]:
-    """Return what the page's scripts read: plain values, numbers with four digits."""
+    """Return the data of the page's scripts: plain values, numbers with four digits."""
     cases = cases_of(report)
     if len(cases) > _MOST_CASES:
         what = f"{len(cases):,} cases are more than the {_MOST_CASES:,} that a page shows"
@@ -107,12 +107,12 @@ def _shorts(values: Iterable[float], digits: int = 4) -> list[float]:
 
 
 def _span(found: SeedInterval) -> list[float]:
-    """Return the mean, and the interval behind it if there is one."""
+    """Return the mean, followed by the interval if there is one."""
     return _shorts(each for each in (found.mean, found.low, found.high) if each is not None)
 
 
 def _fitting(parts: Iterable[Any], most: int) -> dict[int, Any]:
-    """Return the parts by their place, as far as their JSON fits into so many bytes; those that are None left out."""
+    """Return the parts by index, as far as their JSON fits into `most` bytes; None parts are omitted."""
     kept: dict[int, Any] = {}
     for index, part in enumerate(parts):
         if part is None:
@@ -135,7 +135,7 @@ def _curves(case: ReportCase) -> dict[str, list[float]]:
 
 
 def _bins(case: ReportCase) -> dict[str, Any] | None:
-    """Return how the first of a case's runs went."""
+    """Return the time bins of the first of a case's runs."""
     bins = case.runs[0].bins
     if bins is None:
         return None
