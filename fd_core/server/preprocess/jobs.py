@@ -35,6 +35,8 @@ from fd_core.types import Reasoning, SamplingParams
 from fd_core.types.checks import check_ids, check_structure
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+_PLAIN_TURNS: Final = 64
+"""Most messages of a conversation whose rendering is tried on the event loop."""
 _TAIL_TOKENS: Final = 64
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _ANY_TEXT = FormOutcome()
@@ -295,7 +297,11 @@ async def chat_prompt(
     )
     if tools is not None:
         size += len(msgspec.json.encode(tools.shown))
-    is_plain = tools is None and variables is None and template is None and body.documents is None
+    is_plain = (
+        len(turns) <= _PLAIN_TURNS
+        and (tools is None and variables is None and template is None and body.documents is None)
+        and all(isinstance(each.content, str) and not each.tool_calls for each in body.messages)
+    )
     ids = await reader.render(size, read, is_plain=is_plain)
     if isinstance(body, requests.TokenizeRequest) or body.truncate_prompt_tokens is None:
         return ids
