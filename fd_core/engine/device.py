@@ -163,7 +163,7 @@ class LaunchingDevice(RunnerDevice):
         return output
 
     def perform(self, change: Callable[[Runner], None]) -> None:
-        """Apply the change once the device has computed all launched steps; a plan that is kept computes the same after."""
+        """Apply the change once the device has computed all launched steps; a kept plan computes the same after."""
         for launched in self._launched:
             launched.copies.wait()
         change(self.runner)

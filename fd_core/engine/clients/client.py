@@ -269,7 +269,7 @@ class SingleEngineClient(abc.ABC):
             self._send(messages.Submit(spec))
 
     def _went_away(self, reason: str, rank: str | None = None) -> None:
-        """Suspend requests until another engine is ready; `rank` is the one at fault, as `EngineDead.field` names it."""
+        """Suspend requests until another engine is ready; `rank` is the one at fault, as in `EngineDead.field`."""
         if rank is not None and (number := rank.removeprefix("rank ")) in self.rank_failures:
             self.rank_failures[number] += 1
         self._lost(reason, restarts=True)

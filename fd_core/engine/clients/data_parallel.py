@@ -38,7 +38,7 @@ _FLAG = "--data-parallel-size"
 async def open_engines(
     config: EngineConfig, path: Path | None, progress: StartProgress, count: int
 ) -> DataParallelClient:
-    """Start `count` engines at once. Raises the errors of loading, and `ConfigError` for settings that need one engine."""
+    """Start `count` engines at once. Raises the errors of loading, and `ConfigError` for settings of one engine."""
     _require_separable(config)
     chosen = await asyncio.to_thread(installed_plugins().choose_backend, config.backend)
     places = chosen.cls.places(count, config.tensor_parallel_size)
@@ -70,7 +70,7 @@ class DataParallelClient:
             # An engine may report a path in addition to its blocks, for the one block of it that it holds.
             max_index_blocks=max(each.info.num_kv_blocks for each in self.engines)
             + info.max_model_len // info.block_size,
-            balance_abs_threshold=info.max_num_seqs / 2,  # no request waits for long while another engine has free slots
+            balance_abs_threshold=info.max_num_seqs / 2,  # requests do not queue long while others have free slots
         )
         self._router = Router(placing, partial(installed_plugins().load, ROUTER_POLICY))
         now = time.monotonic()
@@ -202,7 +202,7 @@ class DataParallelClient:
                 for engine, result in zip(self.engines, results, strict=True)
                 if result is None
             ]
-            await asyncio.gather(*undone, return_exceptions=True)  # an engine that died meanwhile restarts without the change
+            await asyncio.gather(*undone, return_exceptions=True)  # a dead engine restarts without the change
             raise failures[0]
 
     def _look_after(self, now: float) -> None:

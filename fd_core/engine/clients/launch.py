@@ -22,7 +22,7 @@ async def open_client(
     """Start engines for the checkpoint at `path` and return their client once all are ready.
 
     `where` is `process` or `inproc`; `path` is None only for backends that need no checkpoint. `begun` is a process for
-    the one engine, if the caller started one during the search for the model. Raises the errors of loading: `ConfigError`,
+    the one engine, if the caller started one while finding the model. Raises the errors of loading: `ConfigError`,
     `ModelError`, `PluginError`.
     """
     report = progress or (lambda *_: None)

@@ -30,7 +30,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(messages.EngineMessage)
 
 
 class ProcessClient(SingleEngineClient):
-    """Client of an engine in a child process; if it dies, starts another one that resumes its requests in a new epoch."""
+    """Client of an engine in a child process; if it dies, another one resumes its requests in a new epoch."""
 
     def __init__(
         self,

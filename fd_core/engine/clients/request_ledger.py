@@ -20,7 +20,7 @@ the cause. Epochs in which it only waited do not count, and an epoch that gives 
 After the first of these deaths the request is a suspect. An epoch gets one suspect at a time, so that a request which
 merely ran alongside the cause is not given up with it."""
 MAX_DEATHS = 5
-"""Deaths of epochs before its end, after which a request is given up, whether it waited or ran and got tokens or not."""
+"""Deaths of epochs before its end, after which a request is given up, whether it waited, ran or got tokens."""
 
 
 class _LiveRequest(msgspec.Struct):

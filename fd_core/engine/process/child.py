@@ -56,7 +56,7 @@ class _SocketInbox:
 
 
 def main(backend: str) -> int:
-    """Serve the client at the other end of standard input; the framework of `backend` is imported before `Start` arrives."""
+    """Serve the client at the other end of standard input; the framework of `backend` is imported before `Start`."""
     become_child()
     stream = MessageStream.to_parent()
     inbox, encoder = _SocketInbox(stream), msgspec.msgpack.Encoder()
