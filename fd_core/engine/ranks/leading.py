@@ -93,7 +93,7 @@ def require_ranks(config: EngineConfig) -> None:
 
 
 class RankProcesses:
-    """The other ranks of an engine, one process each. Used from the thread that executes steps, copies of KV excepted."""
+    """The other ranks of an engine, one process each. Used from the thread that executes steps, except to copy KV."""
 
     def __init__(self, config: EngineConfig, path: Path | None, environments: Sequence[Mapping[str, str]]) -> None:
         """Start them; they load while rank 0 does. `environments`: variables that select each rank's device."""
@@ -198,7 +198,7 @@ class RankProcesses:
     def copy(self, requests: Sequence[tuple[int, list[bytes]]]) -> list[list[bytes]]:
         """Have some ranks copy blocks, at the same time, and return their answers. One call at a time, any thread.
 
-        Raises `EngineDead` if one of them does not answer: a later copy must not receive its answer, nor may it write to
+        Raises `EngineDead` if one of them does not answer: a later copy must not get its answer, nor may it write into
         blocks that have other owners by then.
         """
         for rank, parts in requests:
