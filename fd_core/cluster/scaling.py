@@ -70,7 +70,7 @@ class LoadPolicyOptions(CheckedStruct, frozen=True, kw_only=True, rename="kebab"
 
 
 class LoadPolicy(ScalingPolicy):
-    """Adds workers while requests queue, KV runs out or first tokens are late; removes one after long spare capacity."""
+    """Adds workers while requests queue, KV runs out or first tokens are late; removes one after long spare room."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         fields = {name.replace("-", "_"): value for name, value in options.items()}

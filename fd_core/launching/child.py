@@ -21,7 +21,7 @@ from fd_core.launching.announcing import open_channel
 
 
 def child_command(cores: Sequence[int], *command: str) -> list[str]:
-    """Return the command that starts a child on `cores`, all if none are given; `command` is `-m MODULE ARGUMENTS...`."""
+    """Return the command that starts a child on `cores`, all if empty; `command` is `-m MODULE ARGUMENTS...`."""
     # -P: ignore modules in the current directory.
     return [sys.executable, "-P", "-m", "fd_core.launching.child", ",".join(map(str, cores)), *command]
 
@@ -39,7 +39,7 @@ def child_socket() -> Iterator[tuple[socket.socket, int]]:
 
 
 def become_child() -> None:
-    """Log as the parent does, and ignore Ctrl-C, which reaches a terminal's whole group: the parent decides when to stop."""
+    """Log as the parent does, and ignore Ctrl-C, which reaches the terminal's whole group: the parent decides."""
     from fd_core.config.logs import configure_logs
 
     for number in (signal.SIGINT, signal.SIGHUP):
