@@ -12,7 +12,7 @@ _MAX_MESSAGE = 1500
 
 
 class FdError(Exception):
-    """Base of every error whose text is written for the user.
+    """Base of every error whose text is written for users.
 
     `field` names the flag, file or request field at fault, and of a `ModelError` is `model` unless it is given; `hint`
     is the remedy; `code` identifies the error of a request for programs, as OpenAI's errors do.
@@ -60,7 +60,7 @@ class BadRequest(FdError, ValueError):
 
 
 class EngineDead(FdError):
-    """The engine's process ended or does not answer; reported as HTTP 503.
+    """The engine's process ended or does not respond; reported as HTTP 503.
 
     `field` is `rank N` if one of several ranks is at fault.
     """

@@ -108,10 +108,10 @@ def fd_register_victim_policies() -> Sequence[Entry]:
 
 @hookspec
 def fd_register_stores() -> Sequence[Entry]:
-    """Offer KV stores: where the KV of preempted and finished requests is kept outside the engine.
+    """Offer KV stores, which keep the KV of preempted and finished requests outside the engine.
 
     Each target is a subclass of `fd_core.kv.stores.contract.KVStore`; its name is the scheme before the colon of
-    `--kv-store`. A store moves opaque bytes and is best effort: the core checks whatever it returns, and recomputes
+    `--kv-store`. A store moves opaque bytes and is best effort: the core checks all that it returns, and recomputes
     what is missing or damaged.
     """
 

@@ -13,7 +13,7 @@ from fd_core.cli.report import interrupts_end_it, tells_old_names
 from fd_core.errors import ConfigError
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-"""Stands for a byte that cannot be decoded."""
+"""Placeholder of a byte that cannot be decoded."""
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 

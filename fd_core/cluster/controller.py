@@ -1,6 +1,6 @@
 """Decisions of a deployment: from observations of its processes to actions, without I/O and without a clock.
 
-    STARTING --ready--> READY --told to leave--> DRAINING --its process ended--> (gone)
+    STARTING --ready--> READY ---- drain ----> DRAINING --its process ended--> (gone)
         |  too late       |  unhealthy too long      |  deadline passed
         +-----------------+--------------------------+----> KILLED --its process ended--> (gone)
 

@@ -369,7 +369,7 @@ class Deployment:
             else:
                 spec = worker_spec(held.name, self.config, held.group, self._secrets, self._variables)
             launched = await asyncio.to_thread(self._launcher.start, [spec])
-        except Exception as error:  # noqa: BLE001  # whatever a launcher of a plugin raises, the process does not run
+        except Exception as error:  # noqa: BLE001  # any exception of a plugin's launcher: the process does not run
             reason = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
             held.end = controller.ProcessEnd(None, reason, placed=False)
             return
@@ -412,7 +412,7 @@ class Deployment:
             await self._forget(held)
 
     async def _forget(self, held: HeldProcess) -> None:
-        """Deregister a worker from every router; a router that does not answer detects the loss by itself."""
+        """Deregister a worker from every router; a router that does not respond detects the loss by itself."""
         if held.first is not None and held.url:
             await asyncio.gather(*(admin.deregister(held.url) for _, admin in self._admins()))
 

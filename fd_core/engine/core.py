@@ -33,7 +33,7 @@ AdmissionSink = Callable[[tuple[str, ...]], None]
 """Notified of the requests that enter a slot, before a step computes them."""
 
 EnginePort = EffectPort[tuple[TierStats | None, ReceiverStats | SenderStats | None, CompilerStats | None]]
-"""Storage, transfers and the grammar compiler of one engine behind one port."""
+"""Storage, transfers and the grammar compiler of one engine, as one port."""
 
 
 _WAIT_SECONDS = 0.005

@@ -228,7 +228,7 @@ def _same(name: str, other: str) -> bool:
 
 def _main(distribution: str, entry_point: str) -> None:
     answer = os.dup(1)
-    os.dup2(2, 1)  # output of the plugin must not mix with the answer
+    os.dup2(2, 1)  # output of the plugin must not mix with the result
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=entry_point):
         if point.dist is not None and point.dist.name == distribution:
             with os.fdopen(answer, "wb") as file:

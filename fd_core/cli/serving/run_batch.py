@@ -1,4 +1,4 @@
-"""`fdcore run-batch`: the requests of a file, answered by a model that is loaded for them."""
+"""`fdcore run-batch`: complete the requests of a file with a model that is loaded for them."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ async def _stop_when_gone(client: EngineClient, stop: asyncio.Event) -> None:
 
 
 def _ticket_key(engine: EngineConfig) -> bytes | None:
-    """Return the key of the transfer tickets that a router sends; None unless this worker receives prefilled prompts."""
+    """Return the key of the transfer tickets that a router sends; None unless the role is `decode`."""
     if engine.role != "decode":
         return None
     from fd_core.disagg.keys import ticket_key

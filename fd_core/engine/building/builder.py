@@ -91,7 +91,7 @@ class _EngineBuilder:
         self._scheduler_class = _fitting(self._plugins.load(SCHEDULER, config.scheduler), config)
         self._policy = self._plugins.load(SCHEDULING_POLICY, config.scheduling_policy)()
         self._victims = self._plugins.load(VICTIMS, config.victim_policy)()
-        self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
+        self._plugins.load(CONNECTOR, config.kv_connector)  # an unknown name is rejected in any role
         require_ranks(config)
         self._ranks = None
         if config.num_ranks > 1:

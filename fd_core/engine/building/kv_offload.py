@@ -99,7 +99,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: Callable[[
 
 
 def kept_kv(config: EngineConfig, *, stored: bool) -> KeepKV | None:
-    """Decide which requests' KV is kept outside the device; `stored`: True if the host tier has a store behind it."""
+    """Decide which requests' KV is kept outside the device; `stored`: True if the host tier is backed by a store."""
     if stored:
         return KeepKV(preempted=config.save_preempted_kv, finished=True, persist=True)
     return KeepKV(shared=False) if config.save_preempted_kv and config.host_kv_memory > 0 else None

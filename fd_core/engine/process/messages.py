@@ -180,14 +180,14 @@ class ChangeAdapters(msgspec.Struct, frozen=True, tag="change-adapters"):
     """Load a LoRA adapter, or unload the one of that name."""
 
     ticket: int
-    """Returned with the answer."""
+    """Returned in the response."""
     name: str
     path: str | None
     """None unloads."""
 
 
 class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters-changed"):
-    """The answer to `ChangeAdapters`."""
+    """The response to `ChangeAdapters`."""
 
     ticket: int
     adapters: tuple[AdapterInfo, ...]

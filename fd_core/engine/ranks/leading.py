@@ -196,9 +196,9 @@ class RankProcesses:
         return next((f"rank {rank}: {answer.error}" for rank, answer in answers if answer.error is not None), None)
 
     def copy(self, requests: Sequence[tuple[int, list[bytes]]]) -> list[list[bytes]]:
-        """Have some ranks copy blocks, at the same time, and return their answers. One call at a time, any thread.
+        """Have some ranks copy blocks, at the same time, and return their responses. One call at a time, any thread.
 
-        Raises `EngineDead` if one of them does not answer: a later copy must not get its answer, nor may it write into
+        Raises `EngineDead` if one does not respond: a later copy must not get its response, nor may it write into
         blocks that have other owners by then.
         """
         for rank, parts in requests:

@@ -1,9 +1,9 @@
 """Messages between rank 0 and the other ranks; encoded with msgspec, never pickled.
 
-On the socket of steps: `RankStart`, `RankLoaded`, `Limits`, `RankReady`, then orders and an answer to each:
+On the socket of steps: `RankStart`, `RankLoaded`, `Limits`, `RankReady`, then orders and a response to each:
 `HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `WARM_UP` or `LOOK` and `RankReady`; at any time a
-`Fault` instead. The orders of stages have no answer: a `StagePlan` and later its `StageOutcome`. On the socket of
-copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its answer, followed by the bytes of blocks.
+`Fault` instead. The orders of stages have no response: a `StagePlan` and later its `StageOutcome`. On the socket of
+copies: a `SIGN` now and then while a rank loads, then a `BlockCopy` and its response, followed by the bytes of blocks.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ RankMessage = RankLoaded | RankReady | StepDigest | AdaptersHeld | Fault
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
-    """Blocks int32[n] to export, or to import from the bytes that follow; the answer to either."""
+    """Blocks int32[n] to export, or to import from the bytes that follow; the response to either."""
 
     blocks: bytes
     dtype: str = ""

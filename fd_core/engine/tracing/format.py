@@ -78,7 +78,7 @@ class FinishEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DecisionEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Decision to load or to recompute a prefix, with the estimates behind it."""
+    """Decision to load or to recompute a prefix, with the estimates that determined it."""
 
     at: Count
     request_id: str

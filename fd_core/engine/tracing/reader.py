@@ -52,7 +52,7 @@ class Position(msgspec.Struct):
     missing: int
     """Steps before it that are missing from the trace."""
     events: Counter[str]
-    """`admitted`, `returned`, `preempted`, `aborted`, `late` (revoked after its request's end), `finished`."""
+    """`admitted`, `returned`, `preempted`, `aborted`, `late` (freed after its request's end), `finished`."""
     recomputed: int
     """Tokens that requests which returned in this step must compute again."""
 
