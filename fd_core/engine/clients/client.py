@@ -302,7 +302,7 @@ class SingleEngineClient(abc.ABC):
         self.gone = True
 
     def _went_down(self, reason: str) -> None:
-        """Mark the engine as lost, for now or for good, together with its requests."""
+        """Fail all requests, since the engine is gone for now or for good."""
         self._lost(reason, restarts=False)
         streams, self._streams = self._streams, {}
         self._ledger = RequestLedger()

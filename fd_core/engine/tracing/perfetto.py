@@ -1,7 +1,7 @@
 """Conversion of a trace to Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
 
 Three processes hold the tracks. *Steps*: a slice for each step, and counters. *Slots*: a track for each slot, with
-requests by name, and in them the work of the steps; arrows lead from a preemption to the return. *KV outside
+occupancies by request, and in them the work of the steps; arrows lead from a preemption to the return. *KV outside
 the device*: loads and saves, which overlap, as asynchronous slices. Times are microseconds from the start of the trace.
 """
 
